@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that outofcore leans on, under a public name of ours.
+"""Every private name of PyTorch that outofcore uses, under a public name of ours.
 
 A new release of PyTorch that moves or drops a name breaks this file alone, and only the features that need the name.
 ``require`` refuses such a feature and lists the missing names.
@@ -149,12 +149,9 @@ class _Substitute(type):
 
 
 def _private(name: str, *features: Feature, otherwise: Any = None) -> Any:
-    """Return a private object of PyTorch; where it has gone, ``otherwise``, or what raises when it is called.
+    """Return a private object of PyTorch; if it is missing, ``otherwise``, or a placeholder that raises when called.
 
-    Args:
-        name: dotted, from ``torch`` on.
-        features: what cannot do without it. None: only what calls it.
-        otherwise: what serves as well.
+    ``name`` is dotted, from ``torch`` on; ``features`` cannot do without it.
     """
     try:
         return pkgutil.resolve_name(name)
@@ -178,25 +175,21 @@ def _refusal_of(what: str, names: Sequence[str]) -> VersionError:
 
 
 def missing(feature: Feature) -> tuple[str, ...]:
-    """The private names that a feature needs and this PyTorch does not have."""
+    """Return the private names that a feature needs and this PyTorch does not have."""
     if feature is Feature.KERNELS:
         _compiler()
     return tuple(_missing.get(feature, ()))
 
 
 def require(feature: Feature) -> None:
-    """Refuse a feature that needs a name which has gone; warn once of a PyTorch with which nothing was tested.
-
-    Raises:
-        VersionError: this PyTorch lacks a private name that the feature relies on.
-    """
+    """Raise ``VersionError`` for a feature that needs a missing name; warn once of an untested PyTorch."""
     _warn_of_untested(torch.__version__)
     if names := missing(feature):
         raise _refusal_of(feature.value, names)
 
 
 def is_tested(version: str = torch.__version__) -> bool:
-    """Whether the tests ran with this release of PyTorch, or with an older and a newer one."""
+    """Return whether the tests ran with this release of PyTorch, or with an older and a newer one."""
     release = re.match(r"(\d+)\.(\d+)", version)
     return release is not None and TESTED[0] <= (int(release[1]), int(release[2])) <= TESTED[1]
 
@@ -268,12 +261,12 @@ _private("torch.autograd.forward_ad._current_level", Feature.TRANSFORMS)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a transform of ``torch.func``, or a batched gradient, has wrapped another tensor in this one."""
+    """Return whether a tensor wraps another one for a transform of ``torch.func``, or a batched gradient."""
     return _is_wrapped(tensor) or _is_batched(tensor)
 
 
 def is_differentiating_forward() -> bool:
-    """Whether forward-mode differentiation is on: of ``torch.func.jvp`` and what rests on it, or of the user's own."""
+    """Return whether forward-mode differentiation is on, in ``torch.func.jvp`` and the like or by the user."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
@@ -306,8 +299,7 @@ _private("torch._subclasses.FakeTensor", Feature.COMPILE)
 def answering_what_is_fake(is_fake: Callable[[object], bool]) -> Iterator[None]:
     """Let ``is_fake`` answer code that asks whether something is a ``torch._subclasses.FakeTensor``.
 
-    Other libraries than PyTorch, that is, which look the class up where they ask: some go another way for tensors
-    without contents than for others.
+    This is for libraries other than PyTorch that look the class up where they ask, and branch on the answer.
     """
     kind = FakeTensor
 
@@ -333,12 +325,12 @@ _private("torch.Tensor._cdata", Feature.RECOMPUTE)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of the storage of a tensor, unique while the storage lives."""
+    """Return the identity of a tensor's storage, unique while the storage lives."""
     return tensor.untyped_storage()._cdata
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """Where PyTorch's own object for a storage lies in memory; native code may be given it."""
+    """Return the address of PyTorch's own object for a storage, for native code."""
     return storage._cdata
 
 
@@ -346,7 +338,7 @@ _library_impls: set[str] = _private("torch.library._impls", Feature.BUDGET)
 
 
 def has_python_kernel(name: str, overload: str) -> bool:
-    """Whether an operator, such as "mylib::mul", runs Python code on the CPU."""
+    """Return whether an operator, such as "mylib::mul", runs Python code on the CPU."""
     namespace, _, op = name.partition("::")
     full = f"{namespace}/{op}.{overload}" if overload else f"{namespace}/{op}"
     return any(f"{full}/{key}" in _library_impls for key in ("CPU", "CompositeExplicitAutograd"))
@@ -360,12 +352,11 @@ current_autograd_node: Callable[[], Any | None] = _private("torch._C._current_au
 
 
 def node_sequence_number(node: Any) -> int:
-    """The number that an autograd node got when it was made."""
     return node._sequence_nr()
 
 
 def plain_optimizer_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """The ``step`` of an optimizer class without the wrapper that runs hooks and profiling."""
+    """Return the ``step`` of an optimizer class without the wrapper that runs hooks and profiling."""
     step: Any = kind.step
     if getattr(step, "hooked", False):
         return getattr(step, "__wrapped__", step)
@@ -382,18 +373,18 @@ OWN_OPTIMIZER_HOOKS: set[int] = set()
 
 
 def global_optimizer_hooks() -> bool:
-    """Whether hooks of somebody else's are registered that run around the step of every optimizer."""
+    """Return whether somebody else's hooks run around the step of every optimizer."""
     return any(not OWN_OPTIMIZER_HOOKS.issuperset(hooks) for hooks in _GLOBAL_HOOKS)
 
 
 def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Attributes that, put into the ``__dict__`` of a copied optimizer, leave it without step hooks."""
+    """Return attributes for the ``__dict__`` of a copied optimizer that leave it without step hooks."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return {name: type(optimizer.__dict__[name])() for name in names if name in optimizer.__dict__}
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Do the bookkeeping of ``optimizer.step()`` that learning-rate schedulers look at; to be called once a step."""
+    """Do the bookkeeping of ``optimizer.step()`` for learning-rate schedulers; to be called once a step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -404,7 +395,7 @@ _ATTENTION_FLAGS: tuple[Any, ...] = tuple(
 
 
 def sdp_backends_enabled() -> tuple[bool, ...]:
-    """Which implementations of scaled dot-product attention may be chosen."""
+    """Return which implementations of scaled dot-product attention may be chosen."""
     return tuple(flag() for flag in _ATTENTION_FLAGS)
 
 
@@ -413,7 +404,7 @@ _function_mode_at: Any = _private("torch._C._get_function_stack_at", Feature.COM
 
 
 def function_modes() -> tuple[Any, ...]:
-    """The modes that functions of PyTorch run in, the outermost first; the default device is one of them."""
+    """Return the active function modes, the outermost first; the default device is one of them."""
     return tuple([_function_mode_at(place) for place in range(_count_function_modes())])
 
 
@@ -424,13 +415,13 @@ _modes_of_this_thread: Any = _private("torch._C._len_torch_dispatch_stack", Feat
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
-    """Run ops as autograd runs them after it has done its own part, with autocast off: as they were recorded."""
+    """Run ops below autograd and with autocast off, as they were recorded."""
     with torch.no_grad(), _below_autograd(), _without_autocast():
         yield
 
 
 def issuing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """What calls an op with these arguments, again and again, with as little in between as there can be."""
+    """Return a function that calls an op with these arguments at the least overhead."""
     return functools.partial(func._op if isinstance(func, OpOverload) else func, *args, **kwargs)
 
 
@@ -439,43 +430,42 @@ LinAlgError: type[Exception] = vars(torch.linalg)["LinAlgError"]
 
 
 def operator_name(func: Callable[..., Any]) -> tuple[str, str] | None:
-    """The name of one of PyTorch's own operators, such as ("aten::add", "Tensor"); None: it is something else."""
+    """Return the name of one of PyTorch's own operators, such as ("aten::add", "Tensor"); None for anything else."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return None
     return func._schema.name, func._schema.overload_name
 
 
 def replayable() -> bool:
-    """Whether no mode of Python's sees the ops of this thread."""
+    """Return whether no Python mode sees the ops of this thread."""
     return _modes_of_this_thread() == 0
 
 
 def tensors_returned(func: Callable[..., Any]) -> int:
-    """How many tensors an op of PyTorch's returns; 0 where it may return anything else."""
+    """Return how many tensors an op of PyTorch's returns; 0 where it may return anything else."""
     returns = func._schema.returns if isinstance(func, OpOverload) else ()
     return len(returns) if all(str(each.type) == "Tensor" for each in returns) else 0
 
 
 def result_leaves(result: Any) -> list[Any]:
-    """What an op returned, nested lists and tuples flattened in order; None where it left a tensor undefined."""
+    """Flatten an op's result in order; None where it left a tensor undefined."""
     if isinstance(result, list | tuple):
         return [leaf for item in result for leaf in result_leaves(item)]
     return [result]
 
 
 def tensor_leaves(result: Any) -> list[torch.Tensor]:
-    """The tensors among ``result_leaves``."""
     return [leaf for leaf in result_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the storage of a tensor, as a uint8 tensor on that storage."""
+    """View all bytes of a tensor's storage as a uint8 tensor."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def precision_of(backend: Any, op: str) -> str | None:
-    """What ``torch.backends`` says of the precision of an op in float32, such as of "matmul"; None: nothing.
+    """Return the precision of float32 ops, such as "matmul", that ``torch.backends`` sets; None if unset.
 
     The older ``allow_tf32`` and ``torch.get_float32_matmul_precision`` raise where somebody has set this one.
     """
@@ -486,13 +476,13 @@ _private("torch.nn.Module._compiled_call_impl", Feature.COMPILE)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a call of this module runs code of torch.compile, be it wrapped or compiled in place."""
+    """Return whether a call of this module runs code of torch.compile, wrapped or compiled in place."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 @contextlib.contextmanager
 def without_compiled_code() -> Iterator[None]:
-    """Run functions and modules that torch.compile has wrapped as they were written."""
+    """Run functions and modules that torch.compile has wrapped as eager code."""
     # Nothing can have been compiled where this is not loaded, and to load it takes seconds.
     if "torch._dynamo.eval_frame" not in sys.modules:
         yield
@@ -506,20 +496,20 @@ _without_dispatch_modes: Any = _private("torch.utils._python_dispatch._disable_c
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Run ops on tensors as they are, past all modes of this thread."""
+    """Run ops past all modes of this thread."""
     with DisableTorchFunction(), _without_dispatch_modes():
         yield
 
 
 def let_device_idle(cycles: int) -> None:
-    """Keep the current stream of the current CUDA device busy with nothing for so many cycles of its clock."""
+    """Keep the current stream of the current CUDA device idle for so many cycles of its clock."""
     torch.cuda._sleep(cycles)
 
 
 def cublas_workspaces() -> tuple[int, int]:
-    """Bytes of what PyTorch may keep for cuBLAS and for cuBLASLt, for each thread and stream with products of matrices.
+    """Return the bytes of workspaces for cuBLAS and cuBLASLt, for each thread and stream with matrix products.
 
-    Where PyTorch does not tell, what it takes on most devices.
+    If PyTorch does not tell, these are the usual sizes.
     """
     names = ("_ZN2at4cuda22getChosenWorkspaceSizeEv", "_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv")
     try:
@@ -533,7 +523,7 @@ def cublas_workspaces() -> tuple[int, int]:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous uint8 tensor in host memory, writable."""
+    """Return the bytes of a contiguous uint8 tensor in host memory, writable."""
     array: Any = tensor.numpy()
     return memoryview(array)
 
@@ -542,9 +532,9 @@ _address: Any = _private("torch._C.TensorBase.data_ptr", otherwise=torch.Tensor.
 
 
 def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
-    """Whether the address of a tensor on the CPU is a multiple of so many bytes, or none is to be had.
+    """Return whether the address of a CPU tensor is a multiple of so many bytes, or it has none.
 
-    Nobody is told that the address was looked at. Where ops are recorded, what runs them later has tensors of its own.
+    Nobody is notified of the look at the address: recorded ops later run with other tensors.
     """
     if _modes_of_this_thread() > 0 or isinstance(tensor, FakeTensor):
         return True
@@ -563,7 +553,7 @@ _neg_view: Any = _private("torch._neg_view")
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same bytes that reads as their negative."""
+    """Return a tensor on the same bytes that reads as their negative."""
     return _neg_view(tensor)
 
 
@@ -571,13 +561,13 @@ _uses_of_storage: Any = _private("torch._C._storage_Use_Count", Feature.COMPILE)
 
 
 def shares_storage(tensor: torch.Tensor) -> bool:
-    """Whether another tensor than this one has the same storage."""
+    """Return whether another tensor has the same storage."""
     # The tensor, and the object that asks.
     return _uses_of_storage(tensor.untyped_storage()._cdata) > 2
 
 
 def tensor_impl(tensor: torch.Tensor) -> int:
-    """Where PyTorch's own object for a tensor lies in memory; native code may be given it."""
+    """Return the address of PyTorch's own object for a tensor, for native code."""
     return tensor._cdata
 
 
@@ -585,7 +575,7 @@ _tensors_taken: Any = _private("torch._C._aoti.alloc_tensors_by_stealing_from_vo
 
 
 def tensor_at(address: int) -> torch.Tensor:
-    """The tensor of an ``at::Tensor`` that native code made with ``new``, and that is deleted here."""
+    """Return the tensor of an ``at::Tensor`` that native code made with ``new``, and delete that."""
     # The function of this name for one tensor alone does not delete it.
     (tensor,) = _tensors_taken([_new_capsule(address, None, None)])
     return tensor
@@ -598,11 +588,7 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that an autograd node has saved for backward, without hooks.
-
-    Attributes:
-        tensor: as it was saved; it may have been changed since.
-    """
+    """A tensor that an autograd node has saved for backward, without hooks; it may have been changed since."""
 
     tensor: torch.Tensor
     _raw: Any
@@ -610,7 +596,7 @@ class SavedTensor:
     _attribute: str
 
     def is_unchanged(self) -> bool:
-        """Whether PyTorch would still take it."""
+        """Return whether PyTorch would still take it."""
         try:
             getattr(self._node, self._attribute)
         except RuntimeError:
@@ -618,7 +604,7 @@ class SavedTensor:
         return True
 
     def replace(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        """Let the node hold in its place what ``pack`` returns, and get it back by ``unpack``."""
+        """Let the node hold what ``pack`` returns instead, and restore the tensor by ``unpack``."""
         self._raw.register_hooks(pack, unpack)
 
 
@@ -627,7 +613,7 @@ for _name in ("data", "register_hooks", "unpack_hook"):
 
 
 def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
-    """What an autograd node has saved, but for what has hooks or was freed."""
+    """Yield what an autograd node has saved, except tensors with hooks or freed ones."""
     for saved, unpacked in _names_of_saved(type(node)):
         held = getattr(node, saved)
         every = held if isinstance(held, tuple | list) else (held,)
@@ -642,7 +628,7 @@ def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
 
 @functools.lru_cache(maxsize=1024)
 def _names_of_saved(kind: type) -> tuple[tuple[str, str], ...]:
-    """Of a type of nodes, the attributes with what it saved, and the ones with the same unpacked."""
+    """Return a node type's attributes of saved tensors, and the corresponding unpacked ones."""
     names = dir(kind)
     found: list[tuple[str, str]] = []
     for name in names:
@@ -673,32 +659,32 @@ FUNCTIONAL_COLLECTIVES = {
 
 
 def gather_into(result: torch.Tensor, tensor: torch.Tensor, group: Any) -> None:
-    """``all_gather_into_tensor``, by the name that it has in this release."""
+    """Call ``all_gather_into_tensor`` by its name in this release."""
     getattr(_dist, "all_gather_single", _dist.all_gather_into_tensor)(result, tensor, group=group)
 
 
 def scatter_reduced(result: torch.Tensor, tensor: torch.Tensor, reduction: Any, group: Any) -> None:
-    """``reduce_scatter_tensor``, by the name that it has in this release."""
+    """Call ``reduce_scatter_tensor`` by its name in this release."""
     getattr(_dist, "reduce_scatter_single", _dist.reduce_scatter_tensor)(result, tensor, reduction, group)
 
 
 def group_named(name: Any) -> Any:
-    """The process group that a functional collective names, or is given."""
+    """Return the process group that a functional collective names, or is given."""
     return _resolve_group(name) if isinstance(name, str) else name
 
 
 def unboxed_group(boxed: Any) -> Any:
-    """The process group among the arguments of an operator of a collective."""
+    """Return the process group among the arguments of a collective's operator."""
     return _dist.ProcessGroup.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else boxed
 
 
 def finished_work() -> Any:
-    """What an operator of a collective returns beside its result, of work that is done."""
+    """Return the work object of a collective that is done."""
     return _finished().boxed()
 
 
 def reduction_named(reduction: Any) -> Any:
-    """The name of a plain reduction, such as "sum", for the reduction, and the other way round; None: there is none."""
+    """Convert between a plain reduction and its name, such as "sum"; None if there is none."""
     names = {name.lower(): getattr(_dist.ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")}
     if isinstance(reduction, str):
         return names.get(reduction)
@@ -714,19 +700,19 @@ _buckets_by_size: Any = _collective("torch.distributed._compute_bucket_assignmen
 
 
 def parallel_parameters(model: Any) -> tuple[list[torch.nn.Parameter], list[bool]]:
-    """The parameters whose gradients a ``DistributedDataParallel`` reduces, and whether each has a sparse gradient."""
+    """Return the parameters whose gradients a ``DistributedDataParallel`` reduces, and which are sparse."""
     parameters, sparse = model._build_params_for_reducer()
     return list(parameters), list(sparse)
 
 
 def parallel_buffers(model: Any) -> list[torch.Tensor]:
-    """The buffers that a ``DistributedDataParallel`` broadcasts before a forward pass."""
+    """Return the buffers that a ``DistributedDataParallel`` broadcasts before a forward pass."""
     model._assign_modules_buffers()
     return list(model.modules_buffers)
 
 
 def parallel_limits(model: Any) -> tuple[list[int], list[int]]:
-    """The most bytes of each bucket of a ``DistributedDataParallel``: at first, and once it has rebuilt them."""
+    """Return the size limits of ``DistributedDataParallel``'s buckets in bytes: at first, and once they are rebuilt."""
     own: list[int] = list(getattr(model, "bucket_bytes_cap_list", ()))
     if own:
         return own, own
@@ -737,12 +723,9 @@ def parallel_limits(model: Any) -> tuple[list[int], list[int]]:
 def bucket_assignment(
     parameters: list[torch.nn.Parameter], limits: list[int], order: list[int] | None = None
 ) -> list[list[int]]:
-    """Which parameters ``DistributedDataParallel`` puts together, by their numbers.
+    """Return which parameters ``DistributedDataParallel`` puts together, by their numbers.
 
-    Args:
-        parameters: in the order given, or in that of ``order``.
-        limits: the most bytes of each bucket.
-        order: the numbers of the parameters, in the order in which gradients come.
+    ``order`` are the numbers of the parameters in the order in which gradients come, by default that of ``parameters``.
     """
     taken = parameters if order is None else [parameters[index] for index in order]
     return _buckets_by_size(taken, limits, [False] * len(parameters), order or [])[0]
@@ -763,12 +746,12 @@ PARALLEL_SETTINGS = (
 
 
 def has_rebuilt_buckets(model: Any) -> bool:
-    """Whether a ``DistributedDataParallel`` has put its buckets together anew, as it does after its first step."""
+    """Return whether a ``DistributedDataParallel`` has rebuilt its buckets, as it does after its first step."""
     return bool(getattr(model, "_has_rebuilt_buckets", False))
 
 
 def mark_buckets_rebuilt(model: Any) -> None:
-    """Note in a ``DistributedDataParallel`` that its buckets are those of its second step and later ones."""
+    """Mark a ``DistributedDataParallel``'s buckets as rebuilt."""
     model._has_rebuilt_buckets = True
 
 
@@ -776,7 +759,7 @@ _engine: Any = _private("torch.autograd.Variable._execution_engine", Feature.PAR
 
 
 def at_the_end_of_backward(call: Callable[[], None]) -> None:
-    """Have the backward pass that runs now call something when it ends."""
+    """Call a function at the end of the running backward pass."""
     _engine.queue_callback(call)
 
 
@@ -790,13 +773,10 @@ _dispatch_key: Any = _private("torch._C._parse_dispatch_key", Feature.HIGHER_ORD
 
 @contextlib.contextmanager
 def without_python_dispatch(name: str) -> Iterator[None]:
-    """While in this context, operators in Python have no kernel for a dispatch key, and pass on to the next one.
+    """Let Python operators skip a dispatch key, such as "Fake", within this context.
 
-    Operators such as ``torch.cond`` (``HigherOrderOperator``) choose their kernels themselves, and know of none that is
+    Operators such as ``torch.cond`` (``HigherOrderOperator``) choose their kernels themselves, and ignore one that is
     registered with the dispatcher for all operators.
-
-    Args:
-        name: of the key, such as "Fake".
     """
     if names := missing(Feature.HIGHER_ORDER):
         _log.warning("this PyTorch has no %s, so %s do not work", ", ".join(names), Feature.HIGHER_ORDER.value)
@@ -816,12 +796,12 @@ def without_python_dispatch(name: str) -> Iterator[None]:
 
 
 def without_new_versions(tensors: Any) -> contextlib.AbstractContextManager[None]:
-    """In this context changes of tensors in place do not count for what autograd has saved."""
+    """Hide in-place changes of tensors from autograd's version check in this context."""
     return _same_versions(tuple(tensors))
 
 
 class CompilerMissingError(Exception):
-    """There is nothing to compile with: for the CPU no C++ compiler, for a GPU no Triton that can start."""
+    """There is no C++ compiler for the CPU, or no working Triton for a GPU."""
 
 
 # All that Inductor may choose, and what it reads from the environment: fixed, so that a kernel is the same in every
@@ -878,7 +858,7 @@ _KERNEL_OPTIONS: dict[str, Any] = {
 
 @functools.cache
 def _compiler() -> dict[str, Any]:
-    """Load what Inductor consists of: to import it takes seconds, which those who compile nothing need not wait for."""
+    """Load Inductor; importing it takes seconds, so it is done on first use."""
     names = (
         "torch._guards.TracingContext",
         "torch._guards.tracing",
@@ -902,19 +882,10 @@ def compile_traced(
     layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]],
     threads: int,
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """What a function computes, compiled by Inductor for tensors of these shapes and strides.
+    """Compile a function with Inductor for arguments of these layouts (shape, strides, offset, dtype, device).
 
-    Args:
-        function: of operators that write nothing in place, but that its last ones may copy into its arguments.
-        layouts: of its arguments: shape, strides, offset in their storage, dtype and device.
-        threads: on how many the loops of a kernel for the CPU run.
-
-    Returns:
-        a function that takes the arguments as a list, which it empties.
-
-    Raises:
-        CompilerMissingError: there is no compiler.
-        Exception: Inductor cannot compile it.
+    Its operators write nothing in place, except that the last ones may copy into its arguments. The result takes the
+    arguments as a list, which it empties. Raises ``CompilerMissingError``, and whatever Inductor raises.
     """
     compiler = _compiler()
     settings: Any = compiler["config"]
@@ -947,7 +918,7 @@ def compile_traced(
 def _placed(
     shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A tensor that begins somewhere in its storage: a kernel for a GPU takes copies of what is aligned otherwise."""
+    """Return a tensor at an offset in its storage: a kernel for a GPU copies arguments of another alignment."""
     reach = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     return torch.empty(reach, dtype=dtype, device=device).as_strided(shape, stride, offset)
 
@@ -978,5 +949,5 @@ def _check_triton(compiler: dict[str, Any]) -> None:
 
 
 def force_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor laid out in other strides, as Inductor understands it in a function that is traced."""
+    """Return a tensor with other strides, in a form that Inductor understands while tracing."""
     return torch.ops.prims.inductor_force_stride_order.default(tensor, strides)

@@ -1,9 +1,9 @@
-"""Plans steps in a process of its own, so that training goes on meanwhile at its pace.
+"""Plan steps in a process of its own, so that training goes on at its pace.
 
-A thread would not do: planning holds Python's lock, which training needs for each of its ops. The process is of the
-lowest priorities, imports no PyTorch, and ends with the thread that has started it. It is in a process group of its
-own, so that Ctrl-C is for training alone, but in the same session: Linux balances sessions first and only then looks
-at priorities (``sched(7)``, autogroups).
+A thread would not do: planning holds Python's lock, which training needs for each of its ops. The process has the
+lowest priority, imports no PyTorch, and ends with the thread that has started it. It is in a process group of its own,
+so that Ctrl-C is for training alone, but in the same session: Linux balances sessions first and only then looks at
+priorities (``sched(7)``, autogroups).
 """
 
 from __future__ import annotations
@@ -45,12 +45,10 @@ _Subject = TypeVar("_Subject")
 
 @dataclass(frozen=True)
 class Running:
-    """A plan that runs, and steps that it took.
+    """A running plan, and its steps.
 
-    Attributes:
-        planned: the plan.
-        timelines: measured, of whole steps that ran one soon after the other.
-        spilled: the storages whose copies went to a home and not to the caller's memory.
+    ``timelines`` were measured in whole consecutive steps; ``spilled`` are the storages whose copies went to a home and
+    not to the caller's memory.
     """
 
     planned: Planned
@@ -60,15 +58,7 @@ class Running:
 
 @dataclass(frozen=True)
 class PlanJob:
-    """What is to be planned.
-
-    Attributes:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-        policy: how to plan.
-        running: the plan that runs, by whose steps costs are corrected first; None: there is none.
-    """
+    """What to plan; the steps of the ``running`` plan first correct the costs."""
 
     graph: StepGraph
     costs: Costs
@@ -79,14 +69,13 @@ class PlanJob:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a job.
+    """The result of a job.
 
     Attributes:
-        planned: the best plan, proved; None where there is none.
-        reason: why there is none.
+        planned: the best plan, proved; None where there is none, and ``reason`` says why.
         seconds: that planning took.
         costs: that it was made with; None: those of the job.
-        is_new: whether it differs from the plan that runs.
+        is_new: whether it differs from the running plan.
     """
 
     planned: Planned | None
@@ -98,11 +87,7 @@ class Answer:
 
 @dataclass
 class BackgroundPlanner(Generic[_Subject]):
-    """Plans one job after the other.
-
-    Attributes:
-        niceness: by how much its priority is below that of this process; 19 is the lowest.
-    """
+    """Plans one job after the other; ``niceness`` lowers its priority, 19 to the lowest."""
 
     niceness: int
     _subject: _Subject | None = None
@@ -115,14 +100,9 @@ class BackgroundPlanner(Generic[_Subject]):
         return self._process is not None
 
     def start(self, subject: _Subject, job: PlanJob) -> bool:
-        """Begin a job; no other may be under way.
+        """Begin a job, for which ``poll`` will return ``subject``; return whether a process could be started.
 
-        Args:
-            subject: what ``poll`` returns with the answer.
-            job: to be done.
-
-        Returns:
-            Whether a process could be started for it.
+        No other job may be under way.
         """
         with contextlib.ExitStack() as opened:
             try:
@@ -147,7 +127,7 @@ class BackgroundPlanner(Generic[_Subject]):
         return True
 
     def poll(self) -> tuple[_Subject, Answer] | None:
-        """The subject of the job that was under way, with what became of it; None: not yet."""
+        """Return the subject and the answer of the current job; None if it is not done."""
         if self._process is None or self._answer is None or self._subject is None or self._process.poll() is None:
             return None
         subject, file, status = self._subject, self._answer, self._process.returncode
@@ -163,12 +143,12 @@ class BackgroundPlanner(Generic[_Subject]):
         return subject, answer
 
     def wait(self) -> None:
-        """Return when ``poll`` has an answer, or nothing is under way."""
+        """Wait until ``poll`` has an answer, or nothing is under way."""
         if self._process is not None:
             self._process.wait()
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the current job."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -178,7 +158,7 @@ class BackgroundPlanner(Generic[_Subject]):
 
 
 def plan_job(job: PlanJob) -> Answer:
-    """The best plan of a step that the validator passes; the one that runs, if no other is clearly quicker."""
+    """Return the best plan that the validator passes; the running one, if no other is clearly faster."""
     start = time.perf_counter()
     costs, running = job.costs, job.running
     if running is not None:
@@ -196,7 +176,7 @@ def plan_job(job: PlanJob) -> Answer:
 
 
 def main() -> None:
-    """Do the job that standard input says, and write the answer to standard output."""
+    """Do the job on standard input, and write the answer to standard output."""
     _die_with_parent()
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -36,7 +36,7 @@ class BuildError(Exception):
 
 
 def user_cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/outofcore``, or ``~/.cache/outofcore``. It need not exist."""
+    """Return ``$XDG_CACHE_HOME/outofcore``, or ``~/.cache/outofcore``. It need not exist."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # A relative path is to be ignored, says the XDG base directory specification.
     return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "outofcore"
@@ -45,8 +45,7 @@ def user_cache_folder() -> Path:
 def private_folder(path: Path) -> Path:
     """Create a folder that only this user may enter, or check that an existing one is this user's own.
 
-    Raises:
-        OSError: it cannot be created, or somebody else may write to it.
+    Raises ``OSError`` if it cannot be created, or somebody else may write to it.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
@@ -60,16 +59,10 @@ def private_folder(path: Path) -> Path:
 def load_kept(
     key: str, name: str, build: Callable[[Path], Path], load: Callable[[Path], _Library]
 ) -> tuple[_Library | None, str]:
-    """A library from the cache, or built now: into the cache, or where that cannot be used into a temporary folder.
+    """Load a library from the cache, or build it there, or in a temporary folder if the cache cannot be used.
 
-    Args:
-        key: names the folder in the cache; says everything that goes into the build.
-        name: of the file.
-        build: builds it into a folder; may raise ``BuildError`` or OSError.
-        load: loads it; raises OSError where it cannot be used.
-
-    Returns:
-        The library and "", or None and the reason in words.
+    ``key`` names the folder in the cache and covers everything that goes into the build; ``name`` is the file.
+    ``build`` may raise ``BuildError`` or OSError, ``load`` OSError. Returns the library and "", or None and the reason.
     """
     folder = user_cache_folder() / key
     try:
@@ -103,13 +96,8 @@ def load_functions(
 ) -> _Library:
     """Load the functions of a C++ file that needs nothing else: from the wheel's library, else as by ``load_kept``.
 
-    Args:
-        source: the file.
-        functions: argument types and result type of each, by its name without ``outofcore_``.
-        kind: ``ctypes.PyDLL`` if they are called with Python's lock held.
-
-    Raises:
-        StateError: there is no library, and none can be built.
+    ``functions`` gives argument and result types by name without ``outofcore_``. ``kind`` is ``ctypes.PyDLL`` if they
+    are called with Python's lock held. Raises ``StateError`` if there is no library, and none can be built.
     """
 
     def load(path: Path) -> _Library:
@@ -140,11 +128,7 @@ def native_callback(function: Callable[..., int], *arguments: Any, failed: int) 
 
     If a ctypes callback with a return value raises, the native caller gets an undefined value. This callback returns
     nothing and writes to ``answer`` instead. After Ctrl-C ``answer`` is unchanged, and the native caller must check.
-
-    Args:
-        function: computes the answer.
-        arguments: ctypes types of its arguments.
-        failed: answer if the function raises any other exception; ctypes prints the exception.
+    After any other exception, which ctypes prints, it is ``failed``.
     """
 
     def call(*given: Any) -> None:
@@ -162,7 +146,7 @@ def native_callback(function: Callable[..., int], *arguments: Any, failed: int) 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Generator[None]:
-    """Let one process at a time build what is kept in a folder: all ranks of a job begin at once."""
+    """Let one process at a time build in a folder: all ranks of a job begin at once."""
     with (folder / "lock").open("w") as lock:
         with contextlib.suppress(OSError):  # some file systems have no locks: then each builds its own
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -176,13 +160,10 @@ def compile_library(
     link_flags: Sequence[str] = (),
     compilers: Sequence[str] = COMPILERS,
 ) -> Path:
-    """Compile one source to a library, under a name of its own until it is complete.
+    """Compile one source to a library, under a temporary name until it is complete.
 
-    Several processes may do so at once: each puts the whole file in place in one step.
-
-    Raises:
-        BuildError: there is no compiler, or it refuses the source.
-        OSError: the folder cannot be written to.
+    Several processes may do so at once, since the final rename is atomic. Raises ``BuildError`` if no compiler works,
+    and ``OSError`` if the folder cannot be written to.
     """
     found = [path for path in map(shutil.which, compilers) if path]
     if not found:
@@ -207,7 +188,7 @@ def compile_library(
 
 
 def _run(command: Sequence[str]) -> str | None:
-    """Run a compiler; None if it succeeded, else the most telling lines of what it said."""
+    """Run a compiler; return None if it succeeded, else the most important lines of its output."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False

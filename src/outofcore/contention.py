@@ -1,12 +1,11 @@
-"""How long instructions take that run beside each other, where copies slow each other and ops down.
+"""The durations of concurrent instructions, where copies slow each other and ops down.
 
-The model: while copies run both ways between the device and a home, each loses the share of its speed that
-``Home.lost`` says;
-while copies run, an op goes at ``1 / (1 + compute_slowdown)``, where the slowdowns of all copies add up. Speeds
-change whenever an instruction starts or ends, and hold in between (processor sharing).
+The model: while copies run both ways between the device and a home, each loses the share of its speed in ``Home.lost``;
+while copies run, an op goes at ``1 / (1 + compute_slowdown)``, where the slowdowns of all copies add up. Speeds change
+whenever an instruction starts or ends, and hold in between (processor sharing).
 
-Limits: all ops are taken to suffer alike, and copies to one home not to slow those to another; collectives neither
-slow anything nor are slowed.
+Limits: all ops suffer alike, and copies to one home do not slow those to another; collectives neither slow anything nor
+are slowed.
 """
 
 from __future__ import annotations
@@ -21,12 +20,9 @@ _OPS = frozenset({Queue.COMPUTE, Queue.COMMUNICATE})  # what belongs to no home
 
 
 def beside_each_other(program: Program, alone: Timeline, homes: Sequence[Home]) -> Timeline:
-    """When each instruction runs, taking from the others what it takes.
+    """Return when each instruction runs under contention.
 
-    Args:
-        program: wired; what it waits for can be satisfied.
-        alone: when each would run if instructions left each other alone; of it their lengths count.
-        homes: say how much they do not; one for each that the program copies to.
+    ``alone`` has the durations without contention; ``homes`` has one home for each that the program copies to.
     """
     # Planners call this often: lanes are numbers, and what runs together is a bit for each.
     lines: dict[_Lane, list[int]] = {(Queue.COMPUTE, 0): []}
@@ -79,7 +75,7 @@ def _lane(wait: Wait) -> _Lane:
 def _stretched(
     running: Sequence[_Lane], numbers: Mapping[_Lane, int], homes: Sequence[Home]
 ) -> list[tuple[int, float]]:
-    """The number of each lane at work, and how many times as long its instruction takes beside the others."""
+    """Return the number of each busy lane, and the factor by which its instruction is slowed."""
     slowdown = sum(homes[home].compute_slowdown for queue, home in running if queue not in _OPS)
     found: list[tuple[int, float]] = []
     for lane in running:

@@ -32,15 +32,15 @@ class Home:
     contention_out: float = 0.5
 
     def lost(self, *, out: bool) -> float:
-        """The share of their speed that copies one way lose while others run the other way."""
+        """Return the share of their speed that copies one way lose while others run the other way."""
         return self.contention * (self.contention_out if out else 1 - self.contention_out)
 
     def out_seconds(self, count: int) -> float:
-        """Seconds that a copy of ``count`` bytes from the device takes."""
+        """Return the seconds of a copy of ``count`` bytes from the device."""
         return self.latency_s + count / self.bytes_per_s_out
 
     def in_seconds(self, count: int) -> float:
-        """Seconds that a copy of ``count`` bytes to the device takes."""
+        """Return the seconds of a copy of ``count`` bytes to the device."""
         return self.latency_s + count / self.bytes_per_s_in
 
 

@@ -97,7 +97,7 @@ class VersionError(OutOfCoreError, ImportError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, the system or PyTorch says that there was no memory, or cannot be as much."""
+    """Return whether an error of Python, the system or PyTorch means that memory ran out or was too small."""
     if isinstance(error, MemoryError):
         return not isinstance(error, OutOfCoreError)
     if isinstance(error, OSError):

@@ -1,9 +1,9 @@
-"""A quiet end of the interpreter for processes that talk to each other.
+"""A quiet end of the interpreter for processes of a group.
 
-A thread of a process group lets go of a collective's tensors after it has told that the collective is done, and needs
-the interpreter for that, since the tensors are known to Python. If the interpreter is ending by then, Python ends the
-thread in the middle of C++ code, and the whole process aborts ("terminate called without an active exception"),
-although all its work was done. So such processes end only when their other threads have come to rest.
+A thread of a process group releases a collective's tensors after it has reported that the collective is done, and needs
+the interpreter for that. If the interpreter is ending by then, Python ends the thread in the middle of C++ code, and
+the process aborts ("terminate called without an active exception") although all its work was done. So such processes
+end only when their other threads are idle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SECONDS = 1.0
 
 
 def end_when_threads_rest() -> None:
-    """Let the interpreter end only when no other thread of the process runs, or a second has passed."""
+    """Delay the end of the interpreter until no other thread of the process runs, or a second has passed."""
     atexit.unregister(_wait)
     atexit.register(_wait)
 
@@ -34,7 +34,7 @@ def _wait() -> None:
 
 
 def running_threads() -> int:
-    """How many threads of the process run or could run, besides the caller's; 0 where the system does not tell."""
+    """Return how many other threads of the process run or could run; 0 where the system does not tell."""
     count = 0
     own = str(threading.get_native_id())
     try:

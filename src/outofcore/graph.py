@@ -140,7 +140,7 @@ class StepGraph:
         return frozenset((op.id, s) for op in self.ops for s in op.mutates if s not in op.reads)
 
     def unwatched(self) -> StepGraph:
-        """The same step where nobody finds out what the user writes between two steps (see ``Storage.watched``)."""
+        """Return the same step where nobody detects the user's writes between two steps (see ``Storage.watched``)."""
         return replace(self, storages=tuple(replace(storage, watched=False) for storage in self.storages))
 
     def check(self) -> None:

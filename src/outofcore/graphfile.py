@@ -1,6 +1,6 @@
 """Step graphs with their costs as JSON files: format ``outofcore-graph/1``, see docs/graph-format.md.
 
-So that graphs can come from anywhere, and be planned without PyTorch.
+Graphs can so come from anywhere, and be planned without PyTorch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GraphFile:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> GraphFile:
-        """A graph that did not come from a file: storages are called by their numbers.
+        """Make a graph file whose storages are called by their numbers.
 
         >>> from outofcore.costs import Costs
         >>> from outofcore.graph import StepGraph, Storage, StorageKind
@@ -180,7 +180,7 @@ def _storage(path: Path, number: int, storage: _Storage, created: bool) -> Stora
 
 
 def _unnamed(key: int | str) -> str:
-    """What people call a storage that has no name."""
+    """Return a name for a storage that has none."""
     return key if isinstance(key, str) else ""
 
 
@@ -205,7 +205,7 @@ def _op(path: Path, number: int, op: _Op, keys: Mapping[int | str, int]) -> Op:
 
 
 def _numbers(path: Path, where: str, named: Sequence[int | str], keys: Mapping[int | str, int]) -> tuple[int, ...]:
-    """The numbers of storages, each once."""
+    """Return the numbers of storages, each once."""
     for index, key in enumerate(named):
         if key not in keys:
             refuse(path, f"{where}[{index}]", f"is {key!r}, and no storage has that id")

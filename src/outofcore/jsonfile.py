@@ -22,32 +22,16 @@ T = TypeVar("T")
 
 
 def refuse(file: str | Path, where: str, what: str) -> NoReturn:
-    """Raise the error that something is wrong with a value in a file.
-
-    Args:
-        file: its path.
-        where: the value, such as "$.ops[3].seconds".
-        what: such as "must not be negative".
-
-    Raises:
-        GraphError: always.
-    """
+    """Raise ``GraphError`` about the value at ``where``, such as "$.ops[3].seconds", in a file."""
     raise GraphError(f"{file}: {where}: {what}")
 
 
 def decode_json(path: Path, form: str | None, kind: type[T], *, whole: bool = True) -> T:
-    """Read a JSON file whose key ``format`` says ``form`` as a type. Gzip is recognised by its first bytes.
+    """Read a JSON file, plain or gzip, as a type, after checking that its key ``format`` is ``form``.
 
-    Args:
-        path: the file.
-        form: such as "outofcore-graph/1"; None: the file does not name its format.
-        kind: a ``msgspec.Struct``, whose annotations give types and ranges.
-        whole: whether whole numbers may be written as 4096.0 or 1e9; if not, such numbers are read as floats.
-
-    Raises:
-        InputError: the file cannot be read.
-        GraphError: it is not JSON, not of this format, or a value has not the type or the range that it should; says
-            which, such as ``$.ops[3].seconds``.
+    ``kind``'s annotations give types and ranges. ``whole`` allows whole numbers to be written as 4096.0 or 1e9;
+    otherwise such numbers are read as floats. Raises ``InputError`` if the file cannot be read, and ``GraphError`` that
+    names the wrong value, such as ``$.ops[3].seconds``.
     """
     value = _parsed(path, _whole_or_float if whole else float)
     if not isinstance(value, dict):
@@ -61,17 +45,7 @@ def decode_json(path: Path, form: str | None, kind: type[T], *, whole: bool = Tr
 
 
 def convert_json(value: object, kind: type[T], file: str | Path, where: str = "$") -> T:
-    """What a file holds at some place as a type.
-
-    Args:
-        value: plain objects.
-        kind: a type that msgspec knows; its annotations give types and ranges.
-        file: its path.
-        where: the place of the value, such as "$.entries.mm".
-
-    Raises:
-        GraphError: a value has not the type or the range that it should; says which.
-    """
+    """Convert plain objects at a place in a file to a type; raises ``GraphError`` that names the wrong value."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -87,7 +61,7 @@ class _Wrong:
 
 
 def _parsed(path: Path, read_float: Callable[[str], float]) -> object:
-    """The content of a file as plain objects."""
+    """Return the content of a file as plain objects."""
     try:
         content = path.read_bytes()
         if content.startswith(_GZIP_MAGIC):
@@ -125,7 +99,7 @@ def _parsed(path: Path, read_float: Callable[[str], float]) -> object:
 
 
 def _wrong(value: object, where: str) -> Iterator[tuple[str, str]]:
-    """Where something is wrong, and what."""
+    """Yield the place and description of each wrong value."""
     if isinstance(value, _Wrong):
         yield where, value.what
     elif isinstance(value, dict):
@@ -144,12 +118,7 @@ def _whole_or_float(text: str) -> float:
 def write_json(path: Path, content: object) -> None:
     """Write a JSON file, through gzip if its name ends in ``.gz``; the same content gives the same bytes.
 
-    Args:
-        path: the file; its folder is created.
-        content: plain objects, dataclasses or ``msgspec.Struct``.
-
-    Raises:
-        InputError: the file cannot be written.
+    ``content`` is plain objects, dataclasses or ``msgspec.Struct``. The folder is created. Raises ``InputError``.
     """
     data = msgspec.json.encode(content) + b"\n"
     if path.suffix == ".gz":

@@ -85,7 +85,7 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
 
 @contextlib.contextmanager
 def _registrations_moved(faces: Faces) -> Iterator[None]:
-    """Move what modules get in this thread home: at once where no other tensor shares its storage, else at the end."""
+    """Move home what modules register in this thread: at once if it does not share its storage, else at the end."""
     thread = threading.get_ident()
     # Not the tensors themselves: some are replaced, and their room is for others.
     met: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
@@ -211,10 +211,9 @@ def materialize(
 
 
 def _kept_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, tuple[ReadFile, Entry]]:
-    """By name, the tensors on the meta device that stay in the files: large, and lying there as they are to be.
+    """Return by name the meta tensors that stay in the files: large ones with their final layout and dtype.
 
-    Raises:
-        InputError: a file was changed since its header was read.
+    Raises ``InputError`` if a file was changed since its header was read.
     """
     if not faces.takes_files:
         return {}
@@ -242,7 +241,7 @@ def _kept_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, 
 
 
 def _on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers on the meta device, under each of their names."""
+    """Return the parameters and buffers on the meta device, under each of their names."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: tensor for name, tensor in named if tensor.is_meta}
 
@@ -250,20 +249,11 @@ def _on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
 def allocate(
     model: nn.Module, faces: Faces | None, in_place: Mapping[str, tuple[ReadFile, Entry]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Give every tensor of a model that is on the meta device memory, contents unknown.
+    """Give every meta tensor of a model memory with unknown contents; return the tensors under each of their names.
 
-    Args:
-        model: its parameters stay the same objects but for those that something refers to weakly, and share
-            memory where they did.
-        faces: of the home for large ones; None: all get ordinary memory.
-        in_place: by name, those that have their bytes in files; such a tensor is the only one on its storage.
-
-    Returns:
-        the tensors by name, under each of their names.
-
-    Raises:
-        StateError: something holds on to a parameter, so that it cannot be changed.
-        SpillError: the home has no room.
+    Parameters stay the same objects, except those with weak references, and share memory where they did. Without
+    ``faces`` all get ordinary memory; ``in_place`` are those whose bytes are in files, each alone on its storage.
+    Raises ``StateError`` if other references prevent changing a parameter, ``SpillError`` if the home has no room.
     """
     named = _on_meta(model)
     files = {id(named[name]): found for name, found in (in_place or {}).items()}
@@ -286,7 +276,7 @@ def allocate(
 
 
 def _give(model: nn.Module, name: str, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Give a tensor memory; the same object with it, or another in its place."""
+    """Give a tensor memory; return the same object, or a replacement."""
     if tensor.grad is not None:
         raise StateError(f"{name} cannot be given memory: it has a gradient; materialize the model before it is used")
     real = torch.empty(0, dtype=tensor.dtype)
@@ -311,7 +301,7 @@ def _give(model: nn.Module, name: str, tensor: torch.Tensor, base: torch.Tensor)
 
 
 def _inner_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """All modules, each once, in the order in which their constructors end."""
+    """Yield all modules, each once, in the order in which their constructors end."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -325,7 +315,7 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _is_held(module: nn.Module, made: dict[str, torch.Tensor], held: set[int]) -> bool:
-    """Whether the files have all tensors that a module itself has to be given."""
+    """Return whether the files have all tensors that a module itself needs."""
     wanted = {id(tensor) for tensor in made.values()}
     return all(id(tensor) in held for tensor in _own_tensors(module) if id(tensor) in wanted)
 
@@ -333,7 +323,7 @@ def _is_held(module: nn.Module, made: dict[str, torch.Tensor], held: set[int]) -
 def _reset(module: nn.Module) -> None:
     """Initialise a module as its constructor would.
 
-    One that only holds others is left alone if it has a public method for that: it would initialise these again. The
+    One that only holds others is skipped if it has a public method for that, which would initialise these again. The
     private name is what PyTorch's own modules call in their constructors.
     """
     method = getattr(module, "reset_parameters", None) if _own_tensors(module) else None
@@ -343,13 +333,10 @@ def _reset(module: nn.Module) -> None:
 
 
 class _InitializationMode(TorchDispatchMode):
-    """Lets the pages of tensors that live at home go soon after ops have used them, and sees which were written.
+    """Drops cached pages of tensors at home soon after ops have used them, and records which were written.
 
-    Ops run as they do without it, so that a generator gives the same numbers. A face is pages of a file
-    mapped into memory: they count as the process's own until they are let go.
-
-    Args:
-        faces: of the home; None: of no home.
+    Ops run unchanged, so that a generator gives the same numbers. A face is pages of a file mapped into memory: they
+    count as the process's own until they are dropped.
     """
 
     supports_higher_order_operators = True
@@ -401,20 +388,20 @@ class _InitializationMode(TorchDispatchMode):
         self._bytes = 0
 
     def restore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Whatever is written to these tensors from now on, they are to show what their files have."""
+        """Discard all later writes to these tensors, which show their files."""
         self._restored.update({storage_key(tensor): tensor for tensor in tensors})
 
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See from now on which of these tensors are written to."""
+        """Record from now on which of these tensors are written to."""
         self._watched.update(map(storage_key, tensors))
 
     def unwritten(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing has been written to a tensor's storage since it is watched."""
+        """Return whether nothing has been written to a tensor's storage since it is watched."""
         return storage_key(tensor) in self._watched
 
 
 def _can_move(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of those that live at home: large, dense, on the CPU."""
+    """Return whether a tensor may live at home: large, dense, on the CPU."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and tensor.device.type == "cpu"
@@ -424,11 +411,7 @@ def _can_move(tensor: torch.Tensor) -> bool:
 
 
 def _move_to_home(tensors: Sequence[torch.Tensor], faces: Faces, mapped: MappedFiles) -> None:
-    """Move tensors that share one storage to their home; what is mapped from a file is there already.
-
-    Raises:
-        SpillError: it has no room.
-    """
+    """Move tensors that share one storage to their home; a storage that is mapped from a file is already there."""
     old = storage_bytes(tensors[0])
     face = faces.adopt_mapped(old, mapped)
     if face is None:

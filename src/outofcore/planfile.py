@@ -1,8 +1,8 @@
 """Plans with their programs as JSON files: format ``outofcore-plan/1``, see docs/graph-format.md.
 
-The program stands in the file as a whole, so that it can be checked without planning again. Objects
-are written field by field as ``plan`` and ``program`` declare them, an instruction with the name of
-its class under ``do``; only storages are called what the graph file calls them.
+The file has the whole program, so that it can be checked without planning again. Objects are written field by field as
+``plan`` and ``program`` declare them, an instruction with the name of its class under ``do``; storages have the graph
+file's names.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from outofcore.units import GIB, format_bytes
 
 
 class Work(Enum):
-    """What kind of work an op is, as far as its speed goes."""
+    """What limits the speed of an op."""
 
     CONVOLUTION = "convolution"  # forward and backward
     MATMUL = "matmul"  # products of matrices, batched or not
@@ -25,7 +25,7 @@ class Work(Enum):
 
 
 class Number(Enum):
-    """What products are computed in."""
+    """The number format of products."""
 
     FP32 = "fp32"
     TF32 = "tf32"  # fp32 in memory, 10 bits of mantissa in the multiplier; PyTorch's default for convolutions
@@ -65,11 +65,11 @@ class Device:
     in_bytes_per_s: float
 
     def home(self) -> Home:
-        """The host's memory, without a limit."""
+        """Return the host's memory, without a limit."""
         return Home("host", None, self.out_bytes_per_s, self.in_bytes_per_s, _LINK_LATENCY_S)
 
     def seconds(self, work: Work, number: Number, operations: float, moved_bytes: float) -> float:
-        """How long an op takes: as long as its arithmetic or its memory traffic, whichever is longer (a roofline).
+        """Return the seconds of an op: of its arithmetic or its memory traffic, whichever is longer (a roofline).
 
         Args:
             work: what kind of op it is.
@@ -88,7 +88,7 @@ class Device:
         return LAUNCH_SECONDS + max(arithmetic, traffic)
 
     def describe(self) -> str:
-        """The device, and how its times are come by, in one line."""
+        """Describe the device, and how its times are estimated, in one line."""
         shares = ", ".join(f"{work.value} {plain:.0%}/{tensor:.0%}" for work, (plain, tensor) in EFFICIENCY.items())
         return (
             f"{self.name}, {format_bytes(self.memory_bytes)} usable. No op was run: times are estimates from peak "
@@ -108,7 +108,7 @@ def _device(
     tf32: float | None = None,
     half: float | None = None,
 ) -> Device:
-    """A device by its data sheet: memory in GiB less half a GiB for the context, rates in GB/s and TFLOP/s."""
+    """Build a device from its data sheet: memory in GiB less half a GiB for the context, rates in GB/s and TFLOP/s."""
     given = {Number.FP32: fp32, Number.TF32: tf32, Number.HALF: half}
     link = link_gb_per_s * 1e9
     flops = {number: rate * 1e12 for number, rate in given.items() if rate is not None}
@@ -116,7 +116,7 @@ def _device(
 
 
 def devices() -> tuple[Device, ...]:
-    """All presets.
+    """Return all presets.
 
     >>> devices()[0].key
     'k40c-12gb'
@@ -137,7 +137,7 @@ def devices() -> tuple[Device, ...]:
 
 
 def device(key: str) -> Device:
-    """A preset by its key, or by the part of it that no other begins with, such as "h100".
+    """Return a preset by its key, or by a unique beginning of it, such as "h100".
 
     Raises:
         InputError: there is no such preset, or more than one.
@@ -157,7 +157,7 @@ def device(key: str) -> Device:
 
 
 def simulated(name: str | None) -> Device | None:
-    """The preset that a device's name stands for; None for a device that is here: "cpu", "cuda" or "cuda:0", or None.
+    """Return the preset of a device's name; None for a real device ("cpu", "cuda" or "cuda:0") or None.
 
     Raises:
         InputError: it is neither.

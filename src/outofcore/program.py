@@ -84,14 +84,14 @@ Instruction = Run | CopyOut | CopyIn
 
 
 def queue_of(instruction: Instruction) -> Queue:
-    """The queue that an instruction runs on."""
+    """Return the queue that an instruction runs on."""
     if isinstance(instruction, Run):
         return Queue.COMMUNICATE if instruction.communicates else Queue.COMPUTE
     return Queue.COPY_OUT if isinstance(instruction, CopyOut) else Queue.COPY_IN
 
 
 def lane_of(instruction: Instruction) -> tuple[Queue, int]:
-    """The queue that an instruction runs on, and of copies the home to whose link that queue belongs."""
+    """Return the queue that an instruction runs on, and for copies the home to whose link that queue belongs."""
     return queue_of(instruction), 0 if isinstance(instruction, Run) else instruction.home
 
 

@@ -17,7 +17,7 @@ Tell = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """A callback that does nothing.
+    """Do nothing: a callback without effect.
 
     >>> silent("plan", 1, 4)
     """
@@ -25,11 +25,11 @@ def silent(stage: str, done: int, total: int) -> None:
 
 @contextmanager
 def following(tell: Tell | None = None, *, show: bool | None = None) -> Generator[Tell]:
-    """A progress callback, while the context lasts.
+    """Yield a progress callback.
 
     Args:
         tell: user callback ``(stage, done, total)``. If given, no progress bar is shown.
-        show: a bar on standard error, with the time that has passed and that is left. By default only where standard
+        show: a bar on standard error, with the elapsed and the remaining time. By default only where standard
             error is a terminal; or below the cell of a notebook, where that is what runs.
 
     >>> with following(lambda stage, done, total: print(f"{stage}: {done} of {total}")) as tell:
@@ -66,7 +66,7 @@ def _bar() -> Progress:
 
 
 class _Shown:
-    """A line for each stage."""
+    """Progress with a line for each stage."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
@@ -86,7 +86,7 @@ _PAUSE_S = 0.25
 
 
 def _notebook() -> Callable[..., Any] | None:
-    """What shows things below the cell of a notebook that runs; None: there is none."""
+    """Return the display function of the running notebook, or None."""
     # Where it was not imported nothing of it runs.
     known: Any = sys.modules.get("IPython")
     shell: Any = None if known is None else getattr(known, "get_ipython", lambda: None)()
@@ -100,7 +100,7 @@ def _notebook() -> Callable[..., Any] | None:
 
 
 class _ShownInNotebook:
-    """One line below the cell, which is drawn anew and goes in the end."""
+    """Progress on one line below the cell, which is removed at the end."""
 
     def __init__(self, display: Callable[..., Any]) -> None:
         self._display = display

@@ -1,6 +1,6 @@
-"""The proof of a plan before it runs.
+"""Prove a plan before it runs.
 
-Every program that is to run passes through ``proved``. The validator shares no code with planning and lowering, so a
+Every program passes through ``proved`` before it runs. The validator shares no code with planning and lowering, so a
 plan that fails is a fault of this library: it is reported with a file to send, and the next candidate is tried.
 """
 
@@ -25,17 +25,9 @@ _log = logging.getLogger("outofcore")
 
 
 def proved(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Planned]) -> Planned:
-    """The first of some plans that the validator passes.
+    """Return the first candidate, best first, that the validator passes; later ones are generated only if needed.
 
-    Args:
-        graph: the step.
-        costs: that the plans were made with.
-        budget: bytes of the arena.
-        candidates: the best first; one is asked for only where those before it failed.
-
-    Raises:
-        BudgetError: there is no candidate at all.
-        ValidationError: none of them passes.
+    ``budget`` is the bytes of the arena. Raises ``BudgetError`` without candidates, ``ValidationError`` if none passes.
     """
     failures: list[str] = []
     plans = iter(candidates)
@@ -71,7 +63,7 @@ def proved(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Pla
 
 
 def _evidence(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> str:
-    """Write what is needed to look into a plan; returns the file, or why there is none."""
+    """Write what is needed to investigate a plan; return the file, or why there is none."""
     keys = GraphFile.of(graph, costs).keys
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,12 @@
-"""Costs made better by what measured steps took: ops among others, and copies beside compute.
+"""Correct costs by measured steps: the seconds of ops, and the bandwidth of copies concurrent with compute.
 
-What copies take from each other (``Home.contention``) stays as it was measured; what they take from ops
-(``Home.compute_slowdown``) is seen where some ops of a family ran beside copies and others did not. Both are taken off
-the times of steps, so that the costs are those of ops and copies that run alone, and hold for another plan with other
-copies.
+How much copies slow each other (``Home.contention``) stays as it was measured; how much they slow ops
+(``Home.compute_slowdown``) shows where some ops of a family ran with copies and others did not. Both are subtracted
+from the times of steps, so that the costs are those of ops and copies that run alone, and hold for other plans.
 
-A single time says little: whatever else the machine does makes it longer. So steps that were disturbed are left out
-(``undisturbed``), and an op is taken to cost what its family does, with the times of all its members and of all steps
-together, unless its own are clearly others.
+A single time is unreliable: whatever else the machine does makes it longer. So noisy steps are left out
+(``undisturbed``), and an op gets the cost of its family, from the times of all its members and of all steps together,
+unless its own clearly differ.
 """
 
 from __future__ import annotations
@@ -38,17 +37,14 @@ _MOST_SLOWDOWN = 1.0
 
 
 def is_off(predicted: float, timelines: Sequence[Timeline]) -> bool:
-    """Whether the median of measured steps differs from the prediction by more than a tenth."""
+    """Return whether the median of measured steps differs from the prediction by more than a tenth."""
     return abs(statistics.median(t.step_seconds for t in timelines) - predicted) > _TOLERANCE * predicted
 
 
 def calm_steps(costs: Costs, program: Program, timelines: Sequence[Timeline]) -> list[Timeline]:
-    """The steps of a program that nothing else has disturbed, of some that ran one soon after the other.
+    """Return the quiet ones among consecutive whole steps of a program.
 
-    Args:
-        costs: of which only the seconds of ops matter, and only beside each other.
-        program: that ran.
-        timelines: measured, of whole steps.
+    Of the costs only the seconds of ops matter, relative to each other.
     """
     paces = [pace(program, step_times(program, timeline, ()), costs.ops) for timeline in timelines]
     return [timeline for timeline, calm in zip(timelines, undisturbed(paces), strict=True) if calm]
@@ -61,14 +57,10 @@ def refined(
     moved: frozenset[int],
     families: Sequence[str] = (),
 ) -> Costs:
-    """Costs with the seconds that ops took, and the bandwidth that copies got while ops ran.
+    """Return costs with the measured seconds of ops, and the measured bandwidth of copies.
 
-    Args:
-        costs: what the program was planned with.
-        program: what ran.
-        timelines: measured, of whole steps; those that were disturbed are left out.
-        moved: the storages whose copies went to a home and not to the caller's memory.
-        families: of the ops; empty, or an empty name: each is its own.
+    ``costs`` are those of the plan. Noisy timelines are left out. ``moved`` are the storages whose copies went to a
+    home and not to the caller's memory. ``families`` are of the ops; without a name each is its own.
     """
     calm = calm_steps(costs, program, timelines)
     names = [families[op] if families and families[op] else f"#{op}" for op in range(len(costs.ops))]
@@ -131,7 +123,7 @@ def _op_seconds(costs: Costs, program: Program, times: Sequence[StepTimes], name
 def _with_slowdown(
     homes: tuple[Home, ...], program: Program, times: Sequence[StepTimes], names: Sequence[str]
 ) -> tuple[Home, ...]:
-    """The homes with what copies took from ops, where steps tell: all copies then went to one of them."""
+    """Set how much copies slowed ops, if steps tell: all copies then went to one home."""
     used = {i.home for i in program.instructions if isinstance(i, CopyOut | CopyIn)}
     if len(used) != 1 or not times:
         return homes
@@ -160,7 +152,7 @@ def _with_slowdown(
 
 
 def _weighted_median(found: Sequence[tuple[float, float]]) -> float:
-    """Of values with weights: half of the weight lies on either side."""
+    """Return the value with half of the weight on either side."""
     half, below = sum(weight for _, weight in found) / 2, 0.0
     for value, weight in sorted(found):
         below += weight
@@ -171,7 +163,7 @@ def _weighted_median(found: Sequence[tuple[float, float]]) -> float:
 
 @dataclass
 class _Traffic:
-    """What went over one link one way."""
+    """The traffic over one link one way."""
 
     busy: float = 0.0  # seconds
     bytes: int = 0

@@ -1,18 +1,18 @@
-"""When a step is planned with the times that its steps took: decided from their seconds alone.
+"""Decide when a step is planned again with measured times, from the seconds of its steps alone.
 
-    MEASURING ---- the plan is as good as can be, and as foretold ----------> SETTLED
+    MEASURING ---- the plan is as good as can be, and as predicted ---------> SETTLED
         |  ^                                                                  |  ^
         |  `------------- steps are no longer what they were -----------------'  |
         `-- else --> WAITING for a plan -- it came, or there is none ------------'
 
-Some calm steps are *measured*: those that take no longer than the quickest of them, by a few hundredths. If a quick
-search has found the plan, or its prediction was off, another is then made by the whole search; but only where a step
-takes longer than its ops alone. Where steps are later quicker or slower by a tenth, for a while, it all begins again: a
-correction made while the machine was busy is corrected in its turn.
+Some quiet steps are *measured*: those within a few hundredths of the quickest. If a quick search has found the plan, or
+its prediction was off, the full search then makes another; but only where a step takes longer than its ops alone. If
+steps later differ by a tenth, for a while, it all begins again, so that corrections made while the machine was busy are
+corrected in turn.
 
-Nothing of this is to be in the way: the seconds for which training stands still, because a process is started that
-plans or because programs are exchanged, stay below a small share of the time of the first hundred steps, or of all so
-far. What would exceed that waits. Nothing here runs anything, or looks at a clock.
+The seconds for which training stands still, to start a planning process or to exchange programs, stay below a small
+share of the first hundred steps, or of all so far; what would exceed that waits. Nothing here runs anything, or looks
+at a clock.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ _LOOK, _OTHERWISE = 12, 0.1
 
 
 class Phase(Enum):
-    """How far it is."""
-
     MEASURING = "measuring"
     WAITING = "waiting"
     SETTLED = "settled"
@@ -53,15 +51,14 @@ class Watch:
 
     Attributes:
         predicted: seconds of a step.
-        exchange: seconds that the exchange of a program takes, about.
+        exchange: approximate seconds to exchange a program.
         is_quick: whether the plan was found by a quick search.
-        phase: how far it is.
         steps: so far, by any plan.
-        usual: seconds of a step; 0: not known yet.
+        usual: seconds of a step; 0 if not yet known.
         measured: timelines of the last steps, in the phase ``MEASURING`` and where it has just ended.
         recent: seconds of the last steps, in the phase ``SETTLED``.
         is_wanted: whether another plan is wanted, as soon as it is worth it.
-        start: seconds that it takes to have a plan made elsewhere.
+        start: seconds to start planning elsewhere.
         spent: seconds for which training stood still.
     """
 
@@ -79,13 +76,7 @@ class Watch:
 
     @staticmethod
     def of(program: Program, predicted: float, *, is_quick: bool) -> Watch:
-        """Of a plan that begins to run.
-
-        Args:
-            program: of the plan.
-            predicted: seconds of a step.
-            is_quick: whether it was found by a quick search.
-        """
+        """Start to watch a plan that begins to run."""
         return Watch(predicted, _EXCHANGE_SECONDS * len(program.instructions), is_quick)
 
     @property
@@ -94,28 +85,23 @@ class Watch:
         return SHARE * max(self.steps, FIRST_STEPS) * self.usual
 
     def affords(self, seconds: float) -> bool:
-        """Whether training may stand still for so many more seconds."""
+        """Return whether training may stand still for so many more seconds."""
         return self.spent + seconds <= self.allowed
 
     @property
     def has_settled(self) -> bool:
-        """Whether the last step that was measured has shown that the plan may stay."""
+        """Whether the last measured step has shown that the plan may stay."""
         return self.phase is Phase.SETTLED and bool(self.measured)
 
     @property
     def asks(self) -> bool:
-        """Whether another plan is to be made now."""
+        """Whether another plan should be made now."""
         return self.phase is Phase.MEASURING and self.is_wanted and self.affords(self.start + self.exchange)
 
     # What happens
 
     def ran(self, program: Program, timeline: Timeline) -> Watch:
-        """A step was run by the plan; not the first of its program, which warms up.
-
-        Args:
-            program: of the plan.
-            timeline: of the step.
-        """
+        """Record a step of the plan; not the first of its program, which warms up."""
         seconds = timeline.step_seconds
         now = replace(self, steps=self.steps + 1)
         if self.phase is Phase.SETTLED:
@@ -133,24 +119,19 @@ class Watch:
         return replace(now._settled(), measured=now.measured)
 
     def warmed(self) -> Watch:
-        """The first step of a program was run, whose time says nothing."""
+        """Record the first step of a program, whose time means nothing."""
         return replace(self, steps=self.steps + 1)
 
     def asked(self, seconds: float) -> Watch:
-        """Another plan is being made, for which training stood still for so long."""
+        """Record that another plan is being made, for which training stood still for ``seconds``."""
         return replace(self, phase=Phase.WAITING, is_wanted=False, start=seconds, spent=self.spent + seconds)
 
     def kept(self, predicted: float | None = None) -> Watch:
-        """There is no better plan; the one that runs is foretold to take so long, if that is known anew."""
+        """Record that there is no better plan; ``predicted`` is a new prediction of the running one."""
         return replace(self, predicted=self.predicted if predicted is None else predicted)._settled()
 
     def exchanged(self, predicted: float, seconds: float) -> Watch:
-        """Another plan has taken the place of this one.
-
-        Args:
-            predicted: seconds of a step by it.
-            seconds: for which training stood still.
-        """
+        """Record that another plan has replaced this one, for which training stood still for ``seconds``."""
         now = replace(self, predicted=predicted, exchange=seconds, spent=self.spent + seconds, usual=0.0)
         return now._settled()
 
@@ -171,12 +152,12 @@ class Watch:
 
 
 def calm_of(measured: Sequence[Timeline]) -> list[Timeline]:
-    """The steps of one program that take no longer than the quickest, by a few hundredths."""
+    """Return the steps of one program within a few hundredths of the quickest."""
     least = min((one.step_seconds for one in measured), default=0.0)
     return [one for one in measured if one.step_seconds <= least * DISTURBED]
 
 
 def _ops_seconds(program: Program, timeline: Timeline) -> float:
-    """Seconds of the ops of a step, without those that were run again."""
+    """Return the seconds of a step's ops, without recomputed ones."""
     runs = zip(program.instructions, timeline.starts, timeline.ends, strict=True)
     return sum(end - start for one, start, end in runs if isinstance(one, Run) and not one.again)

@@ -1,8 +1,8 @@
-"""What a program would take: its instructions under measured costs, without running them.
+"""Simulate a program: the times of its instructions under measured costs, without running them.
 
-A queue runs its instructions one after the other; an instruction starts when its queue is free and
-its waits are satisfied. Links are taken to be independent, and copies not to slow the ops down, unless a
-home says otherwise (``Home.contention``, ``Home.compute_slowdown``): see ``contention``.
+A queue runs its instructions one after the other; an instruction starts when its queue is free and its waits are
+satisfied. Links are independent, and copies do not slow ops down, unless a home says otherwise (``Home.contention``,
+``Home.compute_slowdown``): see ``contention``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Stall:
 
 
 def simulate(graph: StepGraph, costs: Costs, program: Program) -> Timeline:
-    """When each instruction of a program would run.
+    """Simulate a program: return when each of its instructions would run.
 
     Args:
         graph: the step that the program was made from.
         costs: seconds of its ops and rates of its homes.
         program: placed or not; it need not be valid, but its op, block and storage ids must be.
 
-    Where the costs name no home, inputs arrive and outputs leave in no time: they are the caller's affair.
+    If the costs name no home, inputs and outputs are copied in no time: they are the caller's affair.
 
     Raises:
         ValidationError: the waits can never all be satisfied, or a copy has no home to go to.
@@ -104,13 +104,7 @@ def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int
 
 
 def busiest_seconds(graph: StepGraph, costs: Costs, program: Program) -> float:
-    """Seconds of the queue with the most to do: its step takes no less, whatever waits for what.
-
-    Args:
-        graph: the step that the program was made from.
-        costs: seconds of its ops and rates of its homes.
-        program: placed or not.
-    """
+    """Return the seconds of the busiest queue, a lower bound of the step; the program need not be placed."""
     busy: dict[tuple[Queue, int], float] = {}
     for instruction in program.instructions:
         if isinstance(instruction, Run):
@@ -127,7 +121,7 @@ def busiest_seconds(graph: StepGraph, costs: Costs, program: Program) -> float:
 
 
 def recompute_seconds(costs: Costs, program: Program) -> float:
-    """Seconds of the step for which ops run that have run before in it."""
+    """Return the seconds of recomputed ops in a step."""
     return sum(costs.ops[i.op].seconds for i in program.instructions if isinstance(i, Run) and i.again)
 
 
@@ -146,7 +140,7 @@ def _homeless(index: int, instruction: Instruction, storage: int | None) -> Vali
 
 
 def _runnable_order(program: Program) -> list[int]:
-    """An order in which every instruction follows those it waits on and those before it on its queue."""
+    """Return an order in which every instruction follows those it waits on and those before it on its queue."""
     lines = _lanes(program)
     done = dict.fromkeys(lines, 0)
     order: list[int] = []
@@ -167,7 +161,7 @@ def _runnable_order(program: Program) -> list[int]:
 
 
 def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
-    """For each queue its instructions, in order."""
+    """Return the instructions of each queue, in order."""
     lines: dict[tuple[Queue, int], list[int]] = {(queue, 0): [] for queue in Queue}
     for index, instruction in enumerate(program.instructions):
         lines.setdefault(lane_of(instruction), []).append(index)
@@ -175,7 +169,7 @@ def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
 
 
 def _blockers(program: Program, lines: dict[tuple[Queue, int], list[int]], done: dict[tuple[Queue, int], int]) -> str:
-    """For each queue that is stuck, the instruction at its head and what that waits for."""
+    """Describe for each queue that is stuck the instruction at its head and what that waits for."""
     parts: list[str] = []
     for queue, line in lines.items():
         if done[queue] == len(line):
@@ -197,10 +191,10 @@ def _blockers(program: Program, lines: dict[tuple[Queue, int], list[int]], done:
 
 
 def stalls(program: Program, timeline: Timeline) -> list[Stall]:
-    """Where the compute queue stood still, and what it waited on, in program order.
+    """Return the times for which the compute queue stood still, and what it waited for, in program order.
 
-    An instruction that waits on several is put down to the one that ended last. The timeline may be
-    simulated or measured.
+    An instruction that waits for several is attributed to the one that ended last. The timeline may be simulated or
+    measured.
     """
     lines = _lanes(program)
     found: list[Stall] = []
@@ -221,11 +215,11 @@ def stalls(program: Program, timeline: Timeline) -> list[Stall]:
 
 
 def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, int]]:
-    """Device bytes held over time, as a step function.
+    """Return the device bytes held over time, as a step function.
 
-    A block counts from the start of the first instruction that touches it to the end of the last one;
-    one that wraps also from the start of the step and up to its end. So in a valid, placed program the
-    sum never exceeds ``arena_bytes``. The timeline may be simulated or measured.
+    A block counts from the start of the first instruction that touches it to the end of the last one; one that wraps
+    also from the start of the step and up to its end. So in a valid, placed program the sum never exceeds
+    ``arena_bytes``. The timeline may be simulated or measured.
 
     Returns:
         Pairs of a time in seconds and the bytes held from then on: the first at 0.0, the times
@@ -248,7 +242,7 @@ def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, in
 
 
 def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """For each block the spans of time over which its bytes are taken; infinity: beyond the end of the step."""
+    """Return the spans of time over which each block's bytes are taken; infinity: beyond the end of the step."""
     infinity = float("inf")
     # Per block two stays, (begin, end) each: of one that wraps, first the stay that the step begins with.
     begins = [[infinity, infinity] for _ in program.blocks]
@@ -270,5 +264,5 @@ def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float
 
 
 def _stay_of(block: Block, index: int) -> int:
-    """Which of its stays a block is in at an instruction: 1 if it has been born again since the step began."""
+    """Return which of its stays a block is in at an instruction: 1 if it has been born again since the step began."""
     return int(block.wraps and index >= block.born and not block.born == block.dies == 0)

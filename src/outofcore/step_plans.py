@@ -1,9 +1,8 @@
 """Plans of compiled steps on disk, so that the next process has them before its first step.
 
-One file for each step, budget and policy, in the folder of the measurements. Times are no part of its name: a plan
-stays right where they change, and is as good as they are alike. What is read is proved before it runs; a file that is
-damaged, or of another step, is left out of account. A plan that a quick search has found is kept until there is the
-better one.
+There is one file for each step, budget and policy, in the folder of the measurements. A plan whose costs have changed
+stays correct, but may be slower. A plan is proved before it runs; a damaged file, or one of another step, is ignored. A
+plan from a quick search is kept until there is a better one.
 """
 
 from __future__ import annotations
@@ -33,15 +32,14 @@ _MOST_FILES = 200
 
 @dataclass(frozen=True)
 class StepPlans:
-    """Plans in a folder; None: none are kept."""
+    """Plans in a folder; with None it keeps none."""
 
     folder: Path | None
 
     def find(self, graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> tuple[Planned, bool] | None:
-        """The plan of such a step, with its timeline under these costs, if one is kept and the validator passes it.
+        """Return the stored plan of a step, with its timeline under these costs, if the validator passes it.
 
-        Returns:
-            the plan, and whether a quick search has found it; None: there is none.
+        The flag tells whether a quick search has found it.
         """
         best = self._path(graph, costs, budget, policy)
         if best is None:

@@ -1,9 +1,8 @@
-"""How the ops and copies of a step ran, each by itself, and which of several steps nothing else has disturbed.
+"""Estimate what the ops and copies of a step take on their own, and find the quiet ones among several steps.
 
-Another process that uses the processor slows ops down, those as well beside which no copy runs; a link that is slower
-than it was measured does not. So a step whose ops took longer than those of its neighbours, by the *pace* of all, was
-disturbed, and says nothing of plans and links. Paces are compared among steps of one program, which have the same
-copies.
+Another process that uses the processor slows all ops, even those without concurrent copies; a link that is slower than
+measured does not. So a step whose ops took longer than those of its neighbours, by the *pace* of all, is noisy, and
+says nothing about plans and links. Paces are compared among steps of one program, which have the same copies.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ Lane = tuple[type, int]  # the way of a copy, and its home
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """A step that ran.
+    """A measured step.
 
     Attributes:
         took: by instruction, its seconds.
-        alone: by instruction, what it would have taken with nothing else under way, by what homes say of that.
-        copies: by instruction, how many copies were under way beside it on average; of runs alone, else 0.
+        alone: by instruction, the estimated seconds with nothing else under way.
+        copies: by op, the average number of concurrent copies; 0 for other instructions.
     """
 
     took: tuple[float, ...]
@@ -41,13 +40,7 @@ class StepTimes:
 
 
 def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> StepTimes:
-    """Of a step that was measured.
-
-    Args:
-        program: that ran.
-        timeline: of the step.
-        homes: say what copies take from each other and from ops.
-    """
+    """Estimate the times of a measured step without contention; ``homes`` say how much copies slow each other."""
     spans = list(zip(timeline.starts, timeline.ends, strict=True))
     lanes: dict[Lane, list[tuple[float, float]]] = {}
     for instruction, span in zip(program.instructions, spans, strict=True):
@@ -81,18 +74,12 @@ def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> S
 
 
 def is_quiet(copies: float) -> bool:
-    """Whether so many copies beside an op, on average, are none."""
+    """Return whether an average number of concurrent copies counts as none."""
     return copies <= _BESIDE
 
 
 def pace(program: Program, times: StepTimes, ops: Sequence[OpCost]) -> float:
-    """How many times as long the ops of a step took as they are known to, with what copies take from them.
-
-    Args:
-        program: that ran.
-        times: of the step.
-        ops: what they are known to take alone.
-    """
+    """Return the factor by which the ops of a step took longer than their known costs and copies explain."""
     took = known = 0.0
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run) and not instruction.communicates:
@@ -102,13 +89,13 @@ def pace(program: Program, times: StepTimes, ops: Sequence[OpCost]) -> float:
 
 
 def undisturbed(paces: Sequence[float]) -> list[bool]:
-    """Which of some steps of one program, run one soon after the other, nothing else has disturbed."""
+    """Return which of some consecutive steps of one program are quiet."""
     lowest = min(paces, default=0.0)
     return [one <= lowest * DISTURBED for one in paces]
 
 
 def _slowed(busy: Mapping[Lane, _Busy], homes: Sequence[Home]) -> list[tuple[float, _Busy]]:
-    """How many times as long ops take while copies are under way, and when."""
+    """Return the factors by which copies slow ops down, and when."""
     changes = sorted(
         (time, sign * homes[home].compute_slowdown)
         for (_, home), found in busy.items()
@@ -125,7 +112,7 @@ def _slowed(busy: Mapping[Lane, _Busy], homes: Sequence[Home]) -> list[tuple[flo
 
 
 class _Busy:
-    """Spans of time in order, none of which meet."""
+    """Disjoint spans of time, in order."""
 
     def __init__(self, spans: list[tuple[float, float]]) -> None:
         self.spans = sorted(span for span in spans if span[0] < span[1])
@@ -135,7 +122,7 @@ class _Busy:
             self._before.append(self._before[-1] + end - begin)
 
     def within(self, start: float, end: float) -> float:
-        """Seconds of [start, end) that lie in a span."""
+        """Return the seconds of [start, end) that are in a span."""
         return self._until(end) - self._until(start)
 
     def _until(self, time: float) -> float:
@@ -147,7 +134,7 @@ class _Busy:
 
 
 def _meeting(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The stretches in which a span of both lists is under way."""
+    """Return the intersections of the spans of two lists."""
     found: list[tuple[float, float]] = []
     i = j = 0
     while i < len(one) and j < len(other):

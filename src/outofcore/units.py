@@ -1,4 +1,4 @@
-"""Byte counts and durations as people write and read them."""
+"""Parse and format byte counts and durations."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def round_up(count: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is not below ``count``.
+    """Return the least multiple of ``multiple`` that is not below ``count``.
 
     >>> round_up(5000, 4096)
     8192

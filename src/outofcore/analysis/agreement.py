@@ -1,11 +1,11 @@
-"""Along which axes neighbouring ops are cut, so that few bytes are copied between parts along different ones.
+"""Choose the axes along which neighbouring ops are split, so that few bytes are copied between parts.
 
-What ops that run in parts pass on is kept in cells. An op that is cut along the same axis finds each of its parts in
-one of them; another one copies its parts together, and one that stays whole copies all. To find the ways to cut all ops
-by which the least is copied is as hard as the best partition of a graph. Here each op in turn takes the way that saves
-the most, given those of the others, until none saves anything (iterated conditional modes: Besag, "On the statistical
-analysis of dirty pictures", Journal of the Royal Statistical Society B 48, 1986). A row of ops often saves something
-only if all change: so neighbours change together as well, the others follow, and it stays so if that pays.
+Split ops pass tensors in cells. An op that is cut along the same axis finds each of its parts in one cell; another one
+gathers its parts, and a whole op gathers everything. Minimising the copies is as hard as the best partition of a graph.
+Here each op in turn takes the way that saves the most, given those of the others, until none saves anything (iterated
+conditional modes: Besag, "On the statistical analysis of dirty pictures", Journal of the Royal Statistical Society B
+48, 1986). A row of ops often saves something only if all change, so neighbours are also changed together, the others
+follow, and the change is kept if it pays.
 
 Nothing here knows tensors: ops, storages and axes are numbers.
 """
@@ -24,12 +24,10 @@ _PASSES = 3
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """What an op looks at and makes if it is cut in one way.
+    """The storages that an op accesses if it is split in one way.
 
-    Attributes:
-        cells: storages that may have cells, each with the axis along which the op's parts cut it, or ``WHOLE``, and the
-            bytes that are copied if its cells are other ones.
-        copied: further bytes that are copied, whatever the other ops do.
+    ``cells`` are cuttable storages, each with the axis along which the op's parts cut it, or ``WHOLE``, and the bytes
+    that are copied if its cells differ. ``copied`` are further bytes, whatever the other ops do.
     """
 
     cells: tuple[tuple[int, int, int], ...]
@@ -39,18 +37,14 @@ class Uses:
 def agreed(
     uses: Mapping[int, Sequence[Uses]], others: Mapping[int, int], flexible: Set[int], single: Set[int]
 ) -> dict[int, int]:
-    """For each op one of the ways in which it can be cut, such that little is copied.
+    """Choose a way for each op such that little is copied; return its place by op.
 
     Args:
-        uses: by op, of each way, the one that is best for its kernels first: of those that copy as much the first is
-            taken.
-        others: by storage, the bytes that ops which are not cut look at.
-        flexible: ops that can be cut along most axes; neighbours among them change together, too.
+        uses: by op, of each way, the one that is best for its kernels first, which wins ties.
+        others: by storage, the bytes that unsplit ops access.
+        flexible: ops that can be cut along most axes; neighbours among them are also changed together.
         single: storages with cells along one axis alone, the one that saves the most. All others have cells along all
-            axes on which somebody is cut; if these are several, everybody copies.
-
-    Returns:
-        By op, the place of its way.
+            axes on which an op is cut; if these are several, every op copies.
 
     >>> rows = Uses(((7, 0, 100),))
     >>> either = [Uses(((7, 1, 100), (8, 1, 100))), Uses(((7, 0, 100), (8, 0, 100)))]
@@ -67,7 +61,7 @@ def agreed(
 
 
 class _Agreement:
-    """Ways that are chosen, with the bytes that are looked at along each axis of a storage."""
+    """The chosen ways, with the bytes that are accessed along each axis of a storage."""
 
     def __init__(self, uses: Mapping[int, Sequence[Uses]], others: Mapping[int, int], single: Set[int]) -> None:
         self._uses, self._single = uses, single
@@ -109,12 +103,12 @@ class _Agreement:
         return looked[WHOLE] + sum(along) - saved
 
     def _copied_by(self, ops: Iterable[int]) -> int:
-        """Bytes that ops copy, and all others of the same storages."""
+        """Return the bytes that ops, and all others on the same storages, copy."""
         storages = dict.fromkeys(storage for op in ops for storage in self._touched[op])
         return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied, storages))
 
     def _best(self, op: int) -> int:
-        """The way by which the least is copied as the others are now; it is not taken, and neither is another one."""
+        """Return the way that copies the least given the others' current ways; nothing is changed."""
         costs: list[int] = []
         for place in range(len(self._uses[op])):
             self._take(op, place)
@@ -123,7 +117,7 @@ class _Agreement:
         return costs.index(min(costs))
 
     def _settle(self, ops: Iterable[int]) -> dict[int, int]:
-        """Let ops change one by one, and those next to them, while that saves copies; those that did, as they were."""
+        """Let ops and their neighbours change one by one while that saves copies; return the former ways."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)
@@ -145,7 +139,7 @@ class _Agreement:
         return {other for storage in self._touched[op] for other in self._users[storage]} - {op}
 
     def neighbours(self, ops: Iterable[int]) -> list[list[int]]:
-        """The ops in groups: together are those that look at the same storages, or are joined by such."""
+        """Group the ops by common storages, transitively."""
         left = set(ops)
         found: list[list[int]] = []
         while left:
@@ -159,7 +153,7 @@ class _Agreement:
         return found
 
     def turn(self, group: Sequence[int]) -> bool:
-        """Let a group change together, to one axis after the other, where that saves copies; whether it did."""
+        """Change a group together, to one axis after the other, where that saves copies; return whether it did."""
         axes = sorted({axis for op in group for way in self._uses[op] for _, axis, _ in way.cells if axis != WHOLE})
         turned = [axis for axis in axes if self._turn_to(axis, group)]
         return bool(turned)

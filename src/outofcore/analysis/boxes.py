@@ -1,8 +1,8 @@
 """Parts of tensors as boxes in the memory of their storages.
 
 A storage that is to be cut is seen as an array whose axes are the dimensions of the tensors on it: ``lines_of`` finds
-the finest array that all of them are windows onto, ``placed`` where each lies in it, and ``Axes`` joins what is not
-cut apart. A part of a tensor then is a box, an interval on each axis, whichever tensor it was named by; and the cells
+the finest array that all of them are windows onto, ``placed`` the place of each in it, and ``Axes`` joins what is not
+cut apart. A part of a tensor is then a box, an interval on each axis, whichever tensor it was named by; and the cells
 of a storage are the boxes between its cuts.
 
 Limits: a window that repeats elements or steps over the boundaries of others has no place; its storage stays whole.
@@ -31,7 +31,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A storage as an array with as many dimensions as the tensors on it tell apart, the outermost first.
+    """A storage as an array with as many dimensions as the tensors on it distinguish, the outermost first.
 
     ``strides`` are those of a dense array of ``sizes``.
     """
@@ -41,7 +41,7 @@ class Lines:
 
 
 def lines_of(elements: int, windows: Iterable[Window]) -> Lines | None:
-    """The array of so many elements that all windows are boxes of; None: there is none.
+    """Return the array of so many elements that all windows are boxes of; None if there is none.
 
     >>> lines_of(24, [Window((4, 6), (6, 1)), Window((2, 3), (6, 1), 9)])
     Lines(sizes=(4, 6), strides=(6, 1))
@@ -62,10 +62,8 @@ def lines_of(elements: int, windows: Iterable[Window]) -> Lines | None:
 class Placed:
     """A window on the lines of its storage.
 
-    Attributes:
-        box: an interval for each line.
-        runs: for each dimension of the window the lines that it goes over, from the outermost to before the last; those
-            of a dimension of size 1 are none.
+    ``box`` has an interval for each line; ``runs`` for each dimension of the window the lines that it covers, from the
+    outermost to before the last, none for a dimension of size 1.
     """
 
     box: Box
@@ -73,7 +71,7 @@ class Placed:
 
 
 def placed(lines: Lines, window: Window) -> Placed | None:
-    """Where a window lies; None: it is no box.
+    """Return the place of a window; None if it is no box.
 
     >>> placed(Lines((4, 6), (6, 1)), Window((2, 3), (6, 1), 9))
     Placed(box=((1, 3), (3, 6)), runs=((0, 1), (1, 2)))
@@ -112,30 +110,23 @@ def placed(lines: Lines, window: Window) -> Placed | None:
 
 @dataclass(frozen=True)
 class Axes:
-    """The lines of a storage, joined where nobody cuts between them.
-
-    Attributes:
-        lines: of the storage.
-        starts: the first line of each axis, ascending from 0.
-    """
+    """The lines of a storage, joined where there are no cuts; ``starts`` are the first lines of each axis, from 0."""
 
     lines: Lines
     starts: tuple[int, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The length of each axis."""
         return tuple(prod(self.lines.sizes[first:end]) for first, end in self._spans())
 
     def _spans(self) -> list[Interval]:
         return list(pairwise((*self.starts, len(self.lines.sizes))))
 
     def whole(self) -> Box:
-        """The box of the whole storage."""
         return tuple((0, size) for size in self.sizes)
 
     def box_of(self, place: Placed) -> Box | None:
-        """The box of a window; None where its part of an axis is not one interval."""
+        """Return the box of a window; None where its part of an axis is not one interval."""
         return self._joined(place.box)
 
     def _joined(self, box: Box) -> Box | None:
@@ -153,11 +144,9 @@ class Axes:
         return tuple(found)
 
     def grain(self, place: Placed, dims: Interval) -> int | None:
-        """What the ends of a part of a window, along these dimensions as one, have to be multiples of; None: no part.
+        """Return the number of which part ends along ``dims``, taken as one, must be multiples, or None.
 
-        Args:
-            place: of the window.
-            dims: from the first to before the last, all of which follow each other in memory.
+        ``dims`` are from the first to before the last, and follow each other in memory.
         """
         run = self.run(place, dims)
         if run is None:
@@ -170,14 +159,14 @@ class Axes:
 
     @staticmethod
     def run(place: Placed, dims: Interval) -> Interval | None:
-        """The lines that some dimensions of a window go over as one; None where they do not follow each other."""
+        """Return the lines that dimensions of a window cover as one; None where they do not follow each other."""
         runs = [run for run in place.runs[dims[0] : dims[1]] if run != (0, 0)]
         if not runs or any(one[1] != other[0] for one, other in pairwise(runs)):
             return None
         return runs[0][0], runs[-1][1]
 
     def part(self, place: Placed, dims: Interval, low: int, high: int) -> Box | None:
-        """The box of a part of a window, from ``low`` to before ``high`` along these dimensions as one.
+        """Return the box of the part ``low:high`` of a window along ``dims`` taken as one.
 
         It may reach beyond the storage, where it is a part of something larger (see ``clipped``).
         """
@@ -200,16 +189,9 @@ class Axes:
     def strides(
         self, place: Placed, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
-        """The strides of a part of a window in memory that holds a box of its storage and no more.
+        """Return the strides of a part of a window in memory that holds only its box; None if they are uneven.
 
-        Args:
-            place: of the window.
-            sizes: the shape of the part, with one dimension in place of ``dims``.
-            box: what the memory holds: the part.
-            dims: of the window, that are one in the part; None: each is one by itself.
-
-        Returns:
-            None where a dimension of the part is not evenly spaced there.
+        ``sizes`` is the shape of the part, with one dimension in place of ``dims``.
         """
         widths = [high - low for low, high in box]
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
@@ -241,12 +223,12 @@ class Axes:
 
 
 def elements(box: Box) -> int:
-    """How many there are in a box."""
+    """Return the number of elements in a box."""
     return prod(high - low for low, high in box)
 
 
 def clipped(box: Box, other: Box) -> Box | None:
-    """What two boxes share; None: nothing.
+    """Return the intersection of two boxes, or None.
 
     >>> clipped(((0, 4), (2, 5)), ((3, 9), (0, 9)))
     ((3, 4), (2, 5))
@@ -256,11 +238,9 @@ def clipped(box: Box, other: Box) -> Box | None:
 
 
 def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
-    """The boxes between cuts that share something with a box, in the order of memory.
+    """Yield the boxes between cuts that intersect a box, in memory order.
 
-    Args:
-        cuts: of each axis, ascending, from 0 to its length.
-        box: any.
+    The ``cuts`` of each axis ascend from 0 to its length.
 
     >>> list(cells([(0, 4, 8), (0, 3)], ((3, 5), (0, 1))))
     [((0, 4), (0, 3)), ((4, 8), (0, 3))]
@@ -273,7 +253,7 @@ def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
 
 
 def window_within(outer: Box, inner: Box) -> Window:
-    """A box as a window onto dense memory that holds an outer one."""
+    """Return a box as a window onto dense memory that holds an outer one."""
     widths = [high - low for low, high in outer]
     steps = tuple(prod(widths[axis + 1 :]) for axis in range(len(widths)))
     offset = sum((low - start) * step for (low, _), (start, _), step in zip(inner, outer, steps, strict=True))

@@ -1,8 +1,8 @@
-"""How the elements of a tensor are dealt out among processes: in chunks of one length, one after the other.
+"""Distribute the elements of a tensor among processes in consecutive chunks of one length.
 
-The last chunks may reach beyond the tensor, as collectives want all of them alike; what of a chunk lies in the tensor
-is a process's range. It begins at a multiple of ``GRAIN`` elements: kernels work on a few elements at a time, and round
-those that are left over at the end otherwise, so that a range must not end in the middle of such a group.
+The last chunks may reach beyond the tensor, as collectives need equal ones; the part of a chunk within the tensor is a
+process's range. It begins at a multiple of ``GRAIN`` elements: kernels are vectorised, and round elements that are left
+over at the end differently, so that a range must not end in the middle of such a group.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ GRAIN = 256
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Elements dealt out among some processes.
-
-    Attributes:
-        elements: of the tensor.
-        ranks: how many processes there are.
+    """Elements of a tensor, distributed among ``ranks`` processes.
 
     >>> chunks = Chunks(elements=1000, ranks=3)
     >>> chunks.each, chunks.padded
@@ -45,20 +41,19 @@ class Chunks:
 
     @property
     def padded(self) -> int:
-        """The elements of all chunks: those of the tensor, and what the last ones reach beyond it."""
+        """The elements of all chunks, including padding."""
         return self.each * self.ranks
 
     def start(self, rank: int) -> int:
-        """Where the range of a process begins."""
         return min(rank * self.each, self.elements)
 
     def count(self, rank: int) -> int:
-        """The elements of the range of a process; none, where the tensor ends before its chunk."""
+        """Return the elements of a process's range, without padding."""
         return self.start(rank + 1) - self.start(rank)
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements lie one after the other, in any order of the dimensions."""
+    """Return whether elements are contiguous, in any order of the dimensions."""
     expected = 1
     for step, size in sorted((t, s) for t, s in zip(stride, shape, strict=True) if s != 1):
         if step != expected:

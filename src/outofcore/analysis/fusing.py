@@ -1,18 +1,17 @@
-"""Which ops become one, where a compiler may write one kernel for several: a rule on the graph alone.
+"""Choose the ops that are fused where a compiler may write one kernel for several: a rule on the graph alone.
 
-What ops that become one make among themselves, and nobody else uses, is no storage of the step any more: it is neither
-written to memory nor read again; but neither can it be kept, moved or computed again by itself. The rule takes what
-saves time and costs no bytes:
+What fused ops pass among themselves, and nobody else uses, is no storage of the step any more: it is neither written to
+memory nor read again, and cannot be kept, moved or recomputed by itself. The rule takes what saves time and costs no
+bytes:
 
 - An op joins those that have made something large that it reads, as long as no other op depends on them yet. So a
   group runs where its last op ran, and nothing else is delayed; it is convex, and the graph stays without cycles.
-- What is held beyond the op at which the most bytes are live exists by itself. Where an op makes more of it that is
-  held as well, there is a cut: the second can then be dropped, and be computed again from the first.
-- A group needs no more bytes at once than the op of the step that needs the most, with the scratch memory that this is
-  known to take.
+- A storage that is held beyond the op at which the most bytes are live stays one. Where another such storage is made
+  from it, the group is cut there, so that the second can be dropped and recomputed from the first.
+- A group needs no more bytes at once than the largest op of the step, known scratch memory included.
 
-It looks at neither a budget nor a measurement: so the ops of a step, and with them its bits, are the same in every
-process and at every budget.
+The rule uses neither a budget nor a measurement, so the ops of a step, and its bits, are the same in every process and
+at every budget.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ REACH = 16
 
 @dataclass
 class _Group:
-    """Ops that are to become one, as far as they are known."""
+    """Ops that are to be fused, as far as they are known."""
 
     ops: list[int]
     written: set[int] = field(default_factory=set[int])
@@ -51,21 +50,16 @@ def ops_to_fuse(
     most: int = MOST_OPS,
     reach: int = REACH,
 ) -> tuple[tuple[int, ...], ...]:
-    """The ops that become one, in groups.
+    """Return groups of op ids to fuse, ascending, in the order of their last ops, where each runs.
 
     Args:
-        graph: the step.
         fusible: ids of the ops that a compiler can fuse. One that draws random numbers, communicates or has an effect
             beyond its storages must not be among them.
-        alone: those of them that are compiled by themselves where no other joins them; the other groups are of two ops
-            and more.
-        scratch: bytes that ops take while they run besides their storages, by id, as far as that is known.
+        alone: those of them that are compiled even if no other joins them.
+        scratch: known bytes of ops' scratch memory, by id.
         least: bytes of what one op makes and another reads, so that the two are fused.
         most: ops of a group.
         reach: how many ops on from one of the group the next one may be.
-
-    Returns:
-        ids, ascending in each group; the groups in the order of their last ops, where each runs.
     """
     found = _Search(graph, frozenset(fusible), scratch or {}, least, most, reach).groups()
     long = {op for op in alone if any(graph.storages[s].bytes >= least for s in graph.ops[op].touched)}
@@ -117,7 +111,7 @@ class _Search:
         return tuple(sorted(found, key=lambda ops: ops[-1]))
 
     def _joined(self, op: Op, groups: list[_Group]) -> _Group | None:
-        """The group that an op joins; where it brings several together, they are one from now on."""
+        """Return the group that an op joins, merging several that it connects."""
         if op.id not in self.fusible:
             return None
         candidates = list(
@@ -134,7 +128,7 @@ class _Search:
         return joined
 
     def _gain(self, op: Op, group: _Group) -> int:
-        """Bytes that an op need not read from memory if it joins a group; 0: it does not."""
+        """Return the bytes that an op need not read from memory if it joins a group; 0 if it may not."""
         storages = self.graph.storages
         shared = [s for s in op.reads if s in group.written and storages[s].bytes >= self.least]
         if any(self._held(s, op) for s in shared) and any(self._held(s, op) for s in op.creates):
@@ -142,7 +136,7 @@ class _Search:
         return sum(storages[s].bytes for s in shared)
 
     def _held(self, storage: int, op: Op) -> bool:
-        """Whether what lies in a storage after an op is looked at both there and beyond the peak."""
+        """Return whether a storage's contents after an op are used both there and beyond the peak."""
         graph = self.graph
         if op.id > self.peak or graph.storages[storage].bytes < self.least or storage in op.mutates:
             return False
@@ -153,7 +147,7 @@ class _Search:
         return lasts or any(self.peak < use <= end for use in graph.uses[storage])
 
     def _need(self, ops: list[int]) -> int:
-        """Bytes that ops need at once as one, without what stays among them; results lie where arguments die."""
+        """Return the bytes that ops need at once when fused; results reuse the memory of dead arguments."""
         graph, members = self.graph, set(ops)
         made = {s for op in ops for s in graph.ops[op].creates}
         count, results, dying = 0, Counter[int](), Counter[int]()
@@ -173,7 +167,7 @@ class _Search:
 
 
 def _peak(graph: StepGraph) -> int:
-    """The op at which the most bytes are live that the step makes; the first of several."""
+    """Return the first op at which the most bytes made by the step are live."""
     change = [0] * (len(graph.ops) + 1)
     for storage in graph.creator:
         uses = graph.uses[storage]

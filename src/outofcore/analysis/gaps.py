@@ -1,4 +1,4 @@
-"""Gaps between uses, and the bytes that things take where the arena places them."""
+"""Gaps between uses, and the bytes of storages when placed in the arena."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ SMALL_ALIGNMENT = 64
 
 
 def placed_bytes(count: int) -> int:
-    """Bytes that a block of ``count`` bytes takes in the arena: whole pages from 64 KiB on, else cache lines."""
+    """Return the bytes that a block takes in the arena: whole pages from 64 KiB on, else cache lines."""
     return round_up(count, PAGE_BYTES if is_large(count) else SMALL_ALIGNMENT)
 
 
 def is_large(count: int) -> bool:
-    """Whether a storage of ``count`` bytes may leave the device at all; the same of its bytes as placed."""
+    """Return whether a storage of ``count`` bytes may be evicted at all; the same for its placed bytes."""
     return count > LARGE_BYTES - SMALL_ALIGNMENT
 
 
 def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
-    """The gaps of one storage (its use intervals) in order of their starts; the cyclic one last. Constants have none.
+    """Return the gaps of one storage (its use intervals) by start, the cyclic one last. Constants have none.
 
-    Between a use and an op that overwrites a large storage as a whole lies no gap: nothing is held there, and there is
-    nothing to decide. A gap over the end of the step there is all the same, since the user sees the contents then.
+    There is no gap between a use and an op that overwrites a large storage as a whole: nothing is held there. A gap
+    over the end of the step exists even then, since the user sees the contents there.
     """
     uses = graph.uses[storage]
     if not uses or graph.storages[storage].kind is StorageKind.CONSTANT:
@@ -45,10 +45,10 @@ def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
 
 
 def renewals_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
-    """The ops that overwrite a large storage as a whole, in order, and so may find it in another place.
+    """Return the ops that overwrite a large storage as a whole, in order, and so may find it in another place.
 
-    One that comes right after another use is not among them: no op lies between to which the bytes could be given. For
-    a storage below 64 KiB there is none: it stays where it is.
+    One that comes right after another use is not among them: no op in between could use the bytes. A storage below 64
+    KiB has none: it stays where it is.
     """
     if not is_large(graph.storages[storage].bytes) or graph.storages[storage].kind is StorageKind.CONSTANT:
         return ()
@@ -57,13 +57,13 @@ def renewals_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
 
 
 def is_fetched(graph: StepGraph, gap: Gap) -> bool:
-    """Whether the use at the end of a gap needs the bytes; otherwise nothing has to come back."""
+    """Return whether the use at the end of a gap needs the bytes, so that they must be fetched."""
     use = gap.end % len(graph.ops)
     return (use, gap.storage) not in graph.overwrites or not is_large(graph.storages[gap.storage].bytes)
 
 
 def touched_bytes(graph: StepGraph, op: Op) -> int:
-    """Arena bytes of the large storages, constants left out, that must be resident while ``op`` runs."""
+    """Return the arena bytes of the large storages, without constants, that must be resident while ``op`` runs."""
     storages = graph.storages
     return sum(
         placed_bytes(storages[s].bytes)
@@ -73,7 +73,7 @@ def touched_bytes(graph: StepGraph, op: Op) -> int:
 
 
 def large_needs(graph: StepGraph, costs: Costs) -> list[int]:
-    """Arena bytes in the region of large blocks that each op needs by itself."""
+    """Return the arena bytes in the region of large blocks that each op needs by itself."""
     return [
         touched_bytes(graph, op) + (placed_bytes(cost.workspace_bytes) if is_large(cost.workspace_bytes) else 0)
         for op, cost in zip(graph.ops, costs.ops, strict=True)
@@ -81,14 +81,14 @@ def large_needs(graph: StepGraph, costs: Costs) -> list[int]:
 
 
 def constant_bytes(graph: StepGraph) -> int:
-    """Arena bytes of the large constants, which never leave."""
+    """Return the arena bytes of the large constants, which are always resident."""
     return sum(placed_bytes(s.bytes) for s in graph.storages if s.kind is StorageKind.CONSTANT and is_large(s.bytes))
 
 
 def live_bytes(graph: StepGraph) -> int:
-    """The most bytes of storages that are live at once if nothing leaves: no arena that holds everything is smaller.
+    """Return the most bytes of storages that are live at once if nothing is evicted, without workspaces.
 
-    Workspaces are not counted.
+    No arena that holds everything is smaller.
     """
     return max(_live(graph, graph.storages))
 

@@ -1,9 +1,8 @@
-"""Moving ops up, so that what they read last need not be kept or brought back for them.
+"""Move ops up, so that what they read last need not be held or fetched for them.
 
-An optimizer that runs at the end of a step holds every gradient until then. Its update of one
-parameter may as well run when that parameter's gradient is final and nothing later in the step
-looks at the parameter: the same numbers, and the gradient is gone. The same holds for the norms of
-gradients that clipping takes.
+An optimizer that runs at the end of a step holds every gradient until then. Its update of one parameter may as well run
+when that parameter's gradient is final and nothing later in the step reads the parameter: the numbers are the same, and
+the gradient is freed. The same holds for the norms of gradients that clipping computes.
 """
 
 from __future__ import annotations
@@ -14,20 +13,12 @@ from outofcore.graph import StepGraph
 
 
 def hoisted_order(graph: StepGraph, movable: Collection[int], failing: Collection[int] = ()) -> tuple[int, ...]:
-    """The ops with each movable one right after the last op that it has to follow.
+    """Return op ids in an order with each movable op right after the last one that it must follow.
 
-    An op has to follow another that writes what it touches, or touches what it writes. Ops that are
-    not movable keep their order; so do movable ones among those that end up in the same place. An op that changes
-    what persists does not move above a collective, or another op that may fail: if it does, the step can be undone.
-
-    Args:
-        graph: the step.
-        movable: ids of ops that may move. An op that draws random numbers must not be among them:
-            the order of draws is part of the result.
-        failing: ids of other ops that may fail.
-
-    Returns:
-        the ids of all ops in their new order.
+    An op must follow another that writes what it touches, or touches what it writes. Other ops keep their order; so do
+    movable ones that end up in the same place. An op that changes persistent state does not move above a collective, or
+    another op that may fail (``failing``): if it fails, the step can be undone. Movable ops must not draw random
+    numbers, since the order of draws is part of the result.
     """
     may_move = frozenset(movable)
     keys: list[tuple[int, int]] = []

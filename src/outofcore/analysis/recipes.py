@@ -1,8 +1,8 @@
-"""How a storage can be computed again: which version was written by which op, from which versions.
+"""How a storage can be recomputed: which op wrote which version, from which versions.
 
-A *content* is a storage at a version, as ``(storage, version)``. The recipe of a content is the op that
-wrote it; that op's other inputs are contents as well, at the versions that they had when it first ran.
-Contents that are at hand end the recursion; since every op reads only what earlier ops wrote, it ends.
+A *content* is a storage at a version, as ``(storage, version)``. The recipe of a content is the op that wrote it; that
+op's other inputs are contents as well, at the versions that they had when it first ran. Available contents end the
+recursion; since every op reads only what earlier ops wrote, it ends.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ _EVER = 1 << 62
 class History:
     """The versions in plain execution.
 
-    Attributes:
-        graph: the step.
-        before: for each op the version at which it finds each storage that it reads or mutates.
-        writes: for each storage the ops that write it, in order: the v-th of them makes version v.
+    ``before`` has for each op the version at which it finds each storage that it reads or mutates; ``writes`` for each
+    storage the ops that write it, in order: the v-th of them makes version v.
     """
 
     graph: StepGraph
@@ -40,7 +38,6 @@ class History:
 
     @staticmethod
     def of(graph: StepGraph) -> History:
-        """The history of a step."""
         writes: list[list[int]] = [[] for _ in graph.storages]
         before: list[dict[int, int]] = []
         for op in graph.ops:
@@ -51,7 +48,7 @@ class History:
 
     @cached_property
     def chances(self) -> dict[Content, int]:
-        """For each content that an op leaves, the last op before which it can be made again whatever the plan; or -1.
+        """Map contents that ops leave to the last op before which they can be recomputed whatever the plan; or to -1.
 
         One pass in program order, since an op reads only what is older: for all contents it takes no longer than a
         recursion may take for one.
@@ -65,7 +62,7 @@ class History:
         return found
 
     def _until(self, content: Content, chances: Mapping[Content, int]) -> int:
-        """The last op before which a content is there whatever the plan, or can be made again."""
+        """Return the last op before which a content exists, or can be recomputed, whatever the plan."""
         storage, _ = content
         again = chances.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
@@ -73,9 +70,9 @@ class History:
         return max(self.last_op_with(content, _EVER), again)
 
     def last_op_with(self, content: Content, end: int) -> int:
-        """The last op before which a storage has a content, if nothing leaves; ``end`` if it is never written over.
+        """Return the last op before which a storage has a content if nothing is evicted; ``end`` if always.
 
-        That is the op which writes it next, or where that one overwrites it as a whole, the last use before.
+        That is the next op that writes it, or if that one overwrites it as a whole, the last use before.
         """
         storage, version = content
         writes = self.writes[storage]
@@ -87,24 +84,24 @@ class History:
         return max((use for use in uses if use < writes[version]), default=-1)
 
     def version_at(self, storage: int, op: int) -> int:
-        """The version of a storage right before an op."""
+        """Return the version of a storage right before an op."""
         return bisect_left(self.writes[storage], op)
 
     def needs(self, op: Op) -> tuple[Content, ...]:
-        """What an op has to find when it runs again: what it reads, less what it discards."""
+        """Return the contents that an op needs when it runs again: what it reads, except what it discards."""
         found = self.before[op.id]
         return tuple((s, found[s]) for s in op.reads if s not in op.discards)
 
     def makes(self, op: Op) -> tuple[Content, ...]:
-        """What an op leaves when it runs again."""
+        """Return the contents that an op leaves when it runs again."""
         found = self.before[op.id]
         return tuple((s, found.get(s, 0) + 1) for s in op.mutates + op.creates if s not in op.discards)
 
     def always_held(self, op: int) -> Callable[[Content], bool]:
-        """Which contents are on the device or at home right before an op whatever the plan.
+        """Return a predicate: which contents are on the device or at home right before an op, whatever the plan.
 
-        That is what exists before the step, at the version of that time. (A plan that recomputes an input that the
-        step has changed breaks this.)
+        Those are the storages that exist before the step, at their first version. (A plan that recomputes an input that
+        the step has changed breaks this.)
         """
 
         def held(content: Content) -> bool:
@@ -117,15 +114,10 @@ class History:
 
 
 def replay(history: History, targets: Iterable[Content], is_held: Callable[[Content], bool]) -> tuple[int, ...]:
-    """The ops that have to run again to make the targets, in order, each once.
+    """Return the ops that must run again to make the targets, in order, each once.
 
-    Args:
-        history: of the step.
-        targets: made even if they are held.
-        is_held: whether a content need not be made, being on the device or at home.
-
-    Raises:
-        GraphError: a target, or something that it is made from, cannot be made again; names it.
+    Targets are made even if they are held. ``is_held`` tells whether a content is on the device or at home. Raises
+    ``GraphError`` that names a content which cannot be recomputed.
     """
     wanted = dict.fromkeys(targets)
     pending = list(wanted)
@@ -143,7 +135,7 @@ def replay(history: History, targets: Iterable[Content], is_held: Callable[[Cont
 
 
 def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
-    """Whether a storage can be computed again right before an op, whatever else leaves the device.
+    """Return whether a storage can be recomputed right before an op, whatever else is evicted.
 
     What exists before the step cannot: after a step that fails, its home is what the user has.
     """

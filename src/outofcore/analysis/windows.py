@@ -1,7 +1,7 @@
-"""How one window onto a storage is made of another by views: so that a compiler need not know of storages.
+"""Derive one window onto a storage from another by views, for a compiler that does not know storages.
 
-A captured step knows a tensor by where its elements lie. A compiler that is to fuse what makes a tensor with what looks
-at it otherwise wants to be told that the second is, say, the first transposed.
+A captured step knows a tensor by the place of its elements. To fuse the op that makes a tensor with one that reads it
+in another layout, the compiler must know that the second is, say, the first transposed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,7 @@ from outofcore.analysis.chunks import is_dense
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where the elements of a tensor lie in its storage.
-
-    Attributes:
-        shape: elements along each dimension.
-        stride: in elements.
-        offset: in elements, from the start of the storage.
-    """
+    """The place of a tensor's elements in its storage, all in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -29,13 +23,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """How to make a window of another one, in this order.
+    """How to derive a window from another one, in this order.
 
     Attributes:
-        order: the dimensions of the tensor given, as they follow one another in memory; it is permuted so.
-        factors: the shape that it then gets.
-        ranges: of each factor, from where on how many elements are taken.
-        places: for each dimension of the result the factor that it is; None: it has one element, or repeats one.
+        order: the permutation of the given tensor's dimensions to memory order.
+        factors: the shape that it is then viewed with.
+        ranges: of each factor, the first element and the number of elements.
+        places: for each dimension of the result its factor; None if it has one element, or repeats one.
         shape: of the result.
     """
 
@@ -47,10 +41,10 @@ class Derivation:
 
 
 def derivation(given: Window, wanted: Window) -> Derivation | None:
-    """How ``wanted`` is made of ``given``, onto the same storage and of the same dtype; None: not by views alone.
+    """Return how to derive ``wanted`` from ``given`` on the same storage; None if views alone cannot.
 
-    The elements given have to lie one after the other, in any order of the dimensions, and those wanted in regular
-    steps among them that do not overlap.
+    The given elements must be contiguous, in any order of the dimensions, and the wanted ones in regular steps among
+    them that do not overlap.
 
     >>> derivation(Window((2, 3), (3, 1)), Window((3, 2), (1, 3)))
     Derivation(order=(0, 1), factors=(2, 3), ranges=((0, 2), (0, 3)), places=(1, 0), shape=(3, 2))

@@ -1,31 +1,25 @@
 """Capture: the user's training step becomes one graph of ops on storages, and the calls that run them.
 
-A step is captured by ``step.capture_step``, in this order:
+``step.capture_step`` captures a step in this order:
 
-1. ``guard`` takes the state of all that the step may touch, and puts it back in the end.
+1. ``guard`` saves all state that the step may touch, and restores it at the end.
 2. ``mirror`` makes fakes of parameters, buffers, gradients and arguments.
-3. The step runs once on the fakes: ``substitute`` hands them to the user's code, ``recorder`` writes down every ATen
-   operator in ``tables`` (``operators`` describes operators, ``kernel_layouts`` corrects the layouts of results,
-   ``provenance`` finds the user's line), and ``optimizer_steps`` takes down each ``optimizer.step()`` as update ops
-   (``optimizers``).
-4. ``assembly`` reads what the step has left and puts a ``Captured`` together (``captured``).
+3. The step runs once on the fakes: ``substitute`` hands them to the user's code, ``recorder`` writes every ATen
+   operator into ``tables``, and ``optimizer_steps`` records each ``optimizer.step()`` as update ops (``optimizers``).
+   ``operators`` describes operators, ``kernel_layouts`` corrects the layouts of results, ``provenance`` finds lines.
+4. ``assembly`` reads how the step ends and builds a ``Captured`` (``captured``).
 
-Then passes give the graph another form, all in ``passes``; the bits stay the same:
+Then passes rewrite the graph without changing a bit (``passes``):
 
-    fastest    by_shape → together → reuse                                 where memory is no matter
-    leanest    by_shape → recompute_casts → split → reuse → reordered      where it is short
+    fastest    by_shape → together → reuse                                 where memory is plentiful
+    leanest    by_shape → recompute_casts → split → reuse → reordered      where memory is short
 
-Where single ops need more than there is, ``tiles`` comes before the leanest form: they run in parts, along axes that
-``split_rules`` names, and the bits stay the same where the machine says so (``profiling.equality``).
+``tiles`` splits ops that need more memory than there is, along the axes in ``split_rules``. The bits stay the same
+where ``profiling.equality`` confirms it. Two optional passes come first and do change bits: ``fusing`` turns the ops
+between products into kernels (``kernels``), and ``partial_sums`` splits large sums.
 
-Two passes come before these, each if it is asked for; the bits are then others, and the same in all forms. In
-``fusing`` what lies between products becomes one op each, of which ``kernels`` makes kernels with Inductor. Then
-``partial_sums`` takes large sums over rows and samples in parts.
-
-Collectives are ops as others are (``collectives``); ``replicas`` writes down those of ``DistributedDataParallel``.
-
-``signature`` tells whether a captured step still fits a call, ``refusals`` how a step is refused, and ``patching``
-replaces functions of PyTorch while one thread captures.
+``collectives`` and ``replicas`` record collectives and ``DistributedDataParallel``. ``signature`` decides whether a
+captured step fits a call, ``refusals`` words the errors, and ``patching`` replaces functions of PyTorch meanwhile.
 """
 
 from outofcore.capture.captured import (

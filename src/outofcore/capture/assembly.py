@@ -1,4 +1,4 @@
-"""What a trace has written down, and what the step has left at its end, put together into a ``Captured``."""
+"""Build a ``Captured`` from what a trace has recorded and from how the step ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from outofcore.capture.tables import Tables, covers, leaves_in, map_leaves
 from outofcore.errors import CaptureError
 from outofcore.graph import PERSISTENT_KINDS, Op, StepGraph, Storage, StorageKind
 
-# The fields of an op that name storages.
 _NAMING_STORAGES = ("reads", "mutates", "creates", "discards")
 
 
@@ -33,11 +32,9 @@ _NAMING_STORAGES = ("reads", "mutates", "creates", "discards")
 class Ending:
     """How the step ends, in the trace's own numbers.
 
-    Attributes:
-        leaves: of the return value; the index of a STATE leaf is the place among ``Mirror.states`` or,
-            from there on, among its gradients in order.
-        gradients: for each parameter (place in ``Mirror.states``) the value left in ``.grad``.
-        cleared: parameters without a gradient.
+    The index of a STATE leaf is its place in ``Mirror.states`` followed by the mirror's gradients in order.
+    ``gradients`` maps a parameter (place in ``Mirror.states``) to the value left in ``.grad``; ``cleared`` lists those
+    without one.
     """
 
     leaves: list[OutputLeaf] = field(default_factory=list)
@@ -47,10 +44,9 @@ class Ending:
 
 
 def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBinding], ending: Ending) -> Captured:
-    """The capture, with the storages and values that no op and no result uses left out.
+    """Build the capture without storages and values that no op and no result uses.
 
-    Raises:
-        CaptureError: the step has to do with a gradient from before it and leaves another.
+    Raises ``CaptureError`` if the step uses a gradient from before it and leaves another.
     """
     outputs = [tables.values[leaf.index].storage for leaf in ending.leaves if leaf.kind is LeafKind.VALUE]
     outputs += [tables.values[value].storage for value in ending.gradients.values()]
@@ -95,12 +91,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
 
 
 def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> Captured:
-    """The same capture without unused storages and values, those that are left and the ops numbered in order.
-
-    Args:
-        captured: whatever numbers it has.
-        instead: for a storage that is to go the one that takes its place.
-    """
+    """Drop unused storages and values and renumber the rest; ``instead`` maps a dropped storage to its replacement."""
     graph, instead = captured.graph, instead or {}
     named = {binding.value for binding in (*captured.inputs, *captured.states, *captured.gradients_left)}
     named |= {leaf.index for leaf in captured.outputs if leaf.kind is LeafKind.VALUE}
@@ -151,7 +142,7 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
 
 
 def _wanted(ops: Sequence[tuple[Op, Call]], outputs: Sequence[int], optional: Collection[int]) -> list[tuple[Op, Call]]:
-    """The ops without those, PyTorch's own and the optional ones, that do nothing but make what nobody looks at."""
+    """Drop PyTorch's own and optional ops that only create results that nobody uses."""
     seen = set(outputs)
     kept: list[tuple[Op, Call]] = []
     for op, call in reversed(ops):
@@ -171,7 +162,7 @@ def _states(
     ending: Ending,
     touched: set[int],
 ) -> tuple[list[StateBinding], dict[int, int]]:
-    """The bindings of the states that the step has to do with, and their places by the mirror's numbers."""
+    """Return the bindings of the states that the step uses, and their places by the mirror's numbers."""
     returned = {leaf.index for leaf in ending.leaves if leaf.kind is LeafKind.STATE}
     # A parameter that no op touches is there all the same if its gradient comes or goes.
     changed = set(ending.gradients) | {p for p in ending.cleared if p in mirror.gradients}
@@ -191,12 +182,10 @@ RunOp = Callable[..., torch.Tensor]
 
 
 def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> Ending:
-    """Look at what the step has left, and record the ops that bring it into the form that a graph can leave.
+    """Read how the step ended, and record the ops that copy results into a form that a graph can return.
 
-    ``run(func, *args)`` runs an ATen operator on fakes and records it.
-
-    Raises:
-        CaptureError: state would be left in a form that the next step could not start from.
+    ``run(func, *args)`` runs an ATen operator on fakes and records it. Raises ``CaptureError`` if state would be left
+    in a form that the next step could not start from.
     """
     _check_flags(mirror)
     _put_back_state(mirror, tables, guard, run)
@@ -210,11 +199,7 @@ def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: 
 
 
 def check_inputs(mirror: Mirror, tables: Tables) -> None:
-    """Refuse a step that writes into an argument whose memory another argument or state shares.
-
-    Raises:
-        CaptureError: the write would not be seen through the other one.
-    """
+    """Refuse a step that writes into an argument whose memory another argument or state shares."""
     written = {storage for op, _ in tables.ops for storage in op.mutates}
     for storage, entry in mirror.sharing_inputs().items():
         if storage in written:
@@ -240,7 +225,7 @@ def _check_flags(mirror: Mirror) -> None:
 
 
 def _put_back_state(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
-    """Copy what parameters and buffers are now into the storages that they had before the step."""
+    """Copy the new values of parameters and buffers into the storages that they had before the step."""
     moved: list[tuple[Mirrored, torch.Tensor]] = []
     for path, old, bound in guard.rebound_buffers():
         state, new = mirror.by_real.get(id(old)), mirror.fakes.get(id(bound), bound)

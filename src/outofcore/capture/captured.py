@@ -1,4 +1,4 @@
-"""What a capture hands to the rest: the graph, and what is needed to run its ops again."""
+"""The result of a capture: the graph, and what is needed to run its ops again."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Value:
     negated: bool = False  # the bytes are those of the negative: such as the ``imag`` of a lazy conjugate
 
     def layout(self) -> tuple[object, ...]:
-        """How it lies in its storage, whichever that is."""
+        """Return the layout within its storage, whichever storage that is."""
         return self.shape, self.stride, self.offset, self.conjugate, self.negated
 
     def merged(self, dims: tuple[int, int]) -> Value | None:
-        """With the dimensions from the first to before the last as one; None where they do not follow each other."""
+        """Merge the dimensions ``dims[0]`` to before ``dims[1]`` into one; None if they do not follow each other."""
         first, end = dims
         kept = [d for d in range(first, end) if self.shape[d] != 1] or [end - 1]
         if any(self.stride[a] != self.stride[b] * self.shape[b] for a, b in pairwise(kept)):
@@ -48,14 +48,14 @@ class Value:
         return replace(self, shape=shape, stride=(*self.stride[:first], self.stride[kept[-1]], *self.stride[end:]))
 
     def narrowed(self, dim: int, low: int, high: int) -> Value:
-        """The part from ``low`` to before ``high`` along a dimension."""
+        """Return the slice ``low:high`` along a dimension."""
         shape = (*self.shape[:dim], high - low, *self.shape[dim + 1 :])
         return replace(self, shape=shape, offset=self.offset + low * self.stride[dim])
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands in the arguments of a call for the tensor of a value."""
+    """Placeholder for the tensor of a value in the arguments of a call."""
 
     value: int
 
@@ -64,15 +64,11 @@ class Ref:
 class Call:
     """How to run one op of the graph.
 
-    Attributes:
-        func: called as ``func(*args, **kwargs)`` with tensors in place of each ``Ref``. Every other
-            argument is a constant; refs may stand inside lists and tuples.
-        results: for each leaf of what ``func`` returns, nested lists and tuples flattened in order, the index of
-            its value if it is a tensor whose storage this op creates, else None (it aliases an argument, is left
-            undefined, or is no tensor).
-        rehearse: called in place of ``func``, with the same arguments, when the op is only measured
-            on scratch tensors. None: ``func`` itself has no effect beyond its arguments.
-        rehearse_first: likewise, if its first run asks for other memory than later ones; else None.
+    ``func`` is called as ``func(*args, **kwargs)`` with tensors in place of each ``Ref``, also inside lists and tuples.
+    ``results`` has an entry for each flattened leaf that ``func`` returns: the index of its value if the op creates the
+    leaf's storage, else None (an alias of an argument, undefined, or no tensor). ``rehearse`` replaces ``func`` when
+    the op is only measured on scratch tensors; ``rehearse_first`` does so if its first run allocates differently from
+    later ones.
     """
 
     func: Callable[..., Any]
@@ -85,8 +81,6 @@ class Call:
 
 @dataclass(frozen=True)
 class InputBinding:
-    """Leaf ``leaf`` of the flattened ``(args, kwargs)`` of the step arrives as ``value``."""
-
     leaf: int
     value: int
 
@@ -95,15 +89,9 @@ class InputBinding:
 class StateBinding:
     """A tensor that persists across steps, and where the user sees it.
 
-    Attributes:
-        key: unique and stable across captures of the same step, such as "model.0.weight",
-            "optimizer.0.state.model.0.weight.exp_avg", "model.0.weight.grad".
-        kind: PARAMETER, BUFFER, GRADIENT or OPTIMIZER_STATE.
-        tensor: the user's own tensor (the Parameter object itself, the buffer, the state tensor), or
-            None where it does not exist yet (optimizer state before its first step).
-        value: the whole tensor as a window onto its storage.
-        owner: for optimizer state the parameter it belongs to, with optimizer and name; see
-            ``capture.optimizers``. None otherwise.
+    ``key`` is unique and stable across captures of the same step, such as "optimizer.0.state.model.0.weight.exp_avg".
+    ``tensor`` is the user's own object, or None before it exists (optimizer state before its first step). ``owner``
+    names the parameter of optimizer state; see ``capture.optimizers``.
     """
 
     key: str
@@ -114,8 +102,6 @@ class StateBinding:
 
 
 class LeafKind(Enum):
-    """Where a leaf of the step's return value comes from."""
-
     VALUE = "value"  # a tensor computed in the step: ``index`` is its value
     STATE = "state"  # a tensor of the user's own state: ``index`` is its place in ``Captured.states``
     INPUT = "input"  # an input handed through: ``index`` is the leaf of the inputs
@@ -124,8 +110,6 @@ class LeafKind(Enum):
 
 @dataclass(frozen=True)
 class OutputLeaf:
-    """One leaf of the step's return value."""
-
     kind: LeafKind
     index: int = -1
     constant: Any = None
@@ -141,7 +125,7 @@ class GradientLeft:
 
 @dataclass(frozen=True)
 class StateRange:
-    """Where the bytes of a storage of kind STATE_RANGE lie: in the storage of a state, from an offset on."""
+    """The place of a STATE_RANGE storage: an offset in bytes into the storage ``whole``."""
 
     whole: int  # its storage, which no op of the step touches
     offset: int  # in bytes
@@ -151,23 +135,15 @@ class StateRange:
 class Captured:
     """One training step, captured for one signature of inputs and state.
 
+    ``graph.outputs`` holds the storages of VALUE leaves and of ``gradients_left``. ``gradients_cleared`` holds places
+    in ``states`` of parameters whose ``.grad`` is None after the step.
+
     Attributes:
-        graph: the step. ``graph.outputs`` holds the storages of VALUE leaves and of ``gradients_left``.
-        calls: one for each op, in order.
-        values: at the index that a ``Ref`` names.
-        inputs: which leaves of the arguments are tensors that the step uses.
-        states: all persistent storages, by key order of first appearance.
-        gradients_left: gradients that the user finds in ``.grad`` after the step.
-        gradients_cleared: places in ``states`` of parameters whose ``.grad`` is None after the step.
         constants: real tensors baked into the step, by storage id.
-        outputs, output_spec: the step's return value, flattened by ``torch.utils._pytree``.
-        device: where the step runs.
         alignment: of blocks below 64 KiB, and of scratch memory, in bytes.
         exact: bytes of the storages that have been rounded up in ``graph``.
-        ranges: what the storages of kind STATE_RANGE are part of. These begin and end at pages, or where that ends.
-        replicas: what the step does with each ``DistributedDataParallel``.
-        reads: the code that ran.
-        effects: what it changed outside of tensors, to be done again when the step has run.
+        ranges: where storages of kind STATE_RANGE lie; ranges begin and end at pages, or with the whole storage.
+        effects: changes of Python objects, to be made again after each run of the step.
     """
 
     graph: StepGraph
@@ -189,7 +165,7 @@ class Captured:
     effects: tuple[Effect, ...] = ()
 
     def is_alike(self, other: Captured) -> bool:
-        """Whether another capture differs at most in numbers that ops are given, and so can be run by the same plan."""
+        """Return whether the captures differ only in numbers that ops are given, so that one plan can run both."""
 
         def told(captured: Captured) -> tuple[object, ...]:
             ops = [replace(op, source="", family="") for op in captured.graph.ops]
@@ -200,11 +176,11 @@ class Captured:
         return len(self.graph.ops) == len(other.graph.ops) and told(self) == told(other)
 
     def own_bytes(self, storage: int) -> int:
-        """The bytes of a storage outside of the arena."""
+        """Return the exact bytes of a storage, without rounding for the arena."""
         return self.exact.get(storage, self.graph.storages[storage].bytes)
 
     def aligned(self, alignment: int) -> Captured:
-        """The same step with storages below 64 KiB rounded up, so that blocks begin at multiples of ``alignment``.
+        """Round storages below 64 KiB up, so that blocks begin at multiples of ``alignment``.
 
         Kernels may be chosen by how pointers are aligned, and another kernel may give other bits.
         """

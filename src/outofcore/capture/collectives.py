@@ -1,10 +1,8 @@
 """Collectives of ``torch.distributed`` as ops of the step, each in place on the storage of its result.
 
-Whether a step calls ``dist.all_reduce`` and the like, waiting at once or later, or the functional forms, which return a
-tensor that ``wait_tensor`` has to see first: what is written down is one op, that blocks until the other processes have
-come to it as well. It runs on a queue of its own, so that what does not touch its tensors runs beside it; what
-does touch them waits for it, as for any other op. So the waits of the user's code say nothing that the graph does not
-say already, and are not written down.
+``dist.all_reduce`` and the like, synchronous or not, and the functional forms with ``wait_tensor`` all become one op
+that blocks until the other processes have joined. It runs on a queue of its own, concurrently with ops that do not use
+its tensors. The graph's dependencies replace the user's waits, which are not recorded.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
 
 
 class Kind(Enum):
-    """What a collective does; named as ``torch.distributed`` names it."""
-
     ALL_REDUCE = "all_reduce"  # all processes get the sum of a tensor of each
     BROADCAST = "broadcast"  # all get the tensor of one
     ALL_GATHER = "all_gather_into_tensor"  # all get the tensors of all, one after the other
@@ -46,13 +42,8 @@ class Kind(Enum):
 class Collective:
     """One collective of a step, to be called with its tensors: the result first, where it is not the only one.
 
-    Attributes:
-        kind: what it does.
-        group: the processes that run it.
-        bytes: of the tensor on which all of them agree: the largest of its tensors.
-        dtype: of the tensors.
-        reduction: "sum", "max" and so on; empty for what reduces nothing.
-        root: the rank within the group whose tensor is broadcast.
+    ``bytes`` is the size of its largest tensor, ``reduction`` is "sum", "max" and so on or empty, and ``root`` is the
+    rank within the group whose tensor is broadcast.
     """
 
     kind: Kind
@@ -63,7 +54,7 @@ class Collective:
     root: int = 0
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        """Run it, and return when it is done: on a GPU when it is issued to the current stream."""
+        """Run it and return when it is done; on a GPU when it is issued to the current stream."""
         match self.kind:
             case Kind.ALL_REDUCE:
                 torch.distributed.all_reduce(tensors[0], reduction_named(self.reduction), group=self.group)
@@ -77,7 +68,6 @@ class Collective:
                 torch.distributed.all_to_all_single(tensors[0], tensors[1], group=self.group)
 
     def __str__(self) -> str:
-        """Such as "all_reduce (sum) of 1048576 bytes of float32 among 2 processes"."""
         how = self.reduction or (f"from rank {self.root}" if self.kind is Kind.BROADCAST else "")
         dtype = str(self.dtype).removeprefix("torch.")
         what = f"{self.kind.value}{f' ({how})' if how else ''}"
@@ -85,7 +75,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that each process sends at least: what a ring takes."""
+        """The bytes that each process sends at least: those of a ring."""
         count = self.group.size()
         share = 2 if self.kind is Kind.ALL_REDUCE else 1
         return share * self.bytes * (count - 1) // count
@@ -93,13 +83,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A collective as the user's code asked for it.
-
-    Attributes:
-        kind, group, reduction, root: as of ``Collective``.
-        source: what goes in.
-        target: where the result goes; None: into a new tensor, for which the functional forms ask.
-    """
+    """A collective as the user's code requested it; ``target`` None asks for a new tensor."""
 
     kind: Kind
     group: ProcessGroup
@@ -110,11 +94,7 @@ class Wanted:
 
 
 def wanted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wanted:
-    """What an operator of a collective asks for.
-
-    Raises:
-        CaptureError: it is none of those that a step can have.
-    """
+    """Read the collective that an operator requests; raises ``CaptureError`` if it is not supported."""
     name = func._schema.name
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     if name in FUNCTIONAL_COLLECTIVES:

@@ -1,9 +1,8 @@
-"""Kernels compiled in processes of their own, for Inductor's cache, while this process compiles others.
+"""Compile kernels in helper processes, for Inductor's cache, while this process compiles others.
 
-Most of what a kernel takes is the compiler of C++, and the rest is Python, which does one thing at a time. So helpers,
-each a fresh interpreter, compile recipes from the last one on, as this process does from the first one on. What they
-have compiled lies in Inductor's cache on the disk, where this process finds it. They are a matter of time alone: one
-that cannot start, or fails, leaves its recipes to this process, and whoever compiles a recipe gets the same kernel.
+A kernel's time goes to the C++ compiler and to Python, which runs one thread at a time. So helpers compile recipes from
+the last one on, and this process from the first one on; Inductor's cache on disk joins the two. A helper that fails
+leaves its recipes to this process, which gets the same kernels.
 
 Limits: kernels for the CPU. Inductor compiles those for a GPU in processes of its own.
 """
@@ -31,12 +30,9 @@ _MOST = 8
 
 @contextlib.contextmanager
 def compiling_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None = None) -> Iterator[int]:
-    """Have helpers compile recipes, from the last one on, until the block ends; gives how many helpers there are.
+    """Have helpers compile recipes from the last one on until the block ends; yields the number of helpers.
 
-    Args:
-        recipes: that the block compiles, from the first one on.
-        threads: on how many the loops of a kernel run.
-        cores: that may be used; None: those that this process may use.
+    The block compiles the same recipes from the first one on. ``cores`` defaults to those that this process may use.
     """
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     own = [recipe for recipe in recipes if recipe.device.type == "cpu"]
@@ -56,7 +52,7 @@ def compiling_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None =
 
 
 def serve() -> None:
-    """Compile what comes in by standard input: what a helper does."""
+    """Compile the recipes that come in by standard input: the main function of a helper."""
     # What writes down recipes does not start helpers that compile them, so neither imports the other at once.
     from outofcore.capture.kernels import compiled  # noqa: PLC0415
 

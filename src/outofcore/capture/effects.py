@@ -1,9 +1,8 @@
-"""What a step changes in the user's Python objects: found when it is captured, and done again in each step.
+"""What a step changes in the user's Python objects: recorded at capture, and repeated after each run of the step.
 
-A capture leaves everything as it was. A captured step runs no Python, so what its code would have changed outside of
-tensors (a count, an item of a dict, an attribute) is written down and changed when the step has run. That is right as
-long as what the code reads is as it was (``capture.snapshot``): a count that a step reads and raises is another one in
-the next call, which captures it anew.
+A captured step runs no Python, so changes outside of tensors (a count, an item of a dict, an attribute) are recorded.
+Repeating them is right as long as the code reads the same values (``capture.snapshot``): a count that a step reads and
+raises differs in the next call, which captures again.
 """
 
 from __future__ import annotations
@@ -35,13 +34,7 @@ _LEAVES = (int, float, complex, bool, str, bytes, type(None), torch.Tensor, torc
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable outside of the step function that a function names, or an attribute of a class.
-
-    Attributes:
-        read: its value now.
-        write: binds it to another value.
-        before: its value when it was looked up.
-    """
+    """A variable outside of the step function that a function names, or an attribute of a class."""
 
     label: str
     read: Callable[[], Any]
@@ -51,7 +44,7 @@ class Variable:
 
 @dataclass
 class Kept:
-    """A dict, list, set or deque of the user's, as it was: what it is to people, itself, and a copy."""
+    """A dict, list, set or deque of the user's, with a copy of its earlier items."""
 
     label: str
     live: Any
@@ -59,11 +52,9 @@ class Kept:
 
     @classmethod
     def of(cls, label: str, live: Any) -> Kept:
-        """As it is now."""
         return cls(label, live, _copy(live))
 
     def has_changed(self) -> bool:
-        """Whether there are other items in it."""
         live, before = self.live, self.before
         if len(live) != len(before):
             return True
@@ -74,19 +65,15 @@ class Kept:
         return any(item not in before for item in live)
 
     def put_back(self) -> None:
-        """Have the items in it that were there."""
         if self.has_changed():
             _fill(self.live, self.before)
 
 
 @dataclass(frozen=True)
 class Source:
-    """What gives something else each time that it is asked: a random generator of Python's or NumPy's, or an iterator.
+    """A random generator of Python's or NumPy's, or an iterator, with its earlier position.
 
-    Attributes:
-        read: where it is; to be compared.
-        write: brings it to such a place; None: there is no way back.
-        before: where it was.
+    ``read`` returns the position, ``write`` restores one; None if it cannot be restored.
     """
 
     label: str
@@ -95,11 +82,10 @@ class Source:
     before: Any
 
     def has_moved(self) -> bool:
-        """Whether it has been asked."""
         return bool(self.read() != self.before)
 
     def put_back(self) -> None:
-        """Bring it to where it was, if that can be done."""
+        """Restore the earlier position if that is possible."""
         if self.write is not None and self.has_moved():
             self.write(self.before)
 
@@ -125,7 +111,7 @@ Effect = Callable[[], None]
 
 
 def effect_of(kept: Kept, without: Iterable[Any] = ()) -> Effect | None:
-    """The change of a container since it was kept, but for some items of a dict; None: there is none."""
+    """Return the change of a container since it was copied, ignoring some keys of a dict; None if there is none."""
     live, before, after = kept.live, kept.before, _copy(kept.live)
     if isinstance(live, dict):
         gone = set(before).difference(after, without)
@@ -169,7 +155,7 @@ def _fill(live: Any, items: Any) -> None:
 
 
 def holds_fake(value: Any, depth: int = 4) -> bool:
-    """Whether a value has a fake tensor in it, as far as that can be seen."""
+    """Return whether a value contains a fake tensor, as far as a bounded search finds one."""
     if isinstance(value, FakeTensor):
         return True
     if depth == 0 or isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):
@@ -191,9 +177,9 @@ def _inside(value: Any) -> list[Any]:
 
 
 class Outside:
-    """The containers and variables that a step can change, as far as they are within reach of its own code.
+    """The containers and variables that a step can change, as far as its own code can reach them.
 
-    Functions of installed packages are not looked into: their globals are no business of a step's.
+    Functions of installed packages are not searched.
     """
 
     def __init__(self) -> None:
@@ -204,11 +190,11 @@ class Outside:
         self._stack: list[tuple[str, Any]] = []
 
     def skip(self, held: Iterable[Any]) -> None:
-        """Leave out what somebody else sees to."""
+        """Ignore objects that are restored elsewhere."""
         self._seen.update((id(one), one) for one in held)
 
     def reach(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Take note of what is within reach of values, given with their names."""
+        """Record the containers and variables that named values can reach."""
         self._stack += values
         while self._stack and len(self.containers) < _MOST_CONTAINERS:
             label, value = self._stack.pop()
@@ -314,12 +300,12 @@ class Outside:
 
 
 def slots_of(kind: type) -> Iterator[str]:
-    """The names of attributes that objects of a class have elsewhere than in a dict."""
+    """Yield the names of a class's attributes that are not kept in a dict."""
     for each in kind.__mro__:
         slots = vars(each).get("__slots__", ())
         yield from (slots,) if isinstance(slots, str) else slots
 
 
 def _is_own(module: str) -> bool:
-    """Whether a module is neither of an installed package nor of the standard library."""
+    """Return whether a module is neither of an installed package nor of the standard library."""
     return origin_of(module) is Origin.USER and not is_installed(module)

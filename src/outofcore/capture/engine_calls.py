@@ -15,7 +15,7 @@ Layer = Callable[..., Any]
 
 
 class _Layers:
-    """Layers around the engine's entry points, the outermost last; removed in any order, and then without a trace."""
+    """Layers around the engine's entry points, the outermost last; they can be removed in any order."""
 
     def __init__(self) -> None:
         self._plain = [(owner, name, getattr(owner, name)) for owner, name in BACKWARD_ENTRY_POINTS]
@@ -38,7 +38,7 @@ class _Layers:
         self._layers = (*self._layers, layer)
 
     def remove(self, layer: Layer) -> bool:
-        """Return whether it was the last one."""
+        """Remove a layer and return whether it was the last one."""
         self._layers = tuple(other for other in self._layers if other is not layer)
         if not self._layers:
             for owner, name, plain in self._plain:

@@ -1,12 +1,11 @@
-"""The pass that makes one op of several: those that ``analysis.fusing`` finds, as far as they can be compiled.
+"""The pass that fuses several ops into one: those that ``analysis.fusing`` finds, as far as they can be compiled.
 
 It comes before all other passes, so that they, the planner, the simulator, the validator and the engines see ordinary
-ops and storages. Large results lie where an argument lay that nobody needs any more (as in ``passes.reuse``).
+ops and storages. Large results reuse the memory of an argument that nobody needs any more (as in ``passes.reuse``).
 
-Fused are PyTorch's own elementwise operators, reductions, norms, softmax and losses. Products, convolutions, attention,
-whatever draws random numbers, and operators of others stay as they are. So do, on the CPU, those for which PyTorch's
-own kernels were found to be faster than what Inductor writes (the guide to compiled kernels has the figures): norms but
-for the forward pass of batch norm, and sums over the rows of a matrix. Others are compiled even where they are alone.
+PyTorch's own elementwise operators, reductions, norms, softmax and losses are fused. Products, convolutions, attention,
+random ops and custom operators are not. On the CPU neither are ops whose own kernels are faster than Inductor's: norms
+but for the forward pass of batch norm, and sums over the rows of a matrix (figures: the guide to compiled kernels).
 """
 
 from __future__ import annotations
@@ -65,13 +64,9 @@ _TAGS = (torch.Tag.pointwise, torch.Tag.reduction)
 
 
 def fused(captured: Captured, kernels: Kernels, tell: Tell = silent, *, least: int = LARGE_BYTES) -> Captured:
-    """The same step with ops made one where Inductor can write one kernel for them; its bits are Inductor's.
+    """Fuse ops where Inductor can write one kernel for them; the bits are Inductor's.
 
-    Args:
-        captured: the step as traced.
-        kernels: those compiled so far; new ones are added.
-        tell: progress callback.
-        least: bytes of what one op makes and another reads, so that the two are fused.
+    New kernels are added to ``kernels``. Two ops are fused only over a storage of at least ``least`` bytes.
     """
     pairs = list(zip(captured.graph.ops, captured.calls, strict=True))
     fusible = [op.id for op, call in pairs if _is_fusible(captured, op, call) and _is_worth_it(captured, call)]
@@ -101,14 +96,15 @@ def fused(captured: Captured, kernels: Kernels, tell: Tell = silent, *, least: i
 
 
 def fusing(capture: Callable[..., Captured], kernels: Kernels | None, tell: Tell = silent) -> Callable[..., Captured]:
-    """What captures a step and fuses its ops; without ``kernels`` what only captures it."""
+    """Return ``capture`` followed by fusing; ``capture`` itself without ``kernels``."""
     return capture if kernels is None else lambda **given: fused(capture(**given), kernels, tell)
 
 
 def _known_scratch(captured: Captured) -> dict[int, int]:
-    """What ops are known to take at the least while they run, without being measured.
+    """Return lower bounds in bytes of the scratch memory of ops, known without measuring.
 
-    On the CPU oneDNN lays out anew what a convolution is given, and the gradient of batch norm is made in two parts.
+    On the CPU oneDNN copies the arguments of a convolution to another layout, and the gradient of batch norm is
+    computed in two parts.
     """
     if captured.device.type != "cpu":
         return {}
@@ -144,7 +140,7 @@ def _is_fusible(captured: Captured, op: Op, call: Call) -> bool:
 
 
 def _is_worth_it(captured: Captured, call: Call) -> bool:
-    """Whether Inductor's loops are no slower than PyTorch's own, as far as was found by measuring."""
+    """Return whether measurements found Inductor's loops no slower than PyTorch's own kernel."""
     func: Any = call.func
     name = func._schema.name
     if captured.device.type != "cpu":
@@ -191,15 +187,10 @@ def _covers(captured: Captured, value: Value) -> bool:
 
 
 class _Fusion:
-    """Ops of a step that are to become one.
+    """Ops of a step that become one.
 
-    Attributes:
-        ops: their ids.
-        recipe: what the kernel computes.
-        inputs: the values that it is given.
-        results: those that it returns.
-        over: of the storages that they make and others use, those whose place is that of an argument, and which.
-        op: that stands for all of them; without a family.
+    ``over`` maps storages that the ops create and others use to the argument whose memory they reuse. ``op`` is the
+    replacement, without a family.
     """
 
     def __init__(self, captured: Captured, ops: Sequence[int], least: int) -> None:
@@ -231,14 +222,14 @@ class _Fusion:
         )
 
     def _read_first(self, members: Sequence[Op]) -> Iterator[int]:
-        """The storages of others whose former contents matter."""
+        """Yield the storages from outside whose former contents matter."""
         overwritten: set[int] = set()
         for op in members:
             yield from (s for s in op.reads if s not in self._created and s not in overwritten)
             overwritten.update(s for s in op.mutates if s not in op.reads)
 
     def _given(self, calls: Sequence[Call], mutated: dict[int, None]) -> tuple[int, ...]:
-        """The values of others that are used; of a storage that is written the one that is written alone."""
+        """Return the values used from outside; of a storage that is written, only the value that is written."""
         values = self._captured.values
         bases: dict[int, int] = {}
         found: dict[int, None] = {}
@@ -259,7 +250,7 @@ class _Fusion:
         return tuple(found)
 
     def _is_seen(self, storage: int) -> bool:
-        """Whether others than these ops, or the user, look at what they make."""
+        """Return whether other ops or the user read a storage that these ops make."""
         graph = self._captured.graph
         return storage in graph.outputs or not set(self.ops).issuperset(graph.uses[storage])
 
@@ -293,7 +284,7 @@ class _Fusion:
         return found
 
     def _discarded(self, members: Sequence[Op]) -> set[int]:
-        """What one of the ops discards and no other touches."""
+        """Return the storages that one of the ops discards and no other touches."""
         found = {storage for op in members for storage in op.discards}
         return {s for s in found if sum(s in op.touched for op in members) == 1}
 

@@ -1,4 +1,4 @@
-"""Keeps the user's modules, optimizers and variables as they were, and notices what a step would leave behind."""
+"""Restore the user's modules, optimizers and variables after a capture, and detect what a step would leave behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outofcore.errors import CaptureError, InputError
 
 
 def functions_of(step: Any) -> Iterator[FunctionType]:
-    """The functions written in Python that a step consists of, whatever is wrapped around them."""
+    """Yield the Python functions that a step consists of, unwrapping any wrappers."""
     while step is not None:
         if isinstance(step, partial | functools.partialmethod):
             step = step.func
@@ -39,13 +39,9 @@ def functions_of(step: Any) -> Iterator[FunctionType]:
 def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> None:
     """Refuse modules whose parameters, buffers and submodules are not in the tables of an ``nn.Module``, or are lazy.
 
-    Args:
-        is_captured: whether the step is to be captured, and not followed op by op.
-
-    Raises:
-        InputError: the constructor of one has not called that of ``nn.Module``, or one that is to be captured is lazy
-            and has not been called yet.
-        CaptureError: one is TorchScript, or keeps them elsewhere.
+    Raises ``InputError`` if a constructor has not called ``nn.Module.__init__``, or a lazy module to be captured has
+    not been called yet; and ``CaptureError`` for TorchScript and other storage. ``is_captured`` False means that the
+    step is followed op by op.
     """
     for index, model in enumerate(models):
         for path, module in _modules_of(model, prefix(index, len(models)), set()):
@@ -71,11 +67,7 @@ def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> N
 
 
 def check_shapes(path: str, module: nn.Module) -> None:
-    """Refuse a lazy module whose own parameters or buffers have no shapes yet.
-
-    Raises:
-        InputError: names the module by its path.
-    """
+    """Raise ``InputError`` for a lazy module whose own parameters or buffers have no shapes yet."""
     own = chain(module._parameters.values(), module._buffers.values())
     if any(tensor is not None and is_lazy(tensor) for tensor in own):
         raise InputError(
@@ -86,7 +78,7 @@ def check_shapes(path: str, module: nn.Module) -> None:
 
 
 def _modules_of(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """A module and its submodules as far as they are in plain tables, each once, with their paths."""
+    """Yield a module and its submodules in plain tables, each once, with their paths."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -101,10 +93,7 @@ _OWN_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Guard:
-    """Takes the state of everything that a step may touch, and puts it back.
-
-    Random generators are put back as well. Use as a context manager around the trace.
-    """
+    """Context manager that saves all state that a step may touch, random generators included, and restores it."""
 
     def __init__(
         self,
@@ -139,7 +128,6 @@ class Guard:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Put everything back."""
         torch.clear_autocast_cache()
         torch.default_generator.set_state(self._generator)
         random.setstate(self._python)
@@ -155,7 +143,7 @@ class Guard:
             source.put_back()
 
     def rebound_buffers(self) -> list[tuple[str, torch.Tensor, Any]]:
-        """Buffers that the step replaced by other tensors: path, the old tensor, and what stands there now."""
+        """Return the buffers that the step replaced by other objects: path, the old tensor, and the new object."""
         found: list[tuple[str, torch.Tensor, Any]] = []
         for module, (_, buffers, _) in zip(self._modules, self._tables, strict=True):
             for name, old in buffers.before.items():
@@ -165,17 +153,10 @@ class Guard:
         return found
 
     def check(self, source: Callable[[torch.Tensor], str] = lambda _: "") -> tuple[Effect, ...]:
-        """Refuse a step that leaves something behind where the captured graph could not.
+        """Refuse a step that leaves something behind that the captured graph could not; return its other effects.
 
-        Args:
-            source: the user's line that made a fake tensor.
-
-        Returns:
-            what else it changes, to be done again in each step.
-
-        Raises:
-            CaptureError: a module, variable or container of the user's would hold a tensor of the capture; or random
-                numbers were drawn that the graph cannot draw again.
+        The effects are to be repeated in each step. Raises ``CaptureError`` if a module, variable or container would
+        hold a tensor of the capture, or if random numbers were drawn that the graph cannot draw again.
         """
         self._source = source
         effects = [
@@ -266,7 +247,6 @@ class Guard:
         )
 
     def _refusal(self, text: str, name: str, module: nn.Module | None = None, made: str = "") -> CaptureError:
-        """The error for what the step has done to something of that name, with the user's line."""
         functions = list(functions_of(self._step))
         if module is not None:
             functions += [value for kind in type(module).__mro__ for value in vars(kind).values()]

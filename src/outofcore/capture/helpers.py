@@ -1,7 +1,6 @@
-"""Helpers: fresh Python processes that do a piece of work with PyTorch set as it is in this one.
+"""Helpers: fresh Python processes that do a piece of work with the same PyTorch settings as this one.
 
-What they are given is written down, operators by their names, and goes by a file; a pipe would hold this process until
-the helper has come so far as to read it.
+Their work is pickled, operators by name, and passed in a file: a pipe would block this process until the helper reads.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from outofcore._torch_internals import OpOverload
 
 
 class _Pickler(pickle.Pickler):
-    """Writes operators down by their names."""
-
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, OpOverload):
             return _operator, (obj._schema.name, obj._overloadname)
@@ -36,14 +33,9 @@ def _operator(name: str, overload: str) -> OpOverload:
 
 
 def packed(work: Any, threads: int | None = None) -> bytes:
-    """A piece of work and PyTorch's settings, as bytes.
+    """Pickle a piece of work and PyTorch's settings; ``threads`` None means as many as here.
 
-    Args:
-        work: what ``received`` shall give to the helper.
-        threads: on how many its ops run; None: as many as here.
-
-    Raises:
-        pickle.PicklingError, AttributeError, TypeError: it cannot be written down.
+    Raises what ``pickle`` raises if the work cannot be pickled: PicklingError, AttributeError or TypeError.
     """
     target = BytesIO()
     _Pickler(target).dump((work, threads or torch.get_num_threads(), _settings()))
@@ -51,15 +43,9 @@ def packed(work: Any, threads: int | None = None) -> bytes:
 
 
 def started(work: bytes, serve: str, answer: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
-    """A helper at work.
+    """Start a helper that runs ``serve`` ("module:name", no arguments) on ``work`` from ``packed``.
 
-    Args:
-        work: what ``packed`` made.
-        serve: the function that does it, as ``module:name``; without arguments.
-        answer: where its standard output goes; None: nowhere.
-
-    Raises:
-        OSError: no process can be started.
+    ``answer`` receives its standard output. Raises ``OSError`` if no process can be started.
     """
     module, _, name = serve.partition(":")
     with tempfile.TemporaryFile() as given:
@@ -74,7 +60,7 @@ def started(work: bytes, serve: str, answer: IO[bytes] | None = None) -> subproc
 
 
 def received() -> Any:
-    """In a helper: its piece of work; PyTorch is set as it was where that came from."""
+    """In a helper: return its piece of work, and apply the PyTorch settings that came with it."""
     work, threads, settings = pickle.load(sys.stdin.buffer)
     torch.set_num_threads(threads)
     _set(settings)
@@ -82,7 +68,7 @@ def received() -> Any:
 
 
 def _settings() -> Mapping[str, Any]:
-    """What kernels are chosen by."""
+    """Return the settings by which PyTorch chooses kernels."""
     backends = torch.backends
     return {
         "dtype": torch.get_default_dtype(),

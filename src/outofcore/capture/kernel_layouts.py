@@ -46,11 +46,7 @@ _ALWAYS_RUN = frozenset(
 
 @dataclass(frozen=True)
 class Layout:
-    """Metadata of a tensor.
-
-    Attributes:
-        elements: size of its storage, in elements.
-    """
+    """Metadata of a tensor; ``elements`` is the size of its storage."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,7 +56,6 @@ class Layout:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Layout:
-        """Return the layout of a tensor."""
         count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
         return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), count)
 
@@ -86,11 +81,8 @@ class KernelLayouts:
     ) -> Any:
         """Return ``result`` with each fake tensor replaced whose layout the kernel would not return.
 
-        Args:
-            func: the operator.
-            family: returns a key for the operator and the metadata of its arguments.
-            call: runs the operator the way the captured step does.
-            args: fake arguments, like those in ``kwargs``.
+        ``family`` returns a key for the operator and the metadata of its arguments; ``call`` runs the operator as the
+        captured step does. Arguments are fake.
         """
         given = leaves_in((args, kwargs))
         results = [result] if isinstance(result, torch.Tensor) else result

@@ -1,12 +1,11 @@
-"""Several ops as one kernel: written by PyTorch's own compiler, Inductor, compiled once, and kept in its cache.
+"""Compile several ops into one kernel with PyTorch's own compiler, Inductor, and keep it in its cache.
 
-What is compiled is a graph of the very ATen operators that were captured. All that Inductor may choose is fixed by
-options, which are given as arguments: nothing is tried out on the machine, sizes are those captured, and the number of
-threads is that of now. So a kernel is the same in every process with the same versions on a machine of the same kind,
-and wherever its tensors lie.
+The captured ATen operators are compiled as they are. Options fix all choices of Inductor: no autotuning, static sizes,
+and the current number of threads. So a kernel is the same in every process with the same versions on the same kind of
+machine, wherever its tensors lie.
 
-Limits: the bits are Inductor's own, not those of the operators one by one. It computes chains in half precision in
-full precision throughout, and adds up in another order.
+Limits: the bits are Inductor's own, not those of the single operators. It computes chains in half precision in full
+precision throughout, and adds up in another order.
 """
 
 from __future__ import annotations
@@ -39,16 +38,10 @@ REWRITTEN = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a kernel computes: ops on values and storages that are numbered in the order in which they come up.
+    """The ops that a kernel computes, on values and storages numbered by first use.
 
-    Attributes:
-        calls: of the ops, in order.
-        values: at the index that a ``Ref`` names.
-        inputs: the values given, in order.
-        written: of those given that are written, the place among the inputs, and the storage whose contents it gets.
-        results: the values returned.
-        device: where all of them are.
-        text: says all of it: recipes of one text are the same.
+    ``written`` lists, for each input that is written, its place and the storage whose contents it receives. Recipes
+    with the same ``text`` are equal.
     """
 
     calls: tuple[Call, ...]
@@ -61,7 +54,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """For people: what is fused, such as ``fused.native_batch_norm+relu_``."""
+        """A readable name such as ``fused.native_batch_norm+relu_``."""
         names = list(dict.fromkeys(str(call.func).split(".")[1] for call in self.calls))
         return "fused." + "+".join(names[:_NAMES]) + (f"+{len(names) - _NAMES}" if len(names) > _NAMES else "")
 
@@ -72,7 +65,6 @@ _TRIED, _CACHED_SECONDS = 1, 0.5
 
 
 def described(recipe: Recipe) -> str:
-    """The text of a recipe."""
     values = [
         f"%{index}=s{value.storage}+{value.offset}:{value_text(value)}" for index, value in enumerate(recipe.values)
     ]
@@ -93,12 +85,7 @@ def _text(item: Any) -> str:
 
 
 class Kernel:
-    """A compiled recipe: called with the tensors of its inputs, returns a tuple of its results.
-
-    Attributes:
-        recipe: what it computes.
-        threads: that it was compiled for.
-    """
+    """A compiled recipe: called with the tensors of its inputs, returns a tuple of its results."""
 
     def __init__(self, recipe: Recipe, threads: int, run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]):
         self.recipe = recipe
@@ -110,15 +97,14 @@ class Kernel:
 
 
 class NotFusibleError(Exception):
-    """A recipe is not one that can be traced; never reaches the user."""
+    """A recipe cannot be traced; never reaches the user."""
 
 
 @dataclass
 class Kernels:
     """The kernels of a step, each compiled once.
 
-    Attributes:
-        compiles: False makes kernels that can be planned and not run, for a device that is not here.
+    With ``compiles`` False they can be planned but not run, for a device that is not here.
     """
 
     compiles: bool = True
@@ -126,12 +112,7 @@ class Kernels:
     _missing: bool = False
 
     def of(self, recipes: Iterable[Recipe], tell: Tell = silent) -> Mapping[str, Kernel]:
-        """The kernels of recipes, by their text; those that cannot be compiled are left out, and the log says why.
-
-        Args:
-            recipes: any number, also of the same text.
-            tell: progress callback.
-        """
+        """Return the kernels of recipes by their text; log and leave out those that cannot be compiled."""
         threads = torch.get_num_threads()
         wanted = {recipe.text: recipe for recipe in recipes}
         new = [recipe for text, recipe in wanted.items() if (text, threads) not in self._known]
@@ -173,15 +154,9 @@ def _not_compiled(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def compiled(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """What a recipe computes, compiled by Inductor or found in its cache.
+    """Compile a recipe with Inductor for a number of threads, or load it from Inductor's cache.
 
-    Args:
-        recipe: what to compute.
-        threads: on how many its loops run.
-
-    Raises:
-        CompilerMissingError: there is no compiler.
-        Exception: Inductor cannot compile it.
+    Raises ``CompilerMissingError`` without a compiler, and whatever Inductor raises if it cannot compile the recipe.
     """
     given = [(recipe.values[index], recipe.device) for index in recipe.inputs]
     layouts = [(value.shape, value.stride, value.offset, value.dtype, device) for value, device in given]
@@ -189,7 +164,7 @@ def compiled(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Seq
 
 
 class _Traced:
-    """Computes a recipe by operators that write nothing in place, but for its last ones: what the compiler traces."""
+    """Run a recipe with functional operators, writing in place only at the end: this is what Inductor traces."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -220,7 +195,7 @@ class _Traced:
         return tuple(returned)
 
     def _contents_as(self, storage: int, index: int) -> torch.Tensor:
-        """What a storage holds, laid out as a value, of it or of another storage, is."""
+        """Return the contents of a storage, viewed with the layout of a value (of this storage or of another)."""
         tensor, lies = self.contents[storage]
         return _viewed(tensor, lies, self.recipe.values[index])
 
@@ -264,7 +239,6 @@ def _window(value: Value) -> Window:
 
 
 def derived(tensor: torch.Tensor, how: Derivation) -> torch.Tensor:
-    """A tensor made of another one by views."""
     tensor = tensor.permute(how.order).reshape(how.factors)
     for dim, (first, count) in enumerate(how.ranges):
         if count != how.factors[dim]:
@@ -281,7 +255,7 @@ def derived(tensor: torch.Tensor, how: Derivation) -> torch.Tensor:
 
 
 def functional_of(func: OpOverload) -> OpOverload | None:
-    """The operator that returns what this one writes to its first argument, given the same; None: there is none."""
+    """Return the functional counterpart of an in-place operator with the same arguments; None if there is none."""
     name = func._schema.name.partition("::")[2]
     packet = getattr(_aten, name[:-1], None) if name.endswith("_") else None
     if packet is None:
@@ -298,7 +272,7 @@ def functional_of(func: OpOverload) -> OpOverload | None:
 def _functional(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """The results of an operator, and what it would have written, by the names of its arguments."""
+    """Return the results of an operator, and what it would have written by argument name."""
     name = func._schema.name
     if name == BATCH_NORM:
         return _batch_norm(given)

@@ -1,12 +1,11 @@
-"""Tensors of a captured step whose values are known although nothing is computed: they depend on no data.
+"""Tensors of a captured step whose values are known because they depend on no data (constant propagation).
 
-Positions of tokens, masks of ones, axes, rates: what follows from shapes and constants alone. In plain PyTorch a step
-may look at such a value and go one way or another, always the same way. Here the operators that lead to it are run
-where it is asked for, in their order, and the step goes that way. (This is constant propagation.) What depends on an
-argument, a parameter or a random number has no value while a step is captured; to look at that is refused.
+Positions of tokens, masks of ones, axes and rates follow from shapes and constants alone. In plain PyTorch a step may
+branch on such a value, and always takes the same branch. When the step asks for one, the operators that produce it run
+in their order. A value that depends on an argument, a parameter or a random number is unknown: reading it is refused.
 
-Floating-point numbers are followed on the CPU, where the same kernels compute them; on another device they may be
-rounded otherwise.
+Floating-point values are known on the CPU only, where the same kernels compute them; another device may round
+differently.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ _OTHER_MEMORY = ("aten::resize", "aten::set_")
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Stands for a tensor of which only that matters."""
-
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -49,13 +46,9 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A known tensor.
+    """A known tensor, held so that its id and that of its storage are not reused.
 
-    Attributes:
-        tensor: held here, so that its id and that of its storage stay its own.
-        key: of its storage.
-        layout: how it lies there.
-        place: of its value among ``KnownValues._values``.
+    ``key`` identifies its storage; ``place`` is the index of its value in ``KnownValues._values``.
     """
 
     tensor: torch.Tensor
@@ -66,13 +59,10 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """An operator that nobody has asked for yet.
+    """An operator that has not been run yet.
 
-    Attributes:
-        args: with places in place of tensors.
-        results: the place of each tensor that it returns and that is known.
-        reads: keys of the storages that it uses.
-        writes: keys of the storages that it writes or makes.
+    ``args`` and ``results`` have places in ``KnownValues._values`` for known tensors; ``reads`` and ``writes`` are keys
+    of storages, ``writes`` including those that it makes.
     """
 
     func: OpOverload
@@ -85,15 +75,13 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Stands for a known tensor in the arguments of an operator."""
+    """Placeholder for a known tensor in the arguments of an operator."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Lent:
-    """A NumPy array of a known tensor that the step holds, with its original contents."""
-
     key: int
     array: Any
     before: Any
@@ -101,8 +89,6 @@ class _Lent:
 
 
 class KnownValues:
-    """The known tensors of one trace."""
-
     def __init__(self) -> None:
         self._found: dict[int, _Known] = {}  # by the id of the tensor
         self._empty: set[int] = set()  # keys of storages that hold nothing in particular
@@ -124,12 +110,7 @@ class KnownValues:
         written: Sequence[torch.Tensor] = (),
         overwritten: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Take note of what an operator has returned.
-
-        Args:
-            written: those of its arguments that it has written.
-            overwritten: those of them that it has not read.
-        """
+        """Record what an operator has returned, and which arguments it has written, or overwritten without reading."""
         keys = frozenset(map(storage_key, written))
         for lent in self._lent:
             if lent.key in keys:
@@ -156,20 +137,20 @@ class KnownValues:
             self._empty -= {storage_key(tensor) for tensor in overwritten if _is_whole(tensor)}
 
     def learn_value(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Take note of a tensor made of Python data."""
+        """Record a tensor made of Python data."""
         if self._counts(tensor):
             with without_modes(), below_autograd():
                 self._values[self._add(tensor)] = value.clone()
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take note that tensors are written, and so all that shares memory with them."""
+        """Record that tensors, and all that share memory with them, were written with unknown values."""
         keys = set(map(storage_key, tensors))
         if self._found and keys:
             self._found = {number: found for number, found in self._found.items() if found.key not in keys}
             self._empty -= keys
 
     def value(self, tensor: object) -> torch.Tensor | None:
-        """The value of a tensor, which is only to be read; None: it is not known."""
+        """Return the read-only value of a tensor; None if it is not known."""
         found = self._find(tensor)
         if found is None or found.key in self._empty:
             return None
@@ -177,23 +158,19 @@ class KnownValues:
         return self._values[found.place]
 
     def lend(self, tensor: torch.Tensor, array: Any) -> Any:
-        """A NumPy array with the value of a tensor, for the step, which is not to write to either of them."""
+        """Return a NumPy array with the value of a tensor; the step must not write to either."""
         own = array.copy()
         self._lent.append(_Lent(storage_key(tensor), own, array.copy(), user_line()))
         return own
 
     def check(self) -> None:
-        """Refuse a step that has written to an array: its operators would not see that.
-
-        Raises:
-            CaptureError: it has.
-        """
+        """Refuse a step that has written to a lent array: its operators would not see the change."""
         for lent in self._lent:
             if lent.array.tobytes() != lent.before.tobytes():
                 raise _changed_array(lent.source)
 
     def results(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator that writes nothing returns for known tensors; None: one is not known."""
+        """Return the results of an operator without side effects for known tensors; None if one is not known."""
         values = [(tensor, self.value(tensor)) for tensor in leaves_in((args, kwargs))]
         if operators.traits(func).random or not _is_torchs_own(func) or any(value is None for _, value in values):
             return None
@@ -246,7 +223,7 @@ class KnownValues:
 
 
 def _is_torchs_own(func: OpOverload) -> bool:
-    """Whether an operator is PyTorch's: any other may count how often it runs, or draw numbers of its own."""
+    """Return whether an operator is PyTorch's: any other may count its runs, or draw random numbers of its own."""
     return func.namespace in ("aten", "prims")
 
 
@@ -255,13 +232,12 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage."""
     size = tensor.numel() * tensor.element_size()
     return size == tensor.untyped_storage().nbytes() and is_dense(tuple(tensor.shape), tensor.stride())
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on the CPU, as it runs below autograd."""
+    """Run an operator on the CPU, below autograd."""
     cpu = torch.device("cpu")
     kwargs = {name: item for name, item in kwargs.items() if name != "pin_memory"}
     if func._schema.name in _BY_SHAPE:

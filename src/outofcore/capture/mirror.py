@@ -38,14 +38,8 @@ PLAIN_LEAVES = (int, float, complex, bool, str, bytes, type(None), Enum, torch.d
 class Mirrored:
     """A tensor of the user's that persists across steps, and its fake.
 
-    Attributes:
-        key: unique and stable; see ``StateBinding.key``.
-        name: for people.
-        alias: a fake on the storage that the real tensor has, whatever becomes of ``fake``.
-        value: the index of the whole tensor as a value.
-        requires_grad: as it was before the step.
-        kept: what lasts in place of it, as a tensor of this process's own and a value, where it is spread over
-            processes; else None.
+    ``alias`` is a fake on the real tensor's original storage, even if ``fake`` is rebound. ``kept`` is set where the
+    tensor is sharded over processes: this process's own tensor and its value.
     """
 
     key: str
@@ -60,14 +54,12 @@ class Mirrored:
 
     @property
     def lasting(self) -> tuple[torch.Tensor, int]:
-        """What lasts from step to step: the tensor, and its value."""
+        """The tensor that lasts from step to step, and its value."""
         return self.kept or (self.real, self.value)
 
 
 @dataclass
 class MirroredInput:
-    """A tensor among the leaves of the arguments, and its fake."""
-
     leaf: int
     name: str
     real: torch.Tensor
@@ -76,18 +68,15 @@ class MirroredInput:
 
 
 def is_plain_leaf(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is a constant that a signature can compare."""
+    """Return whether a leaf of the arguments is a constant that a signature can compare."""
     return isinstance(leaf, PLAIN_LEAVES) or (type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 1) == 0)
 
 
 class Mirror:
     """All fakes of one capture.
 
-    Attributes:
-        states: parameters and buffers of the models, then parameters that only an optimizer has.
-        gradients: the ``.grad`` that those have before the step, by place in ``states``.
-        inputs: tensors among the arguments.
-        fakes: the fake of each real tensor, by id.
+    ``states`` holds parameters and buffers of the models, then parameters that only an optimizer has. ``gradients``
+    holds their ``.grad`` from before the step by place in ``states``. ``fakes`` is keyed by the id of the real tensor.
     """
 
     def __init__(
@@ -97,7 +86,6 @@ class Mirror:
         gradients: Mapping[int, Value | None] | None = None,
         sharding: Sharding | None = None,
     ) -> None:
-        """``gradients`` is as for ``capture_step``; ``sharding`` knows what is spread over processes."""
         self._mode = mode
         self.sharding = sharding
         self._rows: dict[int, torch.Tensor] = {}
@@ -112,10 +100,7 @@ class Mirror:
         self.by_real: dict[int, Mirrored] = {}  # states, by the id of the user's tensors
 
     def add_states(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Mirror every parameter and buffer, each once however often it is tied.
-
-        Parameters that an optimizer updates but no model holds are mirrored as well.
-        """
+        """Mirror every parameter and buffer once, and parameters that an optimizer updates but no model holds."""
         found: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
         for entry in states_of(models, optimizers):
             found.setdefault(id(entry[3]), entry)
@@ -134,7 +119,7 @@ class Mirror:
             self._add_state(key, name, kind, real)
 
     def _fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
-        """A fake where the step runs, wherever the real tensor is now."""
+        """Return a fake on the step's device, wherever the real tensor is now."""
         device = self._tables.device
         if real.is_meta:
             return self._without_contents(real)
@@ -155,7 +140,7 @@ class Mirror:
         return moved
 
     def _without_contents(self, real: torch.Tensor) -> torch.Tensor:
-        """A fake where the step runs, of a tensor on the device meta; what shares memory there shares it here."""
+        """Return a fake on the step's device of a meta tensor; fakes share memory where their meta tensors do."""
         with torch.no_grad():
             # Not the user's own storage: a fake marks its storage as one that nobody may look into.
             storage = self._storages.setdefault(
@@ -174,7 +159,6 @@ class Mirror:
         return fake
 
     def _empty(self, model: torch.Tensor | Value) -> torch.Tensor:
-        """A fake where the step runs, of the metadata of a tensor or value."""
         stride = model.stride if isinstance(model, Value) else model.stride()
         with self._mode, torch.no_grad():
             return torch.empty_strided(model.shape, stride, dtype=model.dtype, device=self._tables.device)
@@ -201,7 +185,7 @@ class Mirror:
             self.gradients[len(self.states) - 1] = gradient
 
     def _add_shard(self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor) -> None:
-        """Add a parameter that is spread over processes: its fake is made by an op of the step."""
+        """Add a sharded parameter: an op of the step makes its fake."""
         sharding = self.sharding
         shard = None if sharding is None else sharding.of(real)
         if sharding is None or shard is None:
@@ -236,13 +220,10 @@ class Mirror:
         return Mirrored(key, name, kind, real, fake, alias, self._tables.value_of(fake), real.requires_grad)
 
     def add_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with a fake for each tensor.
+        """Return the arguments with a fake for each tensor; refuse other leaves that are no constants.
 
-        A tensor that is a parameter or buffer gets that one's fake. Any other gets a storage of its
-        own, just large enough for its strides, whatever it shared with others.
-
-        Raises:
-            CaptureError: a leaf is neither a tensor nor a plain constant.
+        A parameter or buffer gets its existing fake. Any other tensor gets a storage of its own, just large enough for
+        its strides, whatever it shared with others.
         """
         leaves, spec = tree_flatten((args, kwargs))
         names = leaf_names(args, kwargs)
@@ -271,11 +252,10 @@ class Mirror:
         return fake
 
     def reals(self) -> list[torch.Tensor]:
-        """Every real tensor that has a fake in ``fakes``."""
         return [m.real for m in (*self.states, *self.gradients.values())]
 
     def sharing_inputs(self) -> dict[int, MirroredInput]:
-        """Inputs whose memory is that of another input or of a state as well, by the storage of their fake."""
+        """Return the inputs whose memory another input or a state shares, by the storage of their fake."""
         owners = Counter(storage_key(t) for t in (*self.reals(), *(entry.real for entry in self.inputs)))
         return {
             self._tables.storage_of(entry.fake): entry
@@ -287,7 +267,7 @@ class Mirror:
 def states_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, str, StorageKind, torch.Tensor]]:
-    """Key, name, kind and tensor of every parameter and buffer; tied ones more than once."""
+    """Yield key, name, kind and tensor of every parameter and buffer; tied ones more than once."""
     starts = [prefix(index, len(models)) for index in range(len(models))]
     for start, model in zip(starts, models, strict=True):
         for path, parameter in model.named_parameters():
@@ -303,7 +283,7 @@ def states_of(
 
 
 def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """A name for each leaf of the arguments: ``0`` for the first, ``x`` for a keyword, then the way into it."""
+    """Name each leaf of the arguments: ``0`` for the first, ``x`` for a keyword, followed by the path into it."""
     try:
         paths = [path for path, _ in tree_flatten_with_path((args, kwargs))[0]]
     except ValueError:  # a class registered without names for its children
@@ -312,11 +292,10 @@ def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
 
 
 def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuse an argument whose bytes a step on a device cannot take.
+    """Refuse an argument that a step on the device cannot read.
 
-    Raises:
-        CaptureError: it is not a plain dense tensor.
-        InputError: it has no memory, or is on a device from which it does not come by itself.
+    Raises ``CaptureError`` if it is not a plain dense tensor, and ``InputError`` if it has no memory or is on a device
+    from which it is not copied automatically.
     """
     _check_kind(f"argument {name}", tensor)
     if tensor.device.type == "meta":
@@ -350,7 +329,7 @@ def _check_kind(name: str, tensor: torch.Tensor) -> None:
 
 
 def _copy_hooks(real: torch.Tensor, fake: torch.Tensor) -> None:
-    """Let hooks on a gradient run in the step: they belong to the real tensor, and autograd sees the fake."""
+    """Run hooks on a gradient in the step: they belong to the real tensor, and autograd sees the fake."""
     for hook in (getattr(real, "_backward_hooks", None) or {}).values():
         fake.register_hook(hook)
     for hook in (getattr(real, "_post_accumulate_grad_hooks", None) or {}).values():

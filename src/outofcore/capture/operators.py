@@ -1,8 +1,8 @@
-"""What ATen operators do to their arguments and what they return, where their schemas and fakes do not say all of it.
+"""What ATen operators do to their arguments and return, where their schemas and fakes are incomplete or wrong.
 
-The strides, dtype and memory of a result decide which kernels run after it, so a captured step is only exact if the
-fakes tell the truth. Where they do not was found by running operators on real and on fake tensors side by side, with
-torch 2.13; where a later release mends a fake, the repair changes nothing.
+The strides, dtype and memory of a result decide which kernels run after it, so a captured step is exact only if the
+fakes are right. The corrections were found by running operators on real and fake tensors side by side with torch 2.13;
+where a later release corrects a fake, the repair changes nothing.
 """
 
 from __future__ import annotations
@@ -58,13 +58,10 @@ class Traits:
     """What a schema says of an operator; arguments are given by their names.
 
     Attributes:
-        names: of its arguments, in order, keyword-only ones included.
-        written: arguments that it may write in place.
-        overwritten: arguments that it writes over as a whole, if at all, and does not read.
-        hidden: arguments that it writes without saying so, if ``flag`` is set (or always, if that is empty).
-        flag: an argument.
-        statistics: arguments that, where they are written, matter to nothing else that it makes.
-        random: whether it draws from a generator.
+        names: of all arguments in order, keyword-only ones included.
+        overwritten: arguments that it writes completely, if at all, and does not read.
+        hidden: arguments that it writes although its schema does not say so, if ``flag`` is set or empty.
+        statistics: arguments whose old contents affect no other result.
         reshapes: whether it changes the metadata of its first argument.
         reads_values: whether it returns plain numbers or truth values, and no tensor.
     """
@@ -82,7 +79,6 @@ class Traits:
 
 @functools.lru_cache(maxsize=4096)
 def traits(func: OpOverload) -> Traits:
-    """The traits of an operator."""
     arguments, name = func._schema.arguments, func._schema.name
     names = tuple(a.name for a in arguments)
     hidden, flag = _HIDDEN_WRITES.get(name, ((), ""))
@@ -103,24 +99,24 @@ Given = dict[str, Any]
 
 
 def by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    """The arguments given, by their names in the schema."""
+    """Return the given arguments by their names in the schema."""
     return dict(zip(traits(func).names, args, strict=False)) | kwargs
 
 
 def written_arguments(func: OpOverload, given: Given) -> frozenset[str]:
-    """The arguments that this very call may write in place."""
+    """Return the arguments that this call may write in place."""
     facts = traits(func)
     return facts.written if facts.flag and not given.get(facts.flag) else facts.written | facts.hidden
 
 
 def is_random(func: OpOverload, given: Given) -> bool:
-    """Whether this very call draws from a generator: attention without dropout does not."""
+    """Return whether this call draws from a generator: attention without dropout does not."""
     facts = traits(func)
     return facts.random and not ("dropout_p" in facts.names and given.get("dropout_p", 0.0) == 0.0)
 
 
 def splits(func: OpOverload, given: Given) -> frozenset[str]:
-    """The arguments of a ``_foreach_`` operator that have one entry for each tensor."""
+    """Return the arguments of a ``_foreach_`` operator that have one entry for each tensor."""
     lists = [a.name for a in func._schema.arguments if isinstance(given.get(a.name), list | tuple)]
     typed = {a.name for a in func._schema.arguments if str(a.type) in _SPLIT_TYPES}
     length = len(given[traits(func).names[0]])
@@ -128,7 +124,7 @@ def splits(func: OpOverload, given: Given) -> frozenset[str]:
 
 
 def family_text(name: str, args: Any, kwargs: dict[str, Any], values: list[Value]) -> str:
-    """A name shared by the calls that cost the same: operator, tensor metadata and constants."""
+    """Return the key that calls of equal cost share: operator, tensor metadata and constants."""
     items = [_argument_text(item, values) for item in args]
     items += [f"{key}={_argument_text(item, values)}" for key, item in sorted(kwargs.items())]
     return f"{name}({', '.join(items)})"
@@ -145,7 +141,7 @@ def _argument_text(item: Any, values: list[Value]) -> str:
 
 
 def value_text(value: Value) -> str:
-    """A value's dtype, shape and strides, such as ``float32[2,3]{3,1}``; with ``*`` if conjugate, ``-`` if negated."""
+    """Format dtype, shape and strides, such as ``float32[2,3]{3,1}``; with ``*`` if conjugate, ``-`` if negated."""
     dtype = str(value.dtype).removeprefix("torch.")
     shape, stride = ",".join(map(str, value.shape)), ",".join(map(str, value.stride))
     return f"{dtype}[{shape}]{{{stride}}}{'*' * value.conjugate}{'-' * value.negated}"
@@ -155,11 +151,7 @@ Repair = Callable[[Given, list[Any]], list[Any]]
 
 
 def repaired(func: OpOverload, given: Given, result: Any) -> Any:
-    """What an operator's real kernel would return, from what its fake has returned.
-
-    Args:
-        given: the arguments by the names in the schema.
-    """
+    """Correct the fake result of an operator to what its real kernel returns."""
     tensors = [item for item in given.values() if isinstance(item, torch.Tensor)]
     if not tensors:
         return result
@@ -179,7 +171,7 @@ def repaired(func: OpOverload, given: Given, result: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _mask_argument(func: OpOverload) -> str:
-    """The argument that says of each result whether it is wanted; empty: there is none."""
+    """Return the argument that selects the wanted results; empty if there is none."""
     returns = func._schema.returns
     if len(returns) < 2 or any(each.alias_info is not None for each in returns):
         return ""
@@ -188,10 +180,9 @@ def _mask_argument(func: OpOverload) -> str:
 
 
 def made_up(func: OpOverload, given: Given) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
-    """The results of an operator whose fake cannot take these arguments, as its kernel can; None: its fake will do.
+    """Build the results of an operator whose fake fails on arguments that its kernel accepts; None if the fake works.
 
-    Raises:
-        RuntimeError: the kernel would refuse this, too.
+    Raises ``RuntimeError`` where the kernel would fail as well.
     """
     if func._schema.name == "aten::_conj" and not isinstance(given["self"], torch.Tensor):
         # A number: the kernel makes a tensor of it, and a lazy conjugate of that; the fake forgets that it is one.
@@ -206,14 +197,14 @@ def made_up(func: OpOverload, given: Given) -> torch.Tensor | tuple[torch.Tensor
 
 
 def _longest_target(targets: torch.Tensor, lengths: Sequence[int] | torch.Tensor) -> int:
-    """The length of the longest target; if the lengths are a tensor, the longest that ``targets`` has room for."""
+    """Return the length of the longest target; if the lengths are a tensor, the maximum that ``targets`` allows."""
     if isinstance(lengths, torch.Tensor):
         return targets.shape[1] if targets.ndim == 2 else targets.numel()
     return max(lengths, default=0)
 
 
 def _grouped_product(given: Given) -> torch.Tensor:
-    """What the products of a ragged group of matrices (mixtures of experts) look like.
+    """Return the fake result of a ragged grouped matrix product (mixtures of experts).
 
     As in ``create_grouped_gemm_output_tensor`` of ATen/native/GroupedMMUtils.h, whose fake takes bfloat16 alone.
     """
@@ -240,10 +231,9 @@ def _grouped_product(given: Given) -> torch.Tensor:
 
 
 def faithful(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
-    """The operator as it has to be called below autograd and autocast to do what it does above them.
+    """Wrap an operator so that it does below autograd and autocast what it does above them.
 
-    Args:
-        autocast: device type and dtype, if the user's code has autocast on where it calls this.
+    ``autocast`` is the device type and dtype if autocast is on in the user's code.
     """
     # Some kernels ask whether gradients are enabled, others call operators that autocast changes. As no
     # tensor of a replay requires a gradient, enabling them makes no graph.
@@ -258,8 +248,6 @@ def faithful(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Call
 
 @dataclass(frozen=True)
 class Within:
-    """An operator called in a context that ``enter`` makes."""
-
     func: OpOverload
     enter: Callable[[], AbstractContextManager[Any]]
 
@@ -309,7 +297,7 @@ def _like(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> 
 
 
 def _statistics_in_full(given: Given, results: list[Any]) -> list[Any]:
-    """Batch norm of half-precision input with full-precision parameters saves full-precision statistics."""
+    """Make the saved statistics full precision where half-precision input meets full-precision parameters."""
     others = (given.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
     if given["input"].dtype in (torch.bfloat16, torch.float16) and any(
         other is not None and other.dtype == torch.float32 for other in others
@@ -319,7 +307,7 @@ def _statistics_in_full(given: Given, results: list[Any]) -> list[Any]:
 
 
 def _in_memory_of(count: Callable[[Given], int], *places: int) -> Repair:
-    """Results at some places lie in memory of so many elements, which the kernel used before."""
+    """Return a repair that puts results into memory of ``count`` elements, which the kernel used before."""
 
     def repair(given: Given, results: list[Any]) -> list[Any]:
         for place in places:
@@ -332,7 +320,7 @@ def _in_memory_of(count: Callable[[Given], int], *places: int) -> Repair:
 
 
 def _loss_elements(given: Given) -> int:
-    """A loss is reduced in the memory of its unreduced values."""
+    """Return the number of unreduced values, in whose memory a loss is reduced."""
     if given.get("reduction", 1) == 0:
         return 0
     other = given["target"]
@@ -340,7 +328,7 @@ def _loss_elements(given: Given) -> int:
 
 
 def _lstm_workspace(given: Given, results: list[Any]) -> list[Any]:
-    """How large the workspace is, only the kernel itself knows: it is run once, on zeros."""
+    """Find the size of the workspace by running the kernel once on zeros."""
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -354,9 +342,9 @@ def _lstm_workspace(given: Given, results: list[Any]) -> list[Any]:
 
 
 def _cudnn_reserve(given: Given, results: list[Any]) -> list[Any]:
-    """How many bytes cuDNN keeps for the backward pass, and whether it lays weights out anew, it alone knows.
+    """Find how many bytes cuDNN keeps for the backward pass, and whether it copies weights to another layout.
 
-    It is run once, on zeros, where there is a device.
+    Runs the kernel once on zeros if there is a device.
     """
     if not torch.cuda.is_available():
         return results
@@ -374,12 +362,10 @@ def _cudnn_reserve(given: Given, results: list[Any]) -> list[Any]:
 
 
 def _state_of_generator(given: Given, results: list[Any]) -> list[Any]:
-    """The state of the generator is two numbers, which the backward pass reads.
+    """Correct the generator state that the backward pass reads: two numbers.
 
-    Outside of CUDA graphs they are on the CPU if there is dropout. Without dropout that depends on PyTorch's version:
-    a kernel is asked.
-
-    See ``_efficient_attention_forward`` of ATen/native/transformers/cuda/attention.cu.
+    Outside of CUDA graphs they are on the CPU if there is dropout. Without dropout that depends on PyTorch's version,
+    so a kernel is run to find out. See ``_efficient_attention_forward`` of ATen/native/transformers/cuda/attention.cu.
     """
     device = torch.device("cpu") if given.get("dropout_p") else _device_without_dropout(given["query"].device)
     results[2:4] = [torch.empty((), dtype=torch.int64, device=device) for _ in results[2:4]]
@@ -388,7 +374,7 @@ def _state_of_generator(given: Given, results: list[Any]) -> list[Any]:
 
 @functools.lru_cache(maxsize=16)
 def _device_without_dropout(device: torch.device) -> torch.device:
-    """Where efficient attention without dropout leaves the state of the generator."""
+    """Return the device on which efficient attention without dropout leaves the generator state."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     with real_tensors(), DisableTorchFunction(), torch.no_grad():

@@ -1,6 +1,6 @@
-"""Turns each ``optimizer.step()`` of the step into update ops, on the state that the optimizer keeps.
+"""Turn each ``optimizer.step()`` of the step into update ops on the state that the optimizer keeps.
 
-Which state tensors that is, is found out without memory by letting the optimizer step on fakes.
+The optimizer steps on fakes once to show which state tensors it makes, without memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from outofcore.units import KIB, MIB
 
 @dataclass(frozen=True)
 class TensorShape:
-    """All of a tensor but its bytes."""
+    """A tensor's metadata."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,27 +56,25 @@ class TensorShape:
 
     @property
     def bytes(self) -> int:
-        """The least bytes of a storage that can hold it."""
+        """The size of the smallest storage that can hold it."""
         if 0 in self.shape:
             return 0
         extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         return extent * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A tensor like this one."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
 def shape_of(tensor: torch.Tensor | Value) -> TensorShape:
-    """All of a tensor but its bytes."""
     stride = tensor.stride if isinstance(tensor, Value) else tensor.stride()
     return TensorShape(tensor.dtype, tuple(tensor.shape), stride)
 
 
 class _PretendValues(TorchDispatchMode):
-    """Answers every read of a fake tensor's value with some number, and leaves fused updates, which only write, undone.
+    """Answer every read of a fake tensor's value with some number, and skip fused updates, which only write.
 
-    An optimizer reads its step count to compute factors; on what state it keeps they have no influence.
+    An optimizer reads its step count to compute factors, which do not affect what state it keeps.
     """
 
     supports_higher_order_operators = True
@@ -101,10 +99,8 @@ class _PretendValues(TorchDispatchMode):
 class StateLayout:
     """The state of one parameter.
 
-    Attributes:
-        tensors: those that are to be planned, by name.
-        order: all names, as the optimizer's step makes them.
-        place: of the parameter among those that have state.
+    ``tensors`` are those to be planned, ``order`` all names in the order in which the optimizer makes them, ``place``
+    the index of the parameter among those with state.
     """
 
     tensors: dict[str, TensorShape]
@@ -113,12 +109,7 @@ class StateLayout:
 
 
 class StateLayouts:
-    """Finds out the state of one optimizer, once for all parameters that are alike.
-
-    Args:
-        optimizer: the user's.
-        device: where the step runs; parameters are taken to be there.
-    """
+    """Finds the state layouts of one optimizer, once for all parameters that are alike."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device = CPU) -> None:
         self._optimizer = optimizer
@@ -131,14 +122,11 @@ class StateLayouts:
         grads: Sequence[TensorShape | None],
         ranges: Sequence[TensorShape] | None = None,
     ) -> list[StateLayout]:
-        """The state that two steps leave for each member (group index, the user's parameter).
+        """Return the state that two steps leave for each member (group index, the user's parameter).
 
-        State that already exists is taken as it is. State on another device than the parameter is left out.
-        ``ranges`` are the shapes of what is updated; None: those of the parameters.
-
-        Raises:
-            CaptureError: the optimizer keeps tensors where the graph cannot see them, or its step does not
-                run on fakes.
+        State that already exists is taken as it is. State on another device than the parameter is left out. ``ranges``
+        are the shapes of what is updated, by default those of the parameters. Raises ``CaptureError`` if the optimizer
+        keeps tensors where the graph cannot see them, or its step fails on fakes.
         """
         entries = [self._optimizer.state.get(parameter, {}) for _, parameter in members]
         shapes = ranges or [shape_of(parameter) for _, parameter in members]
@@ -230,7 +218,7 @@ class StateLayouts:
 
 
 def _plain(value: Any) -> Any:
-    """What of a state entry bears on the layout."""
+    """Return the part of a state entry that affects the layout."""
     return (shape_of(value), value.device) if isinstance(value, torch.Tensor) else type(value)
 
 
@@ -247,7 +235,7 @@ _Member = tuple[int, Mirrored, int | None]  # group, parameter, value of its gra
 
 @dataclass
 class _Pending:
-    """An update written down in the trace whose state is not yet known."""
+    """An update recorded in the trace whose state is not yet known."""
 
     place: int  # in ``Tables.ops``
     optimizer: int
@@ -256,7 +244,7 @@ class _Pending:
 
 
 class StepRecorder:
-    """Stands in for the ``step`` of every optimizer while a training step is captured."""
+    """Replaces the ``step`` of every optimizer while a training step is captured."""
 
     def __init__(self, optimizers: Sequence[Optimizer], mirror: Mirror, tables: Tables, provenance: Provenance) -> None:
         for optimizer in optimizers:
@@ -272,14 +260,13 @@ class StepRecorder:
 
     @property
     def called(self) -> bool:
-        """Whether an update has been recorded."""
         return bool(self._pending)
 
     @contextlib.contextmanager
     def standing_in(self, written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-        """Record each ``optimizer.step()``, and refuse a step of an optimizer that is not among those given.
+        """Record each ``optimizer.step()``, and refuse that of an undeclared optimizer.
 
-        ``written`` is told which fakes an update may have written.
+        ``written`` receives the fakes that an update may have written.
         """
         ours, here = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
@@ -321,7 +308,7 @@ class StepRecorder:
         return step
 
     def _record(self, index: int) -> list[torch.Tensor]:
-        """Record an update; returns what it may write to."""
+        """Record an update and return the fakes that it may write."""
         optimizer = self._optimizers[index]
         self._calls += 1
         found: list[_Member] = [
@@ -357,7 +344,7 @@ class StepRecorder:
         return touched
 
     def _bytes(self, state: Mirrored) -> int:
-        """Bytes of what is updated, the same in all processes."""
+        """Return the bytes of what is updated, the same in all processes."""
         traced = None if self._sharding is None else self._sharding.traced(state.real)
         return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
@@ -399,10 +386,9 @@ class StepRecorder:
                 self._sharding.updated(traced)
 
     def finish(self) -> None:
-        """Find out the state of every update recorded and complete its op; to be called outside of all modes.
+        """Find the state of every recorded update and complete its op; to be called outside of all modes.
 
-        Raises:
-            CaptureError: an optimizer keeps state where it cannot be planned.
+        Raises ``CaptureError`` if an optimizer keeps state where it cannot be planned.
         """
         layouts = [StateLayouts(optimizer, self._tables.device) for optimizer in self._optimizers]
         created: list[set[tuple[int, str, int]]] = [set() for _ in self._optimizers]
@@ -493,13 +479,11 @@ UpdateArguments = tuple[Sequence[Ref], Sequence[Ref | None], Sequence[Sequence[R
 
 
 def call_of_update(update: OptimizerUpdate, args: UpdateArguments) -> Call:
-    """How to run an update."""
     rehearsal = Rehearsal(update)
     return Call(update, args, {}, (), rehearsal, rehearsal.first if rehearsal.makes_state else None)
 
 
 def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, values: Sequence[Value]) -> str:
-    """The family of an update op of that name."""
     texts = ",".join(
         f"{value_text(values[p.value])}:{'-' if g is None else value_text(values[g.value])}:"
         + "+".join(value_text(values[ref.value]) for ref in own)
@@ -511,10 +495,10 @@ def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, 
 
 
 def _settings(update: OptimizerUpdate) -> str:
-    """The settings of the groups that bear on which kernels run.
+    """Return the group settings that affect which kernels run.
 
-    Of a number only whether it is 0: without weight decay, say, an op is left out. Otherwise its value may change from
-    step to step, and the same kernels run.
+    Of a number only whether it is 0 counts: without weight decay, say, an op is left out. Otherwise its value may
+    change from step to step, and the same kernels run.
     """
     groups = dict.fromkeys(member.group for member in update.members)
     parts: list[str] = []
@@ -538,15 +522,14 @@ def _setting(value: object) -> str | None:
 
 
 def _unfinished(*_: Any) -> None:
-    """Holds the place of an update until its state is known."""
+    """Placeholder for an update until its state is known."""
 
 
 def check_supported(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose step is not a fixed function of gradients and state.
 
-    Raises:
-        CaptureError: it is LBFGS, SparseAdam, differentiable, has hooks, wraps another one, or has a
-            ``step`` that is not its class's own.
+    Raises ``CaptureError`` for LBFGS, SparseAdam, differentiable or wrapping optimizers, and those with hooks or with a
+    ``step`` that is not their class's own.
     """
     for applies, why, advice in _UNSUPPORTED:
         if applies(optimizer):

@@ -1,9 +1,8 @@
 """The update of an optimizer as opaque ops: the optimizer's own code, on the tensors of a few parameters at a time.
 
-The arithmetic of ``optimizer.step()`` is not traced. Each op runs the user's optimizer class on a shadow
-of the user's optimizer that has only the op's parameters. So what is computed is what plain PyTorch
-computes, and settings changed between steps (a learning rate set by a scheduler) take effect, for the
-groups are read anew each time.
+The arithmetic of ``optimizer.step()`` is not traced. Each op runs the user's optimizer class on a shadow of the user's
+optimizer that has only the op's parameters. So an op computes what plain PyTorch computes. Settings that change between
+steps (a learning rate set by a scheduler) take effect, for each call reads the groups again.
 """
 
 from __future__ import annotations
@@ -37,12 +36,8 @@ _AT_ONCE = ("foreach", "fused", "capturable", "differentiable")
 class Piece:
     """A parameter of an update, or a range of one.
 
-    Attributes:
-        member: the index of the parameter in its update.
-        parameter: the range of it.
-        gradient: likewise, if there is one.
-        states: the state tensors; counts are copies, but for the last piece.
-        own: state that is not the update's to place.
+    ``member`` is the index of the parameter in its update. ``states`` holds copies of counts, except for the last
+    piece. ``own`` is state that the update does not place.
     """
 
     member: int
@@ -53,12 +48,9 @@ class Piece:
 
 
 def pieces_of(optimizer: Optimizer, group: int, whole: Piece) -> list[Piece]:
-    """The pieces that a parameter is updated in, in order: one, unless it is long and any range gives the same bits.
+    """Cut a parameter into the pieces in which it is updated: one, unless it is long and any range gives the same bits.
 
-    Args:
-        optimizer: the user's.
-        group: the index of the group that the parameter is in.
-        whole: all of the parameter, and of its state: which may be yet to be made, each range by itself.
+    ``whole`` holds the parameter and its state, which each range may have yet to make by itself.
     """
     if not _can_be_cut(optimizer, optimizer.param_groups[group], whole):
         return [whole]
@@ -82,7 +74,7 @@ def pieces_of(optimizer: Optimizer, group: int, whole: Piece) -> list[Piece]:
 
 
 def _goes_one_by_one(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
-    """Whether an optimizer computes each element by itself, and goes from parameter to parameter."""
+    """Return whether an optimizer computes each element by itself, and one parameter after the other."""
     return type(optimizer) in _ELEMENTWISE and not any(settings.get(name) for name in _AT_ONCE)
 
 
@@ -128,12 +120,9 @@ class StateOwner:
 class Member:
     """One parameter of an update, or a range of one: the user's own object, its group, and the names of its state.
 
-    Attributes:
-        start: the element with which the range begins.
-        is_last: no other range of it comes later in the step. Counts, and what else its ranges share, change with the
-            last one alone: until then all have to find it as it was.
-        rank: orders the parameters of an optimizer as its own step makes their state.
-        order: all names in the state, those of what is no tensor as well, as its own step makes them.
+    ``start`` is the range's first element. ``is_last`` marks the last range in the step: counts and other shared state
+    change with that one alone, since all ranges must find them unchanged. ``rank`` and ``order`` give the order in
+    which the optimizer's own step makes the state of parameters and the entries of one state.
     """
 
     parameter: torch.Tensor
@@ -145,46 +134,39 @@ class Member:
     order: tuple[str, ...] = ()
 
     def key(self, name: str) -> tuple[int, str, int]:
-        """Names the member's part of a state tensor."""
+        """Identify the member's range of a state tensor."""
         return id(self.parameter), name, self.start
 
 
 def updates_each_alone(optimizer: Optimizer) -> bool:
-    """Whether an optimizer updates each parameter from its own gradient and state only.
+    """Return whether an optimizer updates each parameter from its own gradient and state only.
 
-    The classes of ``torch.optim`` do. Any other class has to say so by a true attribute
-    ``outofcore_independent``; else all its parameters are updated in one op, which is always right but
-    needs all of them on the device at once.
+    The classes of ``torch.optim`` do. Any other class declares it with a true attribute ``outofcore_independent``; else
+    all its parameters are updated in one op, which is always right but needs all of them on the device at once.
     """
     return is_torchs_own(optimizer) or bool(getattr(optimizer, "outofcore_independent", False))
 
 
 def updates_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer computes every element of a parameter from that of its gradient and its state, and counts.
+    """Return whether each element of a parameter depends only on that of its gradient and state, and on counts.
 
-    Many classes of ``torch.optim`` do, and then a range of a parameter is updated as the whole is. Any other class has
-    to say so by a true attribute ``outofcore_elementwise``.
+    Many classes of ``torch.optim`` do, and then a range of a parameter is updated as the whole is. Any other class
+    declares it with a true attribute ``outofcore_elementwise``.
     """
     return type(optimizer) in _ELEMENTWISE or bool(getattr(optimizer, "outofcore_elementwise", False))
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Whether the class of an optimizer is one of ``torch.optim``."""
     return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
 
 
 def run_shadow(
     optimizer: Optimizer, leaves: Sequence[tuple[int, torch.Tensor]], entries: Sequence[dict[str, Any]]
 ) -> Optimizer:
-    """Run the step of an optimizer's class on other parameters than its own.
+    """Run the step of an optimizer's class on other parameters than its own, and return the shadow that has stepped.
 
-    Args:
-        leaves: for each parameter the index of its group, whose settings apply, and a leaf tensor with
-            its ``.grad``.
-        entries: for each parameter its state. An empty one makes the optimizer initialise it.
-
-    Returns:
-        the shadow, whose ``state`` and ``param_groups`` are what the step has left.
+    ``leaves`` has for each parameter the index of its group and a leaf tensor with its ``.grad``; ``entries`` its
+    state. An empty entry makes the optimizer initialise it.
     """
     kind = type(optimizer)
     shadow: Optimizer = object.__new__(kind)
@@ -210,25 +192,21 @@ def run_shadow(
 class OptimizerUpdate:
     """Updates a few parameters of an optimizer as its own ``step`` would: the ``func`` of a ``Call``.
 
-    Called with a list of parameters, one of gradients and one of lists of state tensors. On the first
-    update of a parameter, while the user's ``optimizer.state`` has no entry for a state tensor, the
-    optimizer initialises its state itself and the result is copied into the tensor given, whatever
-    that held. State that is no tensor, or lives on another device than the parameter (a step count on
+    Called with a list of parameters, one of gradients and one of lists of state tensors, and keeps none of them. While
+    the user's ``optimizer.state`` has no entry for a state tensor, the optimizer initialises it and the result is
+    copied into the tensor given. State that is no tensor, or is on another device than the parameter (a step count on
     the CPU), stays in the user's ``optimizer.state``.
 
-    No tensor given is kept beyond the call.
-
     Attributes:
-        optimizer: the user's.
         members: the parameters, in the order of the arguments.
         forgotten: how often ``forget`` was called.
         is_outgrown: whether the optimizer keeps state that it did not keep, or kept otherwise, when the step was
-            captured. It is in the user's ``optimizer.state``, as in plain PyTorch, and takes memory beside the plan
+            captured. It is in the user's ``optimizer.state``, as in plain PyTorch, and takes memory outside of the plan
             until the step is captured again.
     """
 
     def __init__(self, optimizer: Optimizer, members: Sequence[Member], created: set[tuple[int, str, int]]) -> None:
-        """``created`` holds the keys of state that exists by now; a capture's updates share it."""
+        """``created`` holds the keys of state that already exists; a capture's updates share it."""
         self.optimizer = optimizer
         self.members = tuple(members)
         self._created = created
@@ -237,12 +215,12 @@ class OptimizerUpdate:
 
     @classmethod
     def joined(cls, updates: Sequence[OptimizerUpdate]) -> OptimizerUpdate:
-        """One update of the parameters of several of one capture and one optimizer, in their order."""
+        """Join the updates of several parameters of one capture and one optimizer, in their order."""
         first = updates[0]
         return cls(first.optimizer, [member for update in updates for member in update.members], first._created)
 
     def has_ranges(self) -> bool:
-        """Whether ranges of its only parameter are updated, to the bit, as they are in the whole."""
+        """Return whether ranges of its only parameter can be updated with the same bits as the whole."""
         if len(self.members) != 1:
             return False
         (member,) = self.members
@@ -254,31 +232,29 @@ class OptimizerUpdate:
         return one_by_one and member.parameter.dtype in _DTYPES and member.start == 0 and member.is_last
 
     def of_range(self, start: int, *, is_last: bool) -> OptimizerUpdate:
-        """The update of a range of the only parameter, that begins with element ``start``."""
+        """Return the update of the range of the only parameter that begins with element ``start``."""
         (member,) = self.members
         return OptimizerUpdate(self.optimizer, [replace(member, start=start, is_last=is_last)], self._created)
 
     @property
     def name(self) -> str:
-        """``optimizer.AdamW``"""
         return f"optimizer.{type(self.optimizer).__name__}"
 
     def is_first(self) -> bool:
-        """Whether a parameter's state has yet to be made."""
         return not all(all(self._present(member)) for member in self.members)
 
     def forget(self) -> None:
-        """Make the state anew at the next call, unless it is in the user's ``optimizer.state``."""
+        """Make the state again at the next call, unless it is in the user's ``optimizer.state``."""
         self.forgotten += 1
         for member in self.members:
             self._created.difference_update(map(member.key, member.names))
 
     def made(self) -> Iterator[tuple[int, str]]:
-        """State that updates of the capture have made in its place: the id of the parameter, and the name."""
+        """Yield the state that updates of the capture have made in its place: parameter id and name."""
         return ((parameter, name) for parameter, name, _ in self._created)
 
     def kept_by_optimizer(self) -> Iterator[torch.Tensor]:
-        """Tensors that the user's optimizer keeps, in its state, settings and attributes, but for parameters."""
+        """Yield tensors in the user's optimizer's state, settings and attributes, except parameters."""
         optimizer = self.optimizer
         for member in self.members:
             yield from _tensors_in(optimizer.state.get(member.parameter, {}))
@@ -298,7 +274,7 @@ class OptimizerUpdate:
         ]
 
     def on(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> UpdateOn:
-        """The update of these very tensors, again and again."""
+        """Bind the update to tensors that stay the same from call to call."""
         return UpdateOn(self, params, grads, states)
 
     def _own_entries(self, member: Member) -> dict[str, Any]:
@@ -309,8 +285,7 @@ class OptimizerUpdate:
     def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
         """Update ``params`` and ``states`` in place.
 
-        Raises:
-            StateError: the optimizer made state of a range that it did not make when the step was captured.
+        Raises ``StateError`` if the optimizer made state of a range that it did not make when the step was captured.
         """
         present = [self._present(member) for member in self.members]
         own = [self._own_entries(member) for member in self.members]
@@ -331,7 +306,7 @@ class OptimizerUpdate:
         present: list[list[bool]],
         own: list[dict[str, Any]],
     ) -> tuple[Optimizer, list[dict[str, Any]]]:
-        """Step once on the tensors given; the state left that is none of them."""
+        """Step once on the tensors given; return the shadow and the state that is in none of them."""
         pieces: list[Piece] = []
         given = zip(self.members, params, grads, states, present, own, strict=True)
         for index, (member, param, grad, tensors, has, kept) in enumerate(given):
@@ -349,7 +324,7 @@ class OptimizerUpdate:
         return shadow, left
 
     def _step(self, pieces: Sequence[Piece], present: list[list[bool]], left: list[dict[str, Any]]) -> Optimizer:
-        """Step once on these pieces, of state that is ``present`` or not; puts what is left of their state there."""
+        """Step once on these pieces, whose state is ``present`` or not, and put their remaining state into ``left``."""
         leaves = [as_leaf(piece.parameter, piece.gradient) for piece in pieces]
         entries: list[dict[str, Any]] = []
         for piece in pieces:
@@ -369,16 +344,11 @@ class OptimizerUpdate:
     def _adopt(
         self, member: Member, entries: dict[str, Any], given: Tensors, device: torch.device, own: dict[str, Any]
     ) -> dict[str, Any]:
-        """Copy the state that the optimizer has made or replaced into the tensors given.
+        """Copy state that the optimizer has made or replaced into the tensors given, and return the rest.
 
-        ``own`` is what stays with the user: also what another step has made for a parameter that has no gradient here.
-
-        Returns:
-            the rest, with None or ``_UNMADE`` under the name of state that is still to be made. State that has no place
-            is there, too.
-
-        Raises:
-            StateError: it is that of a range, which the user could not see.
+        ``own`` stays with the user: also what another step has made for a parameter that has no gradient here. In the
+        rest, None or ``_UNMADE`` stands for state still to be made. Raises ``StateError`` if state without a place is
+        that of a range, which the user could not see.
         """
         for name, tensor in zip(member.names, given, strict=True):
             made = entries.setdefault(name, _UNMADE)
@@ -404,7 +374,7 @@ class OptimizerUpdate:
         self.is_outgrown = True
 
     def _mirror(self, shadow: Optimizer) -> None:
-        """Bring what the step changed besides tensors, such as a count in an attribute, to the user's optimizer."""
+        """Copy what the step changed besides tensors, such as a count in an attribute, to the user's optimizer."""
         for name, value in shadow.__dict__.items():
             if name not in _SHADOWED and self.optimizer.__dict__.get(name) is not value:
                 self.optimizer.__dict__[name] = value
@@ -419,7 +389,7 @@ class OptimizerUpdate:
 class StateOrder:
     """Puts state that updates have made into the order in which the step of its optimizer makes it.
 
-    Updates run one by one, and not in the order of the parameters; what is a tensor is shown when the step ends.
+    Updates do not run in the order of the parameters, and state tensors become visible when the step ends.
     """
 
     def __init__(self, updates: Sequence[OptimizerUpdate]) -> None:
@@ -434,7 +404,7 @@ class StateOrder:
         self._is_made = False
 
     def begin(self, *, is_made: bool) -> None:
-        """Take note of the state there is before a step; ``is_made``: the step will make some that is a tensor."""
+        """Record the state before a step; ``is_made``: the step will make state tensors."""
         self._before, self._is_made = None, is_made
         if is_made or any(
             m.parameter not in o.state for o, members in self._members.values() for m in members.values()
@@ -461,7 +431,7 @@ class StateOrder:
 
 
 def _order(table: dict[Any, Any], before: Container[Any], rank_of: Callable[[Any], tuple[int, int] | None]) -> None:
-    """Order by rank what was added to a table; what has no rank stays in its place."""
+    """Order by rank what was added to a table; entries without a rank stay in their place."""
     added = [key for key in table if key not in before]
     ranked = iter(sorted([key for key in added if rank_of(key) is not None], key=lambda key: rank_of(key) or (0, 0)))
     for key in [key if rank_of(key) is None else next(ranked) for key in added]:
@@ -469,13 +439,10 @@ def _order(table: dict[Any, Any], before: Container[Any], rank_of: Callable[[Any
 
 
 class Rehearsal:
-    """Performs an update on scratch tensors, leaving the user's optimizer alone: the ``rehearse`` of a ``Call``.
+    """Runs an update on scratch tensors without touching the user's optimizer: the ``rehearse`` of a ``Call``.
 
-    A call rehearses an update of state that exists, as nearly all are; ``first`` one that makes its state,
-    which asks for other memory.
-
-    Attributes:
-        makes_state: whether the next real update is one that makes state.
+    A call rehearses an update of existing state, the usual case; ``first`` one that makes its state, which allocates
+    differently. ``makes_state`` tells whether the next real update makes state.
     """
 
     def __init__(self, update: OptimizerUpdate) -> None:
@@ -484,13 +451,11 @@ class Rehearsal:
         self._left: list[dict[str, Any]] | None = None
 
     def first(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
-        """Rehearse the update that makes the state."""
         members = self._update.members
         absent = [[False] * len(member.names) for member in members]
         self._left = self._run(params, grads, states, absent, [{} for _ in members])
 
     def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
-        """Rehearse an update of state that exists."""
         members = self._update.members
         if self._left is None and self.makes_state:
             self.first(params, grads, states)
@@ -510,13 +475,11 @@ class Rehearsal:
 
 
 class UpdateOn:
-    """An ``OptimizerUpdate`` of tensors that stay the same: what its optimizer's code is given is made once and kept.
+    """An ``OptimizerUpdate`` bound to tensors that stay the same: the optimizer's arguments are built once and kept.
 
-    A call does what the update would do with those tensors. Settings are read anew each time, as is state that stays
-    with the user. As long as state has yet to be made, and where parameters are updated in pieces or the class is not
-    PyTorch's own, the update itself is called.
-
-    It keeps the tensors given, which are those of one arena.
+    Settings and the user's own state are read at each call. While state has yet to be made, and where parameters are
+    updated in pieces or the class is not PyTorch's own, it calls the update itself. It keeps the tensors given, which
+    are those of one arena.
     """
 
     def __init__(
@@ -540,7 +503,7 @@ class UpdateOn:
         self._values: list[Any] = []  # all state that the optimizer's code is given
 
     def __call__(self, *_: Any) -> None:
-        """Update the tensors given at first, whatever is given now."""
+        """Update the bound tensors, whatever the arguments are."""
         update, shadow = self._update, self._shadow
         if shadow is not None and self._forgotten == update.forgotten:
             self._step(shadow)
@@ -595,7 +558,7 @@ class UpdateOn:
         self._own = own
 
     def _is_as_seen(self, own: list[dict[str, Any]]) -> bool:
-        """Whether the user's optimizer has for each parameter what it had when it was last looked at."""
+        """Return whether the user's optimizer has for each parameter what it had at the last look."""
         return (
             _are(own, self._own)
             and list(map(len, own)) == self._lengths
@@ -612,7 +575,7 @@ class UpdateOn:
         self._values = list(_values_of(state))
 
     def _bring_back(self, pointers: list[int], own: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        """Bring to its place what the optimizer has made anew."""
+        """Copy state that the optimizer has made again to its place."""
         for place, leaf in enumerate(self._leaves):
             if pointers[place] != self._addresses[place]:
                 self._params[place].copy_(leaf)
@@ -624,7 +587,7 @@ class UpdateOn:
                     break
 
     def _take_over(self, place: int, made: dict[str, Any]) -> None:
-        """Bring to its place what the optimizer has put in place of what it was given."""
+        """Copy state that the optimizer has put in place of a given tensor to that tensor."""
         update, member, param = self._update, self._update.members[place], self._params[place]
         left = _without_unmade(update._adopt(member, dict(made), self._states[place], param.device, _NOTHING))
         if left:
@@ -640,7 +603,7 @@ def _without_unmade(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a value and in the lists, tuples and dicts that it is made of."""
+    """Yield the tensors in a value and its nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -656,12 +619,12 @@ def _values_of(state: dict[Any, dict[str, Any]]) -> Iterator[Any]:
 
 
 def _are(some: list[Any], others: list[Any]) -> bool:
-    """Whether these are the very same objects, one by one."""
+    """Return whether these are the same objects, one by one."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
 def as_leaf(tensor: torch.Tensor, grad: torch.Tensor | None) -> torch.nn.Parameter:
-    """A parameter on the memory of a tensor, with a gradient: what an optimizer expects to find in its groups."""
+    """Return a parameter with a gradient on the memory of a tensor, as an optimizer expects in its groups."""
     leaf = torch.nn.Parameter(tensor.detach(), requires_grad=tensor.is_floating_point() or tensor.is_complex())
     leaf.grad = grad
     return leaf

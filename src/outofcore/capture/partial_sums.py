@@ -1,12 +1,10 @@
-"""Sums over rows or samples taken part by part, and the parts added up: the pass behind ``split="close"``.
+"""Sums over rows or samples computed in parts that are added up: the pass behind ``split="close"``.
 
-The gradient of a weight is a sum over all rows, or all samples, of a batch; so is that of a norm's scale, or of a bias.
-As one op it needs everything that it adds up on the device at once. As several it needs one part of that at a time, so
-that rows and samples can be worked on one part after the other throughout a step (``tiles``).
-
-Another order of additions gives other roundings, so a step in this form is close to plain PyTorch and not the same to
-the bit. How many parts there are follows from the sizes of tensors alone, and the pass comes before all that depend on
-the budget, the plan or the machine: the bits of a step are the same at every budget.
+The gradients of a weight, a norm's scale or a bias are sums over all rows or samples of a batch. One op needs
+everything that it adds up on the device at once; several ops need one part at a time (``tiles``). Another order of
+additions rounds differently, so such a step is close to plain PyTorch and not equal to the bit. The number of parts
+depends on tensor sizes alone, and the pass precedes all that depend on the budget or the machine: the bits of a step
+are the same at every budget.
 
 Limits: sums of 16-bit numbers stay whole, as each part would be rounded to 16 bits; so do the statistics of batch
 norms, and tables of embeddings.
@@ -41,13 +39,10 @@ _PRECISE = frozenset({torch.float32, torch.float64, torch.complex64, torch.compl
 
 @dataclass(frozen=True)
 class Sum:
-    """How the sum that an op takes can be taken apart.
+    """How an op's sum can be split.
 
-    Attributes:
-        extent: the length of what is added up.
-        given: the arguments that have a part for each part of it; the others are given whole.
-        settle: what else changes from part to part.
-        grain: the least length of a part.
+    ``extent`` is the length of what is added up, ``given`` the arguments that are cut with it, ``settle`` what else
+    changes from part to part, and ``grain`` the least length of a part.
     """
 
     extent: int
@@ -57,17 +52,12 @@ class Sum:
 
 
 def summing(capture: Callable[..., Captured], *, is_on: bool) -> Callable[..., Captured]:
-    """What captures a step and takes its sums apart; where that is off, what only captures it."""
+    """Return ``capture`` followed by the pass; ``capture`` itself if it is off."""
     return (lambda **given: in_partial_sums(capture(**given))) if is_on else capture
 
 
 def in_partial_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
-    """The step with large sums over rows and samples taken part by part.
-
-    Args:
-        captured: the step.
-        part_bytes: what a part adds up takes at least so many bytes.
-    """
+    """Split large sums over rows and samples into parts that each add up at least ``part_bytes``."""
     fixed = _fixed(captured)
     values, storages = list(captured.values), list(captured.graph.storages)
     pairs: list[tuple[Op, Call]] = []
@@ -91,7 +81,7 @@ def in_partial_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Capt
 
 
 def _fixed(captured: Captured) -> frozenset[int]:
-    """Storages that are the same for every row: what the step begins with but its inputs, and what follows from it."""
+    """Return storages that are the same for every row: persistent ones and what follows from them alone."""
     graph = captured.graph
     found = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
     for op in graph.ops:
@@ -103,7 +93,7 @@ def _fixed(captured: Captured) -> frozenset[int]:
 def _apart(
     captured: Captured, op: Op, call: Call, fixed: frozenset[int], part_bytes: int
 ) -> tuple[Sum, tuple[int, ...]] | None:
-    """How an op is taken apart, and where the parts begin and the last one ends; None: it stays whole."""
+    """Return how an op's sum is split, and where the parts begin and the last one ends; None if it stays whole."""
     func = call.func
     rule = _SUMS.get(func._schema.name) if isinstance(func, OpOverload) else None
     if rule is None or not isinstance(func, OpOverload) or op.mutates or op.random or op.communicates:
@@ -137,7 +127,7 @@ def _apart(
 def _in_parts(
     op: Op, call: Call, found: Sum, ends: tuple[int, ...], values: list[Value], storages: list[Storage]
 ) -> list[tuple[Op, Call]]:
-    """The ops that take the parts of a sum, each followed by what adds it to those before."""
+    """Build the ops that compute the parts of a sum, each followed by the op that adds it to the earlier parts."""
     func: Any = call.func
     pairs: list[tuple[Op, Call]] = []
     numbers: dict[Value, int] = {}
@@ -186,7 +176,7 @@ def _standing(own: Mapping[int | None, int | None], ref: Ref) -> Ref:
 
 
 def _beside(value: Value, op: Op, values: list[Value], storages: list[Storage]) -> int:
-    """A value like another, on a storage of its own."""
+    """Add a value like another, on a new storage."""
     old = storages[value.storage]
     storages.append(Storage(len(storages), old.bytes, StorageKind.ACTIVATION, f"{old.name} part".strip()))
     values.append(replace(value, storage=len(storages) - 1))
@@ -197,7 +187,7 @@ def _beside(value: Value, op: Op, values: list[Value], storages: list[Storage]) 
 
 
 def _product(given: Given) -> Sum | None:
-    """The product of two matrices that both have a row for each row of the batch."""
+    """Split the product of two matrices that both have a row for each row of the batch."""
     one = given.value("self")
     if one is None or len(one.shape) != 2:
         return None
@@ -206,7 +196,7 @@ def _product(given: Given) -> Sum | None:
 
 
 def _added_up(given: Given) -> Sum | None:
-    """The sum over the first dimension, and maybe others."""
+    """Split the sum over the first dimension, and maybe others."""
     one, dims = given.value("self"), given.named.get("dim")
     if one is None or not one.shape or not dims or given.named.get("dtype") is not None:
         return None
@@ -216,7 +206,7 @@ def _added_up(given: Given) -> Sum | None:
 
 
 def _of_weights(*arguments: str, sized: str = "") -> Callable[[Given], Sum | None]:
-    """The half of a backward pass that makes gradients of weights, by samples."""
+    """Return a rule for the half of a backward pass that makes gradients of weights, split by samples."""
 
     def settle(named: dict[str, Any], low: int, high: int) -> None:
         if sized:
@@ -235,7 +225,7 @@ def _of_weights(*arguments: str, sized: str = "") -> Callable[[Given], Sum | Non
 
 
 def _of_layer_norm(*arguments: str) -> Callable[[Given], Sum | None]:
-    """The same by rows, which are all that is not normalized."""
+    """Return a rule for the gradients of a layer norm's weights: split along the dimensions that are not normalized."""
 
     def rule(given: Given) -> Sum | None:
         first = given.value("input")

@@ -1,14 +1,14 @@
-"""Passes over a captured step: each gives the same step, to the bit, in another form.
+"""Passes over a captured step; each rewrites the step without changing a bit.
 
-``fastest`` is for where memory is no matter, ``leanest`` for where it is short. Splitting: the backward pass of a
-convolution computes the gradient of its input and those of its weight and bias by separate kernels, one after the
-other; as two ops the peak is that of the larger, and the half for the input's gradient takes nothing of the input
-but its shape, so a tensor on the memory of the result stands in for it. By shape: an op that makes a tensor as large
-as another, as dropout does for its mask, does without the other. Recomputing casts: a widening cast runs a second time
-in the backward pass, so that its input is saved rather than its result. Reuse: an elementwise op writes its result over
-an argument that nobody needs any more, which holds two tensors where there were three; autograd does so where it sums
-up gradients, but not while it is traced. Hoisting: updates, and what measures gradients, move up to where gradients are
-final. Joining: updates in a row become one op, as an optimizer's step has a fixed price.
+``fastest`` combines those for plentiful memory, ``leanest`` those for short memory.
+
+- Splitting: a convolution's backward pass becomes two ops, for the gradient of its input and for those of weight and
+  bias. The peak is then that of the larger one; the first needs only the input's shape.
+- By shape: an op that reads another tensor only for its shape, as dropout does for its mask, does without it.
+- Recomputing casts: a widening cast runs again in the backward pass, so that its input is saved and not its result.
+- Reuse: an elementwise op writes its result over an argument that nobody needs any more.
+- Hoisting: updates and gradient norms move up to where gradients are final.
+- Joining: consecutive updates become one op, as an optimizer's step has a fixed price.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MASK = 10  # the place of ``output_mask`` among the arguments
 
 
 def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
-    """The capture with other ops, numbered in their order."""
+    """Return the capture with other ops, numbered in their order."""
     found = list(pairs)
     graph = captured.graph
     ops = tuple(replace(op, id=index) for index, (op, _) in enumerate(found))
@@ -52,13 +52,13 @@ def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
 
 
 def split(captured: Captured) -> Captured:
-    """The same step, to the bit, with every convolution's backward pass in two ops where it had both halves."""
+    """Split every convolution's backward pass that has both halves into two ops."""
     pairs = zip(captured.graph.ops, captured.calls, strict=True)
     return with_ops(captured, [part for op, call in pairs for part in halves_of_convolution(captured, op, call)])
 
 
 def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
-    """The backward pass of a convolution in two ops, where it has both halves; any other op as it is."""
+    """Split a convolution's backward pass into two ops; return any other op, or one with a single half, unchanged."""
     if call.func is not _CONVOLUTION_BACKWARD or len(call.args) <= _MASK or call.kwargs:
         return [(op, call)]
     wanted = [bool(flag) for flag in call.args[_MASK]]
@@ -83,9 +83,9 @@ def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[
 
 
 def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
-    """The backward pass of a layer or group norm in two ops: for the gradient of its input, and for those of weights.
+    """Split a layer or group norm's backward pass into two ops: gradient of the input, and of the weights.
 
-    Any other op comes back as it is.
+    Any other op is returned unchanged.
     """
     func = call.func
     if not isinstance(func, OpOverload) or func._schema.name not in _NORMS_BACKWARD:
@@ -107,7 +107,7 @@ def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Cal
 
 
 def _same_layout(captured: Captured, one: int, other: int) -> bool:
-    """Whether two values are the same but for where they lie."""
+    """Return whether two values differ only in their place."""
     a, b = captured.values[one], captured.values[other]
     return (a.dtype, a.shape, a.stride) == (b.dtype, b.shape, b.stride)
 
@@ -124,7 +124,7 @@ _AS_LARGE: dict[Any, int | None] = {
 
 
 def by_shape(captured: Captured) -> Captured:
-    """The same step, to the bit, in which what is made as large as another tensor is made without that one."""
+    """Drop arguments of which an op needs only the shape."""
     pairs = zip(captured.graph.ops, captured.calls, strict=True)
     return with_ops(captured, [_by_shape(captured, op, call) for op, call in pairs])
 
@@ -200,7 +200,7 @@ def recompute_casts(captured: Captured) -> Captured:
 
 
 def _is_worth_recomputing(captured: Captured, op: Op, call: Call, turn: int) -> bool:
-    """Whether an op is a widening cast that can run again after the turn and whose input is freed before."""
+    """Return whether an op is a widening cast that can run again after the turn and whose input is freed before."""
     graph = captured.graph
     if call.func is not _aten._to_copy.default or len(op.reads) != 1 or len(op.creates) != 1 or op.mutates:
         return False
@@ -224,7 +224,7 @@ def _is_worth_recomputing(captured: Captured, op: Op, call: Call, turn: int) -> 
 
 @dataclass(frozen=True)
 class Over:
-    """Runs the overload of an op that is told where to put its result."""
+    """The overload of an op that takes the place of its result, and which argument it may overwrite."""
 
     run: OpOverload
     out: str | None  # what it calls the tensor that it writes its result to; None: it is always the first argument
@@ -234,18 +234,14 @@ class Over:
         return self.run(*args, **self.completed(args, kwargs))
 
     def completed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments that ``run`` takes in place of those given."""
+        """Return the keyword arguments for ``run``."""
         return kwargs if self.out is None else {**kwargs, self.out: args[self.place]}
 
 
 def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
-    """The same step, to the bit, in which large results of elementwise ops lie where an argument lay.
+    """Write large results of elementwise ops, of at least ``least`` bytes, over an argument.
 
-    An argument is written over if this is its last use, the step has made it, and it is laid out as the result is.
-
-    Args:
-        captured: the step.
-        least: results of fewer bytes than this have memory of their own.
+    An argument is overwritten if this is its last use, the step has made it, and its layout is that of the result.
     """
     graph = captured.graph
     into: dict[int, int] = {}  # a storage that is gone, and the one in its place
@@ -264,7 +260,7 @@ def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
 
 
 def _written_over(captured: Captured, op: Op, call: Call, least: int) -> Over | None:
-    """How an op writes its result over one of its arguments; None if it may not."""
+    """Return how an op writes its result over one of its arguments; None if it may not."""
     graph, values = captured.graph, captured.values
     func = call.func
     if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
@@ -296,7 +292,7 @@ def _written_over(captured: Captured, op: Op, call: Call, least: int) -> Over | 
 
 
 def _told_where(func: OpOverload) -> list[Over]:
-    """How to run an op with its result in a given place: in any, or in that of its first argument only."""
+    """Return how to run an op with its result in a given place: in any, or in that of its first argument only."""
     packet = func._overloadpacket
     found = [Over(other, outs[0], -1) for other, outs in _alike(func, packet) if len(outs) == 1]
     in_place = getattr(torch.ops.aten, f"{packet.__name__}_", None)
@@ -306,7 +302,7 @@ def _told_where(func: OpOverload) -> list[Over]:
 
 
 def _alike(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverload, list[str]]]:
-    """The overloads of a packet with the arguments of an op, and the names of those that they add for results."""
+    """Yield a packet's overloads that take an op's arguments, with the names of their extra arguments for results."""
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
     for name in packet.overloads():
         other = getattr(packet, name)
@@ -318,11 +314,11 @@ def _alike(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverl
 
 
 def hoisting(captured: Captured) -> tuple[int, ...]:
-    """An order of the ops, by their ids, in which some are moved up to where memory is freed soonest.
+    """Order the op ids so that some ops move up to where memory is freed soonest; the bits stay the same.
 
-    Moved are optimizer updates that draw no random numbers, and ops that turn large storages into
-    small ones without changing any, such as the norm of a gradient. The results are the same, to the bit. Ops that may
-    raise stay where they are, and updates behind them: so a step that raises leaves what plain PyTorch leaves, or less.
+    Moved are optimizer updates that draw no random numbers, and ops that turn large storages into small ones without
+    changing any, such as the norm of a gradient. Ops that may raise stay where they are, and updates behind them: so a
+    step that raises leaves what plain PyTorch leaves, or less.
     """
     graph = captured.graph
     large = {s.id for s in graph.storages if is_large(s.bytes)}
@@ -340,15 +336,15 @@ def hoisting(captured: Captured) -> tuple[int, ...]:
 
 
 def reordered(captured: Captured, order: Sequence[int]) -> Captured:
-    """A captured step with its ops in another order, in which each must still find what it found before."""
+    """Return the step with its ops in another order, which must respect all dependencies."""
     return with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
 
 
 def gathered_late(captured: Captured) -> Captured:
-    """The same step, with what is gathered from processes before its first op gathered where it is needed.
+    """Move gatherings of sharded parameters from the step's beginning to where they are needed.
 
-    Each of these gatherings comes to where the one before it in the new order is needed: so it has the time in between,
-    and no more than two wait to be used at once.
+    Each gathering starts where the one before it is needed, so it overlaps with the ops in between, and at most two
+    gathered parameters wait for their use.
     """
     graph = captured.graph
     first = [op for op in graph.ops if op.communicates and op.creates and graph.persistent.issuperset(op.reads)]
@@ -379,11 +375,9 @@ SHARE_OF_UPDATES, MOST_UPDATED = 16, 16 * MIB
 
 
 def delayed(captured: Captured, most: int) -> Captured:
-    """The same step, to the bit, with each update that may be joined with later ones moved down to the last of these.
+    """Move each update down to the last one that it can be joined with.
 
-    Args:
-        captured: the step; what is delayed is what can be joined, of one optimizer.
-        most: bytes of parameters whose updates wait at most.
+    At most ``most`` bytes of parameters wait for their update.
     """
     # By op, what runs in its place. The updates of a row all do so in that of its last one.
     places: list[list[int]] = [[op.id] for op in captured.graph.ops]
@@ -409,14 +403,11 @@ def delayed(captured: Captured, most: int) -> Captured:
 
 
 def together(captured: Captured, most: int | None = None) -> Captured:
-    """The same step, to the bit, with updates that follow one another joined, so far as they need little more memory.
+    """Join consecutive updates.
 
     An optimizer that goes from parameter to parameter needs scratch memory for one at a time; the fused ones need none.
-    Those that go over all at once are joined on a device alone, where their fixed price is what counts.
-
-    Args:
-        captured: the step.
-        most: bytes of parameters that an op updates; None: so many that it needs little of what the step holds at once.
+    Those that go over all at once are joined on a device alone, where their fixed price is what counts. ``most`` limits
+    the bytes of parameters of an op; None chooses a limit that needs little more memory.
     """
     at_once = captured.device.type != "cpu"
     if most is None:
@@ -433,7 +424,7 @@ def together(captured: Captured, most: int | None = None) -> Captured:
 
 
 def _update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
-    """What an op updates, if it may be joined with others: on the CPU, if it goes from parameter to parameter."""
+    """Return the op's update if it may be joined with others: on the CPU, if it goes from parameter to parameter."""
     update = call.func
     if not isinstance(update, OptimizerUpdate) or not is_torchs_own(update.optimizer) or op.random:
         return None
@@ -446,7 +437,7 @@ def _update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
 
 
 def _follows(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call], most: int, *, at_once: bool) -> bool:
-    """Whether an op and those in a row before it may be one update, of no more than so many bytes of parameters."""
+    """Return whether an op can join a row of updates without exceeding ``most`` bytes of parameters."""
     first, update = _update(*row[0], at_once=at_once), _update(*pair, at_once=at_once)
     if first is None or update is None or update.optimizer is not first.optimizer:
         return False
@@ -476,29 +467,25 @@ def _joined(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
 
 
 def fastest(traced: Captured) -> Captured:
-    """A trace for where memory is no matter: the ops as plain PyTorch runs them, but for what reuse saves.
+    """Rewrite a trace for plentiful memory: the ops as plain PyTorch runs them, except for reuse.
 
-    Updates in a row run faster than updates among other ops, whose code and data push theirs out of the caches.
+    Updates in a row run faster than updates among other ops, which evict each other's code and data from the caches.
     """
     return reuse(together(by_shape(traced)))
 
 
 def leanest(traced: Captured) -> Captured:
-    """A trace in the form that needs the least memory: what does two things in one is split, updates are moved up."""
+    """Rewrite a trace to need the least memory: split ops and hoisted updates."""
     captured = reuse(split(recompute_casts(by_shape(traced))))
     return reordered(captured, hoisting(captured))
 
 
 def lean(traced: Captured, room: int) -> Captured:
-    """A trace that needs little memory: as ``leanest``, but for updates that are joined where room is hardly missed.
+    """Rewrite a trace as ``leanest`` does, but join updates where a step within ``room`` bytes can afford it.
 
-    Each update has a fixed price, of some hundred microseconds, and one that comes alone finds its optimizer's code out
-    of the processor's caches. So those of parameters whose gradients come soon after one another are made together,
-    for which the gradients of the first are held a little longer.
-
-    Args:
-        traced: the step.
-        room: bytes that there are for all of it.
+    Each update costs some hundred microseconds, and a single one finds its optimizer's code out of the processor's
+    caches. So parameters whose gradients come soon after one another are updated together, and the first gradients are
+    held longer.
     """
     captured = leanest(traced)
     most = min(room // SHARE_OF_UPDATES, MOST_UPDATED if captured.device.type == "cpu" else DEVICE_TOGETHER_BYTES)

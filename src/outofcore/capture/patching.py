@@ -1,4 +1,4 @@
-"""Attributes replaced for a while and put back exactly, for the thread that captures alone."""
+"""Replace attributes temporarily, for the capturing thread alone, and restore them exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TURN = threading.RLock()
 
 
 def capturing_thread() -> Callable[[], bool]:
-    """Tells whether it is called in the thread that calls this function now, or in one of the autograd engine's."""
+    """Return a predicate: whether it is called in the current thread or in one of the autograd engine's."""
     here = threading.get_ident()
     # A thread that Python has not started is the engine's; it runs backward for the one that captures.
     return lambda: threading.get_ident() == here or threading.current_thread().name.startswith("Dummy-")
@@ -28,10 +28,9 @@ def class_method(owner: type, name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set ``owner.name`` to ``value`` and leave no trace afterwards; other threads go on calling what was there.
+    """Set ``owner.name`` to ``value`` and restore it afterwards; other threads go on calling the original.
 
-    What is looked at is ``owner.__dict__``: a method of a class is put back as the descriptor that it
-    was, and an attribute that the owner only inherited is deleted again.
+    It works on ``owner.__dict__``: a method is restored as its descriptor, and an inherited attribute is deleted again.
     """
     own = vars(owner)
     existed, old = name in own, own.get(name)

@@ -1,4 +1,4 @@
-"""Which module, and which line of the user's code, an op or a refusal comes from, in forward and in backward."""
+"""Find the module and the user's line that an op or a refusal comes from, in forward and backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STANDARD = tuple(
 
 @functools.lru_cache(maxsize=4096)
 def is_users_file(name: str) -> bool:
-    """Whether a code object's file is neither part of PyTorch, of the standard library nor of outofcore.
+    """Return whether a file is neither part of PyTorch, of the standard library nor of outofcore.
 
     Third-party packages count as the user's: a model may well come from one.
     """
@@ -48,13 +48,13 @@ def is_users_file(name: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_installed(module: str) -> bool:
-    """Whether a module, given by its name, is that of an installed package, of the standard library or of PyTorch."""
+    """Return whether a module name is that of an installed package, of the standard library or of PyTorch."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return module != "__main__" and bool(file) and not _is_own_file(file)
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames on this thread's stack, the innermost first."""
+    """Yield the frames on this thread's stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -62,18 +62,18 @@ def _frames() -> Iterator[FrameType]:
 
 
 def user_line() -> str:
-    """The innermost ``file:line`` of user code on this thread's stack; empty if there is none."""
+    """Return the innermost ``file:line`` of user code on this thread's stack; empty if there is none."""
     return next((_line(frame) for frame in _frames() if is_users_file(frame.f_code.co_filename)), "")
 
 
 def callers_line() -> str:
-    """Likewise, but where packages run the user's loop, such as trainers, the line that has called them."""
+    """Return ``user_line``, but where packages run the user's loop, such as trainers, the line that called them."""
     lines = (_line(frame) for frame in _frames() if _is_own_file(frame.f_code.co_filename))
     return next(lines, "") or user_line()
 
 
 def line_in_backward() -> str:
-    """The innermost line of user code that autograd has called: of a hook or a ``Function``; empty if there is none."""
+    """Return the innermost line of user code that autograd has called, of a hook or a ``Function``; empty if none."""
     for frame in _frames():
         if frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name in _BEGINS_BACKWARD:
             return ""
@@ -91,7 +91,7 @@ def _is_own_file(name: str) -> bool:
 
 
 def stacklevel_of_user() -> int:
-    """For ``warnings.warn`` where this is called: that of the innermost user code, so that its line is named."""
+    """Return the ``warnings.warn`` stacklevel of the innermost user code."""
     for level, frame in enumerate(_frames()):
         if is_users_file(frame.f_code.co_filename):
             return level
@@ -99,15 +99,14 @@ def stacklevel_of_user() -> int:
 
 
 def called_from(*file_suffixes: str) -> bool:
-    """Whether a frame on this thread's stack is of a file whose name ends in one of these ways."""
+    """Return whether a frame on this thread's stack is of a file with one of these endings."""
     return any(frame.f_code.co_filename.endswith(file_suffixes) for frame in _frames())
 
 
 def reader_within(package: str) -> CodeType | None:
-    """The code of a package's innermost frame on this thread's stack; None: a frame of the user's is further in.
+    """Return the code of a package's innermost frame on this thread's stack; None if user code is further in.
 
-    Args:
-        package: a part of the paths of its files, such as "/torch/distributions/".
+    ``package`` is a part of the paths of its files, such as "/torch/distributions/".
     """
     for frame in _frames():
         code = frame.f_code
@@ -119,7 +118,7 @@ def reader_within(package: str) -> CodeType | None:
 
 
 def transform_running() -> str:
-    """Which transform of ``torch.func`` the code on this thread's stack is in, the outermost; empty: it is in none."""
+    """Return the outermost ``torch.func`` transform that this thread is in; empty if none."""
     names = [
         frame.f_code.co_qualname.partition(".")[0].lstrip("_")
         for frame in _frames()
@@ -129,7 +128,7 @@ def transform_running() -> str:
 
 
 def users_part(traceback: TracebackType | None) -> TracebackType | None:
-    """The frames of a traceback that are in the user's code."""
+    """Return the frames of a traceback that are in the user's code."""
     if traceback is None:
         return None
     rest = users_part(traceback.tb_next)
@@ -139,7 +138,7 @@ def users_part(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def where_set(name: str, functions: Iterable[Any]) -> str:
-    """The ``file:line`` at which one of some functions sets an attribute or a variable, or else names it; or empty."""
+    """Return the ``file:line`` where one of some functions sets an attribute or variable, or names it; or empty."""
     named = ""
     for code in [code for function in functions for code in codes_of(function)]:
         for instruction in dis.get_instructions(code):
@@ -152,13 +151,13 @@ def where_set(name: str, functions: Iterable[Any]) -> str:
 
 
 def where_defined(function: Any) -> str:
-    """The ``file:line`` at which a function begins; empty if it has no code in Python."""
+    """Return the ``file:line`` where a function begins; empty if it has no Python code."""
     code = next(codes_of(function), None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code and is_users_file(code.co_filename) else ""
 
 
 def codes_of(function: Any) -> Iterator[CodeType]:
-    """The code of a function, or code itself, with that of the functions inside of it."""
+    """Yield the code of a function, or code itself, and that of the functions inside of it."""
     code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
     if isinstance(code, CodeType):
         yield code
@@ -168,9 +167,9 @@ def codes_of(function: Any) -> Iterator[CodeType]:
 
 
 def name_on_the_stack(tensor: torch.Tensor) -> str:
-    """What the code that runs calls a tensor, such as ``average.n_averaged``; empty if no name is found.
+    """Return the running code's name for a tensor, such as ``average.n_averaged``; empty if none is found.
 
-    Looked at are the variables of the frames on this thread's stack, and the parameters and buffers of their modules.
+    It searches the variables of the frames on this thread's stack, and the parameters and buffers of their modules.
     """
     found = ""
     for frame in _frames():
@@ -189,7 +188,7 @@ def name_on_the_stack(tensor: torch.Tensor) -> str:
 
 
 def module_paths(models: Sequence[nn.Module]) -> dict[int, str]:
-    """The path of each module, by its id: as ``named_modules`` gives it, under a prefix if the models are several."""
+    """Map module ids to their ``named_modules`` paths, under a prefix if there are several models."""
     paths: dict[int, str] = {}
     for index, model in enumerate(models):
         for path, module in model.named_modules():
@@ -198,25 +197,23 @@ def module_paths(models: Sequence[nn.Module]) -> dict[int, str]:
 
 
 def prefix(index: int, count: int) -> str:
-    """What the names in a model begin with: nothing for a single model."""
+    """Return the prefix of the names in a model: empty for a single model."""
     return "" if count == 1 else f"model{index}"
 
 
 def join(*parts: str) -> str:
-    """A dotted path of the parts that are not empty."""
+    """Join the parts that are not empty to a dotted path."""
     return ".".join(part for part in parts if part)
 
 
 class Provenance:
     """Follows the modules that run, and the autograd nodes that their ops make.
 
-    A node of the autograd graph carries a number that is drawn from a counter of the thread. The op
-    dispatched next after a node was made is the op that the node differentiates, so the module and
-    line of a backward op are those found under its node's number.
+    A node of the autograd graph carries a number from a counter of the thread. The op dispatched next after a node was
+    made is the op that the node differentiates, so its number gives the module and line of a backward op.
     """
 
     def __init__(self, models: Sequence[nn.Module], parameter_names: dict[int, str]) -> None:
-        """``parameter_names`` gives the name of a parameter by the id of its fake."""
         self._paths = module_paths(models)
         self._parameters = parameter_names
         self._running: list[str] = []
@@ -225,7 +222,7 @@ class Provenance:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """See every module that is called."""
+        """Track every module that is called."""
         original = nn.Module.__call__
         paths, running = self._paths, self._running
 
@@ -244,7 +241,7 @@ class Provenance:
 
     @contextlib.contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Tell apart what autograd runs from modules that run again inside of it, as checkpointing does."""
+        """Distinguish autograd's ops from those of modules that run again inside of it, as checkpointing does."""
         self._outside_backward.append(len(self._running))
         try:
             yield
@@ -252,7 +249,7 @@ class Provenance:
             self._outside_backward.pop()
 
     def here(self) -> tuple[str, str]:
-        """The module path and the user's ``file:line`` of the op being dispatched."""
+        """Return the module path and the user's ``file:line`` of the op being dispatched."""
         node = current_autograd_node()
         if node is not None and len(self._running) == self._outside_backward[-1]:
             return self._of_node(node)
@@ -268,7 +265,7 @@ class Provenance:
         return self._origin.get(node_sequence_number(node)) or ("", callers_line())
 
     def located(self, error: CaptureError) -> CaptureError:
-        """The refusal of an op of backward, with the module and the line of the op whose gradient it is."""
+        """Add to a backward op's refusal the module and line of the op whose gradient it computes."""
         node = current_autograd_node()
         if node is None or len(self._running) != self._outside_backward[-1]:
             return error

@@ -1,9 +1,9 @@
 """Which Python values the code of a step can read, found while the step is captured.
 
 Python does not tell who reads an attribute. But the code objects that run are known, and each lists the names that it
-loads: attributes, globals, free variables, and text that may be a key. What has none of these names is not read by it.
-This is the idea of guards in tracing compilers (TorchDynamo), turned round: these interpret the byte code and guard
-each load; here the code runs as it is, and every value under a loaded name counts as read.
+loads: attributes, globals, free variables, and text that may be a key. A value under none of these names is not read.
+Tracing compilers (TorchDynamo) interpret the byte code and guard each load; here the code runs as it is, and every
+value under a loaded name counts as read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from outofcore.compiling import load_functions
 
 
 class Origin(Enum):
-    """Whose code it is, as far as that tells what it may read."""
-
     USER = "user"  # the user's, or an installed package's: any object
     TORCH = "torch"  # of PyTorch's modules: modules, and globals of its own
     OTHER = "other"  # below the operators of PyTorch, in the standard library or here: nothing of the user's
@@ -65,16 +63,10 @@ _LOADS_GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBAL
 
 @dataclass(frozen=True)
 class Names:
-    """What code loads by name.
+    """The names that code loads: attributes of objects, keys of items, globals of its module.
 
-    Attributes:
-        attributes: of objects.
-        keys: text that may be the key of an item.
-        globals: of its module.
-        all_attributes: whether it may read attributes by names that are made when it runs.
-        all_items: likewise items of a dict.
-        imports: modules that it may import.
-        finds_modules: whether it may find modules otherwise, its own among them.
+    ``all_attributes`` and ``all_items`` mean that it may read any, by names computed at run time; ``finds_modules``
+    that it may find modules without an import statement.
     """
 
     attributes: frozenset[str]
@@ -88,7 +80,7 @@ class Names:
 
 @functools.lru_cache(maxsize=65536)
 def names_of(code: CodeType) -> Names:
-    """The names that code loads, without those of functions inside of it: these run as code of their own."""
+    """Return the names that code loads, excluding the functions inside of it, which run as code of their own."""
     attributes, globals_, text, imports, matches = set[str](), set[str](), set[str](), set[str](), False
     for instruction in dis.get_instructions(code):
         name = instruction.argval
@@ -128,7 +120,7 @@ def _add_text(values: tuple[Any, ...] | frozenset[Any], text: set[str]) -> None:
 
 
 def _reads_by_made_names(code: CodeType, globals_: set[str]) -> bool:
-    """Whether code calls ``getattr`` with a name that is no constant."""
+    """Return whether code calls ``getattr`` with a name that is no constant."""
     if _READS_BY_NAME.isdisjoint(globals_):
         return False
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "NOP")]
@@ -144,7 +136,6 @@ def _reads_by_made_names(code: CodeType, globals_: set[str]) -> bool:
 
 @functools.cache
 def origin_of(module: str) -> Origin:
-    """Whose code a module of that name has."""
     package = module.partition(".")[0]
     if package == "outofcore":
         return Origin.USER if module.startswith("outofcore.zoo") else Origin.OTHER
@@ -156,17 +147,15 @@ def origin_of(module: str) -> Origin:
 
 
 def _nothing() -> None:
-    """Stands in where nothing is noted."""
+    """Default of ``pause`` and ``go_on`` while nothing is recorded."""
 
 
 @dataclass
 class Reads:
-    """The code that has run, by whose it is.
+    """The code that has run.
 
-    Attributes:
-        codes: of the user's and of PyTorch's modules, each with the globals that it ran with.
-        whole: objects of which any attribute or item may have been read, by their ids.
-        pause, go_on: leave out what runs between the two.
+    ``codes`` holds code of the user's and of PyTorch's modules with its globals; ``whole`` objects, by id, of which any
+    attribute or item may have been read. ``pause`` and ``go_on`` exclude what runs between them.
     """
 
     codes: dict[int, tuple[CodeType, dict[str, Any], Origin]] = field(
@@ -178,14 +167,13 @@ class Reads:
     _held: list[CodeType] = field(default_factory=list[CodeType])
 
     def clear(self) -> None:
-        """Let go of it all."""
         self.codes.clear()
         self.whole.clear()
         self._held.clear()
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the code that this thread runs meanwhile."""
+        """Record the code that this thread runs in this context."""
         previous = sys.getprofile()
         library, tell = load_comparing(), self._note
         library.outofcore_forget_code()
@@ -203,7 +191,7 @@ class Reads:
                 sys.setprofile(previous)
 
     def _note(self, frame: FrameType) -> bool:
-        """Note what runs; whether its next call is to be noted as well."""
+        """Record a frame's code, and return whether its next call is to be recorded as well."""
         code = frame.f_code
         if id(code) not in self.codes:
             origin = origin_of(str(frame.f_globals.get("__name__", "")))
@@ -226,11 +214,7 @@ class Reads:
 
 @functools.cache
 def load_comparing() -> ctypes.PyDLL:
-    """Load the library of ``reads.cpp``.
-
-    Raises:
-        StateError: as ``load_functions``.
-    """
+    """Load the library of ``reads.cpp``; raises ``StateError`` as ``load_functions``."""
     functions = {
         "first_change": ((ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64),
         "first_change_by_words": ((ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64),

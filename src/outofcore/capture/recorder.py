@@ -1,8 +1,8 @@
-"""Writes down every ATen operator that a step runs on fake tensors, and what it does to random generators.
+"""Record every ATen operator that a step runs on fake tensors, and what it does to random generators.
 
-Activation checkpointing keeps the generator's state before a forward and sets it again before the same forward runs
-once more in backward. While a step is captured no generator moves, so what is handed out is a token; when the step
-runs, the ops do what the calls would have done.
+Activation checkpointing saves the generator's state before a forward pass and restores it before running that again in
+backward. No generator moves during a capture, so the saved state is a token; when the step runs, ops do what the calls
+would have done.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _REFUSED = {
 
 
 class Recorder(TorchDispatchMode):
-    """Stands above a ``FakeTensorMode`` and turns what passes into ops on storages."""
+    """A dispatch mode above a ``FakeTensorMode`` that turns operators into ops on storages."""
 
     # Without it PyTorch raises an error of its own for them, and none reaches ``__torch_dispatch__``.
     supports_higher_order_operators = True
@@ -82,10 +82,7 @@ class Recorder(TorchDispatchMode):
         layouts: KernelLayouts | None = None,
         reads: Reads | None = None,
     ) -> None:
-        """``user`` knows which PyTorch function the user's code is in; without ``layouts``, fakes are trusted.
-
-        ``reads`` notes the code that runs.
-        """
+        """Without ``layouts``, fakes are trusted; ``reads`` records the Python code that runs."""
         super().__init__()
         self._tables = tables
         self._provenance = provenance
@@ -97,7 +94,7 @@ class Recorder(TorchDispatchMode):
         self._weights: dict[int, int | None] = {}  # by storage of a loss's weights, the mask of ignored targets
 
     def is_fake(self, item: object) -> bool:
-        """What the user's code is told that asks whether a tensor has no contents: not so if its value is known."""
+        """Return whether a tensor has no contents for the user's code: false if its value is known."""
         return isinstance(item, FakeTensor) and item not in self._known
 
     def __torch_dispatch__(
@@ -150,7 +147,7 @@ class Recorder(TorchDispatchMode):
             raise known from error
 
     def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on fake tensors and write it down, unless it only makes views."""
+        """Run an operator on fake tensors and record it, unless it only makes views."""
         node = current_autograd_node()
         tables = self._tables
         named = operators.by_name(func, args, kwargs)
@@ -227,7 +224,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _ignored(self, func: OpOverload, before: list[tuple[str, int]], creates: list[int]) -> int | None:
-        """The mask of ignored targets, if the op adds up the weights of a loss's targets (see ``SumOfCounted``)."""
+        """Return the mask of ignored targets if the op adds up a loss's target weights (see ``SumOfCounted``)."""
         if "cross_entropy" not in self._user.calling():
             return None
         given = [self._tables.values[index].storage for _, index in before]
@@ -308,7 +305,7 @@ class Recorder(TorchDispatchMode):
         return gathered if func._schema.returns else None
 
     def _collective(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a collective, in place on its result; what waits for one is left out."""
+        """Record a collective, in place on its result; skip waits for one."""
         if func._schema.name == "_c10d_functional::wait_tensor":
             return args[0]
         wanted = collectives.wanted(func, args, kwargs)
@@ -362,7 +359,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _bake(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Turn a tensor made from Python data into a constant, and give the step a copy of its own to change."""
+        """Turn a tensor made from Python data into a constant, and give the step its own copy to change."""
         real: torch.Tensor = args[0]
         if real.numel() > MAX_BAKED_ELEMENTS:
             raise refusal(
@@ -390,7 +387,7 @@ class Recorder(TorchDispatchMode):
         return fake
 
     def _checked(self, given: torch.Tensor, check: Check) -> bool:
-        """Record an op that makes a check in each call; the capture goes on as if it had passed."""
+        """Record an op that repeats a check in each call; the capture assumes that it passes."""
         module, source = self._provenance.here()
         value = self._tables.value_of(given)
         call = Call(check, (Ref(value),), {}, ())
@@ -399,26 +396,22 @@ class Recorder(TorchDispatchMode):
         return check.passes
 
     def _as_constants(self, results: Any, error: CaptureError) -> Any:
-        """Bake what an operator returns whose sizes depend on values; raise the error where these are not known."""
+        """Bake the results of an operator whose sizes depend on values; raise the error if these are not known."""
         made = leaves_in(results)
         if not made or any(tensor.numel() > MAX_BAKED_ELEMENTS for tensor in made):
             raise error
         return map_leaves(results, lambda real: self._bake(torch.ops.aten.lift_fresh.default, (real,), {}))
 
     def forget(self, tensors: list[torch.Tensor]) -> None:
-        """Take note that something else than an operator may have written to tensors."""
+        """Record that something other than an operator may have written to tensors."""
         self._known.forget(tensors)
 
     def check(self) -> None:
-        """Refuse a step that has changed what its operators do not see.
-
-        Raises:
-            CaptureError: it has.
-        """
+        """Refuse a step that has changed what its operators do not see."""
         self._known.check()
 
     def effect(self, name: str, func: Callable[..., None], rehearse: Callable[..., None]) -> None:
-        """Write down an op that touches no storage: a change of a generator's state."""
+        """Record an op that touches no storage: a change of a generator's state."""
         module, source = self._provenance.here()
         call = Call(func, (), {}, (), rehearse)
         self._tables.append(name, call, rerunnable=False, random=True, family=name, module=module, source=source)
@@ -436,18 +429,17 @@ def _unique(items: Any) -> tuple[int, ...]:
 
 
 class GeneratorState:
-    """The state of a default generator at one place of the step: what ``get_rng_state`` returns in a capture."""
+    """The state of a default generator at one point of the step: what ``get_rng_state`` returns in a capture."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._state: torch.Tensor | None = None
 
     def save(self) -> None:
-        """Take the generator's state as it is now."""
         self._state = _generator(self._device).get_state()
 
     def restore(self) -> None:
-        """Set the generator to the state saved last in this step."""
+        """Restore the state saved last in this step."""
         if self._state is not None:
             _generator(self._device).set_state(self._state)
 
@@ -469,13 +461,13 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def generators_on(device: torch.device) -> tuple[torch.Generator, ...]:
-    """The default generators that a step on a device may draw from: its own, and that of the CPU."""
+    """Return the default generators that a step on a device may use: its own, and that of the CPU."""
     own = _generator(device)
     return (own,) if own is torch.default_generator else (own, torch.default_generator)
 
 
 def _nothing() -> None:
-    """Stands in for a change of a generator where an op is only measured."""
+    """Replaces a change of a generator where an op is only measured."""
 
 
 def _cuda_device(device: int | str | torch.device) -> torch.device:

@@ -1,4 +1,4 @@
-"""How a step that cannot become one graph is refused: what happened, why, what to write instead."""
+"""Errors for steps that cannot become one graph: what happened, why, what to write instead."""
 
 from __future__ import annotations
 
@@ -60,25 +60,20 @@ _AS_A_LOOP = "As it is, the loop runs within outofcore.budget(limit, model)."
 
 
 def refusal(what: str, why: str, advice: str, location: str | None = None, *, is_loop: bool = True) -> CaptureError:
-    """The error for a step that cannot be captured, with the user's line found on the stack unless given."""
+    """Build the error for a step that cannot be captured, by default at the user's line on the stack."""
     where = user_line() if location is None else location
     prefix = f"{where}: " if where else ""
     return CaptureError(f"{prefix}{what}: {why}; {advice}.", where, is_loop=is_loop)
 
 
 def pointed_to_loops(error: CaptureError, devices: Iterable[torch.device]) -> CaptureError:
-    """The error, its message with the other way to run the step, where that would do.
-
-    Args:
-        devices: where the step runs, and where its tensors are.
-    """
+    """Add to an error the advice to use ``budget()``, where that supports the step's devices."""
     if error.is_loop and all(device.type == "cpu" for device in devices):
         error.args = (f"{str(error).rstrip('.')}. {_AS_A_LOOP}",)
     return error
 
 
 def value_read(function: str) -> CaptureError:
-    """Refuse a read of a tensor's value by the PyTorch function of that name."""
     if called_from("torch/amp/grad_scaler.py"):
         return grad_scaler()
     written, advice = _READS.get(function, (function, _READ_ADVICE))
@@ -86,7 +81,7 @@ def value_read(function: str) -> CaptureError:
 
 
 def gradient_by_values(function: str) -> CaptureError:
-    """Refuse a gradient whose formula is chosen by the values of what it is taken of."""
+    """Refuse a gradient whose formula depends on its input's values."""
     instead = "write torch.cumprod(x, dim).select(dim, -1)" if function == "prod" else "use real numbers"
     return refusal(
         f"the gradient of {function} is computed in one way or another, depending on whether there are zeros",
@@ -108,7 +103,7 @@ _PLAIN = {
 
 
 def higher_order(name: str, module: str) -> CaptureError:
-    """Refuse an operator that takes functions, called in a module of that path."""
+    """Refuse an operator that takes functions, called in the given module path."""
     return refusal(
         f"the step uses the higher-order operator {name}{module and f' in {module}'}",
         "it takes functions and decides itself which of them run, and how often, so it is no one operation of a graph",
@@ -134,7 +129,6 @@ def gradient_of_zeros() -> CaptureError:
 
 
 def grad_scaler() -> CaptureError:
-    """Refuse a gradient scaler."""
     return refusal(
         "the step uses a GradScaler",
         "whether it skips an update depends on the values of the gradients",
@@ -155,7 +149,7 @@ def undeclared(tensor: torch.Tensor) -> CaptureError:
 
 
 def translated(error: Exception, function: str) -> CaptureError | None:
-    """The refusal that an error of the fake tensors stands for; None for any other error.
+    """Return the refusal that an error of the fake tensors stands for; None for any other error.
 
     ``function`` is the PyTorch function that the user's code called.
     """

@@ -1,16 +1,14 @@
-"""Models wrapped in ``DistributedDataParallel``: their module, with the collectives that the wrapper would run.
+"""Models wrapped in ``DistributedDataParallel``: their module, with the wrapper's collectives as ops.
 
-In a capture the wrapper's ``forward`` is ours, and its reducer sees nothing of it. What it does is written down as ops:
-buffers come from rank 0 before a forward pass; as gradients become final in the backward pass they are divided by the
-number of processes and copied into buckets; a bucket that is full is summed over all processes, bucket after bucket;
-and at the end of the backward pass the sums are copied back. The buckets are those of ``DistributedDataParallel``
-itself, to the order of the parameters in them, for a ring sums up different parts of a bucket in different orders: in
-the first step one bucket for each dtype, from the second step on those that it makes of the order in which gradients
-came (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2). Where two processes add two numbers the order is all
-the same, and the later buckets serve from the start.
+In a capture this module replaces the wrapper's ``forward``, and its reducer is not involved. Buffers are broadcast from
+rank 0 before a forward pass. In the backward pass final gradients are divided by the number of processes and copied
+into buckets; each full bucket is summed over all processes; at the end the sums are copied back. The buckets, and the
+parameters' order in them, are those of ``DistributedDataParallel``, since a ring sums different parts of a bucket in
+different orders: one bucket for each dtype in the first step, then those that it makes from the order in which
+gradients came (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2). With two processes the order of additions
+makes no difference, and the later buckets serve from the start.
 
-Limits: the wrapper must reduce gradients as it does by default, see ``check_supported``. Its reducer learns nothing of
-the steps, so a loop that goes on in plain PyTorch begins with its first buckets again.
+Limits: see ``check_supported``. A loop that goes on in plain PyTorch begins with the first buckets again.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ _NO_ORDER: tuple[int, ...] = ()
 
 
 def parallel_models(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """The wrappers among some models and their submodules, each once."""
+    """Return the wrappers among models and their submodules, each once."""
     if not torch.distributed.is_available():
         return []
     kind = torch.nn.parallel.DistributedDataParallel
@@ -60,22 +58,17 @@ def parallel_models(models: Sequence[nn.Module]) -> list[DistributedDataParallel
 
 
 def group_of(model: DistributedDataParallel) -> Any:
-    """The processes of a wrapper."""
     return model.process_group
 
 
 def phase(model: DistributedDataParallel) -> tuple[bool, bool, bool]:
-    """What a capture depends on that changes from step to step: see ``ReplicaEnd``, and the flag of ``no_sync()``."""
+    """Return what affects a capture and changes between steps: see ``ReplicaEnd``, and the flag of ``no_sync()``."""
     first = group_of(model).size() > _ANY_ORDER and not has_rebuilt_buckets(model)
     return bool(model.require_backward_grad_sync), bool(model.require_forward_param_sync), first
 
 
 def check_supported(models: Sequence[nn.Module]) -> None:
-    """Refuse wrappers whose reduction is not that of a plain ``DistributedDataParallel``.
-
-    Raises:
-        InputError: one has a setting that is not supported.
-    """
+    """Refuse wrappers whose reduction is not that of a plain ``DistributedDataParallel``."""
     for model in parallel_models(models):
         require(Feature.PARALLEL)
         for what, path, plain in PARALLEL_SETTINGS:
@@ -95,11 +88,9 @@ class ReplicaEnd:
     """What a step has done with one wrapper.
 
     Attributes:
-        model: the wrapper.
         sync_forward: whether its next forward pass broadcasts buffers.
         reduced: whether its gradients were reduced.
-        order: the numbers of its parameters in the order in which their gradients came; empty where they were not
-            reduced.
+        order: numbers of its parameters in the order in which their gradients came; empty if not reduced.
     """
 
     model: DistributedDataParallel
@@ -117,11 +108,8 @@ class ReplicaEnd:
 class Replicas:
     """All wrappers in one capture.
 
-    Args:
-        models: of the step.
-        fakes: by the id of the user's tensor.
-        orders: by the id of a wrapper, the order in which its gradients came before. Where there is none, gradients are
-            put together in the order in which they come, so that the capture is good for that order alone.
+    ``orders`` gives by wrapper id the order in which gradients came before. Without one they are put together as they
+    come, and the capture is valid for that order alone.
     """
 
     def __init__(
@@ -135,7 +123,7 @@ class Replicas:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """In this context the forward passes of wrappers are ours, and gradients are reduced by ops of the step."""
+        """Replace the wrappers' forward passes, and reduce gradients by ops of the step."""
         if not self._replicas:
             yield
             return
@@ -149,11 +137,10 @@ class Replicas:
             yield
 
     def ends(self) -> tuple[ReplicaEnd, ...]:
-        """What has become of each wrapper."""
         return tuple(replica.end() for replica in self._replicas.values())
 
     def unknown(self) -> bool:
-        """Whether gradients were reduced whose order was not known beforehand."""
+        """Return whether gradients were reduced whose order was not known beforehand."""
         return any(replica.unknown for replica in self._replicas.values())
 
 
@@ -180,7 +167,7 @@ class _Replica:
         self._launched = 0
 
     def listen(self) -> None:
-        """Have the backward pass tell when a gradient is final."""
+        """Hook the gradients of the backward pass."""
         for index, parameter in enumerate(self._parameters):
             fake = self._fakes[id(parameter)]
             fake.register_post_accumulate_grad_hook(partial(self._final, index))
@@ -190,7 +177,7 @@ class _Replica:
         return ReplicaEnd(self._model, self._sync_forward, self._reduced, order)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As ``DistributedDataParallel.forward``, in a capture."""
+        """Do what ``DistributedDataParallel.forward`` does, in a capture."""
         model = self._model
         if self._sync_forward and model.broadcast_buffers:
             self._receive_buffers()
@@ -212,7 +199,7 @@ class _Replica:
                     tensor.copy_(part.view(tensor.shape))
 
     def _prepare(self) -> None:
-        """Empty buckets for the backward pass to come."""
+        """Empty the buckets for the next backward pass."""
         first, later = parallel_limits(self._model)
         parameters = self._parameters
         if phase(self._model)[2]:
@@ -227,7 +214,7 @@ class _Replica:
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.missing}
 
     def _final(self, index: int, fake: torch.Tensor) -> None:
-        """The gradient of a parameter is final."""
+        """Handle a parameter's final gradient."""
         if not self._armed:
             return
         if not self._arrived:
@@ -244,7 +231,7 @@ class _Replica:
                 self._launched += 1
 
     def _finish(self) -> None:
-        """The backward pass has ended: gradients are the sums, as soon as these are there."""
+        """Set the gradients to the sums at the end of the backward pass."""
         missing = [index for bucket in self._buckets for index in bucket.missing]
         if missing:
             names = {id(parameter): name for name, parameter in self._model.module.named_parameters()}
@@ -281,15 +268,14 @@ class _Bucket:
         self.missing.remove(index)
 
     def reduce(self) -> None:
-        """Sum it up over all processes."""
         torch.distributed.all_reduce(self._flat, group=self._group)
 
     def parts(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The number of each parameter, and where its gradient is."""
+        """Yield the number of each parameter, and the place of its gradient."""
         return ((index, self._part(index)) for index in self._members)
 
     def _part(self, index: int) -> torch.Tensor:
-        """A gradient lies in its bucket as the parameter lies in memory, if that has no holes."""
+        """Return a gradient's place in the bucket, laid out like the parameter if that is dense."""
         if self._flat is None:
             raise RuntimeError("a bucket was looked at before a gradient came; please report it")
         before = 0

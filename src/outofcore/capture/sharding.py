@@ -1,14 +1,13 @@
-"""What a step does to parameters that are spread over processes, written down as ops of the step.
+"""What a step does to parameters that are sharded over processes, recorded as ops of the step.
 
-A parameter is gathered from the ranges of all processes into a tensor of the step's own, right before what needs it
-first; that may be dropped and gathered again, as a plan finds best. A gradient that is final in the backward pass is
-divided by the number of processes, each process gets its range of all of them, and adds them up in the order of the
-processes; small parameters, which every process has whole, are reduced together, likewise. The optimizer updates the
-own range. Whatever else may look at a whole parameter or gradient finds it gathered; where nobody does, nothing is.
+A parameter is gathered from all processes into a tensor of the step's own right before its first use; a plan may drop
+it and gather it again. A final gradient is divided by the number of processes, exchanged so that each process has all
+contributions to its range, and added up in the order of the processes; small parameters, which every process has whole,
+are reduced together. The optimizer updates the own range. Whole parameters and gradients are gathered for other readers
+only where there are any.
 
-With two processes the numbers are those of ``DistributedDataParallel``, to the bit, as far as the optimizer's kernels
-round alike wherever a range ends (see ``analysis.chunks``); with more they are those of a sum in the order of the
-processes, which no ring keeps to.
+With two processes the bits are those of ``DistributedDataParallel``, as far as the optimizer's kernels round alike
+wherever a range ends (see ``analysis.chunks``); with more they are those of a sum in the order of the processes.
 """
 
 from __future__ import annotations
@@ -38,18 +37,16 @@ RunOp = Callable[..., torch.Tensor]
 
 @dataclass
 class Traced:
-    """A parameter in a trace.
+    """A sharded parameter in a trace.
 
     Attributes:
-        shard: the user's.
-        row: a fake of all elements, in the order of memory, with what the last chunk reaches beyond them.
-        chunk: a fake of the own chunk, which lasts.
+        row: a fake of all elements in memory order, padded to whole chunks.
+        chunk: a fake of the own chunk, which is persistent.
         value: the own range.
-        synced: ops of the trace when the two last were the same.
+        synced: number of the trace's ops when row and chunk last agreed.
         gradient: a fake of the own chunk of the gradient, if it has been reduced.
-        gathered: the storage of the whole gradient that was made of it.
-        since: ops of the trace when it was.
-        left: a fake of the own chunk of a gradient that lasts, and its own range.
+        gathered: the storage of the whole gradient that was gathered from it, after ``since`` ops.
+        left: a fake of the own chunk of a persistent gradient, and its own range.
     """
 
     shard: Shard
@@ -64,14 +61,6 @@ class Traced:
 
 
 class Sharding:
-    """All parameters that are spread, in one capture.
-
-    Args:
-        shards: the user's.
-        mode: under which fakes are made.
-        tables: of the trace.
-    """
-
     def __init__(self, shards: Shards, mode: FakeTensorMode, tables: Tables) -> None:
         self._shards = shards
         self._mode = mode
@@ -83,30 +72,29 @@ class Sharding:
         self._armed = False
 
     def of(self, tensor: object) -> Shard | None:
-        """What this process has of one of the user's parameters; None: it is not spread."""
+        """Return this process's shard of one of the user's parameters; None if it is not sharded."""
         return self._shards.of(tensor)
 
     def traced(self, tensor: object) -> Traced | None:
-        """The same, as the trace knows it."""
         return self._traced.get(id(tensor))
 
     # Before the step
 
     def fake(self, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
-        """A fake of the parameter, and the row that it lies on."""
+        """Return a fake of the parameter, and the row that backs it."""
         row = self._row(shard.chunks.padded, shard.dtype)
         with self._mode, torch.no_grad():
             return nn.Parameter(shard.whole_of(row), requires_grad=shard.parameter.requires_grad), row
 
     def begin(self, shard: Shard, row: torch.Tensor) -> Traced:
-        """Write down that the parameter is gathered."""
+        """Record that the parameter is gathered."""
         chunk, value = self._lasting(shard, StorageKind.PARAMETER, shard.name)
         self._gather_first(shard, row, chunk, shard.name)
         found = self._traced[id(shard.parameter)] = Traced(shard, row, chunk, value, len(self._tables.ops))
         return found
 
     def begin_gradient(self, shard: Shard, fake: torch.Tensor) -> int:
-        """Give a fake the gradient that is there from the step before, gathered; returns the value of the own range."""
+        """Give a fake the gathered gradient of the step before, and return the value of the own range."""
         row = self._row(shard.chunks.padded, shard.dtype)
         chunk, value = self._lasting(shard, StorageKind.GRADIENT, f"{shard.name}.grad")
         self._gather_first(shard, row, chunk, f"{shard.name}.grad")
@@ -123,7 +111,7 @@ class Sharding:
             return torch.empty(count, dtype=dtype, device=self._tables.device)
 
     def _lasting(self, shard: Shard, kind: StorageKind, name: str) -> tuple[torch.Tensor, int]:
-        """A storage for a chunk that lasts, and the own range on it as a value."""
+        """Add a storage for a persistent chunk, and the own range on it as a value."""
         chunk = self._row(shard.chunks.each, shard.dtype)
         storage = self._tables.add(chunk, kind, name)
         return chunk, self._tables.value(Value(storage, shard.dtype, (shard.count,), (1,)))
@@ -133,13 +121,7 @@ class Sharding:
         self._append(Kind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
 
     def listen(self, fake: torch.Tensor, shard: Shard | None, *, at_once: bool) -> None:
-        """Have the backward pass tell when a gradient is final.
-
-        Args:
-            fake: of a parameter.
-            shard: of it, if it is spread.
-            at_once: whether somebody else listens, who is to find the gradient reduced.
-        """
+        """Hook a parameter's final gradient; ``at_once`` if other hooks must find it reduced."""
         if not fake.requires_grad or not fake.is_leaf:
             return
 
@@ -157,7 +139,7 @@ class Sharding:
     # In the step
 
     def _reduce(self, shard: Shard, fake: torch.Tensor) -> None:
-        """Reduce a gradient, and leave it gathered in its place."""
+        """Reduce a gradient and put the gathered result in its place."""
         gradient = _gradient_of(fake, shard.name)
         traced = self._traced[id(shard.parameter)]
         own = self._exchanged(self._scaled(shard, gradient))
@@ -169,7 +151,7 @@ class Sharding:
         traced.since = len(self._tables.ops)
 
     def _scaled(self, shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
-        """All elements of a gradient in a row, divided by the number of processes."""
+        """Return all elements of a gradient in a row, divided by the number of processes."""
         share = 1.0 / self._count
         if shard.chunks.padded == shard.chunks.elements and gradient.stride() == shard.stride:
             made = torch.mul(gradient, share)
@@ -180,7 +162,7 @@ class Sharding:
         return row
 
     def _exchanged(self, row: torch.Tensor) -> torch.Tensor:
-        """The own chunk of a row, added up over all processes in their order."""
+        """Return the own chunk of a row, added up over all processes in their order."""
         received = torch.empty_like(row)
         storage = self._tables.storage_of(received)
         self._append(Kind.ALL_TO_ALL, received, row, "", mutates=(storage,), again=False)
@@ -191,7 +173,7 @@ class Sharding:
         return own
 
     def _put_off(self, fake: torch.Tensor) -> None:
-        """Reduce a small gradient together with others."""
+        """Queue a small gradient to be reduced together with others."""
         if not self._armed:
             self._armed = True
             at_the_end_of_backward(self._finish)
@@ -203,7 +185,7 @@ class Sharding:
             self._reduce_together(row)
 
     def _finish(self) -> None:
-        """The backward pass has ended."""
+        """Reduce the queued gradients at the end of the backward pass."""
         self._armed = False
         waiting, self._small = list(self._small.values()), {}
         with torch.no_grad():
@@ -239,7 +221,7 @@ class Sharding:
         mutates: tuple[int, ...] = (),
         again: bool = True,
     ) -> None:
-        """Write down a collective that fills a whole row, unless nobody looks at that."""
+        """Record a collective that fills a whole row, which is dropped if nobody reads it."""
         tables = self._tables
         call = Collective(kind, self._group, row.numel() * row.element_size(), row.dtype)
         place = tables.append(
@@ -261,7 +243,7 @@ class Sharding:
         return any(storage in op.mutates for op, _ in self._tables.ops[since:])
 
     def own_gradient(self, traced: Traced, gradient: torch.Tensor) -> int:
-        """The own range of a gradient as it is now, as a value."""
+        """Return the own range of a gradient's current value."""
         shard, tables = traced.shard, self._tables
         if traced.gradient is not None and self._is_reduced(traced, gradient):
             storage = tables.storage_of(traced.gradient)
@@ -273,7 +255,7 @@ class Sharding:
         return tables.value(Value(storage, gradient.dtype, (shard.count,), (1,), shard.start))
 
     def _is_reduced(self, traced: Traced, gradient: torch.Tensor) -> bool:
-        """Whether a gradient is as it was when it had been reduced and gathered."""
+        """Return whether a gradient is unchanged since it was reduced and gathered."""
         shard = traced.shard
         return (
             self._tables.storage_of(gradient) == traced.gathered
@@ -283,7 +265,7 @@ class Sharding:
         )
 
     def _as_row(self, shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
-        """All elements of a gradient, on memory for all chunks."""
+        """Return all elements of a gradient, on memory for all chunks."""
         tables = self._tables
         count = tables.storages[tables.storage_of(gradient)].bytes
         if (
@@ -303,7 +285,7 @@ class Sharding:
             entry.kind, entry.name = StorageKind.GRADIENT, f"{shard.name}.grad"
 
     def sync(self, traced: Traced) -> None:
-        """Bring what the step has written to the whole parameter to the own range."""
+        """Copy what the step has written to the whole parameter to the own range."""
         storage = self._tables.storage_of(traced.row)
         if self._is_written(storage, traced.synced):
             with torch.no_grad():
@@ -311,7 +293,7 @@ class Sharding:
         traced.synced = len(self._tables.ops)
 
     def updated(self, traced: Traced) -> None:
-        """Gather the parameter again after an update, for whoever looks at it."""
+        """Gather the parameter again after an update, for other readers."""
         module = traced.shard.name.rpartition(".")[0]
         self._append(Kind.ALL_GATHER, traced.row, traced.chunk, module, mutates=(self._tables.storage_of(traced.row),))
         traced.synced = len(self._tables.ops)
@@ -322,14 +304,14 @@ class Sharding:
     # After the step
 
     def end(self, run: RunOp) -> None:
-        """Have all that lasts be in the own ranges."""
+        """Copy all persistent state into the own ranges."""
         for traced in self._traced.values():
             run(self.sync, traced)
 
     def end_gradient(self, traced: Traced, gradient: torch.Tensor, run: RunOp) -> int | None:
-        """The value of the own range of a gradient that the step leaves; None: it lasts, and is in its place.
+        """Return the value of the own range of a gradient that the step leaves; None if it is persistent and in place.
 
-        The storage of the value is made by an op of the step.
+        An op of the step makes the storage of the value.
         """
         return run(self._end_gradient, traced, gradient)  # type: ignore[return-value]
 

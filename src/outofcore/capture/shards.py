@@ -1,12 +1,10 @@
-"""A model whose parameters, gradients and optimizer state are spread over processes: each has a range of every tensor.
+"""A model whose parameters, gradients and optimizer state are sharded: each process has a range of every tensor.
 
-The idea is that of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-SC 2020, section 5): what is the same in all processes is there once. Large parameters are dealt out element by element,
-as they lie in memory, in ranges of one length (``analysis.chunks``); small ones stay whole in every process, and so do
-buffers. What a process has of a parameter is a tensor of one dimension of its own, with its range of the gradient in
-``.grad``; an optimizer's state for the parameter has that shape, too. The user's parameter is on the device ``meta``
-meanwhile, under the same object: it has its shape and dtype and no contents, so that whoever reads it is told so by
-PyTorch. ``gather`` makes all of them whole again.
+This is ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
+section 5). Large parameters are cut by elements in memory order, in ranges of one length (``analysis.chunks``); small
+ones and buffers stay whole in every process. A process's own range is a one-dimensional tensor with its gradient in
+``.grad``, and optimizer state has the same shape. Meanwhile the user's parameter object is on the device ``meta``: it
+has shape and dtype but no contents, so PyTorch refuses to read it. ``gather`` makes all parameters whole again.
 """
 
 from __future__ import annotations
@@ -33,16 +31,14 @@ from outofcore.graph import StorageKind
 
 @dataclass(frozen=True)
 class AssumedGroup:
-    """Processes that need not be there, to plan for; this is the first of them."""
+    """A group of ``count`` processes that need not exist, for planning; this is process 0."""
 
     count: int
 
     def size(self) -> int:
-        """How many processes there are."""
         return self.count
 
     def rank(self) -> int:
-        """Which of them this one is."""
         return 0
 
 
@@ -51,14 +47,11 @@ class Shard:
     """What one process has of one parameter.
 
     Attributes:
-        key: of the parameter; see ``StateBinding.key``.
-        name: for people.
         parameter: the user's own object.
-        chunks: how its elements are dealt out, in the order in which they lie in memory.
-        rank: of this process.
+        chunks: how its elements are dealt out, in memory order.
         shape, stride, dtype: of the whole parameter.
         own: this process's range, of shape (count,), on memory for a whole chunk; its gradient is in ``own.grad``.
-        aside: what the user's parameter was; without contents, while its bytes are spread.
+        aside: the original parameter; without contents while it is sharded.
     """
 
     key: str
@@ -82,25 +75,24 @@ class Shard:
 
     @property
     def start(self) -> int:
-        """Where the own range begins."""
+        """The first element of the own range."""
         return self.chunks.start(self.rank)
 
     @property
     def chunk_bytes(self) -> int:
-        """Of the memory for a chunk."""
         return self.chunks.each * self.dtype.itemsize
 
     @property
     def in_order(self) -> bool:
-        """Whether the elements lie in row-major order, as in a file."""
+        """Whether the elements are in row-major order, as in a file."""
         return torch.empty(self.shape, device="meta").stride() == self.stride
 
     def whole_of(self, row: torch.Tensor) -> torch.Tensor:
-        """The parameter's shape over all elements in a row, in the order of memory."""
+        """View a row of all elements in memory order with the parameter's shape."""
         return row.as_strided(self.shape, self.stride, row.storage_offset())
 
     def show_gradient(self) -> None:
-        """Have the user find a gradient where there is one, without contents like the parameter."""
+        """Give the user's parameter a gradient without contents where there is one."""
         if self.own.grad is None:
             self.face = None
         elif self.face is None:
@@ -109,17 +101,11 @@ class Shard:
         self.settle()
 
     def settle(self) -> None:
-        """Take it that whatever has been written so far may have been."""
+        """Accept the writes that have happened so far."""
         self.versions = self.parameter._version, 0 if self.face is None else self.face._version
 
     def check(self) -> None:
-        """See what the user has done to the parameter, which has no contents to be changed.
-
-        A gradient that the user has cleared is cleared.
-
-        Raises:
-            StateError: something else was done.
-        """
+        """Clear a gradient that the user has cleared, and raise ``StateError`` for other changes to the parameter."""
         parameter, gradient = self.parameter, self.parameter.grad
         if gradient is None:
             self.own.grad = self.face = None
@@ -137,20 +123,10 @@ class Shard:
 
 
 class Shards:
-    """All parameters of some models that are spread over the processes of a group.
+    """All parameters of some models that are sharded over the processes of a group.
 
-    Args:
-        models: of the step.
-        optimizers: of the step.
-        group: the processes.
-
-    Attributes:
-        group: the processes.
-        all: in the order of the models.
-        is_spread: whether the user's parameters are without contents now.
-
-    Raises:
-        InputError: a model cannot be spread, or an optimizer not be run on ranges.
+    ``is_spread`` tells whether the user's parameters are without contents now. The constructor raises ``InputError`` if
+    a model cannot be sharded, or an optimizer cannot run on ranges.
     """
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], group: Any) -> None:
@@ -193,35 +169,28 @@ class Shards:
 
     @property
     def rank(self) -> int:
-        """Of this process."""
         return self.group.rank()
 
     def of(self, tensor: object) -> Shard | None:
-        """What this process has of one of the user's parameters; None: it is not spread."""
+        """Return this process's shard of one of the user's parameters; None if it is not sharded."""
         return self._by_id.get(id(tensor))
 
     def check(self) -> None:
-        """See what the user has done since the last step.
-
-        Raises:
-            StateError: something was written to what has no contents.
-        """
+        """Look for the user's changes since the last step; raises ``StateError`` if a meta tensor was written."""
         for shard in self.all:
             shard.check()
 
     def show_gradients(self) -> None:
-        """Have the user find gradients where there are some."""
         for shard in self.all:
             shard.show_gradient()
 
     # All processes at once
 
     def spread(self) -> None:
-        """Leave each process its range of everything, as process 0 has it; to be called by all of them at once.
+        """Leave each process its range of process 0's contents; all processes must call it at once.
 
-        Raises:
-            InputError: the processes have different models.
-            StateError: a parameter cannot give up its contents, here or in another process.
+        Raises ``InputError`` if the processes have different models, and ``StateError`` if a parameter cannot give up
+        its contents, here or in another process.
         """
         error = ""
         try:
@@ -251,10 +220,9 @@ class Shards:
         self.show_gradients()
 
     def gather(self) -> None:
-        """Give each process everything again; to be called by all of them at once, with nothing in an arena.
+        """Give each process everything again; all must call it at once, with nothing in an arena.
 
-        Raises:
-            CommunicationError: another process has ended. What has not been gathered is without contents still.
+        Raises ``CommunicationError`` if another process has ended; what has not been gathered stays without contents.
         """
         with talking(), torch.no_grad():
             for shard in self.all:
@@ -263,7 +231,7 @@ class Shards:
         self.is_spread = False
 
     def whole(self, shard: Shard, part: torch.Tensor) -> torch.Tensor:
-        """A parameter, or what is like it, put together from the ranges of all processes, on the CPU."""
+        """Assemble a parameter, or state of its shape, from the ranges of all processes, on the CPU."""
         wire = self._wire
         chunk = torch.zeros(shard.chunks.each, dtype=part.dtype, device=wire)
         chunk[: shard.count].copy_(part)
@@ -274,7 +242,7 @@ class Shards:
         return made.copy_(shard.whole_of(row))
 
     def range_of(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
-        """The own range of something that is shaped like a parameter."""
+        """Return the own range of a tensor that is shaped like a parameter."""
         if whole.stride() != shard.stride:
             whole = torch.empty_strided(shard.shape, shard.stride, dtype=whole.dtype).copy_(whole)
         row = whole.as_strided((shard.chunks.elements,), (1,), whole.storage_offset())
@@ -282,7 +250,7 @@ class Shards:
         return part.copy_(row[shard.start : shard.start + shard.count])
 
     def states(self, shard: Shard) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """What optimizers have for a parameter that is spread like it: the dict that has it, its name and tensor."""
+        """Yield a parameter's sharded optimizer state: the dict that holds it, its name and tensor."""
         for optimizer in self._optimizers:
             entries = optimizer.state.get(shard.parameter, {})
             for name, value in list(entries.items()):
@@ -295,19 +263,14 @@ class Shards:
             torch.distributed.send(part.contiguous().to(self._wire), group=self.group, group_dst=rank)
 
     def receive(self, count: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
-        """A row of elements that another process sends."""
+        """Receive a row of elements from another process."""
         part = torch.empty(count, dtype=dtype, device=self._wire)
         with talking():
             torch.distributed.recv(part, group=self.group, group_src=rank)
         return part.cpu()
 
     def settle(self, error: BaseException | None, what: str) -> None:
-        """Go on if all processes can.
-
-        Raises:
-            StateError: one of the others cannot.
-            BaseException: the error of this one.
-        """
+        """Return if all processes succeeded; else raise this process's error, or ``StateError`` for another one's."""
         texts: list[Any] = [None] * self.group.size()
         with talking():
             torch.distributed.all_gather_object(texts, "" if error is None else str(error), group=self.group)
@@ -319,19 +282,19 @@ class Shards:
 
     @property
     def _wire(self) -> torch.device:
-        """Where tensors have to be to be sent."""
+        """Return the device on which tensors must be to be sent."""
         is_gpu = torch.distributed.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
 
     def _share(self, tensor: torch.Tensor) -> None:
-        """Fill a tensor with what process 0 has in it."""
+        """Broadcast a tensor from process 0."""
         sent = tensor.contiguous().to(self._wire)
         torch.distributed.broadcast(sent, group=self.group, group_src=0)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent)
 
     def _put_aside(self) -> None:
-        """Take the user's objects off their contents."""
+        """Detach the user's objects from their contents."""
         for shard in self.all:
             parameter = shard.parameter
             empty = torch.empty_strided(shard.shape, shard.stride, dtype=shard.dtype, device="meta")
@@ -347,7 +310,7 @@ class Shards:
                 shard.aside = None
 
     def _described(self) -> list[tuple[str, str]]:
-        """What has to be the same in all processes."""
+        """List what must be the same in all processes."""
         found = [
             (f"the dtype and shape of number {k}", f"{t.dtype} {tuple(t.shape)}") for k, t in enumerate(self._whole)
         ]
@@ -398,7 +361,7 @@ class Shards:
 
 
 def _can_be_spread(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is large, and its elements fill memory of its own, each once."""
+    """Return whether a parameter is large and dense on memory of its own."""
     count = tensor.numel() * tensor.element_size()
     return (
         type(tensor) is nn.Parameter
@@ -429,7 +392,7 @@ def _difference(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> str
 
 @contextlib.contextmanager
 def talking() -> Iterator[None]:
-    """Say of errors of the process group what they mean."""
+    """Translate errors of the process group."""
     try:
         yield
     except RuntimeError as error:

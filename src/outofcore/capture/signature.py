@@ -1,4 +1,4 @@
-"""Whether a captured step still fits: a cheap key of all that would make the capture another one."""
+"""Whether a captured step still fits: a cheap key of all on which a capture depends."""
 
 from __future__ import annotations
 
@@ -28,17 +28,13 @@ class Signature(NamedTuple):
     """What a capture depends on, besides the values in tensors. Equal signatures can share a capture.
 
     Attributes:
-        leaves: of the arguments: of tensors the metadata, of constants the value.
-        spec: how the leaves are nested.
-        structure: a number for the modules, parameters and buffers that there are.
-        training: the flag of each module.
-        requires_grad: the flag of each parameter.
-        without_grad: whether each parameter's ``.grad`` is None.
-        grad_strides: of each ``.grad`` that is there: kernels go by them.
-        settings: of the optimizers, those that decide what state there is and which kernels run.
+        leaves: of the arguments: metadata of tensors, values of constants.
+        structure: a number for the current modules, parameters and buffers.
+        grad_strides: of each ``.grad`` that exists: kernels depend on them.
+        settings: of the optimizers: those that decide what state there is and which kernels run.
         surroundings: modes of PyTorch.
         phases: of wrappers that do something else in some steps.
-        variant: which of the captures that differ in nothing else; by the Python values that they have read.
+        variant: distinguishes captures that differ only in the Python values that they have read.
     """
 
     leaves: tuple[Any, ...]
@@ -55,7 +51,7 @@ class Signature(NamedTuple):
 
 
 def has_other_sizes(new: Signature, known: Iterable[Signature]) -> bool:
-    """Whether a call is like a known one but for the sizes of tensors among its arguments, and its sizes are new."""
+    """Return whether a call differs from a known one only in argument sizes, and its sizes are new."""
 
     def parts(signature: Signature) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)]
@@ -69,7 +65,7 @@ def has_other_sizes(new: Signature, known: Iterable[Signature]) -> bool:
 
 
 class Signer:
-    """Takes the signature of one step function, again and again.
+    """Computes the signature of one step function's calls.
 
     Whether optimizer state exists already is no part of it: an update finds that out by itself.
     """
@@ -80,7 +76,6 @@ class Signer:
         optimizers: Sequence[torch.optim.Optimizer],
         device: torch.device = CPU,
     ) -> None:
-        """``device`` is where the step runs."""
         self._device = device
         self._models = list(models)
         self._optimizers = list(optimizers)
@@ -89,7 +84,7 @@ class Signer:
         self._walk()
 
     def _walk(self) -> None:
-        """List the modules and parameters that there are now."""
+        """List the current modules and parameters."""
         modules: dict[int, tuple[str, nn.Module]] = {}
         parameters: dict[int, tuple[str, nn.Parameter]] = {}
         buffers: list[torch.Tensor] = []
@@ -125,11 +120,10 @@ class Signer:
         return tuple(map(id, chain(values, chain.from_iterable(self._groups))))
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        """The signature of a call of the step with these arguments, now.
+        """Return the signature of a call of the step with these arguments, now.
 
-        Raises:
-            CaptureError: a tensor among the arguments is not a plain dense one.
-            InputError: one has no memory, or is on another device.
+        Raises ``CaptureError`` if a tensor argument is not a plain dense one, ``InputError`` if it has no memory or is
+        on another device.
         """
         if any(self._empty) or self._ids() != self._current or self._regrouped():
             self._walk()
@@ -153,7 +147,7 @@ class Signer:
         )
 
     def _phases(self) -> list[tuple[str, Any]]:
-        """Of each ``DistributedDataParallel``, what it does in this step and not in others."""
+        """Return what each ``DistributedDataParallel`` does in this step and not in others."""
         told = ("reduction of gradients", "broadcast of buffers", "first buckets")
         phases = ((k, phase(model)) for k, model in enumerate(self._parallel))
         return [
@@ -161,7 +155,7 @@ class Signer:
         ]
 
     def _begun_averages(self) -> list[tuple[str, Any]]:
-        """Whether each ``AveragedModel`` has averaged a model: it copies the first."""
+        """Return whether each ``AveragedModel`` has averaged a model: it copies the first."""
         counts = [module.n_averaged for module in self._averages]
         return [(f"n_averaged > 0 of average {k}", (bool, bool(count > 0))) for k, count in enumerate(counts)]
 
@@ -172,7 +166,7 @@ class Signer:
         )
 
     def _is_plain(self, leaf: torch.Tensor) -> bool:
-        """Whether a leaf can surely be an argument; what remains is looked at more closely."""
+        """Return whether a leaf is certainly a valid argument; others are checked in full."""
         if id(leaf) in self._state_numbers:
             return True
         plain = leaf.__class__ is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
@@ -195,10 +189,7 @@ class Signer:
     def describe_change(
         self, old: Signature, new: Signature, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> str:
-        """What differs between two signatures, in words for a log: the first few differences, comma by comma.
-
-        ``args`` and ``kwargs`` are those of the new call; they give the arguments their names.
-        """
+        """List the first few differences of two signatures for a log, with the argument names of the new call."""
         changes: list[str] = []
         if old.spec != new.spec or len(old.leaves) != len(new.leaves):
             changes.append("the arguments are nested otherwise")

@@ -1,12 +1,11 @@
 """The Python values that a captured step has read, and whether one of them has changed since.
 
-Before each call they are compared by identity, in native code; what is another object is looked at once more, as two
-numbers may be equal. Several values may share one word in memory that changes whenever one of them does, such as the
-version of their dict (``capture.words``): then only that word is compared. Parameters, buffers and flags of modules are
-no part of it: ``capture.signature`` sees to them.
+Before each call native code compares them by identity; a different object is compared again by value. Several values
+may share a word in memory that changes whenever one of them does, such as the version of their dict
+(``capture.words``): then only that word is compared. ``capture.signature`` covers parameters, buffers and flags.
 
-What cannot be seen: files, the clock, state inside of extension modules, contents of arrays of more than 64 KiB and of
-containers of more than 4096 items, and tensors, which a step has to be given.
+Not seen are files, the clock, state inside of extension modules, contents of arrays of more than 64 KiB and of
+containers of more than 4096 items, and tensors, which must be arguments.
 """
 
 from __future__ import annotations
@@ -70,12 +69,10 @@ _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Snapshot:
-    """The values that some code can read, as they are when this is made.
+    """The values that some code can read, at the time of construction.
 
-    Args:
-        reads: the code.
-        roots: what it begins with, by name: the step, its models, its optimizers.
-        parameters: whose hooks are read.
+    ``roots`` are the named objects that the code starts from: the step, its models, its optimizers. The hooks of
+    ``parameters`` are included.
     """
 
     def __init__(self, reads: Reads, roots: Iterable[tuple[str, Any]], parameters: Iterable[tuple[str, Any]]) -> None:
@@ -115,7 +112,7 @@ class Snapshot:
         return len(self._entries)
 
     def change(self) -> str | None:
-        """What has changed, in words; None: nothing that makes a difference."""
+        """Describe what has changed; None if nothing that matters has."""
         if not self._is_whole:
             return f"the step can read more values than the {_MOST_ENTRIES} that are compared, and perhaps another one"
         library, start, count = load_comparing(), self._alone, len(self._entries)
@@ -132,7 +129,7 @@ class Snapshot:
         return None
 
     def _compared(self, place: int) -> str | None:
-        """Look closely at an entry that seems to be another one; if it is equal, this one is compared from now on."""
+        """Compare a changed entry by value; if it is equal, remember the new object."""
         kind, owner, key, before, count, label = self._entries[place]
         match kind:
             case Kind.SIZE:
@@ -207,12 +204,12 @@ def _told(before: Any, now: Any) -> str:
 
 
 def _named(held: dict[Any, Any], names: frozenset[str] | None) -> frozenset[Any]:
-    """The keys that may be read; what is no text has no name."""
+    """Return the keys that may be read; keys that are no text have no name."""
     return frozenset(key for key in held if names is None or key in names or not isinstance(key, str))
 
 
 class _Walk:
-    """Goes from the roots along what the code names, and writes down the values on the way."""
+    """Follows the names that the code loads from the roots, and records the values on the way."""
 
     def __init__(self, reads: Reads) -> None:
         self.entries: list[_Entry] = []
@@ -242,14 +239,14 @@ class _Walk:
             self._stack.append((value, label, named))
 
     def attribute(self, owner: Any, name: str, label: str) -> None:
-        """Compare an attribute that is not in the ``__dict__`` of its object."""
+        """Record an attribute that is not in the ``__dict__`` of its object."""
         value = getattr(owner, name, _ABSENT)
         self._add(Kind.ATTRIBUTE, owner, name, value, label)
         if value is not _ABSENT and not isinstance(value, (*_PLAIN, torch.Tensor)):
             self._stack.append((value, label, False))
 
     def attributes_of_tensor(self, tensor: torch.Tensor, label: str) -> None:
-        """Compare what the user has set on a tensor."""
+        """Record the attributes that the user has set on a tensor."""
         held: Any = tensor.__dict__
         if held:
             self._dict(held, label, self._user)
@@ -260,11 +257,11 @@ class _Walk:
     # Where it goes
 
     def visit(self, value: Any, label: str) -> None:
-        """Go to a value, later on."""
+        """Queue a value."""
         self._stack.append((value, label, False))
 
     def run(self) -> None:
-        """Go to all that there is to go to."""
+        """Process the queue."""
         self._drain()
         # Functions that have run and were not found yet, since what has them is no part of the step.
         inner = {id(c) for code, _, _ in self._codes.values() for c in code.co_consts if isinstance(c, types.CodeType)}
@@ -290,7 +287,7 @@ class _Walk:
             self._go(value, label, named=named)
 
     def globals_of_code(self) -> None:
-        """Compare the globals that the code names."""
+        """Record the globals that the code names."""
         names: dict[int, tuple[dict[str, Any], set[str], Origin]] = {}
         for code, held, origin in self._codes.values():
             names.setdefault(id(held), (held, set(), origin))[1].update(names_of(code).globals)
@@ -401,14 +398,13 @@ class _Walk:
                 self.attribute(value, name, f"{label}.{name}")
 
     def _dict(self, held: dict[str, Any], label: str, names: frozenset[str] | None, *, named: bool = False) -> None:
-        """The attributes in a ``__dict__`` that are named; ``named``: so are only the items of dicts among them."""
+        """Record the named attributes in a ``__dict__``; ``named`` restricts the items of dicts among them as well."""
         self._size(held, names, label)
         for name, value in list(held.items()):
             if (names is None or name in names) and name not in _OWN_TABLES and not _is_dunder(name):
                 self._value(Kind.ITEM, held, name, value, f"{label}.{name}", named=named)
 
     def _contents(self, value: Any, label: str, *, named: bool) -> None:
-        """What a container has."""
         if isinstance(value, dict):
             self._items(value, label, named=named)
         elif isinstance(value, list):

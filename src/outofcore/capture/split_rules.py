@@ -1,9 +1,9 @@
-"""Along which axes an operator can be computed part by part: a table.
+"""Along which axes an operator can be split: a table.
 
-A part is the same operator on parts of its arguments, and makes a part of its results: rows of a product, channels of
-a norm, planes of a convolution with those beside them. No sum is taken apart, so a part does what the whole does
-for each of its elements. Whether a library's kernels round the same way in both is another matter: it is looked at on
-the machine at hand (``profiling.equality``) before a step relies on it.
+A part is the same operator on parts of its arguments, and makes a part of its results: rows of a product, channels of a
+norm, planes of a convolution with their neighbours. No sum is split, so each element is computed as in the whole.
+Whether a library's kernels round the same way is checked on the machine (``profiling.equality``) before a step relies
+on it.
 
 Limits: operators that are not in the table stay whole, as do those that draw random numbers.
 """
@@ -36,10 +36,10 @@ Name = tuple[str, int]  # an argument, and its place in it where it is a list; e
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a tensor that belongs to a part of an op, from ``low`` to before ``high`` along its axis.
+    """The part of a tensor that belongs to the part ``low:high`` of an op.
 
-    Along ``dims``, from the first to before the last and taken as one, it goes from ``low * scale - before`` to
-    ``high * scale + after``; what lies outside of the tensor is zero.
+    Along ``dims``, a range of dimensions taken as one, it is ``low * scale - before : high * scale + after``; what lies
+    outside of the tensor is zero.
     """
 
     dims: tuple[int, int]
@@ -48,12 +48,12 @@ class Cut:
     after: int = 0
 
     def ends(self, low: int, high: int) -> tuple[int, int]:
-        """The part of the tensor for a part of the op."""
+        """Return the range of the tensor for a part of the op."""
         return low * self.scale - self.before, high * self.scale + self.after
 
     @property
     def plain(self) -> bool:
-        """Whether parts lie side by side."""
+        """Whether parts are adjacent, without overlap."""
         return (self.scale, self.before, self.after) == (1, 0, 0)
 
 
@@ -64,18 +64,16 @@ Settle = Callable[[dict[str, Any], int, int], None]
 
 @dataclass(frozen=True)
 class Way:
-    """An axis along which an op can be cut.
+    """An axis along which an op can be split.
 
     Attributes:
-        name: of the axis.
-        extent: its length.
-        given: the tensors among the arguments that are cut; the others are given whole.
-        made: the results that are cut, by their place; the others are made whole, by the first part alone.
-        settle: what else changes from part to part.
-        unread: arguments of which nothing but shape and dtype matters.
-        grain: what parts had better begin at multiples of.
-        strict: parts begin nowhere else.
-        rebased: an argument of places along the axis, which a part counts from where it begins (see ``rebased``).
+        given: arguments that are cut; the others are given whole.
+        made: results that are cut, by their place; the first part alone makes the others, as a whole.
+        settle: changes other arguments from part to part.
+        unread: arguments of which only shape and dtype matter.
+        grain: parts should begin at multiples of this.
+        strict: parts must begin at multiples of ``grain``.
+        rebased: an argument of indices along the axis, which a part counts from its beginning (see ``rebased``).
         looks_up: a part makes those rows of the result that are in its part of a table.
         least: the length of the shortest part.
     """
@@ -93,9 +91,9 @@ class Way:
     least: int = 1
 
     def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
-        """Where the parts begin and the last one ends, if there are to be so many, at multiples of ``unit``.
+        """Return where at most ``parts`` parts begin and the last one ends, at multiples of ``unit``.
 
-        Those of half as many parts are among them.
+        The ends of half as many parts are among them.
         """
         parts = min(parts, self.extent // self.least)
         count = self.extent // unit
@@ -113,7 +111,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Given:
-    """A call as rules look at it: arguments by name, tensors as values."""
+    """A call as rules see it: arguments by name, tensors as values."""
 
     func: OpOverload
     call: Call
@@ -121,14 +119,13 @@ class Given:
     named: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def value(self, name: str, place: int = -1) -> Value | None:
-        """An argument that is a tensor; None: it is none."""
+        """Return a tensor argument, or None."""
         item: Any = self.named.get(name)
         if place >= 0:
             item = item[place]
         return self.values[item.value] if isinstance(item, Ref) else None
 
     def tensors(self) -> dict[Name, Value]:
-        """All tensors among the arguments."""
         found: dict[Name, Value] = {}
         for name, item in self.named.items():
             if isinstance(item, Ref):
@@ -139,12 +136,12 @@ class Given:
         return found
 
     def result(self, place: int = 0) -> Value | None:
-        """A result that the op creates; None: it does not."""
+        """Return a result that the op creates, or None."""
         index = self.call.results[place] if place < len(self.call.results) else None
         return None if index is None else self.values[index]
 
     def results(self) -> dict[int, Value]:
-        """All results that the op creates, by their place."""
+        """Return all results that the op creates, by their place."""
         return {place: self.values[v] for place, v in enumerate(self.call.results) if v is not None}
 
 
@@ -152,7 +149,7 @@ Rule = Callable[[Given], list[Way]]
 
 
 def ways_of(call: Call, values: Sequence[Value]) -> list[Way]:
-    """The axes along which an op can be cut, the one that is best for its kernels first."""
+    """Return the axes along which an op can be split, the one that is best for its kernels first."""
     func = call.func
     if not isinstance(func, OpOverload):
         return []
@@ -179,7 +176,7 @@ _ELEMENTWISE = frozenset(
 
 
 def is_elementwise(func: OpOverload) -> bool:
-    """Whether each element of what an operator makes depends on those in the same place alone."""
+    """Return whether each result element depends only on argument elements in the same place."""
     tagged = torch.Tag.pointwise in func.tags or func._schema.name in _ELEMENTWISE
     return tagged and not traits(func).reshapes
 
@@ -192,7 +189,7 @@ def _one(dim: int) -> Cut:
 
 
 def _pointwise(given: Given) -> list[Way]:
-    """Any dimension of the result, and the first ones as one."""
+    """Split any dimension of the result, or the first ones as one."""
     written = written_arguments(given.func, given.named)
     results = given.results()
     tensors = given.tensors()
@@ -235,13 +232,10 @@ def _apart(
     whole: Sequence[str] = (),
     settle: Callable[[tuple[int, int]], Settle | None] = lambda run: None,
 ) -> Rule:
-    """A rule for operators of which some dimensions do not mix.
+    """Return a rule for operators of which some dimensions do not mix.
 
-    Args:
-        dims: those dimensions, of all ``arguments`` and results.
-        arguments: the tensors that have them.
-        whole: other tensors, which are given whole.
-        settle: what makes the changes of constants, given the dimensions that are cut as one.
+    ``dims`` returns those dimensions, shared by all ``arguments`` and results; ``whole`` tensors are not cut.
+    ``settle`` returns the change of constants for the dimensions that are cut as one.
     """
 
     def rule(given: Given) -> list[Way]:
@@ -264,7 +258,7 @@ def _apart(
 
 
 def _but(argument: str) -> Callable[[Given], list[tuple[int, int]]]:
-    """All dimensions of an argument but one, those before it first and as one."""
+    """Return all dimensions of an argument but one, those before it first and as one."""
 
     def dims(given: Given) -> list[tuple[int, int]]:
         value = given.value(argument)
@@ -280,7 +274,7 @@ def _but(argument: str) -> Callable[[Given], list[tuple[int, int]]]:
 
 
 def _planes(argument: str, spatial: int) -> Callable[[Given], list[tuple[int, int]]]:
-    """The dimensions before the spatial ones."""
+    """Return the dimensions before the spatial ones."""
 
     def dims(given: Given) -> list[tuple[int, int]]:
         value = given.value(argument)
@@ -290,7 +284,7 @@ def _planes(argument: str, spatial: int) -> Callable[[Given], list[tuple[int, in
 
 
 def _sized(name: str, dim: str = "") -> Callable[[tuple[int, int]], Settle]:
-    """Sizes among the arguments follow the part; so does the number of a dimension, where others before it are one."""
+    """Adapt size arguments to the part, and a dimension number where dimensions before it are merged."""
     return lambda run: partial(_resize, name=name, dim=dim, run=run)
 
 
@@ -309,22 +303,22 @@ def _renumber(named: dict[str, Any], low: int, high: int, *, dim: str, run: tupl
 
 
 def _renumbered(run: tuple[int, int]) -> Settle | None:
-    """A dimension that is not negative has another number where others before it are one."""
+    """Adapt a non-negative dimension number where dimensions before it are merged."""
     return None if run[1] - run[0] == 1 else partial(_renumber, dim="dim", run=run)
 
 
 def _count(named: dict[str, Any], low: int, high: int, *, sizes: Mapping[str, int]) -> None:
-    """Numbers among the arguments that are so many times the length of the part."""
+    """Adapt number arguments that are a multiple of the part's length."""
     named.update({name: (high - low) * size for name, size in sizes.items()})
 
 
 def _list(named: dict[str, Any], low: int, high: int, *, name: str) -> None:
-    """A list among the arguments that holds the length of the part alone."""
+    """Adapt a list argument that holds only the length of the part."""
     named[name] = [high - low]
 
 
 def _reduced(given: Given) -> list[Way]:
-    """Sums, means and the like: the dimensions that are left."""
+    """Split the remaining dimensions of sums, means and the like."""
     value, result = given.value("self"), given.result()
     if value is None or result is None or len(given.results()) != 1 or len(given.tensors()) != 1:
         return []
@@ -346,7 +340,7 @@ def _reduced(given: Given) -> list[Way]:
 
 
 def _normalized(argument: str, others: Sequence[str], whole: Sequence[str]) -> Rule:
-    """Layer norms: what comes before the dimensions that are normalized, as one or one by one."""
+    """Split layer norms along the dimensions that are not normalized, as one or one by one."""
 
     def rule(given: Given) -> list[Way]:
         value = given.value(argument)
@@ -363,7 +357,7 @@ def _normalized(argument: str, others: Sequence[str], whole: Sequence[str]) -> R
 
 
 def _of_scales(given: Given, value: Value, arguments: Sequence[str]) -> list[Way]:
-    """The half of a layer norm's backward pass that makes the gradients of scale and offset: each from its column."""
+    """Split the scale and offset gradients of a layer norm's backward pass by columns."""
     last = len(value.shape) - 1
     if len(given.named["normalized_shape"]) != 1:
         return []
@@ -383,7 +377,7 @@ def _of_scales(given: Given, value: Value, arguments: Sequence[str]) -> list[Way
 
 
 def _product(left: str, right: str, added: str = "") -> Rule:
-    """Rows and columns of a product, and the products of a batch."""
+    """Split products by rows, columns and batch."""
 
     def rule(given: Given) -> list[Way]:
         one, other, result, more = (given.value(left), given.value(right), given.result(), given.value(added))
@@ -440,7 +434,7 @@ class _Plane:
 
     @property
     def is_tiling(self) -> bool:
-        """Whether it takes its input in blocks that do not overlap."""
+        """Whether its input blocks do not overlap."""
         return self.kernel == self.stride and not self.padding and self.dilation == 1
 
 
@@ -544,7 +538,7 @@ def _weight_gradient(given: Given) -> list[Way]:
 
 
 def _first_alone(named: dict[str, Any], low: int, high: int) -> None:
-    """The first part alone makes the gradient of the bias."""
+    """Compute the gradient of the bias in the first part alone."""
     if low:
         named["output_mask"] = [False, True, False]
 
@@ -553,7 +547,7 @@ def _first_alone(named: dict[str, Any], low: int, high: int) -> None:
 
 
 def _batch_norm(given: Given) -> list[Way]:
-    """Channels: each has statistics of its own."""
+    """Split by channels: each has statistics of its own."""
     one = given.value("input")
     if one is None or len(one.shape) < 2:
         return []
@@ -587,7 +581,7 @@ def _group_norm(arguments: Sequence[str], whole: Sequence[str]) -> Rule:
 
 
 def _by_groups(given: Given) -> list[Way]:
-    """The groups of a group norm: each has statistics of its own, and its channels have scales of their own."""
+    """Split by groups of a group norm: each has its own statistics, and its channels their own scales."""
     one, groups = given.value("input"), given.named["group"]
     if one is None or len(one.shape) < 2 or one.shape[1] % groups:
         return []
@@ -608,7 +602,7 @@ def _by_groups(given: Given) -> list[Way]:
 
 
 def _nll_backward(given: Given) -> list[Way]:
-    """Rows, and the places of an image or a volume; classes stay together."""
+    """Split by rows, and the places of an image or a volume; classes stay together."""
     one = given.value("self")
     if one is None or len(one.shape) < 2:
         return []
@@ -624,7 +618,7 @@ def _nll_backward(given: Given) -> list[Way]:
 
 
 def _attention(given: Given) -> list[Way]:
-    """Samples, and heads where queries have as many as keys."""
+    """Split by samples, and by heads where queries have as many as keys."""
     query, key = given.value("query"), given.value("key")
     mask = given.value("attn_mask")
     if query is None or key is None or len(query.shape) != 4 or given.named.get("dropout_p", 0.0):
@@ -685,14 +679,9 @@ _NOWHERE = -1  # a place that is left out
 
 
 def rebased(places: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]) -> T:
-    """Places in a table, counted from the row with which a part of it begins; -1 where they are in another part.
+    """Count indices into a table from row ``low``; indices outside of ``low:high``, and ``left_out``, become -1.
 
-    Args:
-        places: whole numbers.
-        low: the row with which the part begins.
-        high: the row before which it ends.
-        left_out: a place to be left out, that becomes -1 as well; -1: none.
-        run: what runs an operator, and gives its result.
+    ``run`` runs an operator and returns its result. ``left_out`` -1 leaves out none.
     """
     counted = run(_aten.sub.Scalar, (places, low))
     elsewhere = run(_aten.ne.Tensor, (counted, run(_aten.clamp.default, (counted, 0, high - low - 1))))
@@ -710,7 +699,7 @@ def _rebase(named: dict[str, Any], low: int, high: int) -> None:
 
 
 def _joined(given: Given) -> list[Way]:
-    """Tensors joined along a dimension: the others."""
+    """Split a concatenation along the other dimensions."""
     tensors, result = given.tensors(), given.result()
     if result is None or any(len(value.shape) != len(result.shape) for value in tensors.values()):
         return []

@@ -1,4 +1,4 @@
-"""Captures a training step as one graph."""
+"""Capture a training step as one graph."""
 
 from __future__ import annotations
 
@@ -54,30 +54,27 @@ def capture_step(
 ) -> Captured:
     """Capture ``step(*args, **kwargs)``: forward, loss, backward, optimizer update and all, as one graph of ATen ops.
 
-    The step runs once, on tensors without contents.
-    The user's models, optimizers, gradients, arguments and random generators are left as they are,
-    whether the capture succeeds or not. Captures in several threads take turns.
+    The step runs once, on tensors without contents. The user's models, optimizers, gradients, arguments and random
+    generators are left as they are, whether the capture succeeds or not. Captures in several threads take turns.
 
     Args:
-        step: the user's own function. It may use the models, the optimizers and plain Python values from
-            outside; every other tensor must be an argument.
+        step: may use the models, the optimizers and plain Python values from outside; every other tensor must be an
+            argument.
         models: all modules whose parameters or buffers the step uses.
         optimizers: all optimizers that the step uses.
-        device: where the step is to run. Parameters, buffers and arguments that are elsewhere are taken to be there
-            when it runs. None: where the model is.
-        gradients: by the id of a parameter the gradient that it is taken to have before the step, in place of the
-            one that it has; None stands for no gradient. What is captured with such gradients cannot be run.
-        orders: by the id of a ``DistributedDataParallel``, the order in which its gradients came when it was captured
-            first (``ReplicaEnd.order``). Where none is known, the step runs twice.
-        shards: what is spread over processes, which the step then gathers and reduces.
+        device: where the step is to run, by default that of the model. Parameters, buffers and arguments are assumed
+            to be there when it runs.
+        gradients: by parameter id the assumed gradient before the step, in place of the actual one; None stands for no
+            gradient. A capture with such gradients cannot be run.
+        orders: by ``DistributedDataParallel`` id, the order in which its gradients came in the first capture
+            (``ReplicaEnd.order``). Where none is known, the step runs twice.
         layouts: corrects the layouts of results by running CPU kernels. None: no kernel runs and no memory is
             allocated, but the captured step may differ from eager PyTorch in the last bits.
 
     Raises:
         InputError: a module is lazy and has no shapes yet, or is not initialised.
-        CaptureError: the step reads the value of a tensor, uses a tensor that was not declared, leaves
-            something behind that would be out of date after the next step, or does something else that one
-            graph cannot say. The message names the user's line where there is one.
+        CaptureError: the step reads the value of a tensor, uses an undeclared tensor, leaves something behind that
+            would be out of date after the next step, or does something else that one graph cannot express.
         VersionError: this PyTorch lacks a private name on which captures rely.
         Exception: what the user's own code raises, unchanged.
     """
@@ -101,11 +98,10 @@ def capture_step(
 
 
 def gradients_from_now_on(captured: Captured) -> dict[int, Value | None]:
-    """The gradients that later calls of a step begin with, where they are others than before its first call.
+    """Return the gradients that later calls begin with, where they differ from those before the first call.
 
-    Returns:
-        By the id of a parameter its gradient, or None where there was one and is none any more: what ``capture_step``
-        takes as ``gradients`` to capture the step as it is from its second call on.
+    They are by parameter id, None where a gradient is gone: what ``capture_step`` takes as ``gradients`` to capture the
+    steady-state step.
     """
     states = captured.states
     left = {states[left.parameter].tensor: captured.values[left.value] for left in captured.gradients_left}
@@ -196,7 +192,6 @@ def _trace(
 def _tensors_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[torch.Tensor]:
-    """Parameters and buffers, and then arguments."""
     return chain(
         (tensor for model in models for tensor in chain(model.parameters(), model.buffers())),
         (parameter for o in optimizers for group in o.param_groups for parameter in group["params"]),

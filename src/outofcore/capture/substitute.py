@@ -1,4 +1,4 @@
-"""Lets a step that names the user's real tensors run on their fakes, without touching the real ones."""
+"""Run a step that names the user's real tensors on their fakes, without touching the real ones."""
 
 from __future__ import annotations
 
@@ -69,12 +69,9 @@ _OF_FAKES = ("torch/_subclasses/fake_tensor.py", "torch/_subclasses/meta_utils.p
 class Substitute(TorchFunctionMode):
     """Replaces the user's tensors by their fakes in the arguments of every PyTorch function.
 
-    The real objects stay where they are, in modules, optimizers and closures, and no call of the step
-    reaches them. Must be the outermost mode.
-
-    Attributes:
-        first_refusal: the first refusal raised, kept in case the user's code swallows it.
-        known: the values that the step may look at.
+    The real objects stay in modules, optimizers and closures, and no call of the step reaches them. It must be the
+    outermost mode. ``first_refusal`` is kept in case the user's code swallows it; ``known`` are the values that the
+    step may read.
     """
 
     def __init__(
@@ -84,9 +81,9 @@ class Substitute(TorchFunctionMode):
         device_type: str,
         counts: Mapping[int, int] | None = None,
     ) -> None:
-        """``fakes`` by the id of the real tensor; ``reals`` are those tensors, held so that the ids stay theirs.
+        """``fakes`` is by the id of the real tensor; ``reals`` holds those tensors so that their ids are not reused.
 
-        ``counts`` are the values, by id, of counts that the step may compare with zero (see ``average_counts``).
+        ``counts`` are values, by id, of counts that the step may compare with zero (see ``average_counts``).
         """
         super().__init__()
         self._counts = dict(counts or {})
@@ -99,22 +96,18 @@ class Substitute(TorchFunctionMode):
         self.known = KnownValues()
 
     def calling(self) -> str:
-        """The name of the PyTorch function that the user's code is in; empty if it is in none."""
+        """Return the name of the PyTorch function that the user's code is in; empty if none."""
         return self._functions[-1][0] if self._functions else ""
 
     def autocast(self) -> tuple[str, torch.dtype] | None:
         """Device type and dtype of autocast where the user's code called that function; None if it is off.
 
-        Where an operator is dispatched, PyTorch has already taken autocast away.
+        PyTorch has already turned autocast off where an operator is dispatched.
         """
         return self._functions[-1][1] if self._functions else None
 
     def swap(self, tree: Any) -> Any:
-        """``tree`` with fakes for real tensors.
-
-        Raises:
-            CaptureError: a real tensor is not one of the declared ones.
-        """
+        """Replace real tensors in a tree by fakes; raises ``CaptureError`` for one that was not declared."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             # A wrapper was put around a fake, see ``everywhere``.
@@ -169,7 +162,7 @@ class Substitute(TorchFunctionMode):
             raise self._refused(known) from error
 
     def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a read of a tensor's value gives where that is known."""
+        """Return the result of reading a tensor's known value."""
         value = None if name == "data_ptr" or args[0].requires_grad else self.known.value(args[0])
         if value is None:
             raise value_read(name)
@@ -178,7 +171,7 @@ class Substitute(TorchFunctionMode):
         return found if isinstance(found, str) else self.known.lend(args[0], found)
 
     def _counted(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """Whether a count is zero, if that is the question; a change of it is followed."""
+        """Answer whether a count is zero, and follow changes of it; None for any other question."""
         key, number = id(args[0]), args[1] if len(args) > 1 else None
         if name in _ADDITIONS and type(number) is int:
             self._counts[key] += number
@@ -194,10 +187,10 @@ class Substitute(TorchFunctionMode):
 
     @contextlib.contextmanager
     def everywhere(self, provenance: Provenance) -> Iterator[None]:
-        """Reach the ways into PyTorch as well that a function mode does not see.
+        """Cover entries into PyTorch that a function mode does not see.
 
-        The autograd engine runs hooks, custom backwards and recomputed forwards while the mode is
-        set aside; ``Function.apply``, ``from_numpy`` and ``tolist`` are not overridable.
+        The autograd engine sets the mode aside for hooks, custom backwards and recomputed forwards; ``Function.apply``,
+        ``from_numpy`` and ``tolist`` are not overridable.
         """
         self._module = lambda: provenance.here()[0]
         here = capturing_thread()
@@ -268,10 +261,10 @@ class Substitute(TorchFunctionMode):
 
 
 def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
-    """How many models each ``AveragedModel`` has averaged, by the id of its count.
+    """Return how many models each ``AveragedModel`` has averaged, by the id of its count.
 
-    It copies the first and averages the others, so whether its count is zero decides which ops there are. Where the
-    count has no value, it is one.
+    It copies the first and averages the others, so whether its count is zero decides which ops there are. A count
+    without a value is taken as one.
     """
     return {
         id(module.n_averaged): 1 if module.n_averaged.is_meta else int(module.n_averaged)
@@ -282,7 +275,7 @@ def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def _with_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of ``ctc_loss`` with lists of lengths as tensors: it would fill a tensor of them below dispatch."""
+    """Convert lists of lengths for ``ctc_loss`` to tensors: it would make and fill one below dispatch."""
 
     def tensor(value: Any) -> Any:
         return torch.tensor(value, dtype=torch.int64) if isinstance(value, list | tuple) else value
@@ -316,9 +309,9 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Let the code of compiled functions and modules run as it was written, and say which modules that concerns.
+    """Run compiled functions and modules as eager code, and report which modules that concerns.
 
-    A compiled function that is no module is run as it was written as well, but not spoken of: nothing tells of it.
+    A compiled function that is no module cannot be detected, so it is not reported.
     """
     names = [
         f"'{name}' ({type(module).__name__})" if name else f"the model ({type(module).__name__})"

@@ -1,4 +1,4 @@
-"""What a trace writes down: the storages and values seen, and the ops in order."""
+"""The record of a trace: the storages and values seen, and the ops in order."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class TracedStorage:
 class Tables:
     """The storages, values and ops of one trace.
 
-    No tensor is held, for autograd decides by the number of references to a gradient whether to
-    steal it or to add to it; a tensor is described by its ``Value`` alone.
+    It describes tensors by their ``Value`` and holds none: autograd decides by the number of references to a gradient
+    whether to steal it or to add to it.
     """
 
     device: torch.device = CPU  # where the step runs
@@ -51,15 +51,11 @@ class Tables:
     _by_value: dict[Value, int] = field(default_factory=dict)
 
     def known(self, tensor: torch.Tensor) -> int | None:
-        """The storage of a fake tensor, or None if no op and no mirror made it known."""
+        """Return the storage of a fake tensor, or None if no op and no mirror registered it."""
         return self._by_key.get(storage_key(tensor))
 
     def storage_of(self, tensor: torch.Tensor) -> int:
-        """The storage of a fake tensor.
-
-        Raises:
-            CaptureError: the trace never saw where it came from.
-        """
+        """Return the storage of a fake tensor; raises ``CaptureError`` if it is not registered."""
         found = self.known(tensor)
         if found is None:
             raise CaptureError(
@@ -69,26 +65,26 @@ class Tables:
         return found
 
     def add(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> int:
-        """Make the storage of a fake tensor known."""
+        """Register the storage of a fake tensor."""
         fake = tensor.untyped_storage()
         self.storages.append(TracedStorage(fake.nbytes(), kind, name, fake))
         self._by_key[storage_key(tensor)] = len(self.storages) - 1
         return len(self.storages) - 1
 
     def add_plain(self, count: int, kind: StorageKind, name: str) -> int:
-        """Make a storage of so many bytes known of which there is no fake tensor."""
+        """Register a storage of ``count`` bytes that has no fake tensor."""
         self.storages.append(TracedStorage(count, kind, name, None))
         return len(self.storages) - 1
 
     def add_constant(self, tensor: torch.Tensor, name: str) -> int:
-        """Make the storage of a real tensor known whose contents are baked into the step."""
+        """Register the storage of a real tensor whose contents are baked into the step."""
         count = tensor.untyped_storage().nbytes()
         storage = self.add_plain(count, StorageKind.CONSTANT, name)
         self.constants[storage] = tensor
         return storage
 
     def value(self, value: Value) -> int:
-        """The index of a value, new or known."""
+        """Return the index of a value, registering a new one."""
         index = self._by_value.get(value)
         if index is None:
             index = self._by_value[value] = len(self.values)
@@ -96,11 +92,11 @@ class Tables:
         return index
 
     def value_of(self, tensor: torch.Tensor) -> int:
-        """The index of the value that a fake tensor is."""
+        """Return the index of a fake tensor's value."""
         return self.value(describe(tensor, self.storage_of(tensor), self.device))
 
     def source_of(self, tensor: torch.Tensor) -> str:
-        """The user's line of the op that made the storage of a fake tensor; empty if none did."""
+        """Return the user's line of the op that made a fake tensor's storage; empty if none did."""
         storage = self.known(tensor)
         return next((op.source for op, _ in self.ops if storage in op.creates), "")
 
@@ -113,11 +109,7 @@ class Tables:
         creates: tuple[int, ...] = (),
         **other: Any,
     ) -> int:
-        """Write down an op, ``other`` being fields of ``Op``; what it creates exists from now on.
-
-        Returns:
-            its place in ``ops``.
-        """
+        """Record an op and return its place in ``ops``; ``other`` are fields of ``Op``."""
         self.ops.append((Op(len(self.ops), name, reads, mutates, creates, **other), call))
         for storage in creates:
             self.storages[storage].created = True
@@ -125,21 +117,21 @@ class Tables:
 
 
 def describe(tensor: torch.Tensor, storage: int, device: torch.device) -> Value:
-    """A tensor as a window onto a storage, in a step that runs on ``device``."""
+    """Return the value of a tensor, in a step that runs on ``device``."""
     offset, foreign = int(tensor.storage_offset()), tensor.device.type != device.type
     shape, stride = tuple(tensor.shape), tensor.stride()
     return Value(storage, tensor.dtype, shape, stride, offset, foreign, tensor.is_conj(), tensor.is_neg())
 
 
 def covers(value: Value, count: int) -> bool:
-    """Whether the elements of a value are all the ``count`` bytes of its storage, each once."""
+    """Return whether a value's elements cover all ``count`` bytes of its storage, each once."""
     if prod(value.shape) * value.dtype.itemsize != count or value.offset != 0:
         return False
     return is_dense(value.shape, value.stride)
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any], kind: type[Any] = torch.Tensor) -> Any:
-    """``tree`` with each leaf of a kind in it, inside lists, tuples and dicts too, replaced."""
+    """Replace each leaf of a type in a tree of lists, tuples and dicts."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, list):
@@ -155,7 +147,7 @@ def map_leaves(tree: Any, change: Callable[[Any], Any], kind: type[Any] = torch.
 
 
 def leaves_in(tree: Any, kind: type[Any] = torch.Tensor) -> list[Any]:
-    """The leaves of a kind in a tree of lists, tuples, sets and dicts, in order."""
+    """Return the leaves of a type in a tree of lists, tuples, sets and dicts, in order."""
     if isinstance(tree, kind):
         return [tree]
     if isinstance(tree, dict):

@@ -1,26 +1,23 @@
-"""Ops that need more memory than there is, computed part by part; what passes between parts has storages of its own.
+"""Split ops that need more memory than there is; what passes between parts has storages of its own.
 
-The pass takes a captured step and gives the same step with other ops and storages, which planner and executor see as
-any others. An op that needs too much is cut along an axis on which its parts do not mix (``split_rules``), and with it
-its neighbours on the same axis. What passes between them and is large is cut into cells: boxes of the storage
-(``analysis.boxes``), one for each part where all cut it alike. A part finds its argument in one cell; or it gathers it
-from several, as planes of a convolution that reach into those beside them, or channels of what was made by rows. What
-enters or leaves as a whole, such as inputs and results, stays whole: parts look at it through windows.
+The pass rewrites a captured step into other ops and storages, which planner and executor treat like any others. A large
+op is split along an axis on which its parts do not mix (``split_rules``), and its neighbours with it. Large tensors
+between them are cut into cells: boxes of the storage (``analysis.boxes``), one for each part where all cut it alike.
+Otherwise a part gathers its argument from several cells, as for the overlapping planes of a convolution. Inputs and
+results of the step stay whole, and parts view them through windows.
 
-A parameter that takes most of what there is, and the optimizer state of any that is updated in parts, are at home
-between steps. Their cells are ranges of that: whole pages in a row (``StorageKind.STATE_RANGE``), which come from home
-in each step like inputs, and go back there if they change. Updates are cut by elements, tables that are looked up by
-rows.
+A parameter that takes most of the budget, and the optimizer state of any that is updated in parts, are at home between
+steps. Their cells are ranges of whole pages (``StorageKind.STATE_RANGE``), fetched in each step like inputs and written
+back if they change. Updates are cut by elements, tables that are looked up by rows.
 
-Parts run depth first: the next op's part as soon as what it needs is there. So of a chain of ops that are cut alike
-no tensor ever exists as a whole. Ops are cut along such axes that little has to be gathered (``analysis.agreement``),
-and neighbours along an axis begin their parts at the same places.
+Parts run depth first: the next op's part as soon as its arguments exist. So in a chain of ops that are cut alike no
+tensor ever exists as a whole. ``analysis.agreement`` chooses axes so that little is gathered.
 
-The same tensors and the same budget of bytes for an op give the same step. The idea to cut ops along dimensions that
-do not mix is that of "Tofu" (Wang, Huang, Li: EuroSys 2019) and of FlexFlow's SOAP dimensions (Jia, Zaharia, Aiken:
-MLSys 2019), there for several devices; here the parts follow one another on one.
+The same tensors and the same op budget give the same step. Cutting ops along dimensions that do not mix is the idea of
+"Tofu" (Wang, Huang, Li: EuroSys 2019) and of FlexFlow's SOAP dimensions (Jia, Zaharia, Aiken: MLSys 2019), there for
+several devices; here the parts follow one another on one.
 
-Limits: ``split_rules`` says which operators can be cut. Gradients that are left to the user are not. Updates are of
+Limits: ``split_rules`` says which operators can be split. Gradients that are left to the user are not. Updates are of
 optimizers of ``torch.optim`` that go element by element, in float32 and float64, on the CPU.
 """
 
@@ -84,16 +81,14 @@ _SOON = 6
 
 @dataclass(frozen=True)
 class Claim:
-    """That the parts of an op do, to the bit, what the op does as a whole.
+    """An exactness check to be made: that the parts of an op compute, to the bit, what the whole op does.
 
     Attributes:
-        key: names the op's family, the axis and where parts begin: the same key, the same claim.
-        call: of the whole op.
-        way: along which it is cut.
+        key: the op's family, the axis and where parts begin; equal keys mean the same check.
         ends: where the parts begin, and the last one ends.
-        of: the call of which the op is to have the results; None: its own.
-        laid: the strides of arguments that are given whole, and lie otherwise than where the op is not cut: with other
-            strides, or at the beginning of memory of their own.
+        of: the call whose results the op must reproduce; None: its own.
+        laid: strides of arguments that are given whole but gathered, where those differ from the unsplit op's, or begin
+            at the start of memory of their own.
     """
 
     key: str
@@ -106,13 +101,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Tiled:
-    """A step in parts.
+    """A step with split ops.
 
-    Attributes:
-        captured: the step.
-        claims: what its bits rely on, each once.
-        values: what the refs of the claims' calls name.
-        is_cut: whether an op is in parts; claims there may be none all the same.
+    ``claims`` are what its bits rely on, ``values`` what the refs of the claims' calls name. ``is_cut`` tells whether
+    an op is split, which may need no claims.
     """
 
     captured: Captured
@@ -132,18 +124,16 @@ def tiled(
     workspaces: Mapping[str, int] | None = None,
     home: int | None = None,
 ) -> Tiled:
-    """The same step in which ops that need more bytes than ``most`` run in parts.
+    """Split ops that need more than ``most`` bytes, as far as that is possible.
 
     Args:
-        traced: the step.
-        most: bytes that an op shall need; where that cannot be, it gets as few as can be.
         refused: keys of claims that do not hold.
-        parts: cut all ops that can be into so many parts, whatever they need.
+        parts: split all ops that can be into this many parts, whatever they need.
         least: storages of fewer bytes stay whole.
-        limit: with more ops than this the step stays as it is.
-        workspaces: bytes of scratch memory that ops take as a whole, by family, as far as that is known.
-        home: bytes that the first home holds; None: as many as there are. Parameters and optimizer state that are cut
-            are there between steps. With 0 they are not, and updates stay whole.
+        limit: with more ops than this the step stays unchanged.
+        workspaces: known bytes of scratch memory of whole ops, by family.
+        home: capacity in bytes of the first home, None without limit. Cut parameters and optimizer state are there
+            between steps; with 0 they are not, and updates stay whole.
     """
     captured = _small_losses(split(by_shape(traced)), most if parts is None else 0)
     unfit = set(refused)
@@ -180,7 +170,7 @@ class _Choice:
 
 
 class _Search:
-    """Which ops are cut, along which axes, into how many parts; and which storages into which cells."""
+    """Chooses which ops are split along which axes into how many parts, and the cells of storages."""
 
     def __init__(
         self,
@@ -209,7 +199,7 @@ class _Search:
         self.cuts: dict[int, list[list[int]]] = {}
 
     def _cuttable(self) -> dict[int, Lines]:
-        """The lines of the storages that may be cut."""
+        """Return the lines of the storages that may be cut."""
         graph, outputs = self.graph, set(self.graph.outputs)
         used: dict[int, list[Value]] = {}
         for index in {ref.value for call in self.captured.calls for ref in _refs(call)} | {
@@ -237,7 +227,7 @@ class _Search:
         return found
 
     def _rangeable(self) -> frozenset[int]:
-        """The storages of parameters and optimizer state that may be at home as a whole, and come range by range.
+        """Return the storages of parameters and optimizer state that may be at home and come range by range.
 
         Parameters only where one by itself takes what an op may need.
         """
@@ -269,7 +259,7 @@ class _Search:
         return frozenset(found)
 
     def is_update(self, op: int) -> bool:
-        """Whether an op is the update of a parameter that may be updated range by range."""
+        """Return whether an op updates a parameter that may be updated range by range."""
         call = self.captured.calls[op]
         return (
             isinstance(call.func, OptimizerUpdate)
@@ -280,7 +270,7 @@ class _Search:
         )
 
     def _ways_of_update(self, op: int) -> list[Way]:
-        """Ranges of the elements: of the parameter, its gradient and all state but counts."""
+        """Return the ways to update element ranges of the parameter, its gradient and all state but counts."""
         named = [(name, self.values[index]) for name, index in _named_refs(self.captured.calls[op])]
         whole = named[0][1]
         cut = Cut((0, len(whole.shape)))
@@ -301,7 +291,7 @@ class _Search:
         ]
 
     def ways(self, op: int) -> list[Way]:
-        """The ways in which an op can be cut that are not refused."""
+        """Return the ways to split an op that are not refused."""
         if op not in self._ways:
             graph_op, call = self.graph.ops[op], self.captured.calls[op]
             found = [] if graph_op.communicates or graph_op.random else ways_of(call, self.values)
@@ -315,13 +305,12 @@ class _Search:
         return self._ways[op]
 
     def claim(self, op: int, choice: _Choice) -> Claim:
-        """What a choice relies on."""
         laid = self._laid(op, choice.way)
         name = f"{self.graph.ops[op].family} by {choice.way.name} at {list(choice.ends)}{self._lies(op, laid)}"
         return Claim(name, self.captured.calls[op], choice.way, choice.ends, laid=laid)
 
     def gathered(self, chosen: Iterable[int]) -> Iterator[Claim]:
-        """That ops which stay whole do the same where their arguments, gathered from cells, lie otherwise."""
+        """Yield claims that whole ops compute the same if their arguments, gathered from cells, have other layouts."""
         return (claim for _, claim in self._gathered(chosen))
 
     def _gathered(self, chosen: Iterable[int]) -> Iterator[tuple[Op, Claim]]:
@@ -333,13 +322,13 @@ class _Search:
                 yield op, Claim(key, self.captured.calls[op.id], _AS_ONE, (0, 1), laid=laid)
 
     def _lies(self, op: int, laid: Mapping[Name, tuple[int, ...]]) -> str:
-        """How the arguments of an op lie, where that is not what its family tells; for a key."""
+        """Return a key of argument layouts that the op's family does not determine."""
         named = _named_refs(self.captured.calls[op])
         shifts = {name: shift for name, index in named if (shift := _misaligned(self.values[index]))}
         return "".join(f" {what} {sorted(d.items())}" for what, d in (("shifted", shifts), ("laid", laid)) if d)
 
     def _laid(self, op: int, way: Way | None) -> dict[Name, tuple[int, ...]]:
-        """The strides of arguments that are given whole and gathered from cells, where they then lie otherwise."""
+        """Return the strides of arguments that are given whole but gathered from cells, where those differ."""
         found: dict[Name, tuple[int, ...]] = {}
         for name, index in _named_refs(self.captured.calls[op]):
             value = self.values[index]
@@ -356,7 +345,7 @@ class _Search:
         return found
 
     def _fits(self, op: int, way: Way) -> bool:
-        """Whether all that a way cuts can be looked at in parts."""
+        """Return whether everything that a way cuts can be viewed in parts."""
         call = self.captured.calls[op]
         for name, cut in way.given.items():
             index = _ref(call, name).value
@@ -381,7 +370,7 @@ class _Search:
         return prod(value.shape) * value.dtype.itemsize
 
     def need(self, op: int) -> int:
-        """Bytes that an op needs as a whole; of storages that may be cut, what it looks at."""
+        """Return the bytes that a whole op needs; of storages that may be cut, only what it accesses."""
         call, storages = self.captured.calls[op], self.graph.storages
         seen: dict[int, int] = {}
         for index in dict.fromkeys([*(ref.value for ref in _refs(call)), *(v for v in call.results if v is not None)]):
@@ -397,7 +386,7 @@ class _Search:
         return self.workspaces.get(self.graph.ops[op].family, 0)
 
     def _need_in_parts(self, op: int, way: Way, parts: int) -> int:
-        """Bytes that a part of an op needs."""
+        """Return the bytes that a part of an op needs."""
         call, storages = self.captured.calls[op], self.graph.storages
         ends = way.ends(parts)
         width = max(high - low for low, high in itertools.pairwise(ends))
@@ -429,7 +418,7 @@ class _Search:
         return int(counted + sum(seen.values()))
 
     def _cut_values(self, op: int, way: Way) -> Iterator[tuple[int, Cut]]:
-        """The values on storages that may be cut, that a way cuts."""
+        """Yield the values on cuttable storages that a way cuts."""
         call = self.captured.calls[op]
         for name, cut in way.given.items():
             if name[0] in way.unread:
@@ -443,12 +432,12 @@ class _Search:
                 yield index, cut
 
     def _axis(self, index: int, cut: Cut) -> int:
-        """The line of its storage at which the axis begins along which a value is cut."""
+        """Return the line of its storage at which the axis of a cut begins."""
         run = Axes.run(self.places[index], cut.dims)
         return -1 if run is None else run[0]
 
     def chosen(self) -> dict[int, _Choice]:
-        """The ops that are cut, with ways, parts and ends; ``axes`` and ``cuts`` are set."""
+        """Choose ways, parts and ends for the ops that are split; sets ``axes`` and ``cuts``."""
         dropped: set[int] = set()
         whole: set[int] = set()
         while True:
@@ -465,7 +454,7 @@ class _Search:
         return self.parts is not None or self.need(op) > self.most
 
     def _region(self, dropped: set[int], whole: set[int]) -> tuple[list[int], set[int]]:
-        """The ops to be cut, if they can be, and the storages that may then have cells."""
+        """Return the ops to split, if possible, and the storages that may then have cells."""
         graph = self.graph
         ops = {op.id for op in graph.ops if op.id not in dropped and self._wants(op.id) and self.ways(op.id)}
         storages: set[int] = set()
@@ -492,7 +481,7 @@ class _Search:
         return self.parts is not None or self.graph.storages[storage].bytes * _WORTH > self.most
 
     def _agreed(self, ops: Sequence[int], storages: Set[int]) -> dict[int, Way]:
-        """A way for each op: one by which it needs little, and such that little is copied from part to part."""
+        """Choose a way for each op such that it needs little memory and little is copied between parts."""
 
         def beyond(op: int, way: Way) -> int:
             least = self._need_in_parts(op, way, min(MOST_PARTS, way.extent))
@@ -514,15 +503,15 @@ class _Search:
         return {op: ways[op][place] for op, place in chosen.items()}
 
     def _has_one_axis(self, storage: int) -> bool:
-        """Whether a storage is cut along one axis alone, so that ops which are cut along another one copy.
+        """Return whether a storage is cut along one axis alone, so that ops split along another one copy.
 
-        Of cells that are cut along several, all ops copy. But a part of an op that is cut along another axis looks at
-        all cells, so that these had better stay on the device meanwhile: they do where they need no more than an op.
+        Where cells are cut along several axes, all ops copy. But a part of an op that is split along another axis
+        accesses all cells, which should then stay on the device: they do where they need no more than an op.
         """
         return self.graph.storages[storage].bytes <= self.most and storage not in self.ranged
 
     def _uses(self, op: int, way: Way, storages: Set[int]) -> Uses:
-        """What the parts of an op look at and make, and the bytes that are copied if that is cut otherwise."""
+        """Return what the parts of an op access, and the bytes that are copied if that is cut otherwise."""
         call = self.captured.calls[op]
         written = self.graph.ops[op].mutates
         named = [(index, way.given.get(name)) for name, index in _named_refs(call) if name[0] not in way.unread]
@@ -540,7 +529,7 @@ class _Search:
         return Uses(tuple(cells), copied)
 
     def _parts(self, ways: Mapping[int, Way], storages: set[int]) -> dict[int, int]:
-        """Into how many parts each op is cut: as few as will do, and as many as its neighbours on the same axis."""
+        """Choose the number of parts of each op: the least that suffices, equal for neighbours on the same axis."""
         found: dict[int, int] = {}
         for op, way in ways.items():
             if self.parts is not None:
@@ -577,7 +566,7 @@ class _Search:
     def _settled(
         self, ways: Mapping[int, Way], parts: Mapping[int, int], storages: set[int], whole: set[int]
     ) -> set[int] | None:
-        """Set axes, ends and cuts; or return the ops that cannot be cut so, and take up what has to stay whole."""
+        """Set axes, ends and cuts; or return the ops that cannot be cut so, and add to ``whole`` what stays whole."""
         starts: dict[int, set[int]] = {}
         for op, way in ways.items():
             for index, cut in self._cut_values(op, way):
@@ -626,10 +615,10 @@ class _Search:
     def _with_neighbours(
         self, ways: Mapping[int, Way], parts: Mapping[int, int], units: Mapping[int, int]
     ) -> dict[int, Way]:
-        """The same ways, with grains such that ops which are cut along the same axis begin their parts alike.
+        """Set grains such that neighbours on the same axis begin their parts alike.
 
-        Otherwise each begins at multiples of its own, so that a part needs bits of several of its neighbour's. Grains
-        are counted in parts of the axis: the common one is the least that is a multiple of each.
+        Otherwise each begins at multiples of its own, so that a part needs pieces of several parts. Grains are counted
+        in parts of the axis: the common one is the least that is a multiple of each.
         """
         group = {op: op for op in ways}
 
@@ -662,7 +651,7 @@ class _Search:
         }
 
     def _unfit_to_gather(self, ways: Iterable[int]) -> set[int]:
-        """Storages with cells that ops which stay whole would find laid out otherwise, and then do something else."""
+        """Return cut storages whose gathered layout would change what whole ops compute."""
         found: set[int] = set()
         for op, claim in self._gathered(ways):
             if claim.key in self.refused or not _can_be_tried(op, claim.call):
@@ -671,7 +660,7 @@ class _Search:
         return found
 
     def _is_placeable(self, op: int, way: Way, ends: Sequence[int]) -> bool:
-        """Whether each part of an op finds its parts of what has cells evenly spaced in memory."""
+        """Return whether each part of an op finds its parts of cut storages evenly spaced in memory."""
         for index, cut in self._cut_values(op, way):
             value = self.values[index]
             axes, place = self.axes.get(value.storage), self.places[index]
@@ -729,7 +718,7 @@ class _Search:
 
 
 class _LimitError(Exception):
-    """The step in parts would have too many ops."""
+    """The split step would have too many ops."""
 
 
 class _UnfitError(Exception):
@@ -741,7 +730,6 @@ class _UnfitError(Exception):
 
 
 def _there(item: T | None, op: Op) -> T:
-    """What has to be there for an op to be cut."""
     if item is None:
         raise _UnfitError(op.id)
     return item
@@ -752,14 +740,14 @@ def _there(item: T | None, op: Op) -> T:
 
 @dataclass
 class _Piece:
-    """Ops that run one after the other: a part of an op, with what brings its arguments together."""
+    """A part of an op, preceded by the ops that gather its arguments."""
 
     op: int  # of the step before
     ops: list[tuple[Op, Call]] = field(default_factory=list[tuple[Op, Call]])
 
 
 class _Builder:
-    """Writes the ops of the step anew."""
+    """Builds the ops of the split step."""
 
     def __init__(
         self, captured: Captured, search: _Search, chosen: Mapping[int, _Choice], limit: int | None = None
@@ -783,12 +771,7 @@ class _Builder:
         self._emitted = 0
 
     def built(self) -> Captured:
-        """The step in parts.
-
-        Raises:
-            _LimitError: it would have too many ops.
-            _UnfitError: an op cannot be cut as chosen.
-        """
+        """Build the step; raises ``_LimitError`` for too many ops, ``_UnfitError`` if an op cannot be cut as chosen."""
         rows: list[list[_Piece]] = []
         for op in self.old.graph.ops:
             choice = self.chosen.get(op.id)
@@ -856,7 +839,7 @@ class _Builder:
         discards: Iterable[int] = (),
         name: str = "",
     ) -> None:
-        """Add an op: the part of one, with its name; or, without, one that copies."""
+        """Add an op: a part with its ``name``, or a copy without one."""
         creates = dict.fromkeys(self.values[v].storage for v in results if v is not None)
         op = Op(
             -1,
@@ -876,14 +859,14 @@ class _Builder:
             raise _LimitError
 
     def _make_empty(self, like: Op, value: Value) -> int:
-        """Bring a storage into being, with a value that is all of it."""
+        """Create a storage, and the value that covers it."""
         index = self._value(value)
         kwargs = {"dtype": value.dtype, "device": self.old.device, "pin_memory": False}
         self._emit(like, _aten.empty_strided.default, (list(value.shape), list(value.stride)), kwargs, (index,))
         return index
 
     def _copy(self, like: Op, target: Value, source: Value) -> None:
-        """Copy a value of the same shape; what of the target's storage is not written stays."""
+        """Copy a value to one of the same shape; the rest of the target's storage is kept."""
         whole = covers(target, self.storages[target.storage].bytes)
         reads = [source.storage] if whole else [source.storage, target.storage]
         args = (Ref(self._value(target)), Ref(self._value(source)))
@@ -892,9 +875,9 @@ class _Builder:
     # Arguments.
 
     def _gathered(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, again: bool) -> int:
-        """A storage that holds a box of a storage that has cells: a cell, or a copy; zero beyond the edges.
+        """Return a storage with a box of a cut storage: a cell, or a copy that is zero beyond the edges.
 
-        With ``again`` other parts of the same op find the same copy.
+        With ``again`` other parts of the same op reuse the copy.
         """
         axes = self.search.axes[storage]
         inside = clipped(box, axes.whole())
@@ -946,7 +929,7 @@ class _Builder:
         self.fresh = {key: made for key, made in self.fresh.items() if key[0] != storage}
 
     def _argument(self, op: Op, index: int, cut: Cut | None, low: int, high: int) -> Value:
-        """A value, or the part of it for a part of an op, gathered where need be."""
+        """Return a value, or the part of it for a part of an op, gathered if needed."""
         value, search = self.old.values[index], self.search
         storage = value.storage
         if storage in search.cuts:
@@ -984,7 +967,6 @@ class _Builder:
     # Pieces.
 
     def _whole(self, op: Op) -> _Piece:
-        """An op that stays whole."""
         self._piece = piece = _Piece(op.id)
         call, cuts = self.old.calls[op.id], self.search.cuts
         if not any(s in cuts for s in op.touched):
@@ -1039,7 +1021,6 @@ class _Builder:
         return piece
 
     def _part_of_update(self, op: Op, choice: _Choice, number: int) -> _Piece:
-        """The update of a range of a parameter."""
         self._piece = piece = _Piece(op.id)
         way, call = choice.way, self.old.calls[op.id]
         whole: Any = call.func
@@ -1073,7 +1054,7 @@ class _Builder:
     def _run(
         self, like: Op, func: OpOverload, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Value:
-        """Add an op of one's own, on values; its result has memory of its own."""
+        """Add an op on values; its result has memory of its own."""
         made = Value(
             self._new(prod(shape) * dtype.itemsize, f"{like.module} part".strip()),
             dtype,
@@ -1086,7 +1067,7 @@ class _Builder:
         return made
 
     def _rebased(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
-        """Places in a table as a part of it counts them."""
+        """Count indices into a table from the beginning of a part."""
         places = self._argument(op, index, None, 0, 0)
 
         def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
@@ -1096,9 +1077,9 @@ class _Builder:
         return rebased(places, low, high, left_out, run)
 
     def _part_of_lookup(self, op: Op, choice: _Choice, number: int) -> _Piece:
-        """Of what is looked up in a table, the rows that are in a part of it.
+        """Look up the rows that are in a part of a table.
 
-        The first and the last part look up what lies before and behind the table, too: the operator refuses that.
+        The first and last part also look up indices out of range, which the operator refuses.
         """
         self._piece = piece = _Piece(op.id)
         call, (low, high) = self.old.calls[op.id], choice.ends[number : number + 2]
@@ -1133,7 +1114,6 @@ class _Builder:
         return piece
 
     def _part(self, op: Op, choice: _Choice, number: int) -> _Piece:
-        """A part of an op."""
         if self.search.is_update(op.id):
             return self._part_of_update(op, choice, number)
         if choice.way.looks_up:
@@ -1214,7 +1194,7 @@ class _Builder:
         return covers(value, self.storages[value.storage].bytes)
 
     def _shape_of(self, value: Value, cut: Cut | None, low: int, high: int) -> Value:
-        """A value of which nothing but the shape matters, or the part of it for a part of an op; on no storage."""
+        """Return a value without a storage for an argument, or a part of it, of which only the shape matters."""
         if cut is None:
             shape = value.shape
         else:
@@ -1225,7 +1205,7 @@ class _Builder:
         return Value(-1, value.dtype, shape, stride)
 
     def _results(self, func: Any, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
-        """What a part returns, as its kernel would: values on no storage, and the bytes of their storages."""
+        """Return a part's results as its kernel makes them: values without storages, and the storages' bytes."""
         args, kwargs = self._placed_call(func, call, named, refs=False)
         texts: tuple[Any, dict[str, Any]] = _texts((args, kwargs))
         key = family_text(str(func), texts[0], texts[1], [])
@@ -1252,7 +1232,7 @@ class _Builder:
     def _placed_call(
         self, func: Any, call: Call, named: dict[str, Any], *, refs: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments where the call had them; with refs in place of values."""
+        """Put named arguments back where the call had them; with refs in place of values."""
 
         def ref(value: Value) -> Any:
             return Ref(self._value(value)) if refs else value
@@ -1271,7 +1251,7 @@ class _Builder:
         high: int,
         done: list[tuple[int, Cut | None, Value]],
     ) -> int:
-        """Where a part puts a result: in its cell, where it is one, or in memory of its own."""
+        """Return where a part puts a result: in its cell if it is one, or in memory of its own."""
         old, (value, count) = self.old.values[index], shape
         search = self.search
         if cut is None and old.storage not in search.cuts:
@@ -1294,7 +1274,7 @@ class _Builder:
         return self._value(found)
 
     def _put(self, op: Op, index: int, cut: Cut | None, made: Value, low: int, high: int) -> None:
-        """Copy what a part has made to where others look for it."""
+        """Copy a part's result to where others read it."""
         old, search = self.old.values[index], self.search
         storage = old.storage
         if storage not in search.cuts:
@@ -1336,7 +1316,7 @@ class _Builder:
 
 
 def _depth_first(pieces: Sequence[_Piece]) -> list[_Piece]:
-    """Pieces in an order in which each finds what it found before: of those that can run, one of the last op's."""
+    """Order pieces so that each finds its arguments: of those that can run, one of the last op's."""
     last_write: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     after: list[list[int]] = [[] for _ in pieces]
@@ -1371,7 +1351,7 @@ def _depth_first(pieces: Sequence[_Piece]) -> list[_Piece]:
 
 
 def _halved(captured: Captured, most: int, refused: Set[str]) -> tuple[Captured, list[Claim]]:
-    """The step with norms' backward passes that need too much in two ops, and that these make what the one makes.
+    """Split norms' large backward passes into two ops, and return the claims that the bits are the same.
 
     The gradient of the input can be cut by rows, those of scale and offset by columns.
     """
@@ -1391,10 +1371,10 @@ def _halved(captured: Captured, most: int, refused: Set[str]) -> tuple[Captured,
 
 
 def _small_losses(captured: Captured, most: int) -> Captured:
-    """The same step, to the bit, in which losses of large log-probabilities look at those of the targets alone.
+    """Let losses of large log-probabilities read only those of the targets, without changing a bit.
 
-    ``nll_loss`` adds up one number of each row, or of each place of an image. On a tensor with one class, that holds
-    these numbers, it does the same.
+    ``nll_loss`` adds up one number for each row or place of an image. On a tensor with one class, that holds these
+    numbers, it does the same.
     """
     graph, values = captured.graph, list(captured.values)
     storages = list(graph.storages)
@@ -1469,7 +1449,6 @@ def _has_box(axes: Axes, place: Placed, value: Value) -> bool:
 
 
 def window_of(value: Value) -> Window:
-    """A value's place in its storage."""
     return Window(value.shape, value.stride, value.offset)
 
 
@@ -1478,7 +1457,7 @@ def _windowed(storage: int, dtype: torch.dtype, window: Window) -> Value:
 
 
 def _flat(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of memory that holds a box."""
+    """Return shape and strides of memory that holds a box."""
     window = window_within(box, box)
     return window.shape, window.stride
 
@@ -1488,7 +1467,6 @@ def _refs(call: Call) -> list[Ref]:
 
 
 def _named_refs(call: Call) -> list[tuple[Name, int]]:
-    """The values that a call is given, by argument."""
     func = call.func
     if not isinstance(func, OpOverload):
         return [(("", place), ref.value) for place, ref in enumerate(_refs(call))]
@@ -1502,7 +1480,7 @@ def _named_refs(call: Call) -> list[tuple[Name, int]]:
 
 
 def _in_pages(ends: Sequence[int], size: int) -> list[int]:
-    """Those of the ends of ranges at which pages end, of elements of so many bytes, and between which enough lies."""
+    """Return the range ends that are page ends and far enough apart, for elements of ``size`` bytes."""
     found = [0]
     for end in ends[1:-1]:
         far = min(end - found[-1], ends[-1] - end) * size >= LARGE_BYTES
@@ -1512,7 +1490,7 @@ def _in_pages(ends: Sequence[int], size: int) -> list[int]:
 
 
 def _is_flat(value: Value, count: int) -> bool:
-    """Whether a value is all of a storage of so many bytes, element after element."""
+    """Return whether a value is all of a storage of ``count`` bytes, element after element."""
     dense = tuple(prod(value.shape[dim + 1 :]) for dim in range(len(value.shape)))
     return covers(value, count) and all(
         n == 1 or a == b for n, a, b in zip(value.shape, value.stride, dense, strict=True)
@@ -1528,7 +1506,7 @@ def _ref(call: Call, name: Name) -> Ref:
 
 
 def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps, in the order of others."""
+    """Return strides without gaps, in the order of other strides."""
     found = [0] * len(shape)
     step = 1
     for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
@@ -1546,7 +1524,7 @@ ALIGNED = 64
 
 
 def _can_be_tried(op: Op, call: Call) -> bool:
-    """Whether an op does nothing but make its results: it draws no random numbers, which would be missing later."""
+    """Return whether an op only makes results and draws no random numbers, which would be missing later."""
     plain = isinstance(call.func, OpOverload) and call.func.namespace == "aten" and call.rehearse is None
     return plain and not op.random and not op.communicates
 

@@ -16,22 +16,12 @@ from outofcore.capture.provenance import reader_within
 
 @dataclass(frozen=True)
 class Check:
-    """Raises if a tensor with one element has the wrong truth value.
-
-    Attributes:
-        passes: the right truth value.
-        text: of the error.
-    """
+    """Raises an error with ``text`` unless a one-element tensor's truth value equals ``passes``."""
 
     passes: bool
     text: str
 
     def __call__(self, value: torch.Tensor) -> None:
-        """Check a value.
-
-        Raises:
-            ValueError: its truth value is the wrong one.
-        """
         if bool(value) != self.passes:
             raise ValueError(self.text)
 
@@ -45,10 +35,9 @@ _OF_DISTRIBUTIONS = Check(
 
 
 def check_here(function: str) -> Check | None:
-    """The check that is reading a value, as the Python stack shows; None: something else reads it.
+    """Return the check that is reading a value, by the Python stack; None if something else reads it.
 
-    Args:
-        function: the name of the PyTorch function that the user's code has called.
+    ``function`` is the PyTorch function that the user's code has called.
     """
     if function in _LOSSES:
         return _LOSSES[function]

@@ -1,9 +1,9 @@
 """Operators that raise because of the values they are given: an index out of range, a matrix that is singular.
 
 An update must not run before such an op if plain PyTorch runs it after: should the op raise, only a part of the model
-would be updated. Wrong dtypes and shapes raise while the step is captured. The tables were found by running PyTorch's
-operator database (torch 2.13) on the CPU, forward and backward, with indices out of range, infinities and NaN, and by
-reading the checks of kernels. Any custom operator may raise.
+would be updated. (Wrong dtypes and shapes raise at capture.) The tables were found by running PyTorch's operator
+database (torch 2.13) on the CPU, forward and backward, with indices out of range, infinities and NaN, and by reading
+the checks of kernels. Any custom operator may raise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ _OF_INTEGERS = frozenset({"div", "floor_divide", "remainder", "fmod"})
 
 
 def ops_that_may_raise(captured: Captured) -> frozenset[int]:
-    """The ids of the ops of a step that may raise because of values."""
     known: set[int] = set()  # storages that were indices of an op before
     found: set[int] = set()
     for op, call in zip(captured.graph.ops, captured.calls, strict=True):
@@ -65,7 +64,7 @@ def ops_that_may_raise(captured: Captured) -> frozenset[int]:
 
 
 def _integers(captured: Captured, call: Call) -> set[int]:
-    """The storages of the integers that an op is given."""
+    """Return the storages of an op's integer arguments."""
     leaves: list[Any] = tree_flatten((call.args, call.kwargs))[0]
     values = [captured.values[leaf.value] for leaf in leaves if isinstance(leaf, Ref)]
     return {one.storage for one in values if not one.dtype.is_floating_point and not one.dtype.is_complex}

@@ -1,7 +1,7 @@
-"""Which capture of a step fits what Python holds now.
+"""Which capture of a step fits the current Python values.
 
-A capture is right as long as the Python values that it has read are what they were (``capture.snapshot``). Where they
-are not, the step is captured again: for inputs of one kind there are then several variants.
+A capture is valid while the Python values that it has read are unchanged (``capture.snapshot``). Otherwise the step is
+captured again, so one input signature may have several variants.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ _LAST_CALLS, _TOO_OFTEN = 8, 3
 
 
 class Variants:
-    """The captures of one step, by the signatures of its calls and by what they have read."""
-
     def __init__(self) -> None:
         self._known: dict[Signature, dict[int, Snapshot]] = {}
         self._changes: dict[Signature, deque[bool]] = {}
         self._count = 0
 
     def find(self, signature: Signature) -> tuple[Signature, str]:
-        """The signature of the variant that fits now, of those with this signature.
+        """Return the signature of the variant that fits now, and what has changed since the latest capture.
 
-        Returns:
-            the signature, with the number of the variant, of which there is no capture yet where none fits; and what
-            has changed since the latest capture, in words, or else nothing.
+        If no variant fits, the signature has the number of a new one. The change is empty if there is none.
         """
         known = self._known.get(signature)
         if not known:
@@ -50,7 +46,7 @@ class Variants:
         return signature._replace(variant=self._count), told
 
     def add(self, signature: Signature, snapshot: Snapshot) -> Iterator[Signature]:
-        """Take note of the values that a capture has read; gives the signatures of captures to be forgotten."""
+        """Add a capture by the values that it has read; yields the signatures of captures to be forgotten."""
         kind = signature._replace(variant=0)
         known = self._known.setdefault(kind, {})
         self._changes.setdefault(kind, deque(maxlen=_LAST_CALLS))
@@ -61,16 +57,15 @@ class Variants:
             yield kind._replace(variant=number)
 
     def others(self, signature: Signature) -> Iterable[Signature]:
-        """The signatures of the other variants, the one used last first."""
+        """Return the signatures of the other variants, the one used last first."""
         kind = signature._replace(variant=0)
         return [kind._replace(variant=n) for n in reversed(self._known.get(kind, {})) if n != signature.variant]
 
     def changes_too_often(self, signature: Signature) -> bool:
-        """Whether the values that calls with this signature read have changed in most of the last of them."""
+        """Return whether the values that calls with this signature read have changed in most recent calls."""
         return sum(self._changes.get(signature._replace(variant=0), ())) >= _TOO_OFTEN
 
     def forget(self, signature: Signature | None = None) -> None:
-        """Forget a capture, or all."""
         if signature is None:
             self._known.clear()
         else:

@@ -1,7 +1,7 @@
 """Addresses of words in memory that change whenever a value that a captured step has read does.
 
-A step may have read thousands of values. Looking each of them up before each call takes longer than comparing words at
-known addresses: the version of a dict stands for all its items, its size for the set of its keys.
+Comparing words at known addresses is faster than looking up thousands of values before each call: the version of a dict
+stands for all its items, its size for the set of its keys.
 
 The memory layouts are those of CPython on 64 bits with the global interpreter lock. Versions of dicts are used up to
 Python 3.12; in 3.13, setting an attribute does not change the version. The place of a tensor's hooks is found with a
@@ -22,7 +22,7 @@ from torch import nn
 
 
 class Kind(IntEnum):
-    """What an entry compares: as ``Kind`` in reads.cpp."""
+    """What an entry compares; equals ``Kind`` in reads.cpp."""
 
     ITEM = 0  # of a dict
     ATTRIBUTE = 1  # of an object
@@ -43,12 +43,12 @@ _HAS_VERSIONS = sys.version_info < (3, 13)
 
 
 def word_at(address: int) -> int:
-    """The word at an address, as a signed number."""
+    """Return the word at an address, as a signed number."""
     return ctypes.c_int64.from_address(address).value
 
 
 def word_of(kind: Kind, owner: Any, key: Any) -> int | None:
-    """The address of a word that changes whenever the value of an entry does; None: there is no such word.
+    """Return the address of a word that changes whenever the value of an entry does; None if there is none.
 
     The address is valid as long as ``owner`` lives. The word may also change while the value stays the same.
     """
@@ -78,7 +78,7 @@ def word_of(kind: Kind, owner: Any, key: Any) -> int | None:
 
 @functools.cache
 def _place_in_tensor(name: str) -> int | None:
-    """The offset of a tensor's dict of hooks, found with a probe; None: it was not found."""
+    """Find the offset of a tensor's dict of hooks with a probe; None if it was not found."""
     probe, hooks = torch.zeros((), device="cpu", requires_grad=True), OrderedDict[int, Any]()
     try:
         setattr(probe, name, hooks)

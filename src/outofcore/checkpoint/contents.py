@@ -1,4 +1,4 @@
-"""What belongs to a checkpoint: tensors of models and optimizers by name, what is no tensor, and random generators."""
+"""The contents of a checkpoint: named tensors of models and optimizers, plain data, and random generators."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ _Count = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class SavedFile(Struct):
-    """A data file of a checkpoint."""
-
     bytes: _Count
     crc32: _Count
 
@@ -39,14 +37,14 @@ class SavedModel(Struct):
 
 
 class SavedGroup(Struct):
-    """A group of an optimizer: how many parameters it has, and its settings that are no tensors."""
+    """A group of an optimizer: the number of its parameters, and its settings that are no tensors."""
 
     parameters: _Count
     settings: dict[str, Any]
 
 
 class SavedOptimizer(Struct):
-    """An optimizer in a checkpoint's index, with the state that is no tensor by the parameter's number."""
+    """An optimizer in a checkpoint's index; ``state`` is what is no tensor, by the parameter's number."""
 
     groups: list[SavedGroup]
     state: dict[str, dict[str, Any]]
@@ -74,12 +72,9 @@ class SavedGenerators(Struct):
 
 
 class Index(Struct):
-    """The index of a checkpoint: what is no tensor, and the data files that count.
+    """The index of a checkpoint: plain data, and the current data files.
 
-    Attributes:
-        names: the name of each data file by its stem, such as "training".
-        files: the data files by name.
-        extra: what the caller has saved along.
+    ``names`` maps a stem such as "training" to its data file, ``extra`` is what the caller has saved along.
     """
 
     format: str
@@ -101,10 +96,8 @@ class Index(Struct):
 class ModelContents:
     """The tensors of a model, each once however many names it has.
 
-    Attributes:
-        tensors: parameters and the buffers that belong to its state dict, by their first name.
-        rest: other buffers.
-        aliases: further names, each with the first one.
+    ``tensors`` are parameters and buffers of its state dict by their first name, ``rest`` other buffers, and
+    ``aliases`` further names with the first one.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -113,11 +106,7 @@ class ModelContents:
 
 
 def contents_of(model: nn.Module) -> ModelContents:
-    """The tensors of a model.
-
-    Raises:
-        StateError: a module has state that is no parameter and no buffer.
-    """
+    """Collect the tensors of a model; raises ``StateError`` if a module has other state."""
     found = ModelContents()
     seen: dict[Any, str] = {}
     for path, module in model.named_modules():
@@ -148,21 +137,17 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The parameters of an optimizer in the order in which its state dict counts them."""
+    """Return the parameters of an optimizer in the order in which its state dict counts them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def known_to(models: Sequence[nn.Module]) -> set[int]:
-    """The ids of all parameters of some models."""
+    """Return the ids of all parameters of some models."""
     return {id(parameter) for model in models for parameter in model.parameters()}
 
 
 def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The settings of each group that are no tensors, for JSON.
-
-    Raises:
-        StateError: a setting is neither a tensor nor plain data.
-    """
+    """Return each group's settings that are no tensors, for JSON; raises ``StateError`` unless they are plain data."""
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         settings = {n: v for n, v in group.items() if n != "params" and not isinstance(v, torch.Tensor)}
@@ -173,10 +158,9 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """The state of each parameter that is no tensor, by the parameter's number, for JSON.
+    """Return the state that is no tensor, by the parameter's number, for JSON.
 
-    Raises:
-        StateError: some state is neither a tensor nor plain data, or belongs to no parameter.
+    Raises ``StateError`` if some state is neither a tensor nor plain data, or belongs to no parameter.
     """
     parameters = parameters_of(optimizer)
     known = {id(parameter) for parameter in parameters}
@@ -198,11 +182,7 @@ def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def check_plain(value: Any, what: str) -> None:
-    """Refuse what JSON does not give back as it was, but for tuples, which come back as lists.
-
-    Raises:
-        StateError: the value is neither a number, text, True, False or None, nor a list, tuple or dict of such.
-    """
+    """Raise ``StateError`` for a value that JSON does not restore exactly, except for tuples, which become lists."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -219,7 +199,7 @@ def check_plain(value: Any, what: str) -> None:
 
 
 def generator_tensors() -> list[tuple[str, torch.Tensor]]:
-    """The states of PyTorch's default generators: that of the CPU, and of CUDA where it is in use."""
+    """Return the states of PyTorch's default generators: that of the CPU, and of CUDA where it is in use."""
     found = [(CPU_GENERATOR, torch.get_rng_state())]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found += [(f"{_CUDA}{index}", state) for index, state in enumerate(torch.cuda.get_rng_state_all())]
@@ -227,7 +207,7 @@ def generator_tensors() -> list[tuple[str, torch.Tensor]]:
 
 
 def restore_generators(tensors: dict[str, torch.Tensor]) -> None:
-    """Set PyTorch's generators; those of CUDA devices that are not here are left out."""
+    """Set PyTorch's generators; skip those of missing CUDA devices."""
     if CPU_GENERATOR in tensors:
         torch.set_rng_state(tensors[CPU_GENERATOR])
     for name, state in tensors.items():
@@ -236,7 +216,7 @@ def restore_generators(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def plain_generators() -> dict[str, Any]:
-    """The states of the generators of Python's ``random`` and of ``numpy.random``, for JSON."""
+    """Return the states of the generators of Python's ``random`` and of ``numpy.random``, for JSON."""
     version, numbers, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     return {
@@ -254,8 +234,7 @@ def plain_generators() -> dict[str, Any]:
 def restore_plain_generators(saved: SavedGenerators, file: Path) -> None:
     """Set the generators of Python's ``random`` and of ``numpy.random``.
 
-    Raises:
-        InputError: the states are not such as this version of Python or numpy has.
+    Raises ``InputError`` if the states do not fit this version of Python or numpy.
     """
     python, numpy = saved.python, saved.numpy
     key = np.array(numpy.key, dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into models, optimizers and random generators, a buffer at a time."""
+"""Load a checkpoint into models, optimizers and random generators, a buffer at a time."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ Targets = dict[str, torch.Tensor]
 
 
 class Checkpoint:
-    """A checkpoint in a folder, found to be whole as far as sizes tell; its contents are checked as they are read.
+    """A checkpoint in a folder. Sizes are checked at once, contents as they are read.
 
-    Raises:
-        InputError: there is none, or it is damaged.
+    Raises ``InputError`` if there is none, or it is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,16 +75,15 @@ class Checkpoint:
         faces: Faces | None,
         shards: Shards | None = None,
     ) -> None:
-        """Put everything in its place.
+        """Load everything.
 
-        Tensors that exist are overwritten where they are; optimizer state and gradients that do not exist yet are
-        allocated at home. Of what is spread over processes (``shards``), each reads its range; who saved it, and
-        whether it was spread then, is no matter.
+        Tensors that exist are overwritten in place; optimizer state and gradients that do not exist yet are allocated
+        at home. Each process reads its range of sharded tensors (``shards``); who saved them, and whether they were
+        sharded then, makes no difference.
 
         Raises:
-            InputError: the checkpoint is not one of such models and optimizers; nothing has been changed.
-            TransferError: a file cannot be read or is not as it was saved; models and optimizers are part old and
-                part new.
+            InputError: the checkpoint does not fit the models and optimizers; nothing has been changed.
+            TransferError: a file cannot be read or is damaged; models and optimizers are part old and part new.
             SpillError: the home has no room.
         """
         self._shards = shards
@@ -136,17 +134,17 @@ class Checkpoint:
         return None if self._shards is None else self._shards.of(parameter)
 
     def _target(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What of a parameter is to be filled."""
+        """Return the tensor to be filled for a parameter: itself, or the own range."""
         shard = self._shard(parameter)
         return parameter if shard is None else self._range(shard, shard.own)
 
     def _range(self, shard: Shard, own: torch.Tensor) -> torch.Tensor:
-        """Take note that a tensor is to have a range of what a file has."""
+        """Record that a tensor is to have a range of what a file has."""
         self._ranges[id(own)] = shard
         return own
 
     def _may_have(self, parameter: torch.Tensor, tensor: Any, entry: Entry) -> bool:
-        """Whether a tensor that exists is one for what a file has of a parameter; a range is taken note of."""
+        """Return whether an existing tensor fits a file's entry for a parameter; record a range."""
         shard = self._shard(parameter)
         if not isinstance(tensor, torch.Tensor):
             return False
@@ -158,7 +156,7 @@ class Checkpoint:
         return False
 
     def _new(self, parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
-        """A tensor for what a file has of a parameter."""
+        """Make a tensor for a file's entry for a parameter."""
         shard = self._shard(parameter)
         if shard is None or entry.shape != shard.shape:
             return _new_tensor(parameter, entry, faces)
@@ -174,7 +172,7 @@ class Checkpoint:
             raise InputError(f"the checkpoint in {self.folder} has {saved} {what}, and {given} were given")
 
     def _model_targets(self, number: int, stem: str, own: Targets, aliases: dict[str, str]) -> Targets:
-        """The tensors of a model by their names in the file; names may be tied otherwise than they were."""
+        """Return the tensors of a model by their names in the file, where other names may be tied."""
         entries = self._files[stem].entries
         targets: Targets = {}
         for name, tensor in own.items():
@@ -232,7 +230,7 @@ class Checkpoint:
     def _new_tensors(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None
     ) -> Targets:
-        """New tensors for optimizer state and gradients that there are in the file and not yet here."""
+        """Make tensors for optimizer state and gradients that are in the file and do not exist yet."""
         entries = self._files["training"].entries
         new: Targets = {}
         for number, optimizer in enumerate(optimizers):
@@ -281,7 +279,7 @@ class Checkpoint:
             )
 
     def _show_state(self, number: int, optimizer: Optimizer, saved: SavedOptimizer, new: Targets) -> None:
-        """Give each parameter the state that was saved, and none besides."""
+        """Give each parameter exactly the state that was saved."""
         plain = saved.state
         for place, parameter in enumerate(parameters_of(optimizer)):
             if str(place) not in plain:
@@ -302,7 +300,7 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
 
 
 def _new_tensor(parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
-    """A tensor for a file's entry, laid out in memory like the parameter where they have one shape."""
+    """Make a tensor for a file's entry, with the parameter's layout if their shapes are equal."""
     shape = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     if tuple(parameter.shape) == entry.shape:
         shape = torch.empty_like(parameter, dtype=entry.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Whether files with weights are those of a model: names, shapes and dtypes, looked at before anything is changed."""
+"""Check that weight files fit a model, by names, shapes and dtypes, before anything is changed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
-    """Refuse files that are not of a model, and warn of tensors that only one of the two has.
+    """Refuse files that do not fit a model, and warn of tensors that only one of the two has.
 
-    Raises:
-        InputError: none of the files' names is one of a tensor on the device meta, or such a tensor has another shape
-            or another kind of dtype in its file.
+    Raises ``InputError`` if the files have no name of a meta tensor of the model, or another shape or kind of dtype for
+    one.
     """
     named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     wanted = {name: tensor for name, tensor in named.items() if tensor.is_meta}
@@ -59,11 +58,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
 
 
 def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: Entry, path: Path) -> None:
-    """Refuse a tensor of a file whose shape is not ``shape``, or that has numbers of another kind.
-
-    Raises:
-        InputError: as said.
-    """
+    """Raise ``InputError`` for an entry whose shape is not ``shape``, or that has numbers of another kind."""
     if shape != entry.shape:
         raise InputError(f"{name} has the shape {shape}, and {entry.shape} in {path}")
     if tensor.dtype != entry.dtype and _kind(tensor.dtype) != _kind(entry.dtype):
@@ -82,13 +77,13 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def listed(names: Collection[str]) -> str:
-    """The first few names, and how many there are."""
+    """Format the first few names, and how many there are."""
     first = ", ".join(list(names)[:_LISTED])
     return first if len(names) <= _LISTED else f"{first} and {len(names) - _LISTED} more"
 
 
 def _advice(theirs: Collection[str], ours: Collection[str]) -> str:
-    """What to do where names would match but for a prefix or a wrapper's part; "" where they would not."""
+    """Return advice where names would match without a prefix or a wrapper's part; empty otherwise."""
     prefix = _prefix(theirs, set(ours))
     if prefix:
         return (
@@ -112,7 +107,7 @@ def _advice(theirs: Collection[str], ours: Collection[str]) -> str:
 
 
 def _prefix(longer: Iterable[str], shorter: set[str]) -> str:
-    """What most names begin with that are others' names otherwise."""
+    """Return the prefix that most names have before others' names."""
     found: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")

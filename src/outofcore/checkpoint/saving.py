@@ -1,8 +1,8 @@
-"""Saves a checkpoint into a folder: data files of one save after the other, and an index that names those that count.
+"""Save a checkpoint into a folder: numbered data files, and an index that names the current ones.
 
-A save writes new files beside the old ones, brings them to the disk, and then puts a new index in place of the old
-one by a rename, which is whole or not at all. Only after that are the old files deleted. So a save that is cut off at
-any point leaves the checkpoint that was there before; what it had written is deleted by the next.
+A save writes new files next to the old ones, syncs them to the disk, and then replaces the index by an atomic rename.
+Only after that are the old files deleted. So a save that is cut off at any point leaves the checkpoint that was there
+before; the next save deletes its leftovers.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _DATA = re.compile(r"[a-z]+[0-9]*-([0-9]{6})\.safetensors")
 
 @dataclass(frozen=True)
 class Part:
-    """The own range of a tensor that is spread over processes, which the file has whole."""
+    """The own range of a sharded tensor, which the file has whole."""
 
     shard: Shard
     tensor: torch.Tensor
 
     @property
     def whole(self) -> torch.Tensor:
-        """The shape and dtype of the whole."""
+        """A meta tensor with the shape and dtype of the whole."""
         return torch.empty(self.shard.shape, dtype=self.tensor.dtype, device="meta")
 
 
@@ -73,19 +73,13 @@ def save_checkpoint(
     extra: Any = None,
     shards: Shards | None = None,
 ) -> None:
-    """Write a checkpoint into a folder, in place of the one that is there; that one counts until this one is whole.
+    """Write a checkpoint into a folder, which replaces an existing one once it is complete.
 
-    Args:
-        folder: made if it does not exist.
-        models: whose parameters, buffers and gradients are saved.
-        optimizers: whose state and settings are saved.
-        faces: of the home where tensors may live.
-        extra: plain data of the caller's, for JSON.
-        shards: what is spread over processes now. All of them call this at once; the first writes whole tensors, of
-            which the others send their ranges, some MiB at a time.
+    ``faces`` are of the home where tensors may be; ``extra`` is plain data for JSON. All processes of ``shards`` call
+    this at once: the first writes whole tensors, and the others send their ranges, some MiB at a time.
 
     Raises:
-        TransferError: the system refuses a write or a read; the checkpoint that was there is still whole.
+        TransferError: a write or a read failed; the previous checkpoint is still complete.
         StateError: something cannot be saved, or another process is saving into the folder, or cannot go on.
     """
     together = None if shards is None else Together(shards, faces)
@@ -114,7 +108,7 @@ def save_checkpoint(
 def _contents(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], extra: Any, shards: Shards | None
 ) -> tuple[dict[str, Named], dict[str, Any]]:
-    """What goes into each data file, by its stem, and what is no tensor."""
+    """Return the contents of each data file by its stem, and the plain data."""
 
     def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | Part:
         shard = None if shards is None else shards.of(parameter)
@@ -182,12 +176,7 @@ def _save(
 
 
 class Together:
-    """The ranges of all processes on their way into files that the first process writes.
-
-    Args:
-        shards: what is spread.
-        faces: of the home where the own ranges may live.
-    """
+    """Sends the ranges of all processes to the first one, which writes the files."""
 
     def __init__(self, shards: Shards, faces: Faces | None) -> None:
         self._shards = shards
@@ -195,7 +184,7 @@ class Together:
         self._left = 0
 
     def generators(self) -> Named:
-        """The states of PyTorch's generator in the other processes: their random numbers are others."""
+        """Return the states of PyTorch's generator in the other processes, which differ."""
         shards = self._shards
         states: list[Any] = [None] * shards.group.size()
         with talking():
@@ -203,7 +192,7 @@ class Together:
         return [(other_generator(rank), state) for rank, state in enumerate(states) if rank]
 
     def send(self, items: Sequence[torch.Tensor | Part]) -> None:
-        """Send the own ranges to the first process, as long as it wants them."""
+        """Send the own ranges to the first process, as long as it asks for them."""
         for part in items:
             if not isinstance(part, Part):
                 continue
@@ -217,7 +206,7 @@ class Together:
 
     @contextlib.contextmanager
     def receiving(self, count: int) -> Iterator[None]:
-        """In this context so many tensors are received, unless something happens: then the others are told so."""
+        """Receive this many tensors in this context; tell the other processes if it fails."""
         self._left = count
         try:
             yield
@@ -242,7 +231,7 @@ class Together:
             raise
 
     def _go_on(self, *, wanted: bool = True) -> bool:
-        """Whether the first process wants more."""
+        """Return whether the first process wants more."""
         told = [wanted]
         with talking():
             torch.distributed.broadcast_object_list(told, group=self._shards.group, group_src=0)
@@ -264,7 +253,7 @@ class Together:
 
 
 def other_generator(rank: int) -> str:
-    """What the state of PyTorch's generator in another process than the first is called."""
+    """Return the name of another process's generator state."""
     return f"rank.{rank}.generator.cpu"
 
 
@@ -315,14 +304,10 @@ def _check_devices(number: int, tensors: Named) -> None:
 
 @contextlib.contextmanager
 def saving_into(folder: Path) -> Iterator[str]:
-    """Make the folder if there is none, and keep others from saving into it meanwhile.
+    """Make the folder if needed, and keep others from saving into it meanwhile.
 
-    Yields:
-        what the names of this save's data files are to end with, such as "-000001.safetensors".
-
-    Raises:
-        TransferError: the folder cannot be made or written to.
-        StateError: somebody else is saving into it.
+    Yields the suffix of this save's data files, such as "-000001.safetensors". Raises ``TransferError`` if the folder
+    cannot be written to, ``StateError`` if somebody else is saving into it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -347,15 +332,9 @@ def saving_into(folder: Path) -> Iterator[str]:
 
 
 def commit(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
-    """Make an index the one that counts, and delete the data files that it does not name.
+    """Make an index the current one, and delete the data files that it does not name.
 
-    Args:
-        folder: where data files that are whole on the disk lie.
-        index: JSON.
-        files: the names of its data files.
-
-    Raises:
-        TransferError: the index cannot be written; the old one still counts.
+    If it raises ``TransferError``, the old index is still current.
     """
     new = folder / _NEW_INDEX
     data = (json.dumps({"format": FORMAT, **index}, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
@@ -381,7 +360,7 @@ def commit(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
 
 
 def discard(folder: Path, files: set[str]) -> None:
-    """Delete the data files of saves whose names are not among ``files``, as far as the system lets us."""
+    """Delete data files of saves that are not among ``files``, as far as the system allows."""
     for path in folder.iterdir():
         if path.name == _NEW_INDEX or (_DATA.fullmatch(path.name) and path.name not in files):
             # Left for the next save: nothing depends on it.
@@ -390,18 +369,14 @@ def discard(folder: Path, files: set[str]) -> None:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint.
-
-    Raises:
-        InputError: there is none, or it cannot be read; ``GraphError`` is a kind of it.
-    """
+    """Read the index of a checkpoint; raises ``InputError`` (or its kind ``GraphError``) if that fails."""
     if not (folder / INDEX).is_file():
         raise InputError(f"there is no checkpoint in {folder}: it has no {INDEX}")
     return decode_json(folder / INDEX, FORMAT, Index, whole=False)
 
 
 def indexed_files(folder: Path) -> set[str]:
-    """The names of the data files that the checkpoint in a folder consists of; none where there is no checkpoint."""
+    """Return the names of a checkpoint's data files; none where there is no checkpoint."""
     try:
         return set(read_index(folder).files)
     except InputError:

@@ -74,7 +74,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file whose header has been read and found right."""
+    """A safetensors file whose header has been read and checked."""
 
     path: Path
     entries: dict[str, Entry]
@@ -83,11 +83,7 @@ class TensorFile:
 
 
 def header_for(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
-    """The beginning of a file that holds these tensors in this order.
-
-    Raises:
-        InputError: a tensor has a dtype that the format has no name for.
-    """
+    """Build the header of a file with these tensors in order; raises ``InputError`` for an unsupported dtype."""
     described: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0
     for name, tensor in tensors:
@@ -109,11 +105,7 @@ def header_for(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def read_header(path: Path) -> TensorFile:
-    """Read the header of a file, and nothing else of it.
-
-    Raises:
-        InputError: the file cannot be read or is not a whole safetensors file.
-    """
+    """Read only the header of a file; raises ``InputError`` unless it is a whole safetensors file."""
     try:
         with path.open("rb") as file:
             stamp = Stamp.of(file.fileno())
@@ -149,7 +141,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(number: object) -> int:
-    """A number that counts bytes or elements: JSON has others, and Python would take them."""
+    """Check a count of bytes or elements: JSON allows other numbers, and Python would take them."""
     if type(number) is not int or not 0 <= number < 1 << 63:
         raise ValueError(f"{number!r} is no count")
     return number
@@ -164,21 +156,14 @@ def _entry(name: str, item: Mapping[str, Any], start: int) -> Entry:
 
 
 def new_buffer() -> memoryview:
-    """``BUFFER_BYTES`` of memory that direct I/O can use."""
+    """Return ``BUFFER_BYTES`` of memory that direct I/O can use."""
     return Region(map_anonymous(BUFFER_BYTES), BUFFER_BYTES).memory(0, BUFFER_BYTES)
 
 
 class OutFile:
-    """A new file that is written from its beginning to its end; a context manager.
+    """A new file that is written sequentially; a context manager. It is complete on disk once ``finish`` has returned.
 
-    It is whole on disk once ``finish`` has returned.
-
-    Attributes:
-        bytes: written so far.
-        crc32: of them.
-
-    Raises:
-        TransferError: the system refuses; the message says where and why.
+    ``bytes`` are written so far, with checksum ``crc32``. Raises ``TransferError`` if the system refuses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -212,7 +197,6 @@ class OutFile:
             os.close(self._descriptor)
 
     def write(self, source: memoryview | bytes) -> None:
-        """Append bytes."""
         source = memoryview(source)
         self.crc32 = zlib.crc32(source, self.crc32)
         self.bytes += len(source)
@@ -225,7 +209,7 @@ class OutFile:
                 self._flush(BUFFER_BYTES)
 
     def finish(self) -> None:
-        """Write what is left, and return when the disk has it all."""
+        """Write the rest, and return when the disk has it all."""
         try:
             if self._filled:
                 # Direct I/O moves whole pages; what is too much is cut off.
@@ -275,11 +259,7 @@ class OutFile:
 
 
 class InFile:
-    """A file that is read in pieces, without its pages staying in the page cache; a context manager.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """A file that is read in pieces, without its pages staying in the page cache; a context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -297,11 +277,7 @@ class InFile:
         os.close(self._descriptor)
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``offset`` on.
-
-        Raises:
-            TransferError: the file ends there, or cannot be read.
-        """
+        """Fill ``target`` from byte ``offset`` on; raises ``TransferError`` if the file is too short or unreadable."""
         done = 0
         while done < len(target):
             try:
@@ -318,14 +294,7 @@ class InFile:
 
 
 def pour(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffer: memoryview) -> None:
-    """Append the elements of a tensor to a file, in row-major order.
-
-    Args:
-        tensor: any strided tensor on the CPU.
-        out: the file.
-        faces: of the home where the tensor may live.
-        buffer: whole pages, through which the bytes go.
-    """
+    """Append the elements of a strided CPU tensor to a file, in row-major order, through a buffer of whole pages."""
     count = tensor.numel() * tensor.element_size()
     if not count:
         return
@@ -346,21 +315,9 @@ def pour(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffer: memory
 def fill(
     tensor: torch.Tensor, entry: Entry, source: InFile, faces: Faces | None, buffer: memoryview, crc32: int = 0
 ) -> int:
-    """Fill a tensor with what a file has, converted where the dtypes differ.
+    """Fill a strided CPU tensor from an entry of its shape, converting the dtype; return the continued checksum.
 
-    Args:
-        tensor: any strided tensor on the CPU, of the entry's shape.
-        entry: where its elements are in the file.
-        source: the file.
-        faces: of the home where the tensor may live.
-        buffer: whole pages, through which the bytes go.
-        crc32: of the bytes of the file before the entry's.
-
-    Returns:
-        the checksum gone on with.
-
-    Raises:
-        TransferError: the file cannot be read.
+    ``buffer`` is whole pages; ``crc32`` is of the file's bytes before the entry. Raises ``TransferError``.
     """
     at, count = entry.begin, entry.end - entry.begin
     if not count:
@@ -396,19 +353,9 @@ def fill_range(
     buffer: memoryview,
     crc32: int = 0,
 ) -> int:
-    """Fill a row with a range of what a file has; all of it is read, for the checksum.
+    """Fill a row on the CPU with the entry's elements from ``start`` on; all of it is read, for the checksum.
 
-    Args:
-        tensor: a row of elements on the CPU.
-        start: which element of the entry, in row-major order, is its first one.
-        entry: where the elements are in the file.
-        source, faces, buffer, crc32: as for ``fill``.
-
-    Returns:
-        the checksum gone on with.
-
-    Raises:
-        TransferError: the file cannot be read.
+    Other arguments, and the result, are as for ``fill``.
     """
     itemsize = entry.dtype.itemsize
     step = len(buffer) // itemsize
@@ -427,7 +374,7 @@ def fill_range(
 
 
 def _whole_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) -> tuple[HomeStore, int] | None:
-    """The home and the slot of a tensor that takes all of it, in the order of a file."""
+    """Return the home and slot of a tensor that fills it in the order of a file."""
     whole = (
         tensor.is_contiguous()
         and tensor.storage_offset() == 0
@@ -438,7 +385,7 @@ def _whole_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) ->
 
 
 def _pieces(tensor: torch.Tensor, most: int, itemsize: int) -> Iterator[torch.Tensor]:
-    """Parts of a tensor in row-major order, each of at most ``most`` bytes, if an element takes ``itemsize``."""
+    """Cut a tensor in row-major order into pieces of at most ``most`` bytes, at ``itemsize`` bytes an element."""
     if tensor.numel() * itemsize <= most:
         yield tensor
         return
@@ -451,7 +398,6 @@ def _pieces(tensor: torch.Tensor, most: int, itemsize: int) -> Iterator[torch.Te
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor."""
     start = tensor.storage_offset() * tensor.element_size()
     return memory_of(storage_bytes(tensor)[start : start + tensor.numel() * tensor.element_size()])
 
@@ -466,14 +412,11 @@ class _WeightMap(Struct):
 
 
 class Weights:
-    """Named tensors in safetensors files, of which the headers alone have been read.
+    """Named tensors in safetensors files, of which only the headers have been read.
 
-    Args:
-        path: a safetensors file; an index (``*.safetensors.index.json``) beside the files that it names; or a folder
-            with ``model.safetensors`` or ``model.safetensors.index.json``.
-
-    Raises:
-        InputError: there are no such files, or they cannot be read.
+    ``path`` is a safetensors file, an index (``*.safetensors.index.json``) next to its files, or a folder with
+    ``model.safetensors`` or ``model.safetensors.index.json``. Raises ``InputError`` if there are no such readable
+    files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -500,23 +443,14 @@ class Weights:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors."""
         return frozenset(self._entries)
 
     def find(self, name: str) -> tuple[TensorFile, Entry]:
-        """The file that has a tensor, and where in it.
-
-        Raises:
-            KeyError: none has it.
-        """
+        """Return the file that has a tensor, and its entry; raises ``KeyError``."""
         return self._entries[name]
 
     def load(self, targets: Mapping[str, torch.Tensor], faces: Faces | None) -> None:
-        """Fill tensors on the CPU of the files' shapes, by name, converted where dtypes differ; others are left.
-
-        Raises:
-            TransferError: a file cannot be read.
-        """
+        """Fill CPU tensors of the files' shapes by name, converting dtypes; other entries are ignored."""
         wanted: defaultdict[Path, list[tuple[Entry, torch.Tensor]]] = defaultdict(list)
         for name, tensor in targets.items():
             file, entry = self._entries[name]

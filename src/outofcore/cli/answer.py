@@ -1,4 +1,4 @@
-"""What ``plan``, ``report --steps 0`` and ``validate`` say of a step, wherever it comes from. Without PyTorch."""
+"""The output of ``plan``, ``report --steps 0`` and ``validate``, for any step. Without PyTorch."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ Say = Callable[[str], None]
 
 @contextmanager
 def saying(*, alone: bool) -> Generator[Say]:
-    """A function that prints an answer; ``alone``: nothing else is on standard output, whatever libraries print.
+    """Yield a function that prints an answer; ``alone``: standard output has nothing else, whatever libraries print.
 
-    What they print in the meantime, from native code as well, goes to standard error, and the answer comes at the end.
+    Their output, that of native code included, goes to standard error, and the answer is printed at the end.
     """
     if not alone:
         yield print
@@ -65,7 +65,7 @@ def saying(*, alone: bool) -> Generator[Say]:
 
 @contextmanager
 def _descriptor_to_errors() -> Generator[None]:
-    """Have what native code writes to standard output go to standard error."""
+    """Redirect standard output of native code to standard error."""
     try:
         kept = os.dup(1)
     except OSError:  # there is none
@@ -82,7 +82,7 @@ def _descriptor_to_errors() -> Generator[None]:
 
 
 def _flush_native() -> None:
-    """Write what Python and C still have in their buffers."""
+    """Flush the buffers of Python and C."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None and not stream.closed:
             stream.flush()
@@ -102,13 +102,11 @@ _FIGURES: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Subject:
-    """A step with its costs, and what it is called.
+    """A step with its costs, and its title.
 
     Attributes:
-        title: one line for people.
-        file: graph, costs, and what a file calls the storages.
-        simulated: where the costs were not measured: of what device they are, and how they were come by.
-        parts: the step with ops in parts, where that needs less memory.
+        simulated: the device of simulated costs and their source; empty if they were measured.
+        parts: the split step, where that needs less memory.
     """
 
     title: str
@@ -118,60 +116,48 @@ class Subject:
 
     @property
     def graph(self) -> StepGraph:
-        """The step."""
         return self.file.graph
 
     @property
     def costs(self) -> Costs:
-        """What its ops and homes cost."""
         return self.file.costs
 
     @cached_property
     def smallest_budget(self) -> int:
-        """The least bytes that can hold the step, with ops in parts where that needs less."""
+        """The smallest budget in bytes that can hold the step, with split ops where that needs less."""
         parts = self.parts
         least = self.whole_budget if parts is None else planning.smallest_budget(parts.graph, parts.costs)
         return min(least, self.whole_budget)
 
     @cached_property
     def whole_budget(self) -> int:
-        """The least bytes that can hold the step with ops as a whole."""
+        """The smallest budget in bytes that can hold the step with whole ops."""
         return planning.smallest_budget(self.graph, self.costs)
 
     def within(self, budget: int | None) -> Subject:
-        """The step in the form that is planned for a budget: with ops in parts where it does not fit otherwise."""
+        """Return the step that is planned for a budget: with split ops where it does not fit otherwise."""
         if self.parts is None or budget is None or budget >= self.whole_budget:
             return self
         return replace(self, title=f"{self.title}, ops in parts", file=self.parts, parts=None)
 
     @cached_property
     def in_core_budget(self) -> int:
-        """The bytes from which on nothing needs to move."""
+        """The budget in bytes from which on nothing needs to move."""
         return planning.in_core_budget(self.graph, self.costs)
 
 
 def subject_from(path: Path) -> Subject:
-    """The step in a graph file.
-
-    Raises:
-        InputError: the file cannot be read.
-        GraphError: it is not a graph file, or contradicts itself.
-    """
+    """Read the step in a graph file; raises ``InputError`` or ``GraphError``."""
     file = read_graph(path)
     return Subject(f"{path}: {len(file.graph.ops)} ops on {len(file.graph.storages)} storages", file)
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to become of a plan, besides being summed up.
+    """What to do with a plan besides summing it up.
 
-    Attributes:
-        policy: one of ``planning.POLICIES``.
-        as_json: print JSON.
-        picture: an HTML file to draw the memory of the step in.
-        save_graph: a file to write the graph to.
-        save_plan: a file to write the plan to.
-        curve: plan for other budgets as well, and tell from which on nothing is lost.
+    ``picture`` is an HTML file for the memory of the step; ``curve`` plans for other budgets as well, and finds the one
+    from which on nothing is lost.
     """
 
     policy: str = "auto"
@@ -184,12 +170,10 @@ class Wish:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one policy makes of one budget.
+    """The result of one policy at one budget.
 
-    Attributes:
-        planned: None where the policy finds no plan.
-        refusal: why it does not.
-        plan_seconds: that planning took, placing and simulating included.
+    ``planned`` is None where the policy finds no plan, and ``refusal`` says why. ``plan_seconds`` includes placing and
+    simulating.
     """
 
     policy: str
@@ -200,16 +184,12 @@ class Answer:
     plan_seconds: float
 
     def recompute_seconds(self, costs: Costs) -> float:
-        """Seconds of ops that run again."""
+        """Return the seconds of ops that run again."""
         return 0.0 if self.report is None else max(self.report.compute_seconds - costs.compute_seconds, 0.0)
 
 
 def answer(subject: Subject, budget: int, policy: str) -> Answer:
-    """Plan a step.
-
-    Raises:
-        InputError: the policy is not known, or the homes cannot hold what leaves the device.
-    """
+    """Plan a step; raises ``InputError`` for an unknown policy, or if the homes cannot hold what is evicted."""
     start = perf_counter()
     subject = subject.within(budget)
     try:
@@ -222,11 +202,7 @@ def answer(subject: Subject, budget: int, policy: str) -> Answer:
 
 
 def present(subject: Subject, budget: int | None, wish: Wish, say: Say = print) -> bool:
-    """Plan where there is a budget, say what comes of it, and write the files asked for; False: it does not fit.
-
-    Raises:
-        OutOfCoreError: an argument cannot be used, or a file cannot be written.
-    """
+    """Plan if there is a budget, print the result, and write the requested files; False if it does not fit."""
     everything, subject = subject, subject.within(budget)
     if wish.save_graph is not None:
         write_graph(wish.save_graph, subject.file)
@@ -270,7 +246,7 @@ def present(subject: Subject, budget: int | None, wish: Wish, say: Say = print) 
 
 
 def _content(subject: Subject, found: Answer | None, bound: float | None) -> dict[str, object]:
-    """An answer as JSON. Bytes and seconds throughout; null where nothing fits or nothing was asked."""
+    """Return an answer as JSON in bytes and seconds; null where nothing fits or nothing was asked."""
     report = None if found is None else found.report
     content = _step_content(subject) | {
         "policy": None if found is None else found.policy,
@@ -365,9 +341,9 @@ class Cell:
 
 
 def _compared(subject: Subject) -> list[tuple[str, int]]:
-    """The budgets that are compared where none are named, falling, each with its name.
+    """Return the default budgets of a comparison, falling, each with its name.
 
-    Parts of the in-core budget that lie below the smallest budget are left out.
+    Fractions of the in-core budget below the smallest budget are left out.
     """
     everything, smallest = subject.in_core_budget, subject.smallest_budget
     named = [(f"in core × {part:.3g}", int(everything * part)) for part in COMPARED]
@@ -375,7 +351,7 @@ def _compared(subject: Subject) -> list[tuple[str, int]]:
 
 
 def _swept(subject: Subject) -> list[tuple[str, int]]:
-    """The budgets of a sweep where none are named: rising, at equal ratios."""
+    """Return the default budgets of a sweep: rising, at equal ratios."""
     everything, smallest = max(subject.in_core_budget, 1), max(subject.smallest_budget, 1)
     ratio = max(everything * _ROOMY / smallest, 1.0)
     budgets = [int(smallest * ratio ** (step / (_SWEPT - 1))) for step in range(_SWEPT)]
@@ -386,21 +362,10 @@ def _swept(subject: Subject) -> list[tuple[str, int]]:
 def side_by_side(
     subject: Subject, budgets: Sequence[int], *, swept: bool, as_json: bool, picture: Path | None, say: Say = print
 ) -> bool:
-    """Say what each policy makes of each budget.
+    """Print the result of each policy at each budget; return whether any fits any.
 
-    Args:
-        subject: the step.
-        budgets: bytes; empty: a choice that suits the step.
-        swept: print step times by budget, rather than every figure of each plan.
-        as_json: say it in JSON.
-        picture: an HTML file to draw the step times in.
-        say: prints an answer.
-
-    Returns:
-        Whether any policy fits any of the budgets.
-
-    Raises:
-        OutOfCoreError: the homes cannot hold what leaves the device.
+    Empty ``budgets`` are chosen to suit the step. ``swept`` prints step times by budget, rather than every figure of
+    each plan; ``picture`` is an HTML file for them. Raises ``OutOfCoreError`` if the homes cannot hold what is evicted.
     """
     named = [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
     named = named or (_swept(subject) if swept else _compared(subject))
@@ -492,12 +457,7 @@ def _draw(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
 
 
 def report_plan(subject: Subject, *, budget: int, policy: str, output: Path, trace: Path | None, curve: bool) -> None:
-    """Plan a step and report what is predicted; ``curve``: plan for other budgets as well.
-
-    Raises:
-        BudgetError: the budget cannot hold the step.
-        InputError: an argument cannot be used, or a file cannot be written.
-    """
+    """Plan a step and report what is predicted; ``curve``: plan for other budgets as well."""
     subject = subject.within(budget)
     planned = planning.plan_step(subject.graph, subject.costs, budget, policy)
     report_step(
@@ -519,17 +479,9 @@ def report_plan(subject: Subject, *, budget: int, policy: str, output: Path, tra
 
 
 def check(graph: Path, plan: Path, budget: int | None) -> None:
-    """Prove that a saved plan computes the step of a graph file within a budget, and say so.
+    """Prove that a saved plan computes a graph file's step within a budget, by default the plan file's, and say so.
 
-    Args:
-        graph: the graph file.
-        plan: the plan file.
-        budget: bytes; None: what the plan file says.
-
-    Raises:
-        InputError: a file cannot be read.
-        GraphError: a file is not of its format, or contradicts itself.
-        ValidationError: the program in the plan file breaks a promise.
+    Raises ``InputError`` or ``GraphError`` for the files, ``ValidationError`` if the program breaks a promise.
     """
     file = read_graph(graph)
     saved = read_plan(plan, file.keys)

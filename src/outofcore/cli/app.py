@@ -1,4 +1,4 @@
-"""The commands and their flags. What needs PyTorch is imported when a command runs."""
+"""The commands and their flags. A command imports PyTorch when it runs and needs it."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ ForDevice = Annotated[
 
 
 def _known_policy(text: str) -> str:
-    """The option as it is, refused before anything else is done if there is no such policy."""
+    """Return the option, or refuse an unknown policy before anything else is done."""
     try:
         policy_of(text)
     except InputError as error:
@@ -418,7 +418,7 @@ def _fit(
     as_json: bool,
     say: answer.Say,
 ) -> bool:
-    """Answer for a model's configuration; False: it does not fit."""
+    """Answer for a model's configuration; False if it does not fit."""
     for flag, given in asked.items():
         if given:
             raise typer.BadParameter("it does not go with a model's config.json", param_hint=flag)
@@ -445,7 +445,7 @@ def _fit(
 
 
 def _check_zoo_options(kind: Kind | None, options: dict[str, Any]) -> None:
-    """Refuse what shapes a model of the zoo for anything else, where it would be ignored."""
+    """Refuse options of zoo models for anything else, where they would be ignored."""
     if kind is Kind.ZOO:
         return
     unset = {"batch": _BATCH, **{flag.name: flag.default for flag in ZOO_FLAGS}}
@@ -462,7 +462,7 @@ def _bytes(given: str | None) -> int | None:
 
 
 def _cache(folder: Path | None, off: bool) -> bool | Path:
-    """What ``compile`` calls ``cache``."""
+    """Return the value of ``compile``'s argument ``cache``."""
     if off and folder is not None:
         raise typer.BadParameter("give one of --cache and --no-cache", param_hint="--no-cache")
     return False if off else folder or True
@@ -489,7 +489,7 @@ def _subject(
     dims: Iterable[str] = (),
     arrays: Iterable[str] = (),
 ) -> answer.Subject:
-    """What is to be planned for. Only what is not from a file needs PyTorch."""
+    """Find the step to plan. Only a step that is not from a file needs PyTorch."""
     if graph is not None:
         return answer.subject_from(graph)
     subjects = import_module("outofcore.cli.subjects")
@@ -558,10 +558,9 @@ def report(
 
 
 class _RunCommand(TyperCommand):
-    """What follows a script is its own, whatever it looks like; an ONNX file has nothing of its own."""
+    """Leaves what follows a script to the script, whatever it looks like; options may follow an ONNX file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As without this, but that options may follow an ONNX file."""
         try:
             found, _, _ = self.make_parser(ctx).parse_args(list(args))
         except Exception:  # it is raised again where it is told
@@ -692,7 +691,6 @@ def doctor(
 
 
 def main() -> None:
-    """The program ``outofcore``."""
     hook, launch = sys.excepthook, None
     try:
         app()

@@ -1,4 +1,4 @@
-"""Fields of a model's configuration that decide how many bytes it takes, looked at before anything is built."""
+"""Check the fields of a model's configuration that decide its size, before anything is built."""
 
 from __future__ import annotations
 
@@ -38,16 +38,10 @@ _METHODS = ("quant_method", "quantization_method", "format", "quant_algo")
 
 
 def check_sizes(path: Path, content: Mapping[str, Any], kind: Any, known: Callable[[object], Any]) -> None:
-    """Refuse sizes that no model has.
+    """Refuse sizes that no model has, and name them.
 
-    Args:
-        path: of the file.
-        content: what it holds.
-        kind: the class of transformers for it.
-        known: the class for a ``model_type``, or None.
-
-    Raises:
-        InputError: one is no whole number, or too small or large, or heads do not divide the width; it is named.
+    They are no whole number, too small or large, or heads that do not divide the width. ``kind`` is the class of
+    transformers for the file; ``known`` returns the class for a ``model_type``, or None.
     """
     _check(path, content, "", kind, known)
 
@@ -67,7 +61,7 @@ def _check(path: Path, content: Mapping[str, Any], prefix: str, kind: Any, known
 
 
 def _default(kind: Any) -> Any:
-    """The configuration of a class without any field given; None where it has none."""
+    """Return the default configuration of a class; None where it has none."""
     try:
         return None if kind is None else kind()
     except Exception:  # it is that of transformers, and some want fields
@@ -86,7 +80,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_size(name: str, value: object, default: object) -> bool:
-    """Whether a field is a size, by its name and by what its class has for it."""
+    """Return whether a field is a size, by its name and by its class's default."""
     if isinstance(default, list | tuple):
         return isinstance(value, list) and all(map(_is_whole, _leaves(default))) and _SIZES.fullmatch(name) is not None
     if _SIZE.fullmatch(name) is None:
@@ -122,7 +116,7 @@ def _shown(value: object) -> str:
 
 def _check_heads(path: Path, content: Mapping[str, Any], prefix: str, usual: Any, renamed: Mapping[str, str]) -> None:
     def said(name: str) -> tuple[str, int] | None:
-        """A field by its name in the file, and its value there or by default."""
+        """Return the name of a field in the file, and its value there or by default."""
         own = next((key for key in (name, renamed.get(name, name)) if key in content), renamed.get(name, name))
         value = content.get(own, _field(usual, own))
         return (prefix + own, value) if _is_whole(value) and value > 0 else None
@@ -138,7 +132,7 @@ def _check_heads(path: Path, content: Mapping[str, Any], prefix: str, usual: Any
 
 
 def _divides(usual: Any) -> bool:
-    """Whether the heads of a class share its width between them."""
+    """Return whether the heads of a class share its width between them."""
     width, heads = _field(usual, "hidden_size"), _field(usual, "num_attention_heads")
     if not (_is_whole(width) and _is_whole(heads) and heads) or cast("int", width) % cast("int", heads):
         return False
@@ -147,11 +141,7 @@ def _divides(usual: Any) -> bool:
 
 
 def check_dtype(path: Path, content: Mapping[str, Any], known: Callable[[str], bool]) -> None:
-    """Refuse a dtype that there is not, or two that contradict each other; ``known`` tells of a name.
-
-    Raises:
-        InputError: as said; the field is named.
-    """
+    """Refuse an unknown dtype, or two that contradict each other; ``known`` recognises names."""
     given = {name: content[name] for name in ("dtype", "torch_dtype") if content.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, dict) and not (isinstance(value, str) and known(value.removeprefix("torch."))):
@@ -164,7 +154,7 @@ def check_dtype(path: Path, content: Mapping[str, Any], known: Callable[[str], b
 
 
 def quantisation_of(content: Mapping[str, Any]) -> str:
-    """The field that says that weights are quantised, and how; "" where they are not."""
+    """Return the field that says that weights are quantised, and how; empty where they are not."""
     for name, value in content.items():
         if name in QUANTISED and value:
             return f"{name} ({_method(value)})"

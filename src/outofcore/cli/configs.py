@@ -1,8 +1,7 @@
-"""Steps of a model that is known by its configuration alone: a ``config.json`` of transformers, without weights.
+"""Steps of a model that is known only by its ``config.json`` of transformers, without weights.
 
-The model is built on the device "meta" by the class of transformers that the configuration names. Its inputs follow
-from the configuration and from what kind of model it is. No code but that of transformers is run, and nothing is
-looked up anywhere else.
+The class of transformers that the configuration names builds the model on the device "meta". Its inputs follow from the
+configuration and the kind of model. Only code of transformers is run, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ _OTHER_FILES = {
 
 
 class Unit(Enum):
-    """What a step works through."""
+    """What a step processes."""
 
     TOKENS = "tokens"
     IMAGES = "images"
@@ -108,18 +107,17 @@ _TASKS = {
 
 @dataclass(frozen=True)
 class Training:
-    """What is to be done with a model.
+    """How to train a model.
 
     Attributes:
-        batch: samples in a batch.
-        sequence: tokens of each; None: what suits the model.
+        sequence: tokens of each sample; None: what suits the model.
         dtype: of parameters, such as "bf16"; None: what the configuration says.
         optimizer: by name; "none": a forward pass alone, without gradients.
         lora: rank of the adapters on all linear layers; None: all parameters are trained.
-        checkpointing: whether layers are computed again in the backward pass.
+        checkpointing: whether layers are recomputed in the backward pass.
         amp: whether the forward pass runs under autocast to bfloat16.
-        clip: what the norm of all gradients is clipped to; None: nothing.
-        layers: keep so many of each stack of layers that are alike; None: all.
+        clip: the maximal norm of all gradients; None: no clipping.
+        layers: keep only this many of each stack of equal layers.
     """
 
     batch: int = 8
@@ -140,15 +138,10 @@ class Training:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A configuration of transformers that was read, and what follows from it.
+    """A configuration of transformers, and what follows from it.
 
-    Attributes:
-        path: of the file.
-        config: the object of transformers.
-        kind: the class of the model.
-        labels: what the model takes to compute a loss.
-        notes: what a reader of the answer should know.
-        quantised: the field that says that weights are stored quantised, and how; "" where they are not.
+    ``config`` is the object of transformers, ``kind`` the class of the model. ``notes`` are for the reader of the
+    answer. ``quantised`` names the field that says that weights are stored quantised, and how.
     """
 
     path: Path
@@ -160,12 +153,12 @@ class ModelConfig:
 
     @property
     def text(self) -> Any:
-        """The part that speaks of tokens."""
+        """The part of the configuration that describes the language model."""
         return self.config.get_text_config()
 
     @property
     def sequence_limit(self) -> int | None:
-        """Tokens that the model has positions for; None: as many as one likes, or it reads no tokens."""
+        """The number of positions of the model; None: no limit, or it reads no tokens."""
         found = (getattr(self.text, name, None) for name in _POSITIONS)
         return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
 
@@ -186,15 +179,8 @@ class ModelConfig:
 class ConfiguredStep:
     """The step of a model that is known by its configuration.
 
-    Attributes:
-        step, models, optimizers, inputs: as for ``PlainStep``.
-        title: one line for people.
-        unit: what it works through.
-        items: so many of these in a step.
-        sequence: tokens of a sample; None: it reads none.
-        parameters: their number.
-        trained: how many of them are trained.
-        notes: what a reader of the answer should know.
+    It processes ``items`` of ``unit``. ``sequence`` is the tokens of a sample, None if it reads none; ``trained`` the
+    number of trained parameters. Other fields are as for ``PlainStep``; ``notes`` are for the reader of the answer.
     """
 
     step: Callable[..., Any]
@@ -212,7 +198,7 @@ class ConfiguredStep:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Without what transformers and peft have to say about how they are used: nobody here can change that."""
+    """Silence transformers' and peft's advice, which a user of this command cannot follow."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -224,14 +210,10 @@ def _quiet() -> Generator[None]:
 
 
 def read_config(target: str) -> ModelConfig:
-    """Read a configuration.
+    """Read a ``config.json``, given its path or folder.
 
-    Args:
-        target: the path of a ``config.json`` or of the folder that it is in.
-
-    Raises:
-        InputError: it cannot be read, is no configuration that the installed transformers knows, needs code of its own,
-            or transformers is not installed.
+    Raises ``InputError`` if it cannot be read, is unknown to the installed transformers, needs code of its own, or
+    transformers is not installed.
     """
     path = Path(target)
     if path.is_dir():
@@ -308,7 +290,7 @@ def _without_quantisation(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(config: Any, content: Mapping[str, Any], key: str) -> bool:
-    """Whether a file gives a field, by whatever name its class knows it."""
+    """Return whether a file gives a field, by any name that its class knows."""
     names = {key, getattr(type(config), "attribute_map", {}).get(key, key)}
     return bool(names & content.keys()) or not isinstance(getattr(config, key), int)
 
@@ -326,7 +308,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _model_class(path: Path, content: Mapping[str, Any], config: Any, transformers: Any) -> type[nn.Module]:
-    """The class that a configuration names; without a name that of its language model."""
+    """Return the class that a configuration names; without a name that of its language model."""
     named = content.get("architectures")
     if isinstance(named, list) and named:
         name = str(named[0])
@@ -370,11 +352,7 @@ def _labels_of(kind: type[nn.Module]) -> Labels:
 
 
 def dtype_of(found: ModelConfig, training: Training) -> torch.dtype:
-    """What parameters are: what is asked for, else what the configuration says.
-
-    Raises:
-        InputError: there is no such type, or it is none to train in.
-    """
+    """Return the dtype of parameters, requested or configured; refuse one that cannot be trained."""
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
             raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
@@ -395,8 +373,7 @@ def dtype_of(found: ModelConfig, training: Training) -> torch.dtype:
 def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
     """Build a model on the device "meta", and a step of it.
 
-    Raises:
-        InputError: an option does not go with the model, or transformers cannot build it.
+    Raises ``InputError`` if an option does not suit the model, or transformers cannot build it.
     """
     _check(found, training)
     dtype = dtype_of(found, training)
@@ -485,7 +462,7 @@ def _check(found: ModelConfig, training: Training) -> None:
 
 
 def length_of(found: ModelConfig, training: Training) -> int | None:
-    """Tokens of a sequence: as asked for, or what suits the model; None: it reads none."""
+    """Return the tokens of a sequence, requested or suiting the model; None if it reads none."""
     if not found.reads_tokens:
         return None
     return training.sequence or min(_SEQUENCE, found.sequence_limit or _SEQUENCE)
@@ -508,7 +485,7 @@ def _built(found: ModelConfig, training: Training, dtype: torch.dtype) -> nn.Mod
 
 
 def stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """The stacks of a model: lists of layers of one class with parameters of the same shapes, with their paths.
+    """Return the stacks of a model with their paths: lists of layers of one class with the same parameter shapes.
 
     Lists within the layers of a stack, such as experts, are left out.
     """
@@ -525,7 +502,7 @@ def _shape_of(layer: nn.Module) -> tuple[object, ...]:
 
 
 def _shorten(model: nn.Module, layers: int) -> None:
-    """Leave of each stack its first layers."""
+    """Keep only the first layers of each stack."""
     for _, stack in stacks(model):
         del stack[layers:]
 
@@ -554,7 +531,7 @@ def _adapted(model: nn.Module, rank: int) -> nn.Module:
 def _inputs(
     found: ModelConfig, model: nn.Module, training: Training, dtype: torch.dtype, length: int | None
 ) -> tuple[dict[str, torch.Tensor], Unit, float]:
-    """What the model is called with, by name: without contents; what it works through, and how much of that."""
+    """Return the model's inputs by name, without contents; what it processes, and how much of that."""
     config, taken = found.config, signature(found.kind.forward).parameters
     main = cast("str", getattr(model, "main_input_name", "input_ids"))
     count = training.batch
@@ -619,7 +596,7 @@ def _needed(found: ModelConfig, config: Any, name: str) -> Any:
 
 
 def _call(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
-    """The model, told not to keep what only generating text needs, and to return its loss."""
+    """Call the model without the caches of text generation, and return its loss."""
     inner = cast("Any", model).get_base_model() if hasattr(model, "peft_config") else model
     taken = signature(inner.forward).parameters
     more: dict[str, Any] = {}
@@ -663,7 +640,7 @@ def _forward_step(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
 
 
 def _first(found: Any) -> torch.Tensor:
-    """The first result of a model that is a tensor of numbers."""
+    """Return the first result of a model that is a tensor of numbers."""
     leaves = tree_flatten(tuple(found.to_tuple()) if hasattr(found, "to_tuple") else found)[0]
     return next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
 

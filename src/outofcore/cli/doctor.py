@@ -30,17 +30,10 @@ _TRIAL_STEPS = 3
 
 
 def doctor(home: str, cache: Path | None) -> bool:
-    """Print one line for each check, as soon as it is done; an exclamation mark marks a problem.
+    """Print one line for each check as soon as it is done; return whether a small model trains exactly in both ways.
 
-    Args:
-        home: as on the command line.
-        cache: the folder in which measurements are kept; None: the user's own.
-
-    Returns:
-        whether a small model trains through both doors with the losses of plain PyTorch.
-
-    Raises:
-        SpillError: the home cannot be used.
+    An exclamation mark marks a problem. ``cache`` None is the user's default folder. Raises ``SpillError`` if the home
+    cannot be used.
     """
     (store,) = open_homes(home)
     try:
@@ -62,7 +55,7 @@ def _print_line(is_good: bool, name: str, text: str) -> None:
 
 
 def _trial(losses_of: Callable[[_Training, str], list[float]], device: str, home: str) -> tuple[bool, str]:
-    """Train a small model through a door, and compare its losses with those of plain PyTorch."""
+    """Train a small model in one of the ways, and compare its losses with those of plain PyTorch."""
     began = time.perf_counter()
     plain, trained = _Training(device), _Training(device)
     try:

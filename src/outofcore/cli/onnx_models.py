@@ -30,34 +30,22 @@ _WITHOUT_ARRAYS = (
 
 @dataclass(frozen=True)
 class ForwardStep:
-    """What a command is to plan: a forward pass without gradients.
-
-    Attributes:
-        model: the file as a module.
-        inputs: of the right shapes; their contents do not matter.
-        title: one line for people.
-    """
+    """A forward pass without gradients to be planned; of ``inputs`` only the shapes matter."""
 
     model: OnnxModel
     inputs: tuple[torch.Tensor, ...]
     title: str
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
-        """Run the model."""
         with torch.no_grad():
             return self.model(*inputs)
 
 
 def forward_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> ForwardStep:
-    """The step of a file.
+    """Build the step of a file.
 
-    Args:
-        path: the model.
-        dims: sizes that the file leaves open, as "batch=4", or "x.0=4" for the first dimension of the input x.
-        arrays: files with inputs, as for ``run_model``, from which sizes are taken instead.
-
-    Raises:
-        OutOfCoreError: the file cannot be used, or sizes are missing.
+    ``dims`` are sizes that the file leaves open, as "batch=4", or "x.0=4" for the first dimension of the input x;
+    ``arrays`` are files with inputs, as for ``run_model``, that give sizes instead.
     """
     model = load(path, contents=False)
     if arrays:
@@ -120,15 +108,10 @@ def _made(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple[torch.
 
 
 def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, ...]:
-    """Inputs from files, in the order of the model.
+    """Read inputs from files, in the order of the model.
 
-    Args:
-        model: the model.
-        arrays: each an .npz file with arrays by the names of inputs, a .npy file for a model with one input, or
-            "name=file.npy".
-
-    Raises:
-        InputError: a file cannot be read, or an input is missing or not known.
+    Each is an .npz file with arrays by input name, a .npy file for a model with one input, or "name=file.npy". Raises
+    ``InputError`` if a file cannot be read, or an input is missing or unknown.
     """
     found: dict[str, np.ndarray[Any, Any]] = {}
     for text in arrays:
@@ -182,11 +165,7 @@ def _tensor(name: str, array: np.ndarray[Any, Any], wanted: torch.dtype | None) 
 
 
 def write_outputs(path: Path, outputs: Mapping[str, torch.Tensor]) -> None:
-    """Arrays by name as an .npz file.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write arrays by name as an .npz file."""
     try:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as file:
             for name, tensor in outputs.items():
@@ -213,11 +192,8 @@ def run_model(
 ) -> None:
     """Run a file on arrays within a budget, and write its outputs.
 
-    It runs as it is planned for by ``outofcore plan``, so it fits where that says so; where values decide what is
-    computed, op by op. Weights stay in the file, from which they are read ahead of the nodes that use them.
-
-    Raises:
-        OutOfCoreError: the file or the arrays cannot be used, or an op does not fit the budget.
+    It runs as ``outofcore plan`` plans it, so it fits where that says so; where values decide what is computed, op by
+    op. Weights stay in the file, and are read ahead of the nodes that use them.
     """
     if output is not None and not output.resolve().parent.is_dir():
         raise InputError(f"there is no folder {output.resolve().parent}; make it, or write --output elsewhere")
@@ -245,11 +221,7 @@ _Ran = tuple[tuple[str, ...], tuple[Any, ...], object]
 def _planned(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
 ) -> _Ran:
-    """Run the step that ``outofcore plan`` plans: names of outputs, these, and what is known of the run.
-
-    Raises:
-        CaptureError: the file cannot become one graph.
-    """
+    """Run the planned step; return output names, outputs, and facts. Raises ``CaptureError`` if that is impossible."""
     with open_home(home, host_budget, check=check) as opened:
         model = build(lambda: load(path), home=opened)
         inputs = read_inputs(model, arrays)
@@ -261,7 +233,7 @@ def _planned(
 def _followed(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
 ) -> _Ran:
-    """The same, op by op."""
+    """Run the file op by op."""
     model = load(path)
     given = read_inputs(model, arrays)
     loop = budget(limit, model, home=home, host_budget=host_budget, policy=None, check=check)

@@ -26,20 +26,14 @@ EFFORT = 4_000_000_000
 
 @dataclass(frozen=True)
 class Table:
-    """A file of rectangles as it was read.
-
-    Attributes:
-        header: the names of its columns.
-        rows: its fields, one row for each rectangle.
-        rectangles: what they say.
-    """
+    """A file of rectangles as it was read."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     rectangles: tuple[Rectangle, ...]
 
     def text(self, offsets: tuple[int, ...]) -> str:
-        """The file with offsets: in a column of that name, which is added where there is none."""
+        """Format the file with offsets, in a column that is added if there is none."""
         named = [name.strip() for name in self.header]
         at = named.index("offset") if "offset" in named else len(named)
         lines = [self.header, *self.rows]
@@ -54,11 +48,8 @@ class Table:
 def read_table(text: str) -> Table:
     """Read rectangles: the columns ``id``, ``lower``, ``upper`` and ``size``, in any order.
 
-    ``alignment`` and ``gaps`` (at most one for each rectangle, such as ``3-7``) are understood as well;
-    other columns are kept as they are.
-
-    Raises:
-        InputError: a column is missing, or a line cannot be read; names the line.
+    ``alignment`` and ``gaps`` (at most one for each rectangle, such as ``3-7``) are understood as well; other columns
+    are kept. Raises ``InputError`` that names the line, or a missing column.
     """
     lines = list(_records(text))
     if not lines:
@@ -87,7 +78,7 @@ def read_table(text: str) -> Table:
 
 
 def _records(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """The records that are not blank, each with the number of its first line."""
+    """Yield the records that are not blank, each with the number of its first line."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     while True:
         number = reader.line_num + 1
@@ -134,7 +125,7 @@ def _rectangle(number: int, fields: Mapping[str, str], last: int) -> Rectangle:
 
 
 def explain(rectangles: tuple[Rectangle, ...], packing: Packing, capacity: int) -> str:
-    """Why nothing was placed within the capacity."""
+    """Say why nothing was placed within the capacity."""
     most = peak(rectangles)
     if most.bytes > capacity:
         live = set(most.ids)
@@ -173,12 +164,7 @@ def _text(file: Path) -> str:
 
 
 def run(file: Path, *, capacity: int, output: Path | None, effort: float, seconds: float | None) -> bool:
-    """Place what a file says and write it with offsets; False if nothing within the capacity was found.
-
-    Raises:
-        InputError: the file cannot be read or written.
-        ValidationError: the placement is wrong, which is a fault of this library.
-    """
+    """Place the rectangles of a file and write it with offsets; False if no placement within the capacity was found."""
     try:
         table = read_table(_text(file))
     except (OSError, InputError) as error:

@@ -1,4 +1,4 @@
-"""Commands that torchrun has started in several processes: they train data parallel, and the first one speaks.
+"""Commands that torchrun has started in several processes: they train data parallel, and the first one prints.
 
 torchrun --nproc-per-node 2 -m outofcore train gpt --budget 512MiB
 """
@@ -21,32 +21,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a command.
-
-    Attributes:
-        rank: of this one.
-        count: how many there are.
-        device: where this one trains.
-    """
+    """The processes of a command; ``device`` is where this one trains."""
 
     rank: int = 0
     count: int = 1
     device: str = "cpu"
 
     def wrapped(self, network: nn.Module, *, shard: bool = False) -> nn.Module:
-        """The network, its gradients reduced over all processes if there are others and they do not share it."""
+        """Wrap the network in ``DistributedDataParallel`` if there are other processes and they do not share it."""
         if self.count == 1 or shard:
             return network
         return torch.nn.parallel.DistributedDataParallel(network)
 
     def share(self, batches: Iterator[T], begun: int) -> Iterator[T]:
-        """Of the batches that all see, those of this process, from a step on."""
+        """Select this process's batches from those of all, starting at a step."""
         return itertools.islice(batches, begun * self.count + self.rank, None, self.count)
 
 
 @contextlib.contextmanager
 def joined(device: str) -> Generator[Processes]:
-    """Join the others that torchrun has started, if it has; in this context all but the first print nothing."""
+    """Join the processes that torchrun has started; in this context only the first prints."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 or "RANK" not in os.environ or not torch.distributed.is_available():
         yield Processes(device=device)

@@ -1,7 +1,7 @@
-"""``outofcore run``: a script or module as it is, as ``python`` runs it, all of it within a budget.
+"""``outofcore run``: run an unmodified script or module as ``python`` does, within a budget.
 
-PyTorch is imported when the script imports it and not before, since it reads variables of the environment then that the
-script may set. The loop is followed from that moment on.
+PyTorch is imported only when the script imports it, since it then reads environment variables that the script may set.
+The loop is followed from that moment on.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ class Launch:
         arguments: of the script.
         is_module: the target is the name of a module.
         budget: in bytes.
-        home: as for ``outofcore.budget``.
-        host_budget: as for ``outofcore.budget``, in bytes.
-        checked: whether what leaves unwritten is compared by checksum.
-        quiet: say nothing at the end.
+        checked: whether what is evicted unwritten is compared by checksum.
+        quiet: print nothing at the end.
     """
 
     target: str
@@ -60,11 +58,7 @@ class Launching(BaseException):
 
 
 def checked(launch: Launch) -> Launch:
-    """The launch, if there is such a script.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the launch if its script exists; raises ``InputError``."""
     if launch.is_module:
         return launch
     target, found = launch.target, split_script(launch.target)
@@ -87,11 +81,9 @@ def checked(launch: Launch) -> Launch:
 
 
 def run(launch: Launch) -> NoReturn:
-    """Run the script and leave as it leaves: with its exit status, or by its exception.
+    """Run the script and exit as it does: with its exit status, or by its exception.
 
-    Raises:
-        SystemExit: always, but for an interrupt.
-        KeyboardInterrupt: the script was interrupted; it has been told, and Python dies of it as it would have.
+    After an interrupt of the script, Python dies of it as it would have.
     """
     process, follower = os.getpid(), _Follower(launch)
     raised: BaseException | None = None
@@ -119,7 +111,7 @@ def run(launch: Launch) -> NoReturn:
 
 
 def _tell(raised: BaseException | None) -> None:
-    """Show the traceback as Python would, from the script's first frame on."""
+    """Print the traceback as Python would, from the script's first frame on."""
     if raised is None or isinstance(raised, SystemExit):
         return
     _flush()
@@ -139,7 +131,7 @@ def _leave(raised: BaseException | None, *, failed: bool) -> NoReturn:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """What is left without our frames at its beginning, and without those of a loader that found no valid code."""
+    """Drop our frames at the beginning, and those of a loader that found no valid code."""
     ours = (__file__, "<frozen importlib")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
@@ -160,7 +152,7 @@ def _flush() -> None:
 
 
 def _prepared(launch: Launch) -> tuple[CodeType, ModuleType]:
-    """The code of the script and the module ``__main__`` that it is to run in; arguments and search path are set."""
+    """Return the script's code and its module ``__main__``, and set arguments and search path."""
     contained = not launch.is_module and (Path(launch.target).is_dir() or zipfile.is_zipfile(launch.target))
     if launch.is_module:
         found = _module(launch)
@@ -200,7 +192,7 @@ def _file(target: str) -> importlib.machinery.ModuleSpec:
 
 
 def _inside(target: str) -> importlib.machinery.ModuleSpec:
-    """A folder or a zip file."""
+    """Return the spec of a folder or a zip file."""
     name = str(Path(target).absolute())
     _put_first(name)
     found = importlib.machinery.PathFinder.find_spec("__main__", [name])
@@ -223,7 +215,7 @@ def _module(launch: Launch) -> importlib.machinery.ModuleSpec:
 
 
 def _put_first(folder: str) -> None:
-    """In place of where this program was found."""
+    """Replace the first entry of the search path, where this program was found."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -283,7 +275,7 @@ class _Follower:
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds PyTorch as others do, and calls a function once it has been imported."""
+    """Finds PyTorch as other finders do, and calls a function once it has been imported."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
@@ -305,7 +297,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
 
 
 class _ThenCalling(importlib.abc.Loader):
-    """Loads a module as its own loader does, and then calls a function."""
+    """Loads a module by its own loader, and then calls a function."""
 
     def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
         self._loader, self._then = loader, then

@@ -35,16 +35,15 @@ _LATENCY_S, _SENT_PER_S = 50e-6, 1.0 * GIB
 
 
 def _link_between(preset: Device | None, between: int | None) -> GroupCost:
-    """What a collective takes among processes that need not be here."""
+    """Return the cost of collectives among processes that need not exist."""
     usual = _SENT_PER_S if preset is None else preset.in_bytes_per_s
     return GroupCost(_LATENCY_S, usual if between is None else float(between))
 
 
 def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
-    """A workload by its name on the command line, where a resnet may carry its depth: "resnet50".
+    """Find a workload by name, where a resnet may carry its depth: "resnet50".
 
-    Raises:
-        InputError: there is no such workload, or an option does not fit it.
+    Raises ``InputError`` if there is no such workload, or an option does not fit it.
     """
     named = re.fullmatch(r"resnet(\d+)", model)
     plainly = re.sub(r"[-_ ]", "", model.lower())
@@ -62,14 +61,9 @@ def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
 
 @dataclass(frozen=True)
 class PlainStep:
-    """A training step in plain PyTorch, with what it trains.
+    """A training step in plain PyTorch, and all models and optimizers that it uses.
 
-    Attributes:
-        step: the training step.
-        models: all that it uses; they may be on the device "meta".
-        optimizers: all that it uses.
-        inputs: the positional arguments of the step, of which only the shapes matter.
-        title: one line for people.
+    Models may be on the device "meta". Of ``inputs``, the positional arguments, only the shapes matter.
     """
 
     step: Callable[..., Any]
@@ -80,14 +74,7 @@ class PlainStep:
 
 
 def build(target: str) -> PlainStep:
-    """Run the user's function.
-
-    Args:
-        target: "folder/file.py:function".
-
-    Raises:
-        InputError: there is no such file or function, it fails, or what it returns cannot be used.
-    """
+    """Run the user's function "folder/file.py:function"; raises ``InputError`` if that fails."""
     found = split_script(target)
     if found is None:
         raise InputError(f"{target!r} names no function in a file; write for example my_script.py:build")
@@ -124,7 +111,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def _run_users(target: str, function: Callable[[], Any]) -> Any:
-    """Run the user's code; an exception of it is one message."""
+    """Run the user's code, and convert its exceptions to one message."""
     try:
         return function()
     except OutOfCoreError:
@@ -164,23 +151,14 @@ def _checked(target: str, built: object) -> PlainStep:
 
 
 def plain_step(work: zoo.Workload) -> PlainStep:
-    """The step of a workload, the model without contents and the inputs never written: for planning, of any size."""
+    """Return the step of a workload with a meta model and unwritten inputs: for planning, of any size."""
     network = work.skeleton()
     optimizer = work.optimizer(network)
     return PlainStep(work.make_step(network, optimizer), [network], [optimizer], work.empty_batch(), work.describe())
 
 
 def onnx_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> PlainStep:
-    """The forward pass of an ONNX file.
-
-    Args:
-        path: the file.
-        dims: sizes that it leaves open, such as "batch=4".
-        arrays: files with inputs, from which sizes are taken instead.
-
-    Raises:
-        OutOfCoreError: the file cannot be used, or sizes are missing.
-    """
+    """Return the forward pass of an ONNX file; see ``onnx_models.forward_step``."""
     from outofcore.cli.onnx_models import forward_step  # noqa: PLC0415 - few plan such files
 
     found = forward_step(path, dims, arrays)
@@ -190,12 +168,9 @@ def onnx_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> PlainSte
 def find_step(
     model: str, options: Mapping[str, Any], dims: Sequence[str] = (), arrays: Sequence[str] = ()
 ) -> PlainStep:
-    """What a command is to plan for: "folder/file.py:function", "file.onnx", or a model of the zoo with its options.
+    """Find the step to plan: "folder/file.py:function", "file.onnx", or a model of the zoo with its options.
 
     ``dims`` and ``arrays`` are for an ONNX file, as for ``onnx_step``.
-
-    Raises:
-        OutOfCoreError: there is no such thing, or an option does not fit it.
     """
     kind = kind_of(model)
     if kind is Kind.ONNX:
@@ -218,20 +193,10 @@ def subject_of(
     ranks: int | None = None,
     between: int | None = None,
 ) -> Subject:
-    """What a step costs: measured here, or worked out for a device that is not here.
+    """Measure the costs of a step, or estimate them for a device that is not here.
 
-    Args:
-        plain: the step.
-        device: where the step is to run, or the name of a preset, which is simulated.
-        home: as on the command line; ignored for a preset.
-        quiet: show no progress.
-        cache: as for ``outofcore.compile``; ignored for a preset.
-        host_budget: as for ``outofcore.compile``; ignored for a preset.
-        ranks: how many processes share the model, of which this is one; None: it is alone.
-        between: bytes a second that each of them sends; None: what is usual.
-
-    Raises:
-        OutOfCoreError: an argument cannot be used, or the step cannot be captured.
+    ``device`` may name a preset, which is simulated, and for which ``home``, ``cache`` and ``host_budget`` are ignored.
+    ``ranks`` is how many processes share the model, ``between`` the bytes a second that each of them sends.
     """
     preset = simulated(device)
     sharing = None if ranks is None else Sharing(ranks, _link_between(preset, between))

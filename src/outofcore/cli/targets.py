@@ -1,4 +1,4 @@
-"""What a subject on the command line is, by its text and by what lies there. Nothing of it is run."""
+"""Classify what the command line names, by its text and by existing files. Nothing of it is run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ class Kind(Enum):
 
 
 def kind_of(target: str) -> Kind:
-    """What is meant. That a model of the zoo exists is found out by the zoo.
-
-    Raises:
-        InputError: it is none of these; the message says what was probably meant.
-    """
+    """Classify a target; zoo models are checked later. Raises ``InputError`` that suggests what was meant."""
     path = Path(target)
     if not target.strip():
         raise InputError(f"the name is empty; give {_KINDS}")
@@ -62,17 +58,13 @@ def kind_of(target: str) -> Kind:
 
 
 def split_script(target: str) -> tuple[Path, str] | None:
-    """The file and the function of "folder/file.py:function"; None: it is not written like that."""
+    """Return the file and the function of "folder/file.py:function"; None for any other form."""
     found = _FUNCTION.fullmatch(target)
     return None if found is None else (Path(found["file"]), found["name"])
 
 
 def check_takes(target: str, takes: Iterable[Kind], command: str, instead: str) -> Kind:
-    """What is meant, if a command takes such a thing.
-
-    Raises:
-        InputError: it does not, or ``target`` is nothing known; ``instead`` says what to do.
-    """
+    """Classify a target, and raise ``InputError`` with the advice ``instead`` if the command does not take its kind."""
     allowed = tuple(takes)
     is_script = Path(target).suffix == ".py" and Path(target).is_file()
     kind = Kind.SCRIPT if is_script and Kind.SCRIPT not in allowed else kind_of(target)
@@ -83,7 +75,7 @@ def check_takes(target: str, takes: Iterable[Kind], command: str, instead: str) 
 
 
 def _script_alone(target: str) -> str:
-    """What to say of a script without a function, or with what is no name of one."""
+    """Return the message for a script without a function, or with an invalid name of one."""
     text, _, name = target.rpartition(":")
     path = Path(text if text.endswith(".py") else target)
     if not path.is_file():
@@ -93,11 +85,7 @@ def _script_alone(target: str) -> str:
 
 
 def functions_in(path: Path) -> list[str]:
-    """The names of a script's functions, those first that can be called without arguments.
-
-    Raises:
-        InputError: it is no Python.
-    """
+    """Return the names of a script's functions, those callable without arguments first; raises ``InputError``."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
@@ -116,7 +104,7 @@ def _wants_arguments(given: ast.arguments) -> bool:
 
 
 def functions_text(path: Path) -> str:
-    """Which functions a script has, as a sentence."""
+    """List a script's functions in a sentence."""
     names = functions_in(path)
     if not names:
         return f"It has no function so far: write one, {BUILDS}"
@@ -146,7 +134,7 @@ def _other_file(path: Path) -> str:
 
 
 def nearest_beside(path: Path) -> Path | None:
-    """What lies in the folder of a path and is called nearly like it."""
+    """Return the file in the path's folder with the most similar name."""
     try:
         near = nearest(path.name, (each.name for each in path.parent.iterdir()))
     except OSError:
@@ -155,7 +143,7 @@ def nearest_beside(path: Path) -> Path | None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The one among known names that is most like another; "" where none is."""
+    """Return the most similar known name; empty if none is similar."""
     lowered = {each.lower(): each for each in known}
     found = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
     return lowered[found[0]] if found else ""

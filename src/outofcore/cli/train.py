@@ -1,4 +1,4 @@
-"""``outofcore train`` and ``outofcore report``: run steps of a model within a budget, and tell how it goes."""
+"""``outofcore train`` and ``outofcore report``: run steps of a model within a budget, and print progress."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from outofcore.zoo.workload import TrainStep
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What is told of a step."""
+    """The printed facts of a step."""
 
     loss: float
     seconds: float
@@ -51,7 +51,7 @@ class _Done:
 
 
 class _Lines:
-    """A line for each stage and each step: for logs."""
+    """Progress as lines, for logs."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -68,7 +68,7 @@ class _Lines:
 
 
 class _Live:
-    """A progress bar: for terminals."""
+    """Progress as a bar, for terminals."""
 
     def __init__(self, steps: int) -> None:
         self._progress = Progress(
@@ -109,11 +109,7 @@ def train(
     elastic: int | None = None,
     shard: bool = False,
 ) -> None:
-    """Train and print progress and a summary; arguments are as on the command line, without a budget plain PyTorch.
-
-    Raises:
-        OutOfCoreError: an argument cannot be used, or the step cannot be captured, planned or run.
-    """
+    """Train and print progress and a summary; arguments are as on the command line, without a budget plain PyTorch."""
     check_takes(
         model,
         [Kind.ZOO],
@@ -236,9 +232,9 @@ def _train_elastically(
     bits: bool,
     places: dict[str, Any],
 ) -> None:
-    """Train with logical workers; process 0 tells of them.
+    """Train with logical workers; process 0 prints.
 
-    Of the batches, which come in the order of the steps and within a step of the workers, each process takes its own.
+    Batches come in the order of the steps and within a step of the workers; each process takes its own.
     """
     with ExitStack() as stack:
         if open_backend(places["device"]).device.type == "cpu":
@@ -296,7 +292,7 @@ def _built(
     *,
     shard: bool = False,
 ) -> Generator[tuple[TrainStep, nn.Module, Optimizer, int, dict[str, Any]]]:
-    """A workload ready to be compiled: its step, model, optimizer, steps behind it, and ``compile``'s device and home.
+    """Yield a workload ready to be compiled: step, model, optimizer, steps done, and ``compile``'s device and home.
 
     On the CPU the model is made at the home; on a GPU in ordinary memory, and the step opens homes of its own.
     """
@@ -331,11 +327,7 @@ def report(
     curve: bool,
     cache: bool | Path = True,
 ) -> None:
-    """Train some steps, at least one, and report the last of them; arguments are as on the command line.
-
-    Raises:
-        OutOfCoreError: an argument cannot be used, or the step cannot be captured, planned or run.
-    """
+    """Train some steps, at least one, and report the last of them; arguments are as on the command line."""
     with ExitStack() as stack:
         processes = Processes(device=device)
         kind = check_takes(
@@ -369,7 +361,7 @@ def report(
 
 
 def _steps_in(extra: Any) -> int:
-    """How many steps a checkpoint of this command has behind it."""
+    """Return how many steps a checkpoint of this command has behind it."""
     steps = extra.get("steps") if isinstance(extra, dict) else None
     if not isinstance(steps, int):
         raise InputError(

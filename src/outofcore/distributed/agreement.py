@@ -1,13 +1,13 @@
 """What the processes of a step tell each other before and between steps, so that none waits for another in vain.
 
-Each process captures the step by itself. Where one has no plan for a call yet, all compare what they are about to do:
-versions, budgets, models, and the collectives of the step in their order; whoever cannot go on says so, and all raise.
-Then one of them measures and plans, and the others take its plan: so they do not disturb each other's measurements. A
-process whose graph is another one (a batch of another length) plans by itself; its collectives come in the same order
-all the same. At each later call a number tells whether all are about to run the same collectives.
+Each process captures the step by itself. If one has no plan for a call yet, all compare versions, budgets, models, and
+the step's collectives in order; whoever cannot go on reports it, and all raise. Then one of them measures and plans,
+and the others take its plan, so that their measurements do not disturb each other. A process with another graph (a
+batch of another length) plans by itself; its collectives still come in the same order. At each later call a number
+tells whether all are about to run the same collectives.
 
-Limits: a process that never calls the step, or runs other collectives of its own meanwhile, is noticed when the timeout
-of the process group ends.
+Limits: a process that never calls the step, or runs other collectives meanwhile, is noticed when the timeout of the
+process group ends.
 """
 
 from __future__ import annotations
@@ -40,15 +40,8 @@ _MOST_TEXT = 2000
 class Agreement:
     """The processes that run one step together.
 
-    Args:
-        models: of the step. If one is wrapped in ``DistributedDataParallel``, its processes are those of its group.
-        cache: where the costs of groups are kept.
-        group: the processes, where they are known before: those that share the models.
-
-    Attributes:
-        joined: whether processes tell each other what they do: from the first call on where a model is wrapped or
-            spread over them, else
-            from the first that has collectives.
+    They are those of a ``DistributedDataParallel`` wrapper's group among ``models``, or of ``group`` if they share the
+    models. ``cache`` holds the costs of groups.
     """
 
     def __init__(self, models: Sequence[nn.Module], cache: Cache | None, group: ProcessGroup | None = None) -> None:
@@ -64,7 +57,7 @@ class Agreement:
 
     @property
     def joined(self) -> bool:
-        """See above."""
+        """Whether processes synchronise: at once if a model is wrapped or sharded, else after the first collective."""
         return self._group is not None
 
     def _join(self, groups: Sequence[ProcessGroup]) -> None:
@@ -75,16 +68,15 @@ class Agreement:
             self._group = group
 
     def join(self, collectives: Sequence[Collective]) -> None:
-        """Take note of the collectives that a step has turned out to have."""
+        """Record the collectives of a step."""
         if self._group is None and collectives:
             self._join([collective.group for collective in collectives])
 
     def meet(self, facts: Facts | None, device: torch.device) -> bool:
-        """Whether all processes have a plan for the call that begins now, None standing for one that has not.
+        """Return whether all processes have a plan for the call that begins now; ``facts`` is None without one.
 
-        Raises:
-            StateError: they are about to run other collectives than each other.
-            InputError: they share a model, and are about to run different steps.
+        Raises ``StateError`` if they are about to run different collectives, ``InputError`` if they share a model and
+        are about to run different steps.
         """
         group = self._group
         if group is None:
@@ -107,11 +99,10 @@ class Agreement:
         return True
 
     def compare(self, facts: Facts) -> tuple[Facts, ...]:
-        """What all processes say of themselves, by rank.
+        """Return the facts of all processes by rank.
 
-        Raises:
-            InputError: they differ in what must be the same.
-            StateError: one cannot go on, or they run other collectives than each other.
+        Raises ``InputError`` if they differ in what must be the same, ``StateError`` if one cannot go on, or they run
+        different collectives.
         """
         everyone = self._gathered(facts)
         self._raise_for_others(facts, everyone)
@@ -133,11 +124,11 @@ class Agreement:
 
     @property
     def rank(self) -> int:
-        """Of this process, among those of the step."""
+        """The rank of this process among those of the step."""
         return 0 if self._group is None else self._group.rank()
 
     def costs(self, collectives: Sequence[Collective], device: torch.device) -> dict[int, GroupCost]:
-        """Of each group among some collectives, by its number of processes; all processes call this at once."""
+        """Return the cost of each group by its number of processes; all processes must call this at once."""
         for collective in collectives:
             if collective.group.size() not in self._costs:
                 with _talking():
@@ -145,11 +136,7 @@ class Agreement:
         return self._costs
 
     def from_leader(self, leader: int, make: Callable[[], Any]) -> Any:
-        """What one process makes, in all of them.
-
-        Raises:
-            StateError: it could not. (In that process, whatever it raised.)
-        """
+        """Run ``make`` in one process and return its result in all; the others raise ``StateError`` if it raised."""
         if self._group is None:
             return make()
         made: list[Any] = [None, ""]
@@ -172,12 +159,7 @@ class Agreement:
         return made[0]
 
     def settle(self, error: BaseException | None) -> None:
-        """Go on if all processes can.
-
-        Raises:
-            StateError: one of the others cannot.
-            BaseException: the error of this one.
-        """
+        """Return if all processes succeeded; else raise this one's error, or ``StateError`` for another one's."""
         text = "" if error is None else told(error)
         texts: list[Any] = [text]
         if self._group is not None:
@@ -193,7 +175,7 @@ class Agreement:
 
 @contextlib.contextmanager
 def _talking() -> Iterator[None]:
-    """Say of errors of the process group what they mean."""
+    """Translate errors of the process group."""
     try:
         yield
     except RuntimeError as error:
@@ -205,12 +187,12 @@ def _talking() -> Iterator[None]:
 
 
 def told(error: BaseException) -> str:
-    """An error in words for another process."""
+    """Format an error for another process."""
     return f"{type(error).__name__}: {error}"[:_MOST_TEXT]
 
 
 def _number(collectives: Sequence[str]) -> int:
-    """A number for the collectives of a step, never 0."""
+    """Return a number for the collectives of a step, never 0."""
     digest = hashlib.sha256(json.dumps(list(collectives)).encode()).digest()
     return int.from_bytes(digest[:7], "big") + 1
 

@@ -1,4 +1,4 @@
-"""Which logical workers fall to which process.
+"""Assign logical workers to processes.
 
 Each process has a run of consecutive workers, those of process 0 first. So the sum of all gradients, in the order of
 the workers, passes each process once (see ``chain``).
@@ -14,18 +14,12 @@ from outofcore.errors import InputError
 
 
 def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """How many workers each process takes, so that the one that ends last ends soonest.
+    """Return how many workers each process takes, at least one each, so that the one that ends last ends soonest.
 
     Workers are handed out one by one, each to the process that would then end first. This is optimal: a process is
     given its nth worker only when every other choice would end later, so in any other sharing some process has a worker
-    that was refused here because it would have ended no sooner.
-
-    Args:
-        workers: at least one for each process.
-        seconds: for each process what one worker's turn takes there.
-
-    Raises:
-        InputError: there are more processes than workers, or a time is no positive number.
+    that was refused here because it would have ended no sooner. ``seconds`` is by process the time of one worker's
+    turn.
 
     >>> shares(4, [1.0, 1.0])
     (2, 2)
@@ -46,7 +40,7 @@ def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
 
 
 def runs(counts: Sequence[int]) -> tuple[range, ...]:
-    """The workers of each process.
+    """Return the workers of each process.
 
     >>> runs((2, 1))
     (range(0, 2), range(2, 3))
@@ -55,9 +49,5 @@ def runs(counts: Sequence[int]) -> tuple[range, ...]:
 
 
 def evenly(workers: int, processes: int) -> tuple[range, ...]:
-    """The workers of each process where nothing is known of how fast they are.
-
-    Raises:
-        InputError: there are more processes than workers.
-    """
+    """Return the workers of each process where their speeds are unknown."""
     return runs(shares(workers, [1.0] * processes))

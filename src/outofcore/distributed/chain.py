@@ -1,14 +1,14 @@
-"""The plan of a sum in a fixed order: in which pieces it is made, and which piece is where in which round.
+"""The schedule of a sum in a fixed order: its pieces, and where each is in which round.
 
 All processes form a chain. A piece of the sum starts at process 0 with the gradients of its workers, in their order;
-each process adds those of its own and passes it on; the last one has the sum, which comes back the same way. Pieces
-follow each other in a pipeline, one round apart, and both directions are under way at once.
+each process adds its own and passes it on; the last one has the sum, which comes back the same way. Pieces follow each
+other in a pipeline, one round apart, and both directions are under way at once.
 
-So the sum of worker 0, worker 1 and so on is made in this very order, however many processes there are. Each of the
-W - 1 links carries all bytes once in each direction: 2 (W - 1) times the gradients altogether, which is what a ring
-all-reduce sends (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009,
-section 3), whose order depends on W. To exchange slices by all-to-all first would take (N / W + 1) (W - 1) times the
-gradients for N workers, since what a process has of several workers cannot be added up before it is sent.
+So the sum has the order of the workers, however many processes there are. Each of the W - 1 links carries all bytes
+once in each direction: 2 (W - 1) times the gradients altogether, which is what a ring all-reduce sends (Patarasuk and
+Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, section 3), whose order depends on
+W. Exchanging slices by all-to-all first would take (N / W + 1) (W - 1) times the gradients for N workers, since
+gradients of several workers of a process cannot be added up before they are sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A tensor as far as its bytes go: the name of its dtype, bytes of an element, and how many there are."""
+    """A tensor's dtype, bytes of an element, and number of elements."""
 
     dtype: str
     itemsize: int
@@ -36,9 +36,9 @@ class Span:
 
 
 def pieces(extents: Sequence[Extent], most_bytes: int) -> list[tuple[Span, ...]]:
-    """All elements of some tensors in order, in pieces of one dtype and of at most so many bytes.
+    """Cut all elements of some tensors, in order, into pieces of one dtype and at most ``most_bytes``.
 
-    A tensor that is cut is cut at multiples of ``most_bytes``, which is to be a multiple of the page size.
+    Tensors are cut at multiples of ``most_bytes``, which must be a multiple of the page size.
     """
     found: list[tuple[Span, ...]] = []
     open_spans: list[Span] = []
@@ -64,9 +64,8 @@ def pieces(extents: Sequence[Extent], most_bytes: int) -> list[tuple[Span, ...]]
 class Round:
     """What one process does in one round.
 
-    Attributes:
-        forward: the piece that it adds its gradients to, after process p - 1 has sent it in the round before.
-        back: the piece whose sum process p + 1 has sent in the round before.
+    ``forward`` is the piece that it adds its gradients to, which process p - 1 has sent in the round before; ``back``
+    the piece whose sum process p + 1 has sent then.
     """
 
     forward: int | None
@@ -74,13 +73,7 @@ class Round:
 
 
 def rounds(count: int, processes: int, place: int) -> Iterator[Round]:
-    """What the process at a place does, round by round, until it has the sum of all pieces.
-
-    Args:
-        count: of pieces.
-        processes: how many there are in the chain.
-        place: of this one, from 0.
-    """
+    """Yield what the process at a place in the chain does, round by round, until it has the sum of all pieces."""
     turn = 2 * (processes - 1)
     for number in range(count + turn - place if count else 0):
         forward, back = number - place, number - turn + place

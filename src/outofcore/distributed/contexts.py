@@ -1,4 +1,4 @@
-"""What a logical worker has of its own between its turns: random generators of Python, NumPy and PyTorch."""
+"""The state that a logical worker has of its own: random generators of Python, NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,7 @@ class SavedContext(Struct):
 
 @dataclass(frozen=True)
 class Context:
-    """The states of all generators of one logical worker.
-
-    Attributes:
-        python: of the module ``random``.
-        numpy: of ``numpy.random``.
-        torch: of PyTorch's default generator on the CPU.
-        device: likewise on the GPU that the step runs on; None: it runs on the CPU.
-    """
+    """The states of all generators of one logical worker; ``device`` is that of the step's GPU, None on the CPU."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
@@ -41,7 +34,7 @@ class Context:
 
     @staticmethod
     def beginning(seed: int, worker: int, device: torch.device) -> Context:
-        """That of a worker that has not drawn anything yet.
+        """Return the context of a worker that has not drawn anything yet.
 
         The seeds are independent of each other, by ``numpy.random.SeedSequence``.
         """
@@ -55,13 +48,13 @@ class Context:
 
     @staticmethod
     def now(device: torch.device) -> Context:
-        """The states as they are."""
+        """Save the current states."""
         on_device = None if device.type == "cpu" else torch.cuda.get_rng_state(device)
         numpy: Any = np.random.get_state(legacy=False)
         return Context(random.getstate(), numpy, torch.get_rng_state(), on_device)
 
     def enter(self, device: torch.device) -> None:
-        """Have the generators go on from here."""
+        """Restore the states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -69,7 +62,7 @@ class Context:
             torch.cuda.set_rng_state(self.device, device)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """Convert to JSON."""
         state = self.numpy["state"]
         version, numbers, gauss = self.python
         return {
@@ -89,11 +82,7 @@ class Context:
 
     @staticmethod
     def restored(saved: SavedContext) -> Context:
-        """From JSON.
-
-        Raises:
-            ValueError: text is not hexadecimal.
-        """
+        """Convert from JSON; raises ``ValueError`` if text is not hexadecimal."""
         python, numpy = saved.plain.python, saved.plain.numpy
         return Context(
             (python.version, tuple(python.state), python.gauss),
@@ -110,7 +99,7 @@ class Context:
 
 @contextlib.contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
-    """Leave the generators at the end as they were before."""
+    """Restore the generators at the end."""
     before = Context.now(device)
     try:
         yield

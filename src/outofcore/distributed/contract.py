@@ -1,4 +1,4 @@
-"""What has to be the same everywhere and at any time so that a training gives the same bits: facts with their names."""
+"""Named facts that must be the same everywhere and at any time for a training to give the same bits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Facts = dict[str, str]
 
 
 def kernel_facts(workers: int, seed: int, device: torch.device) -> Facts:
-    """What decides, beside the model and the data, which bits come out: it is part of a checkpoint.
+    """Return what decides the bits apart from model and data; it is part of a checkpoint.
 
-    Kernels on the CPU cut sums by the number of threads, and other instruction sets sum in other widths.
+    Kernels on the CPU split sums by the number of threads, and other instruction sets sum in other widths.
     """
     found = {
         "logical workers": str(workers),
@@ -49,9 +49,9 @@ def kernel_facts(workers: int, seed: int, device: torch.device) -> Facts:
 def model_facts(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], forget: Callable[[torch.Tensor], object]
 ) -> Facts:
-    """What processes that begin together have to have in common: names, shapes and contents.
+    """Return names, shapes and contents, which processes that begin together must have in common.
 
-    ``forget`` gives back what memory a tensor takes for having been read from its home.
+    ``forget`` gives back memory in which a tensor was cached when it was read from its home.
     """
     names: list[str] = []
     contents = 0
@@ -80,7 +80,7 @@ _ADVICE = {
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str, str] | None:
-    """The first fact in which two differ: its name, both values, and what to do; None: they agree."""
+    """Return the first fact that differs (its name, both values, and what to do), or None."""
     for name in dict.fromkeys((*mine, *theirs)):
         one, other = mine.get(name, "unknown"), theirs.get(name, "unknown")
         if one != other:
@@ -89,14 +89,7 @@ def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str,
 
 
 def check_all_alike(facts: Sequence[Mapping[str, str]]) -> None:
-    """Refuse processes that would not compute the same.
-
-    Args:
-        facts: of each process, by rank.
-
-    Raises:
-        InputError: two differ; the message names the fact.
-    """
+    """Raise ``InputError`` that names the first fact in which two processes differ."""
     for rank, other in enumerate(facts):
         found = difference(facts[0], other)
         if found is not None:

@@ -1,17 +1,17 @@
 """Training with logical workers: any number of processes gives the same bits as any other.
 
-The idea of logical workers whose contexts change places on one device is that of EasyScale (Li et al., "EasyScale:
-Elastic training with consistent accuracy and improved utilization on GPUs", SC '23, sections 3 and 4). A step of N
-workers is, to the last bit, this loop in plain PyTorch, with each worker's own random generators::
+Logical workers whose contexts take turns on one device are the idea of EasyScale (Li et al., "EasyScale: Elastic
+training with consistent accuracy and improved utilization on GPUs", SC '23, sections 3 and 4). A step of N workers is,
+to the last bit, this loop in plain PyTorch, with each worker's own random generators::
 
     for k in range(N):
         step(*batches[k])          # gradients add up in .grad, in the order of the workers
     for p in parameters: p.grad /= N
     optimizer.step()
 
-Buffers are as ``DistributedDataParallel`` has them with ``broadcast_buffers=True``: every worker begins a step with
-those that worker 0 has left in the step before. So there is one set of them, a model that is evaluated or saved has the
-same statistics whichever process does it, and a checkpoint does not grow with the number of workers.
+Buffers are as in ``DistributedDataParallel`` with ``broadcast_buffers=True``: every worker begins a step with those
+that worker 0 has left in the step before. So a model has the same statistics whichever process evaluates or saves it,
+and the size of a checkpoint does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _SavedOrder(Struct):
 
 
 class _Saved(Struct):
-    """What a checkpoint has beside model and optimizers."""
+    """What a checkpoint has in addition to model and optimizers."""
 
     facts: dict[str, str]
     steps: int
@@ -125,10 +125,10 @@ def phases(
     optimizers: Sequence[Optimizer],
     update: Callable[[], object] | None,
 ) -> Callable[..., Any]:
-    """The two things that are compiled, as one function: a worker's turn, and, where its argument is true, the update.
+    """Combine the two compiled functions: a worker's turn, and, if the argument is true, the update.
 
-    As one step they share an arena, so that little moves between them. A turn that finds gradients of the one before,
-    and adds to them, is a capture of its own.
+    As one step they share an arena, so that little moves between them. A turn that adds to the gradients of the one
+    before is a capture of its own.
     """
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -389,11 +389,11 @@ class Elastic:
         return self._layout
 
     def _adds_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the next turn may add its gradients to those in ``.grad``, as it does in plain PyTorch.
+        """Return whether the next turn may add its gradients to those in ``.grad``, as in plain PyTorch.
 
-        So it may at process 0, which has the first of all workers, if each gradient is added once: a step that goes
-        backward twice would add in another order than where its worker is the first of a process. And so it must be
-        planned, which may take more than the budget has.
+        It may at process 0, which has the first of all workers, if each gradient is added once: a step that goes
+        backward twice would add in another order than where its worker is the first of a process. It also needs a plan,
+        which may not fit the budget.
         """
         if self.rank > 0 or not self._may_add:
             return False
@@ -411,7 +411,7 @@ class Elastic:
         return self._may_add
 
     def _keep_gradients(self, number: int, turn: _Turns) -> None:
-        """Put aside what a turn has left. At process 0 these are the first of all workers, and are added up."""
+        """Save the gradients of a turn. At process 0 these are the first of all workers, and are added up."""
         before, layout = self._layout, self._note_layout()
         if number and layout is not before:
             raise StateError("the workers of one step leave gradients of different parameters, which cannot be summed")
@@ -429,11 +429,7 @@ class Elastic:
             parameter.grad = None
 
     def _agree(self, error: BaseException | None, what: str, steps: int = 0, digest: int = 0) -> None:
-        """Go on only if every process has come so far.
-
-        Raises:
-            StateError: one has not, or is at another step, or has other gradients and buffers to give.
-        """
+        """Return if every process has come as far; raise ``StateError`` if one differs in step or layouts."""
         told = self._processes.gather_numbers([int(error is None), steps, digest])
         failed = [rank for rank, (well, _, _) in enumerate(told) if not well]
         if error is not None:
@@ -460,7 +456,7 @@ class Elastic:
         self._sum([*[self._kept[place] for place in turn.kept], target], target, layout, self._count)
 
     def _share_buffers(self, turn: _Turns) -> None:
-        """Have all processes go on with the buffers that worker 0 has left."""
+        """Give all processes the buffers that worker 0 has left."""
         if not turn.buffers:
             return
         if self._processes.count > 1:
@@ -534,7 +530,7 @@ class Elastic:
         return Loader(self, dataset, order, collate)
 
     def draw(self, batch_of: Callable[[int], Any]) -> dict[int, Any]:
-        """A batch for each worker of this process, made with the worker's own generators; for ``loader``."""
+        """Make a batch for each worker of this process with the worker's own generators; for ``loader``."""
         batches: dict[int, Any] = {}
         drawn: dict[int, Context] = {}
         with generators_kept(self._device):
@@ -546,7 +542,7 @@ class Elastic:
         return batches
 
     def used(self, batches: dict[int, Any]) -> None:
-        """Take note that batches have been used, unless a step has done so; for ``loader``."""
+        """Record that batches have been used, unless a step has done so; for ``loader``."""
         if batches is self._handed and self._drawn is not None:
             self._contexts = self._drawn
             self._advance()
@@ -559,10 +555,10 @@ class Elastic:
     # Who has which workers
 
     def balance(self) -> range:
-        """Share the workers anew, by how long their turns took, so that the slowest process ends soonest.
+        """Distribute the workers again by the measured times of their turns, so that the slowest process ends soonest.
 
-        To be called by all processes at one time, between steps; the bits stay the same. What ``loader`` has handed
-        out and no step has used is drawn again.
+        All processes call it at the same time, between steps; the bits stay the same. Batches that ``loader`` has
+        handed out and no step has used are drawn again.
 
         Returns:
             The workers of this process from now on.
@@ -590,19 +586,19 @@ class Elastic:
     # What lasts
 
     def save(self, folder: str | Path, extra: Any = None) -> None:
-        """Save the training; to be called by all processes, of which process 0 writes.
+        """Save the training; all processes must call it, and process 0 writes.
 
-        A checkpoint that is in the folder counts until this one is whole, however a save ends. It holds models,
+        An existing checkpoint in the folder counts until the new one is complete, however a save ends. It holds models,
         optimizers, the random generators of every worker and of process 0, and the place in the data; any number of
-        processes may go on from it. ``outofcore.load`` reads its models and optimizers as well.
+        processes can load it. ``outofcore.load`` reads its models and optimizers as well.
 
         Args:
-            folder: as for ``Step.save``. Every process that is to load it has to see it.
+            folder: as for ``Step.save``. Every process that will load it must see it.
             extra: plain data of yours, such as a scheduler's state dict; that of process 0 counts.
 
         Raises:
             StateError: something cannot be saved, or another process failed.
-            TransferError: the system refuses a write; the checkpoint that was there before is still whole.
+            TransferError: the system refuses a write; the previous checkpoint is still complete.
         """
         contexts = [one for told in self._processes.gather(self._plain_contexts()) for one in told.items()]
         order = self._order
@@ -625,19 +621,19 @@ class Elastic:
                 self.step.save(folder, extra={_KEY: saved, "extra": extra})
 
     def load(self, folder: str | Path, *, exact: bool = True) -> Any:
-        """Go on from a checkpoint, with as many processes as there are now; to be called by all of them.
+        """Continue from a checkpoint, with the current number of processes; all of them must call it.
 
         Args:
             folder: that ``save`` was given.
-            exact: refuse what would give other bits than before: another number of threads, another release of
-                PyTorch, other kernels. False: go on all the same, and only log it.
+            exact: refuse what would change the bits: another number of threads, another release of
+                PyTorch, other kernels. False: only log it.
 
         Returns:
             What was saved as ``extra``; tuples come back as lists.
 
         Raises:
             InputError: there is no such checkpoint, or not of such a training; nothing has been changed.
-            TransferError: a file cannot be read or is not as it was saved; the step refuses to go on.
+            TransferError: a file cannot be read or is damaged; the step refuses to go on.
             StateError: another process could not load it.
         """
         with self._together("this load"):
@@ -690,7 +686,7 @@ class Elastic:
 
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """Raise here what is raised inside, and in all other processes that it was."""
+        """Raise errors from inside in this process, and a ``StateError`` about them in all others."""
         try:
             yield
         except BaseException as error:
@@ -701,13 +697,13 @@ class Elastic:
 
 
 class _Turns:
-    """What happens in the turns of one step.
+    """The turns of one step.
 
     Attributes:
         buffers: of the model that a turn writes.
         keys: their names.
-        kept: the turns whose gradients have been put aside.
-        begin: their values when the step began.
+        kept: the turns whose gradients have been saved.
+        begin: values of the buffers when the step began.
         left: their values after the turn of worker 0; empty where that is another process's.
         seconds: of each turn.
         switch: seconds between them.
@@ -723,7 +719,7 @@ class _Turns:
         self.switch = 0.0
 
     def note(self, captured: Captured) -> None:
-        """Learn which buffers a turn writes."""
+        """Find the buffers that a turn writes."""
         written = {storage for op in captured.graph.ops for storage in op.mutates}
         known = {id(buffer) for buffer in self.buffers}
         for binding in captured.states:
@@ -734,23 +730,19 @@ class _Turns:
                 self.keys.append(binding.key)
 
     def put(self, values: Sequence[torch.Tensor]) -> None:
-        """Give the buffers values."""
+        """Set the buffers."""
         with torch.no_grad():
             for buffer, value in zip(self.buffers, values, strict=True):
                 buffer.copy_(value)
 
     def put_back(self) -> None:
-        """Give the buffers the values that they had when the step began."""
+        """Reset the buffers to the beginning of the step."""
         if self.begin:
             self.put(self.begin)
 
 
 def check_models(models: Sequence[nn.Module]) -> None:
-    """Refuse models that exchange gradients themselves.
-
-    Raises:
-        InputError: names the module.
-    """
+    """Refuse models that exchange gradients themselves."""
     for model in models:
         for path, module in model.named_modules():
             kind, where = type(module).__name__, f"the module {path}" if path else "the model"

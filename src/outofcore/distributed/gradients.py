@@ -1,7 +1,7 @@
-"""The gradients of one process: those that a step has left, and what is kept of earlier workers, at home.
+"""The gradients of one process: those that a step has left, and those kept at home for earlier workers.
 
-They are read and written a piece at a time, past the page cache where they lie on a disk, so that they take no memory
-beside the budget but a few pieces.
+They are read and written a piece at a time, past the page cache if they are on a disk, so that they need only a few
+pieces of memory beyond the budget.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ PIECE_BYTES = 1 * MIB
 
 
 class Tensors:
-    """Some tensors as rows of elements, wherever they lie.
-
-    Args:
-        tensors: whose elements fill their memory without holes, in any order.
-        faces: of the home where they may lie.
-    """
+    """Dense tensors as rows of elements, in memory or at a home."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], faces: Faces) -> None:
         self._rows = [_row(tensor) for tensor in tensors]
@@ -36,7 +31,7 @@ class Tensors:
         self._buffer: torch.Tensor | None = None
 
     def get(self, span: Span) -> torch.Tensor:
-        """Elements on the CPU, not to be written to; they count until the next are asked for."""
+        """Return elements on the CPU, read-only and valid until the next call."""
         row = self._rows[span.tensor]
         slot = self._slot(row, span)
         if slot is None:
@@ -59,7 +54,7 @@ class Tensors:
         home.write(offset, memory_of(elements.view(torch.uint8)))
 
     def _slot(self, row: torch.Tensor, span: Span) -> tuple[HomeStore, int] | None:
-        """The home on a disk, and where on it a span begins; None: it is in memory."""
+        """Return the home on a disk and the offset at which a span begins; None if it is in memory."""
         face = self._faces.find(row)
         if face is None or row.storage_offset():
             return None
@@ -68,25 +63,20 @@ class Tensors:
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of a tensor, in the order in which they lie in memory."""
+    """View all elements of a tensor in memory order."""
     row = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return row.set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
 
 
 def new_row(count: int) -> torch.Tensor:
-    """Bytes from the beginning of a page on, for direct I/O."""
+    """Return page-aligned bytes, for direct I/O."""
     return tensor_over(Region(map_anonymous(count), count).memory(0, count))
 
 
 class Layout:
-    """How the gradients of a step lie: the same for all workers.
+    """The layout of a step's gradients, the same for all workers.
 
-    Args:
-        gradients: as a step has left them.
-
-    Attributes:
-        spans: all elements, in pieces.
-        digest: a number that is another one for other gradients.
+    ``spans`` are all elements, in pieces; ``digest`` is a number that differs for other gradients.
     """
 
     def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -99,11 +89,11 @@ class Layout:
         self.digest = crc32(repr(self._shapes).encode())
 
     def is_of(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether these lie so."""
+        """Return whether gradients have this layout."""
         return self._shapes == [(tuple(g.shape), g.stride(), g.dtype) for g in gradients]
 
     def new(self, faces: Faces) -> Tensors:
-        """Room for as many, at home where they are large."""
+        """Allocate tensors of this layout, large ones at home."""
         made: list[torch.Tensor] = []
         for shape, stride, dtype in self._shapes:
             count = torch.Size(shape).numel() * dtype.itemsize
@@ -114,7 +104,7 @@ class Layout:
 
 
 def keep(gradients: Tensors, kept: Tensors, layout: Layout, *, add: bool) -> None:
-    """Write gradients where they are kept, or add them to what is there."""
+    """Write gradients to ``kept``, or add them to it."""
     for spans in layout.spans:
         for span in spans:
             elements = gradients.get(span)

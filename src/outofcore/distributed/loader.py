@@ -1,4 +1,4 @@
-"""The batches of every logical worker, in an order that does not depend on how many processes there are."""
+"""The batches of every logical worker, in an order that does not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,11 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Order:
-    """In which order samples come: those of an epoch and a step follow from this alone.
+    """The order of samples, which follows from these fields alone.
 
     It is the order of ``torch.utils.data.DistributedSampler`` with as many replicas as there are workers and
-    ``drop_last=True``: of every N samples in a row, each worker has one.
-
-    Attributes:
-        workers: how many there are.
-        batch_size: samples of one worker's batch.
-        length: of the dataset.
-        seed: of the shuffling, to which the number of the epoch is added.
-        shuffle: whether samples come in another order in each epoch.
+    ``drop_last=True``: of every N samples in a row, each worker has one. ``batch_size`` is that of one worker, and the
+    number of the epoch is added to ``seed``.
     """
 
     workers: int
@@ -43,23 +37,17 @@ class Order:
 
     @property
     def steps(self) -> int:
-        """Steps of an epoch. What is left of the dataset and fills no batch of all workers is left out."""
+        """Steps of an epoch, without a last one that does not fill the batches of all workers."""
         return self.length // (self.workers * self.batch_size)
 
     def of_epoch(self, epoch: int) -> torch.Tensor:
-        """The numbers of all samples, in the order in which they come."""
+        """Return the numbers of all samples, in order."""
         if not self.shuffle:
             return torch.arange(self.length)
         return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
 
     def samples(self, order: torch.Tensor, step: int, worker: int) -> list[int]:
-        """The numbers of the samples of one worker's batch.
-
-        Args:
-            order: of the epoch.
-            step: of the epoch, from 0.
-            worker: from 0.
-        """
+        """Return the numbers of the samples of one worker's batch in a step, given the epoch's order."""
         together = self.workers * self.batch_size
         return order[step * together : (step + 1) * together][worker :: self.workers].tolist()
 
@@ -72,7 +60,7 @@ class Place:
     step: int = 0
 
     def after(self, order: Order) -> Place:
-        """One step further."""
+        """Return the place one step further."""
         if self.step + 1 >= order.steps:
             return Place(self.epoch + 1, 0)
         return replace(self, step=self.step + 1)
@@ -84,11 +72,11 @@ class Course(Protocol):
     place: Place
 
     def draw(self, batch_of: Callable[[int], Any]) -> dict[int, Any]:
-        """A batch for each worker of this process, made with the worker's own random generators."""
+        """Make a batch for each worker of this process with the worker's own random generators."""
         ...
 
     def used(self, batches: dict[int, Any]) -> None:
-        """Take note that batches have been used."""
+        """Record that batches have been used."""
         ...
 
 
@@ -140,10 +128,9 @@ class Loader:
 
 
 def checked_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: bool) -> Order:
-    """The order of a dataset's samples.
+    """Return the order of a dataset's samples.
 
-    Raises:
-        InputError: it has no length or no samples by number, or too few samples for one step.
+    Raises ``InputError`` if it has no length or no samples by number, or too few samples for one step.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise InputError(
@@ -161,7 +148,7 @@ def checked_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffl
 
 
 def arguments(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """How a batch is given to a step: a tuple or list as its arguments, a dict by name, all else as the only one."""
+    """Return the step's arguments for a batch: the items of a tuple or list, of a dict by name, or the batch itself."""
     if isinstance(batch, tuple | list):
         return batch, {}
     if isinstance(batch, dict) and all(isinstance(name, str) for name in batch):

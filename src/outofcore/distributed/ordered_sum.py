@@ -1,4 +1,4 @@
-"""Adds up the gradients of all logical workers, in their order and over all processes: ``chain`` tells how."""
+"""Add up the gradients of all logical workers, in their order and over all processes, as ``chain`` schedules it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from outofcore.distributed.processes import Processes
 
 
 class OrderedSum:
-    """Sums gradients, piece by piece, through a few buffers.
-
-    Args:
-        processes: in the order of their workers.
-    """
+    """Sums gradients, piece by piece, through a few buffers; ``processes`` are in the order of their workers."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -24,16 +20,10 @@ class OrderedSum:
         self._buffers = [new_row(PIECE_BYTES) for _ in range(6 if processes.count > 1 else 1)]
 
     def __call__(self, own: Sequence[Tensors], target: Tensors, layout: Layout, divisor: int) -> None:
-        """Write the sum of all workers' gradients, divided once it is whole, to ``target``, on every process.
+        """Write the sum of all workers' gradients, divided once at the end, to ``target``, on every process.
 
-        Args:
-            own: of this process, in the order of its workers; at process 0 the first may be a sum itself.
-            target: may be one of them.
-            layout: of all.
-            divisor: of the sum.
-
-        Raises:
-            StateError: another process has ended or does not answer; gradients are part old and part new.
+        ``own`` are of this process, in the order of its workers; at process 0 the first may be a sum itself. ``target``
+        may be one of them. If it raises ``StateError`` for another process, gradients are part old and part new.
         """
         if self._processes.count == 1:
             for spans in layout.spans:
@@ -91,7 +81,7 @@ class OrderedSum:
             wait()
 
     def _row(self, number: int, layout: Layout, spans: Sequence[Span]) -> torch.Tensor:
-        """A buffer as the elements of a piece."""
+        """Return a buffer as the elements of a piece."""
         first = spans[0].tensor
         count = sum(span.count for span in spans) * layout.itemsizes[first]
         return self._buffers[number][:count].view(layout.dtypes[first])

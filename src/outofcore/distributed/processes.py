@@ -21,21 +21,11 @@ _TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Processes:
-    """All processes, with a group of their own over gloo: what is exchanged lies in host memory.
+    """All processes, with a gloo group of their own: what is exchanged is in host memory.
 
-    Where ``torch.distributed`` has been initialised its processes are meant; else those that torchrun has started
-    together, for which it is initialised now; else this process is alone.
-
-    Args:
-        timeout: how long one waits for another.
-
-    Attributes:
-        rank: of this process, from 0.
-        count: of processes.
-        bytes_sent: by ``send`` and ``share``, so far.
-
-    Raises:
-        StateError: they do not find together.
+    They are those of ``torch.distributed`` if it has been initialised; else those that torchrun has started together,
+    for which it is initialised now; else this process alone. ``bytes_sent`` counts ``send`` and ``share``. The
+    constructor raises ``StateError`` if they do not find each other.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -62,13 +52,13 @@ class Processes:
             ) from error
 
     def close(self) -> None:
-        """End the group; PyTorch's default one stays, for what comes after."""
+        """End the group; PyTorch's default one stays for later use."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
     def gather(self, item: Any) -> list[Any]:
-        """What every process has given, by rank."""
+        """Return every process's item, by rank."""
         if self.count == 1:
             return [item]
         found: list[Any] = [None] * self.count
@@ -76,7 +66,7 @@ class Processes:
         return found
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
-        """Some 64-bit numbers of every process, by rank."""
+        """Return some 64-bit numbers of every process, by rank."""
         if self.count == 1:
             return [numbers]
         own = torch.tensor(numbers, dtype=torch.int64)
@@ -85,18 +75,18 @@ class Processes:
         return [one.tolist() for one in found]
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Fill a tensor with what process 0 has in it."""
+        """Broadcast a tensor from process 0."""
         if self.count > 1:
             self._answered(lambda: dist.broadcast(tensor, 0, self._group))
             self.bytes_sent += tensor.numel() * tensor.element_size() * (self.rank == 0)
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Begin to send bytes; what is returned waits until the tensor may be used again."""
+        """Begin to send bytes; the returned function waits until the tensor may be used again."""
         self.bytes_sent += tensor.numel() * tensor.element_size()
         return self._begun(lambda: dist.isend(tensor.view(torch.uint8), rank, self._group))
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Begin to receive bytes; what is returned waits until they are there."""
+        """Begin to receive bytes; the returned function waits until they are there."""
         return self._begun(lambda: dist.irecv(tensor.view(torch.uint8), rank, self._group))
 
     def _begun(self, begin: Callable[[], Any]) -> Callable[[], None]:
@@ -108,11 +98,7 @@ class Processes:
         return wait
 
     def _answered(self, call: Callable[[], Any]) -> Any:
-        """What a call of the group returns.
-
-        Raises:
-            StateError: another process has ended, or did not answer in time.
-        """
+        """Call the group; raises ``StateError`` if another process has ended, or did not answer in time."""
         try:
             return call()
         except (RuntimeError, ValueError) as error:
@@ -127,20 +113,12 @@ _POLL = 0.01
 
 
 def met(store: Any, rank: int, count: int, timeout: timedelta) -> str:
-    """A name that all processes of this start have agreed on, and no earlier ones.
+    """Return a name that all processes of this start have agreed on, and no earlier ones.
 
-    torchrun keeps its store where it starts processes again, so that what those before have left there, such as the
-    addresses that they listened at, is still there. So each process but the first says that it is here under a name
-    that nobody has had before, and the first answers every such name with that of the start, until all have read it.
-
-    Args:
-        store: a ``torch.distributed.Store`` that all of them have.
-        rank: of this process.
-        count: of processes.
-        timeout: how long to wait for the others.
-
-    Raises:
-        RuntimeError: not all have come in time.
+    torchrun keeps its store where it starts processes again, so what earlier ones have left, such as the addresses that
+    they listened at, is still there. So each process but the first announces itself under a fresh name, and the first
+    answers every such name with that of the start, until all have read it. ``store`` is a shared
+    ``torch.distributed.Store``. Raises ``RuntimeError`` if not all have come in time.
     """
     end = time.monotonic() + timeout.total_seconds()
     fresh = uuid.uuid4().hex

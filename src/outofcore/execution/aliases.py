@@ -1,8 +1,8 @@
-"""The user's tensors on what persists across steps: all that points to the same bytes, and how that is changed.
+"""The user's tensors on persistent state: which tensors share bytes, and how they are changed.
 
 A *state* is one storage that persists. A *window* is one of the user's tensors on it; tied parameters are several. A
-*face* is a tensor that shows a slot at a home, by which a slot is known again and given back. Gradients and optimizer
-state are looked up where the user's own objects have them.
+*face* is a tensor over a slot at a home, by which the slot is recognised and given back. Gradients and optimizer state
+are looked up where the user's own objects have them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ _DTYPE = attrgetter("dtype")
 
 
 class Place(Enum):
-    """Where the bytes of a state are between steps."""
-
     OWN = "own"  # in memory of the tensor's own, as plain PyTorch has it
     HOME = "home"  # in its slot
     ARENA = "arena"  # in a block that wraps around the step, or where a step has left a gradient
@@ -74,7 +72,7 @@ TRANSITIONS: Mapping[tuple[Place, Place], str] = {
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Have one of the user's tensors show other bytes: whatever moves a model passes through here."""
+    """Point one of the user's tensors at other bytes; all moves of a model pass through here."""
     tensor.data = data
 
 
@@ -83,14 +81,11 @@ class Window:
     """One of the user's tensors on a state.
 
     Attributes:
-        key: what it is called.
-        tensor: the user's.
-        value: what the step takes it to be.
-        address: of its data, as it was last set or met.
-        stands_in: whether the user knows it no more: it holds the place of a gradient that was cleared.
-        users: the user's tensor, if ``tensor`` only stands in for it: it lies in memory that others see, such as a
-            file, and stays there. Before a step it is copied from there (``Window.read``), and back after it
-            (``Window.write``).
+        value: the layout that the step expects.
+        address: of its data, when it was last set or checked.
+        stands_in: whether it replaces a cleared gradient that the user no longer has.
+        users: the user's tensor if its memory must stay in place because others see it, such as a file. ``tensor`` then
+            stands in for it, and is copied before and after each step (``read``, ``write``).
         seen: the fingerprint of what was copied last.
     """
 
@@ -104,15 +99,11 @@ class Window:
 
     @property
     def known_as(self) -> torch.Tensor:
-        """The tensor that the user knows."""
+        """The tensor that the user has."""
         return self.tensor if self.users is None else self.users
 
     def read(self) -> None:
-        """Copy what others see to where the step expects it, if it is not that already.
-
-        Raises:
-            StateError: the user has put something of another shape or dtype there.
-        """
+        """Copy shared memory to the stand-in if it has changed; raises ``StateError`` for another shape or dtype."""
         if self.users is None:
             return
         self.check_alike()
@@ -122,7 +113,7 @@ class Window:
             self.seen = seen
 
     def write(self) -> None:
-        """Copy what the step has left to where others see it."""
+        """Copy the step's result to the shared memory."""
         if self.users is not None:
             self._copy(self.users, self.tensor)
             self.seen = _fingerprint_of(self.users)
@@ -133,17 +124,16 @@ class Window:
             to.data.copy_(source.data)
 
     def stay(self) -> None:
-        """Leave the user's tensor where it is from now on, and have another one stand in for it."""
+        """Keep the user's tensor in place from now on, and make a stand-in for it."""
         self.users, self.seen = self.tensor, None
         self.tensor = self.users.detach()
 
     def point_at(self, view: torch.Tensor) -> None:
-        """Have the user's tensor show other bytes."""
         set_data(self.tensor, view)
         self.address = view.data_ptr()
 
     def moved(self) -> bool:
-        """Whether the user has put other data in its place, or looks at the same otherwise, such as transposed."""
+        """Return whether the user has given it other data, or another layout such as transposed."""
         tensor, value = self.tensor, self.value
         return (
             tensor.data_ptr() != self.address
@@ -153,27 +143,23 @@ class Window:
         )
 
     def give_up(self) -> torch.Tensor | None:
-        """Know the tensor no more; returns it if anybody else does."""
+        """Forget the tensor; returns it if anybody else refers to it."""
         reference = weakref.ref(self.tensor)
         self.tensor, self.users = torch.empty(0, dtype=self.value.dtype), None
         return reference()
 
     def lies_as(self, value: Value) -> bool:
-        """Whether it lies in its storage as a value does."""
+        """Return whether its layout is that of a value."""
         return self.value.layout() == value.layout()
 
     def renew(self, value: Value) -> bool:
-        """Take note that a step has left a gradient, and how it lies; whether it lay so before."""
+        """Record the layout of a gradient that a step has left; return whether it is unchanged."""
         known = self.lies_as(value)
         self.value, self.stands_in = value, False
         return known
 
     def check_alike(self) -> None:
-        """Refuse data that the step was not captured with.
-
-        Raises:
-            StateError: it has another shape or dtype.
-        """
+        """Raise ``StateError`` for data whose shape or dtype differs from the capture."""
         new, value = self.known_as, self.value
         if tuple(new.shape) != value.shape or new.dtype != value.dtype:
             raise StateError(
@@ -183,7 +169,7 @@ class Window:
 
 
 def _fingerprint_of(tensor: torch.Tensor) -> int | None:
-    """Of what a tensor shows; None: it does not lie in one piece in memory of the CPU."""
+    """Return the fingerprint of a tensor; None unless it is contiguous in memory of the CPU."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return None
     flat = tensor.detach().as_strided((_extent(tensor),), (1,))
@@ -196,7 +182,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 @dataclass(slots=True)
 class State:
-    """One storage that persists across steps, with the tensors that the user knows it by."""
+    """One storage that persists across steps, with the user's tensors on it."""
 
     key: str
     bytes: int
@@ -214,24 +200,20 @@ class State:
     references: int = 0  # to a gradient that a step has left, when it did (see ``references_to``)
 
     def show(self, base: torch.Tensor, place: Place) -> None:
-        """Make the user's tensors look at these bytes."""
+        """Point the user's tensors at these bytes."""
         self.look_at(None if place is Place.OWN else base)
         for window in self.windows:
             window.point_at(tensor_on(base, window.value))
         self.become(place)
 
     def become(self, place: Place) -> None:
-        """Take note of where the bytes are now; the only place where that changes.
-
-        Raises:
-            StateError: they cannot get there from where they were.
-        """
+        """Record where the bytes are now; only this method changes ``place``, and refuses invalid transitions."""
         if place is not self.place and (self.place, place) not in TRANSITIONS:
             raise StateError(f"{self.key} went from {self.place.value} to {place.value}: please report it")
         self.place = place
 
     def lay(self, key: str, value: Value) -> None:
-        """Have a gradient lie as a step expects it: another may have left it otherwise, such as transposed."""
+        """Give a gradient the layout that a step expects: another step may have left it transposed, say."""
         for window in self.windows:
             if window.key != key or window.lies_as(value):
                 continue
@@ -241,25 +223,25 @@ class State:
                 window.point_at(tensor_on(self.shown, value).copy_(data))
 
     def look_at(self, base: torch.Tensor | None) -> None:
-        """Take note of the bytes that are shown at home or in the arena."""
+        """Record the bytes that are shown at home or in the arena."""
         self.shown = base
         self.address = 0 if base is None else base.data_ptr()
 
     def stays(self) -> bool:
-        """Whether its bytes lie in memory that others see; what is shown is a copy for the step."""
+        """Return whether its bytes are in memory that others see; what is shown is a copy for the step."""
         return bool(self.windows) and all(window.users is not None for window in self.windows)
 
     def is_idle(self) -> bool:
-        """Whether nobody knows its bytes any more: all the gradients on it were cleared."""
+        """Return whether nobody refers to its bytes: all the gradients on it were cleared."""
         return bool(self.windows) and all(window.stands_in for window in self.windows)
 
     def lose(self) -> None:
-        """Take note that the bytes are nowhere."""
+        """Record that the bytes are gone."""
         self.become(Place.UNBORN)
         self.look_at(None)
 
     def bytes_now(self) -> torch.Tensor:
-        """The bytes as they are, as uint8: on the storage of the user's tensors where they lie as expected."""
+        """Return the current bytes as uint8, on the storage of the user's tensors where their layout is as expected."""
         if self.lies_together():
             return internals.storage_bytes(self.windows[0].tensor)[: self.bytes]
         gathered = torch.zeros(self.bytes, dtype=torch.uint8, device=self.windows[0].tensor.device)
@@ -268,16 +250,16 @@ class State:
         return gathered
 
     def fingerprint(self) -> int:
-        """Of the bytes that are shown, which lie on the CPU."""
+        """Return the fingerprint of the shown bytes, which are on the CPU."""
         return fingerprint(internals.memory_of(self.bytes_now() if self.shown is None else self.shown))
 
     def offset_in(self, address: int) -> int:
-        """How far the bytes lie behind an address, that of an arena which has them."""
+        """Return the offset of the bytes from an arena's address."""
         window = self.windows[0]
         return window.address - window.value.offset * window.value.dtype.itemsize - address
 
     def lies_together(self) -> bool:
-        """Whether the user's tensors lie in one storage as the step expects them to."""
+        """Return whether the user's tensors share one storage as the step expects."""
         first = self.windows[0].tensor
         return first.untyped_storage().nbytes() >= self.bytes and all(
             internals.storage_key(window.tensor) == internals.storage_key(first)
@@ -287,20 +269,20 @@ class State:
         )
 
     def is_elsewhere(self) -> bool:
-        """Whether the user has put other memory in place of what was shown, for all that looks at it."""
+        """Return whether the user has replaced the shown memory for all tensors on it."""
         if self.shown is None:
             return False
         own = internals.storage_key(self.shown)
         return all(w.moved() and internals.storage_key(w.tensor) != own for w in self.windows)
 
     def let_go(self) -> list[Window]:
-        """Leave to the user what is not where it was shown; returns that."""
+        """Release and return the windows that the user has moved elsewhere."""
         moved = [window for window in self.windows if window.moved()]
         self.windows = [window for window in self.windows if not window.moved()]
         return moved
 
     def tie(self, window: Window) -> None:
-        """Take note of one more tensor on these bytes, wherever on them it is."""
+        """Add a tensor on these bytes."""
         tensor = window.tensor
         value = replace(
             window.value,
@@ -312,15 +294,11 @@ class State:
         self.windows.append(Window(window.key, tensor, value, tensor.data_ptr()))
 
     def moved_away(self) -> bool:
-        """Whether the storage itself is elsewhere than it was shown, with all that looks at it."""
+        """Return whether the storage itself was moved, with all tensors on it."""
         return self.shown is not None and self.shown.data_ptr() != self.address
 
     def check_in_place(self) -> None:
-        """Refuse a storage that was moved with all that looks at it, as into memory that processes share.
-
-        Raises:
-            StateError: it was.
-        """
+        """Raise ``StateError`` if the storage was moved with all tensors on it, as into shared memory."""
         if self.moved_away():
             raise StateError(
                 f"{self.key} has been moved to memory that processes share, by share_memory() or by being sent to "
@@ -330,10 +308,9 @@ class State:
 
 
 def take_over(states: Iterable[State]) -> list[str]:
-    """Take over what the user put in place of what was shown; returns the keys of that.
+    """Take over the user's replacements of what was shown, and return their keys.
 
-    Raises:
-        StateError: something has another shape or dtype than before; nothing has been taken over.
+    Raises ``StateError`` if one has another shape or dtype than before; then none has been taken over.
     """
     found = [(state, window) for state in states for window in state.windows if window.moved()]
     for _, window in found:
@@ -354,10 +331,10 @@ def take_over(states: Iterable[State]) -> list[str]:
 
 
 def shared_otherwise(states: Iterable[State]) -> bool:
-    """Whether tensors have been tied, or are tied no more, since they were captured.
+    """Return whether tensors have been tied or untied since they were captured.
 
-    What the user has put in place of a tensor may be another tensor's data (``a.data = b.data``), or its own where it
-    was shared.
+    The user's replacement of a tensor may be another tensor's data (``a.data = b.data``), or its own where it was
+    shared.
     """
     owners: dict[int, State] = {}
     for state in states:
@@ -371,10 +348,9 @@ def shared_otherwise(states: Iterable[State]) -> bool:
 
 
 def lie_otherwise(states: Iterable[State]) -> bool:
-    """Whether something that the user has put in place of what was shown lies otherwise in memory, such as transposed.
+    """Return whether a replacement of the user's has another memory layout, such as transposed.
 
-    Raises:
-        StateError: something has another shape or dtype than before.
+    Raises ``StateError`` if it has another shape or dtype than before.
     """
     moved = [window for state in states for window in state.windows if window.moved()]
     for window in moved:
@@ -383,9 +359,9 @@ def lie_otherwise(states: Iterable[State]) -> bool:
 
 
 def fits(captured: Captured) -> bool:
-    """Whether the user's tensors share memory, and lie in it, as they did when a step was captured.
+    """Return whether the user's tensors share memory and have layouts as they did when a step was captured.
 
-    How they lie decides which kernels run, and in which order these add up.
+    Layouts decide which kernels run, and in which order these add up.
     """
     storages: dict[int, int] = {}
     owners: dict[int, int] = {}
@@ -408,9 +384,9 @@ def fits(captured: Captured) -> bool:
 
 
 def let_go(states: Iterable[State]) -> list[State]:
-    """Leave to the user what was put in place of what was shown; returns the states that nobody knows any more.
+    """Release the user's replacements of what was shown; return the states that nobody refers to any more.
 
-    What was tied to another tensor here goes where that goes.
+    A tensor that was tied to another one here stays tied to it.
     """
     here = [state for state in states if state.place in (Place.HOME, Place.ARENA)]
     moved = [window for state in here for window in state.let_go()]
@@ -425,9 +401,9 @@ def let_go(states: Iterable[State]) -> list[State]:
 
 
 def unmoved(states: Iterable[State]) -> bool:
-    """Whether no window has moved (see ``Window.moved``), and so no storage that one looks at.
+    """Return whether no window has moved (see ``Window.moved``).
 
-    Asked of all at once, in passes that Python makes at the speed of C: it is asked of every tensor before every step.
+    It checks all tensors before every step, so it uses passes that Python makes at the speed of C.
     """
     windows = [window for state in states for window in state.windows]
     tensors, values = [window.tensor for window in windows], [window.value for window in windows]
@@ -440,7 +416,7 @@ def unmoved(states: Iterable[State]) -> bool:
 
 
 def displaced(states: Iterable[State]) -> list[str]:
-    """The keys of what has other memory than that in which it was last shown, at home or in the arena."""
+    """Return the keys of tensors whose memory is not what was last shown, at home or in the arena."""
     here = (Place.HOME, Place.ARENA)
     windows = [window for state in states if state.place in here for window in state.windows]
     now, shown = list(map(_POINTER, [window.tensor for window in windows])), [window.address for window in windows]
@@ -456,12 +432,8 @@ def displaced(states: Iterable[State]) -> list[str]:
 class Face:
     """A slot that a storage shows from its first byte on.
 
-    Attributes:
-        home: which of the homes, nearest first.
-        offset: of the slot.
-        bytes: of the storage.
-        owned: whether a step gives the slot back when it needs it no more; else it is given back once
-            nothing shows it.
+    ``home`` counts from the nearest. If ``owned``, a step gives the slot back when it no longer needs it; else it is
+    given back once nothing refers to the face.
     """
 
     home: int
@@ -472,13 +444,10 @@ class Face:
 
 
 class Faces:
-    """Makes the faces of slots, and recognises them.
+    """Makes the faces of slots, and recognises them; ``slots`` are of the homes, nearest first.
 
-    A parameter that is born at home, and all that a step leaves there for others, have slots that live as long
-    as their faces. A step that takes such a tensor over claims its slot.
-
-    Args:
-        slots: of the homes, nearest first.
+    A parameter that is created at home, and all that a step leaves there for others, have slots that live as long as
+    their faces. A step that takes such a tensor over claims its slot.
     """
 
     def __init__(self, slots: Sequence[Slots]) -> None:
@@ -490,7 +459,7 @@ class Faces:
         self.drop_elsewhere: Callable[[torch.Tensor], object] | None = None
 
     def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
-        """A new face of a slot (see ``HomeStore.face``); an older one is not known any more."""
+        """Make a new face of a slot (see ``HomeStore.face``) and forget an older one."""
         tensor = self.slots[home].home.face(offset, count)
         if count:
             self.drop(home, offset)
@@ -500,22 +469,21 @@ class Faces:
         return tensor
 
     def drop(self, home: int, offset: int) -> None:
-        """Know the face of a slot no more, because the slot is to be something else's."""
+        """Forget the face of a slot that is to be reused."""
         key = self._keys.pop((home, offset), None)
         if key is not None:
             del self._faces[key]
 
     def find(self, tensor: torch.Tensor) -> Face | None:
-        """What the storage of a tensor shows; None: no slot."""
+        """Return the slot that a tensor's storage shows, or None."""
         found = self._faces.get(internals.storage_key(tensor))
         return None if found is None or found.reference.expired() else found
 
     def store_of(self, face: Face) -> HomeStore:
-        """The home that has a face's slot."""
         return self.slots[face.home].home
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
-        """Give back physical memory that a tensor occupies for caching a slot alone."""
+        """Give back physical memory in which a tensor's slot is cached."""
         face = self.find(tensor)
         if face is not None:
             self.store_of(face).drop_cache(tensor)
@@ -523,28 +491,20 @@ class Faces:
             self.drop_elsewhere(tensor)
 
     def restore(self, tensor: torch.Tensor) -> None:
-        """Have a tensor show again what the file has that it was read from in place; nothing else is changed."""
+        """Discard writes to a tensor that is read in place from a file."""
         face = self.find(tensor)
         files = None if face is None else self.slots[face.home].home.files
         if face is not None and files is not None:
             files.restore(face.offset)
 
     def birth(self, count: int) -> torch.Tensor:
-        """A face of ``count`` bytes at the last home, contents unknown, for a tensor that begins its life there.
-
-        Raises:
-            SpillError: the home has no room for it.
-        """
+        """Make a face of ``count`` bytes with unknown contents at the last home, for a tensor that is created there."""
         self.sweep()
         last = len(self.slots) - 1
         return self.show(last, self.slots[last].take(count), count, owned=False)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
-        """A face of ``count`` bytes of a file at the last home, which has no copy of them.
-
-        Raises:
-            StateError: the home takes no files (see ``takes_files``).
-        """
+        """Make a face of a file's bytes at the last home, without a copy; raises ``StateError`` if it cannot."""
         self.sweep()
         last = len(self.slots) - 1
         files = self.slots[last].home.files
@@ -553,17 +513,10 @@ class Faces:
         return self.show(last, files.adopt(file, begin, count), count, owned=False)
 
     def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
-        """A face of what a tensor's whole storage shows, if that is mapped from a file and nobody has written to it.
+        """Make a face of a tensor's whole storage if that is mapped from a file and unwritten; else return None.
 
-        Safetensors and ``torch.load(mmap=True)`` map checkpoints so: the bytes are on a disk already.
-
-        Args:
-            tensor: any.
-            files: what is mapped, known since the tensor had its memory.
-
-        Returns:
-            the face at the last home, whose pages are mapped anew; None: the bytes are not in a file, or the home takes
-            none.
+        Safetensors and ``torch.load(mmap=True)`` map checkpoints so: the bytes are on a disk already. ``files`` must be
+        newer than the tensor's memory. The pages are mapped again at the last home.
         """
         storage = tensor.untyped_storage()
         if tensor.device.type != "cpu" or not is_large(storage.nbytes()) or not self.takes_files:
@@ -573,18 +526,14 @@ class Faces:
 
     @property
     def takes_files(self) -> bool:
-        """Whether the last home reads files where they are, and finds out what is written to what shows them."""
+        """Whether the last home reads files in place, and detects writes to tensors that show them."""
         return self.slots[-1].home.files is not None and writes_are_seen()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """The home and the slot whose bytes are those of a tensor's storage; None: they are in the tensor alone.
+        """Return the home and slot that hold the bytes of a tensor's storage; None if only the tensor has them.
 
-        Args:
-            tensor: any.
-            to_write: whether somebody is about to write there, or to the tensor: not to somebody else's file.
-
-        Raises:
-            SpillError: the home has no room for what was in a file.
+        With ``to_write`` the slot is never in somebody else's file: the bytes move first, which may raise
+        ``SpillError``.
         """
         face = self.find(tensor)
         if face is None:
@@ -596,14 +545,7 @@ class Faces:
         return None if slots.was_written(face.offset) or (moved and to_write) else (slots.home, face.offset)
 
     def part(self, tensor: torch.Tensor | None) -> None:
-        """Give a tensor its bytes in a place of their own, because those where it is are to be something else's.
-
-        Args:
-            tensor: that the user has put aside; None: nobody has it any more, and there is nothing to do.
-
-        Raises:
-            SpillError: the home has no room for it.
-        """
+        """Move a tensor that the user has put aside to a place of its own, because its slot is to be reused."""
         if tensor is None:
             return
         count = tensor.untyped_storage().nbytes()
@@ -614,7 +556,7 @@ class Faces:
         set_data(tensor, apart.set_(base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()))
 
     def disown(self, home: int, offset: int, count: int) -> None:
-        """Let a slot live as long as its face does."""
+        """Let a slot live as long as its face."""
         key = self._keys.get((home, offset))
         if key is None:
             self.slots[home].give(offset, count)
@@ -622,7 +564,7 @@ class Faces:
             self._faces[key].owned = False
 
     def sweep(self) -> None:
-        """Forget faces that are gone, and give back the slots that nobody else does."""
+        """Forget faces that are gone, and release the slots that no step owns."""
         for key, face in [(k, f) for k, f in self._faces.items() if f.reference.expired()]:
             del self._faces[key]
             if self._keys.get((face.home, face.offset)) == key:
@@ -635,7 +577,7 @@ class Faces:
 
 
 def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Set ``parameter.grad``, wherever the two are now: PyTorch wants them on one device only at this moment."""
+    """Set ``parameter.grad``, wherever the two are now: PyTorch requires one device only at this moment."""
     if parameter.grad is gradient:
         return
     data = gradient.data
@@ -648,9 +590,9 @@ def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def references_to(gradient: torch.Tensor) -> int:
-    """How many references there are to a tensor from Python: more than before, if others have it.
+    """Return the number of Python references to a tensor: more than before, if others hold it.
 
-    What is only about to be let go of, such as the variable of a loop that has ended, counts as well.
+    References about to go, such as the variable of a loop that has ended, count as well.
     """
     return sys.getrefcount(gradient)
 
@@ -659,7 +601,7 @@ _NOTHING: dict[str, Any] = {}
 
 
 class Owned:
-    """Looks at all optimizer state of a capture at once, parameter by parameter, as it is done before every step."""
+    """Checks all optimizer state of a capture at once, parameter by parameter, before every step."""
 
     def __init__(self, captured: Captured) -> None:
         together: dict[tuple[int, int], list[tuple[StateBinding, StateOwner]]] = {}
@@ -683,12 +625,9 @@ class Owned:
         return live
 
     def is_other(self, *, begun: bool) -> bool:
-        """Whether an optimizer lacks state that a step has, or has some that lies otherwise in memory.
+        """Return whether an optimizer lacks state that a step has, or has some with another memory layout.
 
-        What it has is told to ``replaced``, once.
-
-        Args:
-            begun: whether the step has made all of it.
+        ``begun``: the step has made all of it. It tells ``replaced`` what it found, once.
         """
         live = self._seen = self._live()
         there = [one for one in live if one is not None]
@@ -700,11 +639,7 @@ class Owned:
     def replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]
     ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
-        """Where optimizers have another tensor than the one that is shown, or None: with what they have.
-
-        Args:
-            shown_as: the tensor that is shown for a binding.
-        """
+        """Return state for which an optimizer has another tensor than ``shown_as`` gives, and that tensor or None."""
         live, self._seen = self._seen or self._live(), None
         shown = list(map(shown_as, self._bindings))
         if all(map(is_, live, shown)):

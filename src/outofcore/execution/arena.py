@@ -1,16 +1,15 @@
 """The arena: one region of memory in which every allocation of the step has a planned address.
 
-With the native allocator (``arena.cpp``, see ``execution.native``) PyTorch itself is handed the planned
-addresses: results and scratch memory of an op appear where the plan has them, with no copy and no
-page fault. A request that the plan does not foresee gets room that is free or is made free (``demand_eviction``).
+The native allocator (``arena.cpp``, see ``execution.native``) hands the planned addresses to PyTorch itself: results
+and scratch memory of an op appear in place, with no copy and no page fault. An unplanned request gets free room, or
+room that ``demand_eviction`` makes.
 
-Without it (no C++ compiler) the arena's memory and addresses are the same, but PyTorch allocates by
-malloc: whoever runs the ops compares a result's address with the planned one and copies it there. What is
-lost: time (the copies, and the page faults of fresh memory: tens of percent of a step), and exactness of the budget
-(a result and its copy exist at once, and scratch memory lies outside of the arena). The numbers stay the same.
+Without it (no C++ compiler) memory and addresses are the same, but PyTorch allocates by malloc: whoever runs the ops
+copies results to their planned addresses. This costs time (tens of percent of a step) and exactness of the budget (a
+result and its copy exist at once, and scratch memory is outside of the arena). The numbers stay the same.
 
-Forking: a child process sees a private copy, as of any other memory. On kernels before 6.5 no direct I/O to or from
-an arena may be under way during a fork; between steps none is.
+Forking: a child process sees a private copy, as of any other memory. On kernels before 6.5 no direct I/O to or from an
+arena may be under way during a fork; between steps none is.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _REFUSAL = "outofcore arena: "  # how arena.cpp begins the message of a refused 
 
 
 class Installed(IntEnum):
-    """What came of putting the native allocator under PyTorch: as ``Installed`` in ``arena.cpp``."""
+    """The outcome of installing the native allocator under PyTorch: as ``Installed`` in ``arena.cpp``."""
 
     DONE = 0
     NO_DELETER = 1  # the stock allocator cannot be wrapped
@@ -60,7 +59,7 @@ class Installed(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ArenaCounters:
-    """What the scopes of an arena have been asked for since it was opened. All 0 without the native allocator."""
+    """Requests served to the scopes of an arena since it was opened; all 0 without the native allocator."""
 
     served: int = 0  # requests served at their planned address
     small: int = 0  # off-plan requests below 64 KiB
@@ -80,9 +79,8 @@ class ArenaCounters:
 class Lender(Protocol):
     """Makes room for requests beyond the plan: see ``demand_eviction``.
 
-    Attributes:
-        is_active: whether the op that runs has been lent memory; then ``settle`` must follow it.
-        flag: the address of a number that is not 0 then.
+    ``is_active`` tells whether the running op has been lent memory, so that ``settle`` must follow; ``flag`` is the
+    address of a number that is then not 0.
     """
 
     is_active: bool
@@ -93,36 +91,26 @@ class Lender(Protocol):
     ) -> None:
         """Start serving the requests of a step.
 
-        Args:
-            starts: by instruction, when it began, or 0.
-            ends: likewise, when it ended.
-            pause: lets no copy begin, and returns when none is under way.
-            resume: lets them begin again.
+        ``starts`` and ``ends`` have the times of each instruction, or 0. ``pause`` stops copies and returns when none
+        is under way; ``resume`` restarts them.
         """
         ...
 
     def keep(self, count: int) -> torch.Tensor | None:
-        """Memory for what an optimizer keeps, where the budget has no room for it; None: any will do."""
+        """Return memory for what an optimizer keeps where the budget has no room; None if any memory will do."""
         ...
 
     def settle(self) -> None:
-        """Bring back what the op that has ended evicted. Its scope has ended; no other instruction has begun.
-
-        Raises:
-            TransferError: it cannot be read.
-        """
+        """Read back what was evicted for the last op, after its scope has ended and before the next instruction."""
         ...
 
     def end(self) -> None:
-        """Settle, and serve no more.
-
-        Raises: as ``settle``.
-        """
+        """Settle, and serve no more."""
         ...
 
 
 class Memory(Protocol):
-    """What runs a step needs of an arena, on whichever device it lies."""
+    """What the runner of a step needs of an arena, on any device."""
 
     native: Native
     bytes: int
@@ -130,44 +118,38 @@ class Memory(Protocol):
 
     @property
     def region(self) -> object:
-        """Keeps the memory alive while it is referred to.
-
-        Raises:
-            StateError: the arena is closed.
-        """
+        """An object that keeps the memory alive; raises ``StateError`` if the arena is closed."""
         ...
 
     @property
     def handle(self) -> int | None:
-        """How the native allocator knows the arena; None without it."""
+        """The native allocator's handle of the arena; None without it."""
         ...
 
     def view(self, offset: int, count: int) -> torch.Tensor:
-        """The bytes [offset, offset + count) as a uint8 tensor with a storage of its own of ``count`` bytes."""
+        """Return the bytes [offset, offset + count) as a uint8 tensor with a storage of its own of ``count`` bytes."""
         ...
 
     def save(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Copy the bytes [offset, offset + count) to a slot; returns when they are there."""
+        """Copy the bytes [offset, offset + count) to a slot; blocks until done."""
         ...
 
     def load(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Fill the bytes [offset, offset + count) from a slot; returns when they are there."""
+        """Fill the bytes [offset, offset + count) from a slot; blocks until done."""
         ...
 
     def move(self, start: int, to: int, count: int) -> bool:
-        """Move bytes within the arena; False: nothing was done, since the device cannot move to bytes that overlap."""
+        """Move bytes within the arena; False, with nothing moved, if the device cannot move overlapping bytes."""
         ...
 
     def discard(self, offset: int, count: int) -> None:
-        """Let go of what the bytes [offset, offset + count) hold."""
+        """Release the contents of the bytes [offset, offset + count)."""
         ...
 
-    def counters(self) -> ArenaCounters:
-        """What has been asked for so far."""
-        ...
+    def counters(self) -> ArenaCounters: ...
 
     def close(self) -> None:
-        """Let go of the memory. May be called again."""
+        """Release the memory. May be called again."""
         ...
 
 
@@ -179,12 +161,9 @@ class Arena:
         reserve: bytes beyond it for off-plan requests of 64 KiB and more; a request that would exceed it
             is the lender's, and without one fails (see ``as_arena_error``).
         annex: bytes of addresses behind it that a lender can hand out; they take no memory until they are used.
-        native: the native allocator; by default that of this process.
 
-    The memory lives until ``close``, and then as long as any view of it or tensor placed in it.
-
-    Raises:
-        ArenaError: the system does not give the memory, or the allocator cannot be put under PyTorch.
+    The memory lives until ``close``, and then as long as any view of it or tensor placed in it. The constructor raises
+    ``ArenaError`` if the system lacks the memory, or the allocator cannot be installed under PyTorch.
     """
 
     def __init__(
@@ -235,13 +214,13 @@ class Arena:
         self.close()
 
     def close(self) -> None:
-        """Let go of the memory, and of PyTorch's allocator if this is the last arena. May be called again."""
+        """Release the memory, and PyTorch's allocator if this is the last arena. May be called again."""
         self._region, self._lender = None, _nobody
         self._uninstall()
 
     @property
     def lender(self) -> Lender | None:
-        """What serves requests beyond the plan, as long as whoever made it keeps it; None: nothing does."""
+        """The server of requests beyond the plan while its owner keeps it; None without one."""
         return self._lender()
 
     @lender.setter
@@ -250,57 +229,30 @@ class Arena:
 
     @property
     def region(self) -> Region:
-        """The memory.
-
-        Raises:
-            StateError: the arena is closed.
-        """
         if self._region is None:
             raise StateError("the arena is closed; compile the step again to go on")
         return self._region
 
     @property
     def handle(self) -> int | None:
-        """How the native allocator knows the arena; None without it."""
         return self._handle
 
     def memory(self, offset: int, count: int) -> memoryview:
-        """The bytes [offset, offset + count), writable, for I/O.
-
-        Raises:
-            ArenaError: they do not lie in the arena.
-            StateError: the arena is closed.
-        """
+        """Return the bytes [offset, offset + count), writable, for I/O."""
         region = self.region
         self._check(offset, count)
         return region.memory(offset, count)
 
     def view(self, offset: int, count: int) -> torch.Tensor:
-        """The bytes [offset, offset + count) as a uint8 tensor with a storage of its own of ``count`` bytes.
-
-        Raises: as ``memory``.
-        """
         return tensor_over(self.memory(offset, count))
 
     def save(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Copy the bytes [offset, offset + count) to a slot.
-
-        Raises: as ``memory``; TransferError: the copy failed.
-        """
         home.write(slot, self.memory(offset, count))
 
     def load(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Fill the bytes [offset, offset + count) from a slot.
-
-        Raises: as ``memory``; TransferError: the copy failed.
-        """
         home.read(slot, self.memory(offset, count))
 
     def move(self, start: int, to: int, count: int) -> bool:
-        """See ``Memory.move``: overlapping or not.
-
-        Raises: as ``memory``.
-        """
         region = self.region
         self._check(start, count)
         self._check(to, count)
@@ -318,27 +270,26 @@ class Arena:
         advise_pages(address, count, mmap.MADV_DONTNEED)
 
     def resident_bytes(self) -> int:
-        """Bytes of the arena and its annex that are in physical memory."""
+        """Return the bytes of the arena and its annex that are in physical memory."""
         return self.region.resident_bytes()
 
     def set_reserve(self, reserve: int) -> None:
-        """Change the bytes allowed for off-plan requests."""
         self.reserve = reserve
         if self.native.library is not None and self._region is not None:
             self.native.library.outofcore_arena_reserve(self._handle, reserve)
 
     def set_lender(self, lender: Any) -> None:
-        """Have a native callback ``void (bytes, scope, answer)`` serve what the reserve cannot hold; None: nobody does.
+        """Set a native callback ``void (bytes, scope, answer)`` for what the reserve cannot hold, or None.
 
-        Its answer is ``REFUSE``, ``EXCEED``, or an address in the annex or elsewhere, where the memory stays as long as
-        ``lent`` names it. Whoever gives it keeps it alive.
+        It answers ``REFUSE``, ``EXCEED``, or an address in the annex or elsewhere, whose memory stays as long as
+        ``lent`` names it. The caller keeps the callback alive.
         """
         if self.native.library is not None and self._region is not None:
             pointer = None if lender is None else ctypes.cast(lender, ctypes.c_void_p)
             self.native.library.outofcore_arena_lender(self._handle, pointer)
 
     def lent(self) -> set[int]:
-        """The addresses that the lender handed out and that are in use."""
+        """Return the addresses that the lender handed out and that are in use."""
         library = self.native.library
         if library is None or self._region is None:
             return set()
@@ -347,11 +298,6 @@ class Arena:
         return set(found[: library.outofcore_arena_lent(self._handle, found, count)])
 
     def counters(self) -> ArenaCounters:
-        """What the scopes have been asked for so far.
-
-        Raises:
-            StateError: the arena is closed.
-        """
         _ = self.region
         if self.native.library is None:
             return ArenaCounters()
@@ -368,21 +314,15 @@ class Arena:
 class ScopeTable:
     """The planned requests of a program: for each scope (one per op that runs) a list in order.
 
-    ``begin(scope)`` makes a scope's list current for the calling thread and ``end()`` leaves it; both take well
-    under a microsecond. In between, the thread's k-th request is served at the k-th planned address if
-    its size is the planned one; another request is served off the plan (see ``ArenaCounters``), and the list
-    waits where it is. Two requests of a scope may share bytes where the first is freed before
-    the second comes; if in fact it is not, the second is served off the plan. A scope that does not exist has no list.
+    ``begin(scope)`` makes a scope's list current for the calling thread and ``end()`` leaves it; both take well under a
+    microsecond. In between, the thread's k-th request is served at the k-th planned address if its size is the planned
+    one; another request is served off the plan (see ``ArenaCounters``), and the list waits where it is. Two requests of
+    a scope may share bytes where the first is freed before the second comes; if in fact it is not, the second is served
+    off the plan. A scope that does not exist has no list.
 
-    Args:
-        arena: where the addresses lie.
-        scopes: (bytes, offset in the arena) of each request; an offset of ``STOCK`` leaves it to the stock allocator.
-        workspaces: of each scope (bytes, offset) of the op's workspace, which also serves requests off the plan that
-            fit there; no bytes: the op has none. Left out, none of them does.
-
-    Raises:
-        ArenaError: a request does not lie in the arena or has no bytes.
-        StateError: the arena is closed.
+    ``scopes`` are (bytes, offset in the arena) of each request; an offset of ``STOCK`` leaves it to the stock
+    allocator. ``workspaces`` are (bytes, offset) of each op's workspace, which also serves requests off the plan that
+    fit there.
     """
 
     begin: Callable[[int], object]
@@ -434,12 +374,12 @@ class ScopeTable:
         )
 
     def passes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory of the scope that the calling thread is in, which others use when it ends."""
+        """Return whether a tensor is in memory of the calling thread's scope, which is reused when that ends."""
         return self._library is not None and bool(self._library.outofcore_passes(tensor.untyped_storage().data_ptr()))
 
     @contextlib.contextmanager
     def unbounded(self) -> Iterator[None]:
-        """In this context requests get memory of the process, which is counted as long as it is in use."""
+        """Serve requests from memory of the process, which is counted while in use."""
         if self._library is not None:
             self._library.outofcore_unbounded(1)
         try:
@@ -449,9 +389,9 @@ class ScopeTable:
                 self._library.outofcore_unbounded(0)
 
     def surprises(self) -> dict[int, list[Event]]:
-        """By scope, what its thread did with the allocator in the last visit that went off the plan.
+        """Return by scope its thread's allocator events in the last visit that went off the plan.
 
-        Only requests of 64 KiB and more count; each such visit is told of once. Not to be called inside of a scope.
+        Only requests of 64 KiB and more count; each such visit is reported once. Not to be called inside of a scope.
         """
         library, table = self._library, self._table
         if library is None or table is None:
@@ -467,7 +407,7 @@ class ScopeTable:
 
 
 class Recorder:
-    """Logs what the calling thread does with the allocator, in ``with recorder:``.
+    """Records what the calling thread does with the allocator, in ``with recorder:``; each ``with`` starts afresh.
 
     Each ``with`` starts afresh. Without the native allocator nothing can be seen, and ``events``
     stays empty.
@@ -506,7 +446,7 @@ class Recorder:
 
 
 def as_arena_error(error: BaseException) -> ArenaError | None:
-    """The error of a request that the reserve could not hold, as PyTorch raised it, or None if it is another error."""
+    """Return the ``ArenaError`` for PyTorch's error of a request beyond the reserve, or None for another error."""
     text = str(error)
     if not isinstance(error, RuntimeError) or _REFUSAL not in text:
         return None
@@ -518,10 +458,9 @@ def as_arena_error(error: BaseException) -> ArenaError | None:
 
 
 def install(library: ctypes.PyDLL) -> None:
-    """Put the native allocator under PyTorch; each call is undone by one of ``outofcore_uninstall``.
+    """Install the native allocator under PyTorch; each call is undone by one of ``outofcore_uninstall``.
 
-    Raises:
-        ArenaError: the allocator that is there cannot be wrapped.
+    Raises ``ArenaError`` if the current allocator cannot be wrapped.
     """
     status = Installed(library.outofcore_install())
     if status is not Installed.DONE:
@@ -535,11 +474,7 @@ def install(library: ctypes.PyDLL) -> None:
 
 
 def read_counters(library: ctypes.PyDLL, handle: int | None) -> ArenaCounters:
-    """What an arena has been asked for so far.
-
-    Raises:
-        ArenaError: the library counts something else than this module.
-    """
+    """Read the counters of an arena; raises ``ArenaError`` if the library has others than this module."""
     expected = len(fields(ArenaCounters))
     counts = (ctypes.c_int64 * expected)()
     told = library.outofcore_arena_counters(handle, counts, expected)
@@ -553,11 +488,7 @@ def _drop(library: ctypes.PyDLL, handle: int, address: int, count: int) -> None:
 
 
 def _events(library: ctypes.PyDLL, log: int) -> list[Event]:
-    """A log of the native allocator's.
-
-    Raises:
-        ArenaError: there was no memory for some of it.
-    """
+    """Read a log of the native allocator; raises ``ArenaError`` if memory was short for some of it."""
     count = library.outofcore_record_size(log)
     if count < 0:
         raise _exhausted()

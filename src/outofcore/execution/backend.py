@@ -1,4 +1,4 @@
-"""Where steps run: the CPU, or a CUDA device. All that differs between the two for those who compile a step."""
+"""Where steps run: the CPU, or a CUDA device; all differences between the two for those who compile a step."""
 
 from __future__ import annotations
 
@@ -23,84 +23,70 @@ _ANNEX = 2  # addresses for requests beyond the plan, in budgets: pieces of them
 
 
 class Backend(Protocol):
-    """A device to compile steps for."""
-
     @property
-    def device(self) -> torch.device:
-        """Where ops run."""
-        ...
+    def device(self) -> torch.device: ...
 
     @property
     def alignment(self) -> int:
-        """Of blocks below 64 KiB, in bytes."""
+        """Alignment of blocks below 64 KiB, in bytes."""
         ...
 
     @property
     def driver(self) -> Driver | None:
-        """The device itself, where it has streams; None: the CPU."""
+        """The driver of a device with streams; None for the CPU."""
         ...
 
     @property
     def warms_up(self) -> bool:
-        """Whether the first run of an op may ask for other memory than all later ones."""
+        """Whether the first run of an op may allocate differently from all later ones."""
         ...
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Memory:
-        """Memory for planned addresses.
+        """Open an arena of ``count`` bytes, with ``reserve`` bytes for off-plan requests.
 
-        Args:
-            count: bytes.
-            reserve: how many off-plan requests may take beyond it.
-            room: how many programs of other input shapes may need: where what is not used costs nothing, the arena is
-                so large at once, as opening a larger one takes all that is in it home and back.
-
-        Raises:
-            ArenaError: there is not so much.
+        ``room`` is what programs of other input shapes may need. Where unused memory costs nothing, the arena gets that
+        size at once: opening a larger one later takes all that is in it home and back.
         """
         ...
 
     def engine(self, homes: Sequence[HomeStore]) -> Engine:
-        """Runs steps here, with homes, nearest first."""
+        """Make the engine that runs steps here, with homes, nearest first."""
         ...
 
     def reserve(self, budget: int) -> int:
-        """Bytes that off-plan requests may take under a budget."""
+        """Return the bytes that off-plan requests may take under a budget."""
         ...
 
     def beside(self, budget: int, given: int, moved: int) -> int:
-        """Bytes of a budget that the arena cannot have.
+        """Return the bytes of a budget that the arena cannot have.
 
-        Args:
-            budget: bytes.
-            given: bytes of outputs, which leave the arena.
-            moved: bytes of states that lie on the device now and will make room.
+        ``given`` are bytes of outputs, which leave the arena; ``moved`` those of states on the device that will make
+        room.
         """
         ...
 
     def prepare(self) -> None:
-        """Make ready for ops to be measured and run."""
+        """Get ready for ops to be measured and run."""
         ...
 
-    def recorder(self) -> Recorder:
-        """Logs what a thread asks of the allocator."""
-        ...
+    def recorder(self) -> Recorder: ...
 
     @property
     def timer(self) -> Callable[[Callable[[], object]], float] | None:
-        """Median seconds of what a call does, by the device's own clock; None: the host's clock tells."""
+        """Return a timer of median seconds by the device's own clock; None if the host's clock is right."""
         ...
 
     def generators(self) -> Sequence[torch.Generator]:
-        """The random generators that ops may draw from."""
+        """Return the random generators that ops may draw from."""
         ...
 
     def facts(self) -> Mapping[str, object]:
-        """What measurements depend on, beyond the machine."""
+        """Return what measurements depend on, beyond the machine."""
         ...
 
 
 def beside_the_arena(captured: Captured, backend: Backend, budget: int) -> int:
-    """Bytes of a budget that a step's arena cannot have: see ``Backend.beside``."""
+    """Return the bytes of a budget that a step's arena cannot have: see ``Backend.beside``."""
     given = sum(captured.graph.storages[storage].bytes for storage in captured.graph.outputs)
     tensors = [b.tensor for b in captured.states if b.tensor is not None]
     moved = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if t.device.type == backend.device.type}
@@ -108,11 +94,7 @@ def beside_the_arena(captured: Captured, backend: Backend, budget: int) -> int:
 
 
 def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
-    """Bytes of a budget that a step's arena may have.
-
-    Raises:
-        BudgetError: none are left.
-    """
+    """Return the bytes of a budget that a step's arena may have; raises ``BudgetError`` if none are left."""
     beside = beside_the_arena(captured, backend, budget)
     if beside >= budget:
         raise BudgetError(
@@ -124,7 +106,7 @@ def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
 
 
 def in_terms_of_the_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
-    """The refusal of an arena's size, as one of the budget of which it is a part."""
+    """Convert the refusal of an arena's size to one of the whole budget."""
     if room == budget or error.smallest_budget is None:
         return error
     smallest = error.smallest_budget + budget - room
@@ -137,11 +119,7 @@ def in_terms_of_the_budget(error: BudgetError, budget: int, room: int) -> Budget
 
 
 class CpuBackend:
-    """The CPU: its arena is all of the budget.
-
-    Args:
-        replay: whether native code may call ops.
-    """
+    """The CPU: its arena is all of the budget; ``replay`` lets native code call ops."""
 
     device = torch.device("cpu")
     driver = None
@@ -153,35 +131,29 @@ class CpuBackend:
         self._replay = replay
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Arena:
-        """See ``Backend.arena``: pages that nothing touches take no memory, but addresses may be limited as well."""
+        """Include ``room``: pages that nothing touches take no memory, but addresses may be limited as well."""
         for size, annex in ((max(room, count), _ANNEX * max(room, count)), (max(room, count), 0)):
             with contextlib.suppress(ArenaError):
                 return Arena(size, reserve=reserve, annex=annex)
         return Arena(count, reserve=reserve)
 
     def engine(self, homes: Sequence[HomeStore]) -> CpuEngine:
-        """See ``Backend.engine``."""
         return CpuEngine(homes, replay=self._replay)
 
     def reserve(self, budget: int) -> int:
-        """See ``Backend.reserve``."""
         return 0  # what the plan leaves of the budget: see ``DemandEviction``
 
     def beside(self, budget: int, given: int, moved: int) -> int:
-        """See ``Backend.beside``: memory of the process is not the arena's concern."""
         return 0
 
     def prepare(self) -> None:
         """See ``Backend.prepare``."""
 
     def recorder(self) -> Recorder:
-        """See ``Backend.recorder``."""
         return Recorder()
 
     def generators(self) -> Sequence[torch.Generator]:
-        """See ``Backend.generators``."""
         return (torch.default_generator,)
 
     def facts(self) -> Mapping[str, object]:
-        """See ``Backend.facts``."""
         return {}

@@ -1,7 +1,7 @@
-"""A program bound to memory: each instruction with the very tensors and bytes that it works on.
+"""A program bound to memory: each instruction with the tensors and bytes that it works on.
 
-Addresses are planned, so every tensor that an op will ever see can be made once, before the first
-step; a step then makes none. Views cost nothing: they are only other tensors on the same block.
+Addresses are planned, so every tensor that an op will ever see is made once, before the first step, as a view of a
+block; a step then makes none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMMUNICATE = -1
 
 
 class Draws(Enum):
-    """What has to be done about the random generator around an op."""
+    """What must be done about the random generator around an op."""
 
     FREELY = "freely"  # nothing: it draws nothing, or is never run again
     FIRST = "first"  # the generator's state is saved before, for the op runs again later in the step
@@ -40,8 +40,6 @@ class Draws(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BoundRun:
-    """One op, ready to be called."""
-
     index: int  # of the instruction in the program
     op: int
     func: Callable[..., Any]
@@ -57,8 +55,6 @@ class BoundRun:
 
 @dataclass(frozen=True, slots=True)
 class BoundCopy:
-    """One copy between a block and a home."""
-
     index: int
     storage: int
     home: int
@@ -73,11 +69,8 @@ class BoundCopy:
 class Bound:
     """A program bound to an arena.
 
-    Attributes:
-        arena: it.
-        runs: the ops.
-        collectives: those of them that run on a queue of their own.
-        copies: for each home the copies out and the copies in, in the order in which queues are numbered.
+    ``collectives`` are those of ``runs`` on a queue of their own. ``copies`` has for each home the copies out and the
+    copies in, in the order of ``queue_number``.
     """
 
     graph: StepGraph
@@ -89,14 +82,13 @@ class Bound:
 
 
 def queue_number(queue: Queue, home: int) -> int:
-    """The number of a queue."""
     if queue in (Queue.COMPUTE, Queue.COMMUNICATE):
         return COMPUTE if queue is Queue.COMPUTE else COMMUNICATE
     return 2 * home + (1 if queue is Queue.COPY_OUT else 2)
 
 
 def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
-    """A tensor with the metadata of ``value`` on the storage of ``base`` (uint8, from its first byte on)."""
+    """Return a tensor with the metadata of ``value`` on the storage of ``base`` (uint8, from its first byte on)."""
     tensor = torch.empty(0, dtype=value.dtype, device=base.device)
     tensor.set_(base.untyped_storage(), value.offset, value.shape, value.stride)
     if value.conjugate:
@@ -124,7 +116,7 @@ class _Binder:
         return found
 
     def foreign(self, storage: int, count: int) -> torch.Tensor:
-        """Host memory in place of a block, for one of the few small tensors that a step on a GPU keeps on the CPU."""
+        """Return host memory in place of a block, for a small tensor that a step on a GPU keeps on the CPU."""
         constant = self.captured.constants.get(storage)
         if constant is not None:
             return internals.storage_bytes(constant)
@@ -132,7 +124,7 @@ class _Binder:
 
 
 def unseen_results(graph: StepGraph) -> frozenset[int]:
-    """Storages that an op creates and that neither another op nor the user looks at."""
+    """Return the storages that an op creates and that neither another op nor the user reads."""
     seen = set(graph.outputs)
     return frozenset(s for s in graph.creator if s not in seen and len(graph.uses[s]) == 1)
 
@@ -142,16 +134,9 @@ def _pairs(waits: tuple[Wait, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) -> Bound:
-    """Bind a placed and wired program to an arena.
+    """Bind a placed and wired program to an arena of at least ``program.arena_bytes``.
 
-    Args:
-        captured: the step.
-        program: a program of ``captured.graph``, with offsets within the arena.
-        arena: at least ``program.arena_bytes`` large.
-        homes: how many there are.
-
-    Raises:
-        GraphError: the program copies a workspace, or uses a home that is not there.
+    Raises ``GraphError`` if the program copies a workspace, or uses a home that does not exist.
     """
     binder = _Binder(captured, arena)
     awaited = {pair for i in program.instructions for pair in _pairs(i.waits)}
@@ -233,14 +218,9 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
 def scopes(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int]]]:
-    """For each op that a placed program runs, in order, the bytes and the offset in the arena of its requests.
+    """Return for each op that a placed program runs the (bytes, offset in the arena) of its measured requests.
 
-    Collectives are left out: they ask for nothing.
-
-    Args:
-        captured: the step.
-        program: placed.
-        requests: for each op the requests for memory that it makes, in order, as measured.
+    Collectives are left out: they request nothing.
     """
     found: list[list[tuple[int, int]]] = []
     for run in program.instructions:

@@ -1,8 +1,7 @@
-"""Checksums of what lies at a home: what is read back must be what was written.
+"""Checksums of what is at a home: what is read back must be what was written.
 
-They are CRC-32 (IEEE 802.3) of whole slots, or of a few of their pages, of which native code takes fingerprints instead
-where it is there (``copying.cpp``). They are kept in memory, and hold within a step:
-between steps the user may change what is at home through the tensors that show it, and nobody is told.
+They are CRC-32 (IEEE 802.3) of whole slots, or of a few of their pages, for which native code computes fingerprints
+where it is available (``copying.cpp``). They hold within a step: between steps the user may change what is at home.
 """
 
 from __future__ import annotations
@@ -30,15 +29,13 @@ _PIECE = MIB  # of a slot that is read back
 
 
 class Check(Enum):
-    """How much of what is at home is checked."""
-
     OFF = "off"  # nothing
     SAMPLED = "sampled"  # a few pages of every copy to and from a disk
     FULL = "full"  # every byte of every copy; what stays at home after a step is read back once
 
 
 def checksum(memory: memoryview, offset: int, check: Check) -> int:
-    """The checksum of a slot's bytes; of its pages that are sampled for a slot at that offset."""
+    """Return the checksum of a slot's bytes, or of its sampled pages, which depend on the offset."""
     if check is Check.FULL:
         return zlib.crc32(memory)
     if (quickly := sampled(memory, offset)) is not None:
@@ -53,12 +50,7 @@ def checksum(memory: memoryview, offset: int, check: Check) -> int:
 
 
 class CheckedHome:
-    """A home whose copies are checked; otherwise it is the home that it is given.
-
-    Args:
-        home: what it wraps.
-        check: how much is checked.
-    """
+    """A home whose copies are checked; otherwise it behaves like the home that it wraps."""
 
     def __init__(self, home: HomeStore, check: Check) -> None:
         self.inner = home
@@ -68,95 +60,72 @@ class CheckedHome:
 
     @property
     def name(self) -> str:
-        """See ``HomeStore.name``."""
         return self.inner.name
 
     @property
     def identity(self) -> str:
-        """See ``HomeStore.identity``."""
         return self.inner.identity
 
     @property
     def in_memory(self) -> bool:
-        """See ``HomeStore.in_memory``."""
         return self.inner.in_memory
 
     @property
     def bytes(self) -> int:
-        """See ``HomeStore.bytes``."""
         return self.inner.bytes
 
     @property
     def capacity(self) -> int:
-        """See ``HomeStore.capacity``."""
         return self.inner.capacity
 
     @property
     def edges(self) -> Sequence[int]:
-        """See ``HomeStore.edges``."""
         return self.inner.edges
 
     @property
     def files(self) -> FileRanges | None:
-        """See ``HomeStore.files``."""
         return self.inner.files
 
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
-        """See ``HomeStore.move_range``."""
         self.inner.move_range(offset, pages)
 
     def check(self, count: int) -> None:
-        """See ``HomeStore.check``."""
         self.inner.check(count)
 
     def ensure(self, count: int) -> None:
-        """See ``HomeStore.ensure``."""
         self.inner.ensure(count)
 
     def grow(self, count: int) -> None:
-        """See ``HomeStore.grow``."""
         self.inner.grow(count)
 
     def reserve(self, count: int) -> int:
-        """See ``HomeStore.reserve``."""
         return self.inner.reserve(count)
 
     def write(self, offset: int, source: memoryview) -> None:
-        """See ``HomeStore.write``."""
         self._sums[offset] = (len(source), checksum(source, offset, self.check_mode))
         self.inner.write(offset, source)
 
     def read(self, offset: int, target: memoryview) -> None:
-        """See ``HomeStore.read``.
-
-        Raises:
-            TransferError: the copy failed, or what came is not what was written.
-        """
         self.inner.read(offset, target)
         count, known = self._sums.get(offset, (-1, 0))
         if count == len(target) and checksum(target, offset, self.check_mode) != known:
             raise damaged(self, offset, count)
 
     def remember(self, offset: int, count: int, found: int) -> None:
-        """Take note of the checksum of what native code has written to a slot."""
+        """Record the checksum of what native code has written to a slot."""
         self._sums[offset] = count, found
 
     def discard(self, offset: int, count: int) -> None:
-        """See ``HomeStore.discard``."""
         self._sums.pop(offset, None)
         self.inner.discard(offset, count)
 
     def start(self) -> None:
-        """See ``HomeStore.start``: nothing is known any more of what was written before."""
+        """Forget all checksums."""
         self.inner.start()
         self._sums.clear()
 
     def read_back(self, offset: int) -> None:
-        """Read what was last written at ``offset`` from the home, and compare it. Nothing is done but with ``FULL``.
-
-        Raises:
-            TransferError: it is not what was written.
-        """
+        """With ``FULL``, compare the slot with what was last written to it; raises ``TransferError`` if it differs."""
         if self.check_mode is not Check.FULL or offset not in self._sums:
             return
         count, known = self._sums[offset]
@@ -172,33 +141,29 @@ class CheckedHome:
             raise damaged(self, offset, count)
 
     def locate(self, offset: int, count: int) -> Location | None:
-        """See ``HomeStore.locate``: native code samples, and Python compares every byte."""
+        """Return None for checks of every byte, which Python makes; native code checks samples."""
         found = self.inner.locate(offset, count) if self.check_mode is Check.SAMPLED else None
         return None if found is None else replace(found, remember=self.remember)
 
     def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
-        """See ``HomeStore.failed``."""
         return self.inner.failed(offset, count, code, writes=writes)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """See ``HomeStore.face``."""
         return self.inner.face(offset, count)
 
     def drop_cache(self, face: torch.Tensor) -> None:
-        """See ``HomeStore.drop_cache``."""
         self.inner.drop_cache(face)
 
     def sibling(self, count: int) -> HomeStore:
-        """See ``HomeStore.sibling``: with the same checks, so that a link is as fast as it is with them."""
+        """Make a home with the same checks, so that measurements include their time."""
         return CheckedHome(self.inner.sibling(count), self.check_mode)
 
     def close(self) -> None:
-        """See ``HomeStore.close``."""
         self.inner.close()
 
 
 def damaged(home: HomeStore, offset: int, count: int) -> TransferError:
-    """What came back from a home is not what was written there, as an error."""
+    """Build the error for bytes from a home that are not what was written there."""
     return TransferError(
         f"the {format_bytes(count)} at byte {offset} of the {home.name} home are not what was written there: the "
         "checksum differs, so they were damaged on the way or where they lay; check that disk and its file system, "
@@ -207,7 +172,6 @@ def damaged(home: HomeStore, offset: int, count: int) -> TransferError:
 
 
 def checked(home: HomeStore, check: Check) -> HomeStore:
-    """A home with as many checks as are asked for."""
     if check is Check.OFF or (check is Check.SAMPLED and home.in_memory):
         return home
     return CheckedHome(home, check)

@@ -1,9 +1,8 @@
-"""The copies of a step on the CPU in threads of native code (``copying.cpp``), one for each queue of them.
+"""The copies of a step on the CPU in native threads (``copying.cpp``), one for each queue.
 
-Where all cores compute, copies have none to themselves, and what they take beside the transfer itself is taken from
-ops. Native threads take little, and neither wait for the interpreter's lock nor make ops wait for it. They move what
-lies in memory or in a file that is open here. What only Python can copy, such as ranges of others' files or slots that
-are checked byte by byte, they have Python copy.
+Where all cores compute, overhead of copies beyond the transfer itself is taken from ops. Native threads need little,
+and neither wait for the interpreter's lock nor make ops wait for it. They copy between memory and open files. Copies
+that only Python can make, such as ranges of others' files or slots that are checked byte by byte, are calls to Python.
 """
 
 from __future__ import annotations
@@ -92,19 +91,18 @@ class _Source(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """The copies of a bound program as native code takes them.
+    """The copies of a bound program in native form.
 
     Attributes:
         slots: by instruction, what they were made from.
-        given: to native code.
-        parts: arrays that it refers to.
+        given: the structure passed to native code, which refers to the arrays in ``parts``.
         pieces: of all copies.
-        sampled: of the slots of which a few pages are compared: who takes note of what was written, and the offset.
+        sampled: for each slot with sampled checks who records what was written, and the offset.
         sums: of these, what native code has written there.
         ports: of each copy between the arena and the caller's memory, its storage and its piece.
-        sources: of each piece where it belongs; None: the caller's memory has it.
-        called: by instruction, the copies that Python is to make, and whether they go out.
-        places: of each home that has any, a slot and where it lies; the memory and files are kept with them.
+        sources: the home of each piece; None if it is in the caller's memory.
+        called: by instruction, the copies that Python makes, and whether they go out.
+        places: of each home in use, a slot and its location, which keeps memory and files alive.
     """
 
     slots: Mapping[int, tuple[Piece, ...]]
@@ -121,7 +119,7 @@ class Copies:
 
 @dataclass
 class _Rows:
-    """What becomes arrays, as it is found."""
+    """The rows of the native arrays while they are collected."""
 
     pieces: list[_Piece] = field(default_factory=list)
     sources: list[_Source | None] = field(default_factory=list)
@@ -134,7 +132,6 @@ class _Rows:
     called: dict[int, tuple[bool, BoundCopy]] = field(default_factory=dict)
 
     def add(self, piece: _Piece, source: _Source | None) -> None:
-        """One more piece."""
         self.pieces.append(piece)
         self.sources.append(source)
 
@@ -142,19 +139,11 @@ class _Rows:
 def copies_of(
     bound: Bound, arena: Arena, slots: Mapping[int, tuple[Piece, ...]], homes: Sequence[HomeStore], queues: int
 ) -> Copies:
-    """Look up where everything lies that a bound program copies.
+    """Locate everything that a bound program copies.
 
-    Args:
-        bound: the program.
-        arena: the device.
-        slots: by the index of a copy, its pieces at home; without any it goes to or comes from the caller.
-        homes: as the copies name them.
-        queues: how many there are; the last one is that of collectives.
-
-    Raises:
-        TransferError: a slot does not lie in its home.
-        ArenaError: a block does not lie in the arena.
-        StateError: a home is closed.
+    ``slots`` has by copy index its pieces at home; a copy without any goes to or comes from the caller. The last of
+    ``queues`` is that of collectives. Raises ``TransferError``, ``ArenaError`` or ``StateError`` if a slot is not in
+    its home, a block not in the arena, or a home closed.
     """
     rows = _Rows()
     lanes: list[tuple[int, int, int]] = []  # number of the queue, first copy, copies
@@ -232,19 +221,10 @@ def _add_pieces(
 
 
 class Copying:
-    """The threads that copy, and how far all queues of a step are.
+    """The threads that copy, and the progress of all queues of a step.
 
-    Args:
-        library: see ``load_native``.
-        queues: how many there are, that of ops first and that of collectives last.
-        copy: makes a copy that native code cannot make, given whether it goes out.
-
-    Attributes:
-        handle: by which native code knows it.
-        functions: for other native code that has the handle: what waits, and what publishes.
-
-    Raises:
-        MemoryError: there is none.
+    The first of ``queues`` is that of ops, the last that of collectives. ``copy`` makes a copy that native code cannot
+    make, given whether it goes out. ``handle`` and ``functions`` (wait, publish) are for other native code.
     """
 
     def __init__(self, library: ctypes.PyDLL, queues: int, copy: Callable[[bool, BoundCopy], None]) -> None:
@@ -277,17 +257,11 @@ class Copying:
     def begin(
         self, copies: Copies, ports: Mapping[int, tuple[int, int, object]], starts: array[float], ends: array[float]
     ) -> None:
-        """Begin the copies of a step; what is given is to stay as it is until ``finish`` has returned.
+        """Begin the copies of a step; the arguments must stay unchanged until ``finish`` has returned.
 
-        Args:
-            copies: of the program.
-            ports: by storage, address and bytes of the caller's memory.
-            starts: by instruction, are told when it began.
-            ends: likewise, when it ended.
-
-        Raises:
-            StateError: a home is closed.
-            TransferError: the system gives no thread, or no memory for one.
+        ``ports`` gives by storage address and bytes of the caller's memory; ``starts`` and ``ends`` receive the times
+        of each instruction. Raises ``StateError`` if a home is closed, ``TransferError`` if the system gives no thread
+        or memory.
         """
         self._copies = None
         for home, offset, count, place in copies.places:
@@ -311,11 +285,7 @@ class Copying:
             raise error
 
     def wait(self, waits: Sequence[tuple[int, int]]) -> None:
-        """Return when queues are as far.
-
-        Raises:
-            StateError: the step was given up; ``failure`` says why.
-        """
+        """Wait until queues have come as far; raises ``StateError`` if the step was given up (see ``failure``)."""
         for queue, number in waits:
             at = queue % self._queues
             if self._library.outofcore_copying_reached(self._pointer, ctypes.c_int64(at), ctypes.c_int64(number)):
@@ -325,18 +295,17 @@ class Copying:
                     raise StateError("another queue of the step failed") from self.failure
 
     def publish(self, queue: int, number: int) -> None:
-        """Tell how far a queue is."""
+        """Publish how far a queue has come."""
         self._library.outofcore_copying_publish(self.handle, queue % self._queues, number)
 
     def passed(self, queue: int, number: int) -> None:
-        """Of what nobody waits for nobody is told."""
+        """Do nothing: nobody waits for this instruction."""
 
     def pause(self) -> None:
-        """Let no copy begin, and return when none is under way."""
+        """Stop copies from beginning, and return when none is under way."""
         self._pause(self.handle, 1)
 
     def resume(self) -> None:
-        """Let copies begin again."""
         self._pause(self.handle, 0)
 
     def fail(self, error: BaseException) -> None:
@@ -345,12 +314,12 @@ class Copying:
             self._raised = error
 
     def let_go(self) -> None:
-        """Forget what was raised, which holds the frames of the caller."""
+        """Forget the exception, which holds the frames of the caller."""
         self._raised = None
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the step was given up; None: it was not."""
+        """Why the step was given up; None if it was not."""
         told = (ctypes.c_int64 * 4)()
         self._library.outofcore_copying_failure(self.handle, told)
         index, piece, done, code = told
@@ -367,7 +336,7 @@ class Copying:
         )
 
     def finish(self) -> None:
-        """Return when no copy is under way any more."""
+        """Return when no copy is under way."""
         while self._idle(self.handle, _SECONDS):
             pass
         if self._copies is not None:
@@ -376,7 +345,7 @@ class Copying:
                     remember(offset, found.bytes, found.found)
 
     def close(self) -> None:
-        """End the threads; none is at work. May be called again."""
+        """End the idle threads. May be called again."""
         self._release()
 
     def _call(self, index: int) -> int:

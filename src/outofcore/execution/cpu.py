@@ -1,6 +1,6 @@
-"""Runs a bound program on the CPU: ops in the caller's thread, copies on one thread out and one in for each home.
+"""Run a bound program on the CPU: ops in the caller's thread, copies on one thread out and one in for each home.
 
-Collectives have a thread of their own, which blocks in each until the other processes have come to it as well.
+Collectives have a thread of their own, which blocks in each until the other processes have joined.
 """
 
 from __future__ import annotations
@@ -43,40 +43,24 @@ _SIGNALS_SECONDS = 1.0
 
 
 class _Queues(Protocol):
-    """How far the queues of a step are."""
+    """The progress of a step's queues; methods as in ``copying.Copying``."""
 
     @property
-    def failure(self) -> BaseException | None:
-        """Why the step was given up; None: it was not."""
-        ...
+    def failure(self) -> BaseException | None: ...
 
-    def wait(self, waits: Sequence[tuple[int, int]]) -> None:
-        """Return when queues are as far.
+    def wait(self, waits: Sequence[tuple[int, int]]) -> None: ...
 
-        Raises:
-            StateError: the step was given up.
-        """
-        ...
+    def publish(self, queue: int, number: int) -> None: ...
 
-    def publish(self, queue: int, number: int) -> None:
-        """Tell how far a queue is to those that wait for it."""
-        ...
+    def passed(self, queue: int, number: int) -> None: ...
 
-    def passed(self, queue: int, number: int) -> None:
-        """The same where nobody waits for just that."""
-        ...
+    def fail(self, error: BaseException) -> None: ...
 
-    def fail(self, error: BaseException) -> None:
-        """Give the step up, unless it was given up before."""
-        ...
-
-    def let_go(self) -> None:
-        """Forget why the step was given up: what was raised holds the frames of the caller."""
-        ...
+    def let_go(self) -> None: ...
 
 
 class _Progress:
-    """How many instructions of each queue are done; who waits sleeps on one condition."""
+    """Counts the finished instructions of each queue; waiting threads sleep on one condition."""
 
     def __init__(self, queues: int) -> None:
         self.done = [0] * queues
@@ -139,14 +123,13 @@ class _Worker(threading.Thread, Generic[_Item]):
             self._condition.notify_all()
 
     def pause(self, *, waits: bool = True) -> None:
-        """Let nothing begin; ``waits``: and return when nothing is under way."""
+        """Let nothing begin; with ``waits``, return when nothing is under way."""
         with self._gate:
             self._paused = True
             while waits and self._moving:
                 self._gate.wait(_SIGNALS_SECONDS)
 
     def resume(self) -> None:
-        """Let it begin again."""
         with self._gate:
             self._paused = False
             self._gate.notify_all()
@@ -216,11 +199,7 @@ class _Inline:
         self._queues = queues
 
     def wait(self, waits: Sequence[tuple[int, int]], starts: array[float], ends: array[float]) -> None:
-        """Bring queues as far as that; what a copy waits for itself comes before it.
-
-        Raises:
-            StateError: a copy waits for an op that comes later.
-        """
+        """Make the copies that are waited for, each after what it waits for; raises ``StateError`` for a later op."""
         done = self._done
         for queue, count in waits:
             if queue == COMPUTE and done[queue] < count:
@@ -235,7 +214,7 @@ class _Inline:
                 done[queue] = copy.number
 
     def finish(self, starts: array[float], ends: array[float]) -> None:
-        """Run what is left."""
+        """Make the remaining copies."""
         self.wait([(number, len(work)) for number, (work, _) in enumerate(self._queues, 1)], starts, ends)
 
 
@@ -243,11 +222,8 @@ class _Inline:
 class _Replayed:
     """The calls of a program that native code makes.
 
-    Attributes:
-        replay: its calls.
-        taken: by op, whether its call was taken down.
-        until: by op, the end of the stretch that begins with it (see ``spans``); None: not all of them ran yet.
-        ordered: the same where native code waits for other queues and tells them.
+    ``taken`` tells by op whether its call was recorded. ``until`` is by op the end of the stretch that begins with it
+    (see ``spans``), None until all ops have run once; ``ordered`` is the same where native code waits and publishes.
     """
 
     replay: Replay
@@ -259,15 +235,8 @@ class _Replayed:
 class _Calls:
     """Calls the ops of one step from Python.
 
-    Args:
-        table: of their scopes.
-        starts: by instruction, are told when its op began.
-        ends: likewise, when it ended.
-        taken: takes down what is called; None: that was done, or is not to be.
-        lender: of the arena; None: there is none.
-
-    Attributes:
-        failure: what the code of an optimizer raised. Updates are left out from then on, and everything else goes on.
+    ``starts`` and ``ends`` receive the times of each instruction. ``taken`` is set while calls are to be recorded.
+    ``failure`` is what an optimizer's code raised: later updates are skipped, and everything else goes on.
     """
 
     def __init__(
@@ -286,7 +255,7 @@ class _Calls:
         self.failure: Exception | None = None
 
     def __call__(self, scope: int, run: BoundRun) -> None:
-        """Call an op, and have its results where the plan has them."""
+        """Call an op, and put its results where the plan has them."""
         update = run.func if isinstance(run.func, UpdateOn) else None
         if update is not None and self.failure is not None:
             return
@@ -311,7 +280,7 @@ class _Calls:
         self._ends[run.index] = perf_counter()
 
     def settle(self, lender: Lender) -> None:
-        """Have the arena as the plan has it, after an op that was lent memory."""
+        """Restore the planned state of the arena after an op that was lent memory."""
         self._table.end()
         self._elsewhere.clear()
         lender.settle()
@@ -327,7 +296,7 @@ class _Calls:
 
 
 def _keep_what_stays(table: ScopeTable, update: UpdateOn, lender: Lender | None) -> None:
-    """Give memory of their own to tensors that an optimizer has made and keeps, and for which no plan has a place."""
+    """Move unplanned tensors that an optimizer has made and keeps to memory of their own."""
     moved: dict[int, list[torch.Tensor]] = {}
     for tensor in update.kept_by_optimizer():
         if tensor.device.type == "cpu" and tensor.layout is torch.strided and table.passes(tensor):
@@ -347,14 +316,7 @@ def _keep_what_stays(table: ScopeTable, update: UpdateOn, lender: Lender | None)
 class CpuEngine:
     """The copy threads, two for each home, the thread of collectives, and the loop that runs ops.
 
-    One at a time per process is sensible.
-
-    Args:
-        homes: where blocks go to and come from, nearest first.
-        replay: whether native code may call ops.
-
-    Attributes:
-        update_failure: see ``Engine.update_failure``.
+    Use one at a time per process. ``homes`` are nearest first; ``replay`` lets native code call ops.
     """
 
     def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True) -> None:
@@ -377,11 +339,10 @@ class CpuEngine:
         self._ends: array[float] = array("d")
 
     def reached(self) -> Reached:
-        """How far the last step came."""
+        """Return how far the last step came."""
         return Reached.at(self._starts, self._ends)
 
     def close(self) -> None:
-        """End the threads."""
         for worker in (*self._copiers, *([self._communicator] if self._communicator is not None else [])):
             worker.close()
         self._copiers.clear()
@@ -391,10 +352,9 @@ class CpuEngine:
             self._copying = None
 
     def synchronize(self) -> None:
-        """Nothing is under way between two steps."""
+        """Do nothing: nothing is under way between two steps."""
 
     def forget(self) -> None:
-        """See ``Engine.forget``."""
         self._arena, self._slots, self._ports = None, {}, {}
 
     def _started(self) -> list[_Worker[BoundCopy]]:
@@ -434,7 +394,7 @@ class CpuEngine:
         slots: Mapping[int, tuple[Piece, ...]],
         ports: dict[int, Port],
     ) -> Timeline:
-        """See ``Engine.run``: returns when all queues are empty."""
+        """Run one step and return when all queues are empty."""
         count = len(program.instructions)
         starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
         if not isinstance(arena, Arena):
@@ -500,7 +460,7 @@ class CpuEngine:
         )
 
     def _lender_of(self, arena: Arena, copying: Copying | None, inline: _Inline | None) -> Lender | None:
-        """What serves requests beyond the plan of the step that runs; it is told how to stop the other queues."""
+        """Return the arena's lender, after telling it how to stop the other queues."""
         lender, communicator = arena.lender, self._communicator
         if lender is None:
             return None
@@ -524,7 +484,7 @@ class CpuEngine:
         return lender
 
     def _talking(self) -> _Worker[BoundRun]:
-        """The thread of collectives, started."""
+        """Return the started thread of collectives."""
         if self._communicator is None:
             end_when_threads_rest()
             self._communicator = _Worker(COMMUNICATE, "collectives", _communicate)
@@ -532,7 +492,7 @@ class CpuEngine:
         return self._communicator
 
     def _native_copying(self) -> Copying | None:
-        """What copies in native code; None: Python does."""
+        """Return the native copying threads; None if Python copies."""
         if self._copying is None and (library := load_native().library) is not None:
             self._copying = Copying(library, self._queues, self._copy)
         return self._copying
@@ -548,7 +508,7 @@ class CpuEngine:
         return _Inline(self._progress, [(work, turns[number % 2]) for number, work in enumerate(bound.copies)])
 
     def _replay(self, bound: Bound) -> _Replayed | None:
-        """The calls of a program, as far as they were taken down; None: Python calls its ops in this step."""
+        """Return the recorded calls of a program; None if Python calls its ops in this step."""
         if not self._replays or not internals.replayable():
             return None
         if (found := self._replayed.get(bound)) is not None:
@@ -572,7 +532,7 @@ class CpuEngine:
         inline: _Inline | None,
         lender: Lender | None,
     ) -> Exception | None:
-        """Run all ops; returns what the code of an optimizer has raised."""
+        """Run all ops; returns what an optimizer's code has raised."""
         replayed = self._replay(bound)
         if replayed is None or replayed.until is not None:
             calls = _Calls(table, starts, ends, None, lender)
@@ -644,7 +604,7 @@ class CpuEngine:
 
 
 def _finish(resting: Sequence[Callable[[], None]], queues: _Queues) -> None:
-    """Return when no copy and no collective is under way any more, whatever happens meanwhile."""
+    """Return when no copy and no collective is under way, whatever is raised meanwhile."""
     interrupted: BaseException | None = None
     for rests in resting:
         while True:

@@ -1,18 +1,16 @@
-"""Demand eviction: room for a request that no plan foresaw, made while the op that asks runs.
+"""Demand eviction: make room for an unplanned request while the op that asks runs.
 
-What an op needs may depend on values: a matrix exponential of larger numbers, an optimizer that factorises a matrix
-every tenth step. Such a request gets an address in the arena's *annex*, which has addresses and no memory. For each
-page that it takes, one of the arena gives its memory back: first pages that hold nothing at this point of the program,
-then pages that the op does not touch. The bytes of those are written to a home, and are read back when the op has
-ended, before any other instruction begins. So the arena with its annex, and what was served outside of them, never
-exceed the budget, and no instruction sees a difference.
+The memory of an op may depend on values: a matrix exponential of larger numbers, an optimizer that factorises every
+tenth step. Such a request gets an address in the arena's *annex*, which has addresses and no memory. For each of its
+pages one of the arena gives its memory back: first pages that hold nothing at this point of the program, then pages
+that the op does not touch. Those are written to a home, and read back when the op has ended, before any other
+instruction begins. So the arena with its annex stays within the budget, and no instruction sees a difference. Copies
+are paused meanwhile.
 
-Which pages hold nothing is read off the program and off how far its queues are. No copy is under way meanwhile.
-
-Where all that can be evicted is not enough, the request is refused as long as the step can be undone: it is planned
-again with the request and called again. Later than that the step must end as it would have, since parameters have been
-updated: the op gets memory of a home, host memory or pages of a file that the system writes out, and a warning names
-the op. The same holds for what an optimizer has made and keeps. The budget is exceeded only where no home has room.
+If all that can be evicted is not enough, the request is refused while the step can be undone: the step is planned and
+called again with it. After parameters have been updated the step must end instead: the op gets memory of a home (host
+memory, or pages of a file that the system writes out), and a warning names the op. The same holds for what an optimizer
+makes and keeps. The budget is exceeded only where no home has room.
 """
 
 from __future__ import annotations
@@ -47,24 +45,18 @@ _Pages = npt.NDArray[np.uint8]
 
 
 class DemandEviction:
-    """Serves the requests of one program's ops that are beyond its plan.
+    """Serves the unplanned requests of one program's ops within ``budget`` bytes.
 
-    Args:
-        captured: the step.
-        program: placed in the arena.
-        arena: with an annex.
-        budget: bytes of the arena, its annex and what lives outside of them.
-        slots: of the homes, nearest first.
-        undo: says how long a request can be refused.
+    The budget covers the arena, its annex and what lives outside of them. ``slots`` are of the homes, nearest first.
 
     Attributes:
-        undo: the same.
-        is_active: whether the op that runs has been lent memory.
-        flag: the address of a number that is not 0 then.
-        may_refuse: False where other processes wait for the step to end: no request is refused then.
+        undo: tells how long a request can be refused.
+        is_active: whether the running op has been lent memory.
+        flag: the address of a number that is then not 0.
+        may_refuse: False where other processes wait for the step to end.
         refused: the op whose request was refused in this step, and the bytes it asked for.
         error: why evicting failed, if that is why it was refused.
-        peak_bytes: the most bytes that were in use when memory was lent, with all that was held.
+        peak_bytes: the maximum in use when memory was lent.
         evicted_bytes: written to a home so far.
         overflow_bytes: of homes, that ops worked on so far.
     """
@@ -111,25 +103,23 @@ class DemandEviction:
 
     @property
     def is_lost(self) -> bool:
-        """Whether bytes that were evicted could not be read back: the step cannot be undone."""
+        """Whether evicted bytes could not be read back, so that the step cannot be undone."""
         return self._is_lost
 
     @property
     def has_overflowed(self) -> bool:
-        """Whether the budget could not hold a request of the last step, which was served by a home."""
+        """Whether a home had to serve a request of the last step that the budget could not hold."""
         return bool(self._overflowing)
 
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
-        """See ``Lender.begin``."""
         self._starts, self._ends, self._pause, self._resume = starts, ends, pause, resume
         self.refused, self.error, self._is_lost = None, None, False
         self._overflowing.clear()
         self._arena.set_lender(self._callback)
 
     def end(self) -> None:
-        """See ``Lender.end``."""
         self._arena.set_lender(None)
         try:
             self.settle()
@@ -137,7 +127,6 @@ class DemandEviction:
             self._pause = self._resume = _nothing
 
     def settle(self) -> None:
-        """See ``Lender.settle``."""
         if not self.is_active:
             return
         self._reap()
@@ -157,7 +146,7 @@ class DemandEviction:
     # Serving
 
     def _serve(self, count: int, scope: int) -> int:
-        """The answer to a request of the op of a scope."""
+        """Answer a request of a scope's op (see ``Arena.set_lender``)."""
         try:
             address = self._lend(round_up(count, PAGE_BYTES), scope)
         except OutOfCoreError as error:
@@ -183,7 +172,7 @@ class DemandEviction:
         return EXCEED if found is None else found[0]
 
     def _overflow(self, count: int) -> tuple[int, str] | None:
-        """The address of memory of a home, and the home's name; None: no home has room."""
+        """Return the address of memory of a home, and the home's name; None if no home has room."""
         for face, slots, _ in self._faces.values():  # the system may write out what earlier requests got
             slots.home.drop_cache(face)
         found = _face(self._slots, count)
@@ -195,10 +184,7 @@ class DemandEviction:
         return face.data_ptr(), slots.home.name
 
     def keep(self, count: int) -> torch.Tensor | None:
-        """Memory for what an optimizer keeps and no plan has a place for; None: ordinary memory is to be had.
-
-        It is that of a home where the budget has no room.
-        """
+        """Return home memory for what an optimizer keeps if the budget has no room; None if ordinary memory will do."""
         if self._arena.counters().live_bytes + count <= self._arena.reserve:
             return None
         found = _face(self._slots, count)
@@ -215,7 +201,7 @@ class DemandEviction:
         return self._captured.graph.ops[run.op]
 
     def _lend(self, count: int, scope: int) -> int | None:
-        """An address for so many whole pages; None: they cannot be had."""
+        """Return an address of whole pages; None if they cannot be freed."""
         self._activate()
         self._reap()
         address = self._fit(count)
@@ -231,7 +217,7 @@ class DemandEviction:
         return address
 
     def _activate(self) -> None:
-        """Stop the copies, see what each page holds, and give back the memory of those that hold nothing."""
+        """Pause copies, find what each page holds, and give back the memory of empty ones."""
         if self.is_active:
             return
         self._pause()
@@ -241,7 +227,7 @@ class DemandEviction:
             self._arena.discard(first * PAGE_BYTES, (last - first) * PAGE_BYTES)
 
     def _reap(self) -> None:
-        """Forget pieces that are no longer in use, and give their memory back."""
+        """Release pieces that are no longer in use."""
         live = self._arena.lent()
         for address in [address for address in self._lent if address not in live]:
             self._arena.discard_annex(address, self._lent.pop(address))
@@ -250,7 +236,7 @@ class DemandEviction:
             slots.give(offset, face.numel())
 
     def _fit(self, count: int) -> int | None:
-        """The lowest free address in the annex; None: there is no such stretch."""
+        """Return the lowest free address in the annex, or None."""
         start = self._arena.address + self._arena.bytes
         end = start + self._arena.annex_bytes
         for address, size in sorted(self._lent.items()):
@@ -260,12 +246,7 @@ class DemandEviction:
         return start if end - start >= count else None
 
     def _evict(self, count: int) -> None:
-        """Write bytes of pages that the op does not touch to a home, and give their memory back.
-
-        Raises:
-            SpillError: no home has room for them.
-            TransferError: they cannot be written.
-        """
+        """Write pages that the op does not touch to a home, and give their memory back."""
         for first, last in sorted(_runs(self._pages == _HELD), key=lambda run: run[0] - run[1]):
             if count <= 0:
                 return
@@ -307,7 +288,7 @@ class DemandEviction:
         return pages
 
     def _holds(self, block: Block) -> bool:
-        """Whether bytes of a block are yet to be used; what cannot be told from the program is."""
+        """Return whether bytes of a block may be used later."""
         users = self._uses[block.id]
         if not block.wraps:
             waits = block.dies >= len(self._program.instructions) or self._is_awaited(users)
@@ -330,7 +311,7 @@ class DemandEviction:
 
 
 def _face(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int] | None:
-    """A new slot of a home as a tensor, the home and the offset; None: there is none."""
+    """Return a new slot of a home as a tensor, the home and the offset; None if no home has room."""
     for slots in homes:
         try:
             offset = slots.take(count)
@@ -344,7 +325,7 @@ def _face(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int]
 
 
 def _give(slots: Slots, offset: int, face: torch.Tensor) -> None:
-    """Give a slot back whose face was in use until now."""
+    """Release a slot whose face was in use until now."""
     slots.give(offset, face.numel())
 
 
@@ -358,20 +339,19 @@ def _strand(faces: dict[int, tuple[torch.Tensor, Slots, int]]) -> None:
 
 
 def blocks_of(instruction: Run | CopyIn | CopyOut) -> tuple[int, ...]:
-    """The blocks that an instruction touches."""
     if not isinstance(instruction, Run):
         return (instruction.block,)
     return instruction.blocks if instruction.workspace is None else (*instruction.blocks, instruction.workspace)
 
 
 def describe(op: Op) -> str:
-    """An op with its module and the user's line, for people."""
+    """Name an op with its module and the user's line."""
     where = ", ".join(filter(None, (op.module, op.source)))
     return f"{op.name} ({where})" if where else op.name
 
 
 def _runs(chosen: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """The stretches of pages that are chosen, as first and last + 1."""
+    """Return the stretches of chosen pages, as first and last + 1."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], chosen.view(np.int8), [0]))))
     return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
 

@@ -1,4 +1,4 @@
-"""What a step needs of whoever runs its instructions, on whichever device."""
+"""The interface of engines, which run a step's instructions on a device."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class Port(NamedTuple):
 class Engine(Protocol):
     """Runs bound programs.
 
-    Attributes:
-        update_failure: what the code of an optimizer raised in the last step. Its later updates were left out, and
-            everything else was done.
+    ``update_failure`` is what an optimizer's code raised in the last step; its later updates were skipped, and
+    everything else was done.
     """
 
     update_failure: Exception | None
@@ -44,27 +43,16 @@ class Engine(Protocol):
         slots: Mapping[int, tuple[Piece, ...]],
         ports: dict[int, Port],
     ) -> Timeline:
-        """Run one step.
+        """Run one step, and return when everything ran; steps that are not measured give the last measured times.
 
-        Args:
-            program: what ``bound`` was made from.
-            bound: the instructions.
-            arena: the device.
-            table: the planned requests of each run.
-            slots: by the index of a copy, where the bytes of the block are at its home, one piece after the other.
-            ports: for each input and output the caller's memory: where copies without a slot go to and come from.
-
-        Returns:
-            When everything ran; an engine that does not measure every step gives the times of the last one measured.
-
-        Raises:
-            TransferError: a copy failed.
-            ArenaError: an op asked for more memory than was planned and reserved.
+        ``program`` is what ``bound`` was made from. ``slots`` has by copy index the pieces of the block at its home;
+        copies without a slot use the caller's memory in ``ports``. Raises ``TransferError`` if a copy failed, and
+        ``ArenaError`` if an op requested more memory than was planned and reserved.
         """
         ...
 
     def reached(self) -> Reached | None:
-        """How far the last step came, of which nothing is under way any more; None: the device failed, who knows."""
+        """Return how far the last step came, of which nothing is under way; None if the device failed."""
         ...
 
     def synchronize(self) -> None:
@@ -72,19 +60,19 @@ class Engine(Protocol):
         ...
 
     def forget(self) -> None:
-        """Let go of what was kept of the last step, which would keep its arena's memory; nothing is under way."""
+        """Release references to the last step, which would keep its arena's memory; nothing is under way."""
         ...
 
     def close(self) -> None:
-        """End what runs beside the caller. May be called again."""
+        """End the engine's threads. May be called again."""
         ...
 
 
 class GeneratorStates:
     """The states of random generators that one step needs to draw the same numbers again.
 
-    A state takes up to 5 KB of ordinary memory. Whoever else draws from such a generator while an op runs
-    again, from another thread, draws the numbers of that op.
+    A state takes up to 5 KB of ordinary memory. Another thread that draws from such a generator while an op runs again
+    gets the numbers of that op.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
@@ -93,7 +81,7 @@ class GeneratorStates:
         self._current: list[torch.Tensor] = []
 
     def before(self, run: BoundRun) -> None:
-        """Save the states before an op's first run, or set them for another."""
+        """Save the states before an op's first run, or restore them for another."""
         states = [generator.get_state() for generator in self._generators]
         if run.draws is Draws.FIRST:
             self._saved[run.op] = states
@@ -102,11 +90,10 @@ class GeneratorStates:
             self._set(self._saved[run.op])
 
     def after(self) -> None:
-        """Let the generators go on from where they were before the op ran again."""
+        """Reset the generators to where they were before the op ran again."""
         self._set(self._current)
 
     def forget(self) -> None:
-        """Let go of the states that were saved: the step has ended."""
         self._saved.clear()
         self._current = []
 
@@ -116,15 +103,10 @@ class GeneratorStates:
 
 
 def place_results(run: BoundRun, results: Sequence[Any]) -> list[torch.Tensor]:
-    """Copy what an op has returned to where the plan has it, as far as it lies elsewhere.
+    """Copy an op's result leaves to where the plan has them, and return those that were elsewhere.
 
-    Args:
-        run: the op.
-        results: the leaves of what it returned.
-
-    Returns:
-        the results that lay elsewhere. They are to live until the op's scope has ended: what is freed in it is taken
-        for scratch memory (see ``requests_seen``).
+    The caller must keep the returned tensors until the op's scope has ended: what is freed in it is taken for scratch
+    memory (see ``requests_seen``).
     """
     elsewhere: list[torch.Tensor] = []
     for leaf, address, target, stride in run.results:

@@ -1,10 +1,9 @@
-"""Slots that lie in somebody else's file: a checkpoint's, which is read where it is and never written.
+"""Slots in somebody else's file: a checkpoint's, which is read in place and never written.
 
-A range is the bytes of one tensor in such a file. It counts as a slot of the home that has it, at an offset that no
-page of the home itself has. What the user sees of it between steps are pages of the file, mapped privately (copy on
-write): they come as they are read, and what is written to them never reaches the file. The kernel says of each page
-whether it was written (``/proc/self/pagemap``), by whatever alias; such a range moves, at the same addresses, to pages
-of the home's own before the next step reads it.
+A range is the bytes of one tensor in such a file. It counts as a slot of a home, at an offset that no page of the home
+itself has. Between steps the user sees pages of the file, mapped privately (copy on write): they are read on demand,
+and writes never reach the file. The kernel tells which pages were written (``/proc/self/pagemap``); a written range
+moves, at the same addresses, to pages of the home's own before the next step reads it.
 """
 
 from __future__ import annotations
@@ -44,14 +43,7 @@ _BOUNCE_BYTES = 2 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """By which a file is known to be the one that it was.
-
-    Attributes:
-        device: of its file system.
-        inode: its number there.
-        bytes: its length.
-        changed_ns: when it was last written, since 1970.
-    """
+    """The identity of a file's contents; ``changed_ns`` is when it was last written, since 1970."""
 
     device: int
     inode: int
@@ -60,7 +52,6 @@ class Stamp:
 
     @staticmethod
     def of(descriptor: int) -> Stamp:
-        """Of an open file."""
         found = os.fstat(descriptor)
         return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
@@ -68,14 +59,7 @@ class Stamp:
 class ReadFile:
     """A file that is read past the page cache, at any byte; it is closed once nothing refers to it.
 
-    What is opened stays the same file whatever becomes of its name.
-
-    Args:
-        path: of the file.
-        stamp: of the file whose contents are known.
-
-    Raises:
-        InputError: it cannot be opened, or is another one by now.
+    It stays the same file if it is renamed. Raises ``InputError`` if it cannot be opened, or does not match ``stamp``.
     """
 
     def __init__(self, path: Path, stamp: Stamp) -> None:
@@ -90,11 +74,7 @@ class ReadFile:
             raise InputError(f"{path} was changed while it was being read; wait until it is complete, and try again")
 
     def check(self) -> None:
-        """Refuse a file that was written to or cut off since its header was read.
-
-        Raises:
-            TransferError: it was.
-        """
+        """Raise ``TransferError`` if the file was changed since its header was read."""
         now = Stamp.of(self.descriptor)
         if now != self.stamp:
             how = f"has {now.bytes} bytes, and had {self.stamp.bytes}" if now.bytes != self.stamp.bytes else "is newer"
@@ -104,11 +84,7 @@ class ReadFile:
             )
 
     def read(self, begin: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``begin`` on.
-
-        Raises:
-            TransferError: the system refuses, or the file ends before.
-        """
+        """Fill ``target`` from byte ``begin`` on; raises ``TransferError`` if that fails or the file is too short."""
         read_range(self.descriptor, self._direct, begin, target, str(self.path))
 
 
@@ -135,7 +111,7 @@ _buffers = threading.local()
 
 
 def _bounce() -> memoryview:
-    """This thread's page-aligned buffer."""
+    """Return this thread's page-aligned buffer."""
     memory: memoryview | None = getattr(_buffers, "memory", None)
     if memory is None:
         memory = _buffers.memory = copy_buffer(_BOUNCE_BYTES)
@@ -143,20 +119,11 @@ def _bounce() -> memoryview:
 
 
 def read_range(descriptor: int, direct: int | None, begin: int, target: memoryview, name: str) -> None:
-    """Fill ``target`` from byte ``begin`` of a file on: in whole pages, those around it included.
+    """Fill ``target`` from byte ``begin`` of a file on, reading the whole pages around it.
 
-    Where the two are aligned alike whole pages go straight to ``target``; else by way of a buffer of a few MiB, which
-    stays in the processor's cache.
-
-    Args:
-        descriptor: of the file.
-        direct: likewise, past the page cache; None: there is none, and the kernel is told to drop the pages.
-        begin: any byte of the file.
-        target: any memory.
-        name: of the file, for people.
-
-    Raises:
-        TransferError: the system refuses, or the file ends before.
+    Where the two have the same alignment whole pages go straight to ``target``; else through a buffer of a few MiB,
+    which stays in the processor's cache. ``direct`` is a descriptor past the page cache; without one the kernel is told
+    to drop the pages. ``name`` is for errors. Raises ``TransferError`` if the system refuses or the file is too short.
     """
     source = descriptor if direct is None else direct
     done, count = 0, len(target)
@@ -208,12 +175,8 @@ def _error(name: str, offset: int, why: str, code: int | None) -> TransferError:
 class _Range:
     """The bytes of a tensor in a file.
 
-    Attributes:
-        begin: the first byte, in the file.
-        bytes: how many.
-        file: that has them; None: they are in pages of the home's own, where ``begin`` counts as well.
-        pages: of the home's own, as offset and bytes.
-        shown: the pages that show it, as long as anything refers to them.
+    ``file`` is None if they are in ``pages`` (offset, bytes) of the home's own, where ``begin`` counts as well;
+    ``shown`` are the pages that show it, as long as anything refers to them.
     """
 
     begin: int
@@ -229,13 +192,11 @@ class _Range:
 
     @property
     def within(self) -> int:
-        """How far into its first page it begins."""
+        """Its offset in its first page."""
         return self.begin % PAGE_BYTES
 
 
 class FileRanges:
-    """The ranges of files that count as slots of one home."""
-
     def __init__(self) -> None:
         self._ranges: dict[int, _Range] = {}
         self._starts: list[int] = []  # of all that ever were, in order
@@ -248,7 +209,7 @@ class FileRanges:
         return sum(one.bytes for one in self._ranges.values() if one.file is not None)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> int:
-        """The offset of a new slot, ``count`` bytes of a file from ``begin`` on."""
+        """Make a slot of ``count`` bytes of a file from ``begin`` on, and return its offset."""
         offset = self._next
         self._next += round_up(count, PAGE_BYTES)
         self._ranges[offset] = _Range(begin, count, file)
@@ -256,28 +217,24 @@ class FileRanges:
         return offset
 
     def has(self, offset: int) -> bool:
-        """Whether a slot is a range, wherever that is by now."""
+        """Return whether a slot was made as a range, even if it has moved to the home."""
         return offset >= FIRST_RANGE
 
     def release(self, offset: int) -> tuple[int, int] | None:
-        """Know a range no more; the pages of the home's own that it had, as offset and bytes, are for others."""
+        """Forget a range; returns its pages (offset, bytes) of the home's own, which are then free."""
         return self._ranges.pop(offset).pages
 
     def needed(self, offset: int) -> int:
-        """Bytes of the home's own that a range takes if it moves there."""
+        """Return the bytes of the home's own that a range takes if it moves there."""
         one = self._ranges[offset]
         return one.within + one.bytes
 
     def is_in_file(self, offset: int) -> bool:
-        """Whether a slot is a range that is still in somebody else's file."""
+        """Return whether a slot is a range that is still in somebody else's file."""
         return offset >= FIRST_RANGE and self._ranges[offset].file is not None
 
     def check(self) -> None:
-        """Refuse files that were changed.
-
-        Raises:
-            TransferError: one was.
-        """
+        """Raise ``TransferError`` if a file was changed."""
         for file in self._files():
             file.check()
 
@@ -286,11 +243,7 @@ class FileRanges:
         return iter(seen.values())
 
     def read(self, offset: int, target: memoryview, spill: SpillFile | None) -> None:
-        """Fill ``target`` from an offset in a range on; a target may be longer than the range by less than a page.
-
-        Raises:
-            TransferError: the read failed.
-        """
+        """Fill ``target`` from an offset in a range on; it may be longer than the range by less than a page."""
         start = self._starts[bisect_right(self._starts, offset) - 1]
         one = self._ranges[start]
         into = offset - start
@@ -302,11 +255,7 @@ class FileRanges:
             read_range(plain, direct, one.begin + into, target, f"the spill file in {spill.directory}")
 
     def face(self, offset: int, spill: SpillFile | None) -> torch.Tensor:
-        """What the user sees of a range, as uint8.
-
-        Raises:
-            OSError: it cannot be mapped.
-        """
+        """Map a range as a uint8 tensor for the user; raises ``OSError`` if that fails."""
         one = self._ranges[offset]
         memory = None if one.shown is None else one.shown.memory(one.within, one.bytes)
         if memory is None:
@@ -323,23 +272,19 @@ class FileRanges:
         return face
 
     def written(self, offset: int) -> bool:
-        """Whether somebody has written to what shows a range that is still in its file."""
+        """Return whether somebody has written to the face of a range that is still in its file."""
         one = self._ranges[offset]
         shown = one.alive
         return one.file is not None and shown is not None and any_written(shown.address, shown.bytes)
 
     def restore(self, offset: int) -> None:
-        """Forget what was written to what shows a range that is still in its file."""
+        """Discard what was written to the face of a range that is still in its file."""
         one = self._ranges.get(offset)
         if one is not None and one.file is not None and one.alive is not None:
             advise_pages(one.alive.address, one.alive.bytes, mmap.MADV_DONTNEED)
 
     def move(self, offset: int, pages: tuple[int, int], spill: SpillFile) -> None:
-        """Have a range in pages of the home's own from now on, with what was written to it, at the same addresses.
-
-        Raises:
-            TransferError: the pages could not be written.
-        """
+        """Move a range and what was written to it to pages of the home's own, at the same addresses."""
         one = self._ranges[offset]
         shown = self.face(offset, spill)  # held until all is done
         if one.shown is None or shown.data_ptr() != one.shown.address + one.within:
@@ -351,7 +296,7 @@ class FileRanges:
         one.begin, one.file, one.pages = pages[0] + one.within, None, pages
 
     def drop_cache(self, face: torch.Tensor, spill: SpillFile | None) -> bool:
-        """Let go of the pages that show a range, but for those that were written to; False: it shows none."""
+        """Drop the pages that show a range, except written ones; returns False if the face shows none."""
         offset = self._by_address.get(face.untyped_storage().data_ptr())
         one = None if offset is None else self._ranges.get(offset)
         shown = None if one is None else one.alive
@@ -368,7 +313,7 @@ class FileRanges:
 
 @functools.cache
 def writes_are_seen() -> bool:
-    """Whether the kernel says which pages of a private mapping were written; found out by writing to one."""
+    """Return whether the kernel tells which pages of a private mapping were written, found by writing to one."""
     try:
         with tempfile.TemporaryFile() as file:
             file.write(b"\1" * 2 * PAGE_BYTES)

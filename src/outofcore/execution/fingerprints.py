@@ -1,9 +1,8 @@
-"""Fingerprints: whether bytes are still those that they were, by whatever way somebody has written to them.
+"""Fingerprints: whether bytes are unchanged, however somebody may have written to them.
 
-PyTorch counts what is written to a tensor (``_version``), but not what goes through ``tensor.data``, NumPy, or a
-pointer that others have. So what lies in the arena between two steps and at home as well is read once when a step
-starts. Bytes that differ have the same fingerprint with a chance of about 2^-64, whatever they are: it depends on
-numbers that are drawn anew in each process.
+PyTorch counts writes to a tensor (``_version``), but not those through ``tensor.data``, NumPy, or a pointer. So what is
+both in the arena and at home between two steps is read once when a step starts. Different bytes have the same
+fingerprint with a chance of about 2^-64, whatever they are: it depends on random numbers of the process.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _SECRETS = 10  # of 64 bits, as fingerprint.cpp takes them
 
 @functools.cache
 def secrets() -> ctypes.Array[ctypes.c_uint64]:
-    """What fingerprints of this process depend on: odd numbers. None is 0, and a product with one loses nothing."""
+    """Return the random odd numbers on which this process's fingerprints depend; a product with one loses nothing."""
     drawn = os.urandom(8 * _SECRETS)
     words = [int.from_bytes(drawn[8 * i : 8 * i + 8], "little") | 1 for i in range(_SECRETS)]
     return (ctypes.c_uint64 * _SECRETS)(*words)
 
 
 def sampled(memory: memoryview, offset: int) -> int | None:
-    """The fingerprint of a few pages of a slot at an offset of its home; None: there is no native code."""
+    """Return the fingerprint of a few pages of a slot at an offset of its home; None without native code."""
     library = load_native().library
     if library is None or not memory.nbytes:
         return None
@@ -36,9 +35,9 @@ def sampled(memory: memoryview, offset: int) -> int | None:
 
 
 def fingerprint(memory: memoryview) -> int:
-    """The fingerprint of some bytes, of 64 bits; the same for the same bytes as long as the process lives.
+    """Return a 64-bit fingerprint, the same for the same bytes while the process lives.
 
-    At the speed at which memory is read with the native code, at that of BLAKE2b without.
+    It runs at memory speed with the native code, at that of BLAKE2b without.
     """
     library = load_native().library
     if library is None or not memory.nbytes:

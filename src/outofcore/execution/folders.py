@@ -1,4 +1,4 @@
-"""Where files of a run go: what file system a folder is on, and the default place to spill to."""
+"""Where files of a run go: a folder's file system, and the default spill folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that holds an existing path, such as "ext4"; "" where it cannot be told."""
+    """Return the type of the file system of an existing path, such as "ext4"; empty if unknown."""
     device = path.stat().st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -30,14 +30,14 @@ def file_system_of(path: Path) -> str:
 
 
 def in_memory(path: Path) -> bool:
-    """Whether files under an existing path occupy memory instead of a disk."""
+    """Return whether files under an existing path occupy memory instead of a disk."""
     return file_system_of(path) in _IN_MEMORY
 
 
 def default_spill_directory() -> Path:
-    """A folder for spill files on a real disk: the system's temporary folder, the user's cache, or ``/var/tmp``.
+    """Return a folder on a real disk: the system's temporary folder, the user's cache, or ``/var/tmp``.
 
-    Where all of these lie in memory the temporary folder is taken, with a warning.
+    If all of these are in memory it is the temporary folder, with a warning.
     """
     temporary = Path(tempfile.gettempdir())
     if not in_memory(temporary):

@@ -1,7 +1,7 @@
-"""Homes: where bytes are that are not on the device. In host memory, pinned for a GPU or not, or on a disk.
+"""Homes, the backing stores for bytes that are not on the device: host memory, pinned for a GPU or not, or a disk.
 
-A home is one stretch of bytes; each storage has a slot of whole pages in it at a planned offset. Between
-steps a slot has a face: a tensor over its bytes, through which the user sees and changes them.
+A home is one stretch of bytes; each storage has a slot of whole pages in it at a planned offset. Between steps a slot
+has a face: a tensor over its bytes, through which the user sees and changes them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Location:
     """Where native code finds a slot.
 
     Attributes:
-        descriptor: of a file that is open; None: the slot is memory.
+        descriptor: of an open file; None: the slot is memory.
         start: the offset in the file, or the address.
-        forgets: whether the page cache is to be told to let go of what was copied.
-        remember: is told the offset of a slot that native code has written, how many bytes, and the sum of a few of its
+        forgets: whether the page cache is to drop what was copied.
+        remember: receives the offset of a slot that native code has written, its bytes, and the sum of a few of its
             pages, which are compared when it is read. None: nothing is compared.
-        owner: keeps the memory, or the file, from being given back.
+        owner: keeps the memory or the file alive.
     """
 
     descriptor: int | None
@@ -60,8 +60,8 @@ class Location:
 class HomeStore(Protocol):
     """What the executor needs of a home. Offsets of slots are multiples of the page size.
 
-    ``write`` and ``read`` block with the GIL released and may be called from several threads. They own a
-    slot's last page whole. Transfers of one slot, and the use of its face, are put in order by the caller.
+    ``write`` and ``read`` block with the GIL released and may be called from several threads. They own a slot's last
+    page whole. The caller orders transfers of one slot, and the use of its face.
     """
 
     @property
@@ -71,7 +71,7 @@ class HomeStore(Protocol):
 
     @property
     def identity(self) -> str:
-        """Names the link: homes of one identity are equally fast."""
+        """The name of the link: homes of one identity are equally fast."""
         ...
 
     @property
@@ -86,98 +86,66 @@ class HomeStore(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Bytes that slots could occupy at most, as far as can be told."""
+        """Bytes that slots could occupy at most, as far as is known."""
         ...
 
     @property
     def edges(self) -> Sequence[int]:
-        """Offsets that no slot may lie across, in order; the end is one of them where what is added lies apart."""
+        """Ordered offsets that no slot may cross; the end is one of them if added room is not contiguous to it."""
         ...
 
     @property
     def files(self) -> FileRanges | None:
-        """Ranges of others' files that count as slots here; None: the home takes none."""
+        """Ranges of others' files that count as slots here; None if the home takes none."""
         ...
 
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
-        """Have a range of ``files`` in pages of the home's own, given as offset and bytes, from now on.
-
-        Raises:
-            TransferError: they cannot be written.
-        """
+        """Move a range of ``files`` to pages of the home's own, given as offset and bytes."""
         ...
 
     def check(self, count: int) -> None:
-        """Refuse a total of ``count`` bytes that the home cannot hold, before anything is allocated.
-
-        Raises:
-            SpillError: it cannot.
-        """
+        """Raise ``SpillError`` if the home cannot hold a total of ``count`` bytes, without allocating anything."""
         ...
 
     def ensure(self, count: int) -> None:
-        """Make room for a total of ``count`` bytes. Slots and faces that exist stay as they are.
-
-        Raises:
-            SpillError: there is not so much room.
-        """
+        """Make room for a total of ``count`` bytes, or raise ``SpillError``; existing slots and faces are unchanged."""
         ...
 
     def grow(self, count: int) -> None:
-        """The same as ``ensure``, with more room at once where it is dear to make room often.
-
-        Raises: as ``ensure``.
-        """
+        """Do what ``ensure`` does, with more room at once where growing is expensive."""
         ...
 
     def reserve(self, count: int) -> int:
-        """Make room for one more slot of ``count`` bytes, and give its offset.
-
-        Raises: as ``ensure``.
-        """
+        """Make room for one more slot of ``count`` bytes, and return its offset."""
         ...
 
     def write(self, offset: int, source: memoryview) -> None:
-        """Copy ``source`` into the slot at ``offset``.
-
-        Raises:
-            TransferError: the copy failed.
-        """
+        """Copy ``source`` into the slot at ``offset``; raises ``TransferError``."""
         ...
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from the slot at ``offset``.
-
-        Raises:
-            TransferError: the copy failed.
-        """
+        """Fill ``target`` from the slot at ``offset``; raises ``TransferError``."""
         ...
 
     def locate(self, offset: int, count: int) -> Location | None:
-        """Where native code finds so many bytes of a slot from ``offset`` on; None: only ``read`` and ``write`` do.
+        """Return where native code finds bytes of a slot; None if it must call ``read`` and ``write``.
 
-        Raises:
-            TransferError: they do not lie in the home.
-            StateError: the home is closed.
+        Raises ``TransferError`` if they are not in the home, ``StateError`` if it is closed.
         """
         ...
 
     def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
-        """What native code has failed to copy, as an error.
+        """Build the error of a failed native copy.
 
-        Args:
-            offset: of the first byte that was not copied.
-            count: bytes that were not.
-            code: what the system said; None: it did nothing, and did not say why.
-            writes: whether they were to be written.
+        ``offset`` and ``count`` are what was not copied; ``code`` is the system's error, None if it gave none.
         """
         ...
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """The slot's bytes as a uint8 tensor with a storage of its own of ``count`` bytes.
+        """Return the slot's bytes as a uint8 tensor with a storage of its own of ``count`` bytes.
 
-        It shows what was last written, and what is stored through it is what is next read. It stays valid
-        when the home is closed.
+        It shows what was last written, and what is stored through it is what is next read. It stays valid when the home
+        is closed.
         """
         ...
 
@@ -186,23 +154,18 @@ class HomeStore(Protocol):
         ...
 
     def discard(self, offset: int, count: int) -> None:
-        """Give back memory that a slot occupies; its contents count no longer."""
+        """Give back memory that a slot occupies; its contents are lost."""
         ...
 
     def start(self) -> None:
-        """Called when a step starts: between steps the user may have changed what lies here.
+        """Begin a step: between steps the user may have changed what is here.
 
-        Raises:
-            TransferError: not all of it is there any more.
+        Raises ``TransferError`` if something is missing.
         """
         ...
 
     def sibling(self, count: int) -> HomeStore:
-        """An empty home of its own on the same link, with room for ``count`` bytes or more: to measure on.
-
-        Raises:
-            SpillError: there is no such room.
-        """
+        """Make an empty home on the same link, with room for at least ``count`` bytes, to measure on."""
         ...
 
     def close(self) -> None:
@@ -211,11 +174,7 @@ class HomeStore(Protocol):
 
 
 def check_slot(offset: int, count: int, total: int) -> None:
-    """Refuse what does not lie in a home of ``total`` bytes as a slot does.
-
-    Raises:
-        TransferError: it does not.
-    """
+    """Raise ``TransferError`` unless the slot is in a home of ``total`` bytes and aligned."""
     if offset < 0 or offset % PAGE_BYTES or offset + count > total:
         raise TransferError(
             f"bytes [{offset}, {offset + count}) are not a slot in a home of {total} bytes: slots lie within it and "
@@ -230,12 +189,9 @@ class HostHome:
     makes room and slots are written.
 
     Args:
-        limit: bytes that slots may take, of which whole pages count; by default all physical memory.
+        limit: bytes that slots may take, in whole pages; by default all physical memory.
         release: gives address and bytes back to the system when nothing refers to them any more.
         shared: whether the child of a fork has the same memory, and not a copy of its own.
-
-    Raises:
-        SpillError: the system will not reserve the addresses.
     """
 
     def __init__(
@@ -259,45 +215,37 @@ class HostHome:
 
     @property
     def name(self) -> str:
-        """The name in costs and reports."""
         return "host"
 
     @property
     def identity(self) -> str:
-        """All host memory is alike."""
         return "host"
 
     @property
     def in_memory(self) -> bool:
-        """It is what it is."""
         return True
 
     @property
     def bytes(self) -> int:
-        """Bytes that slots may occupy now."""
         return self._bytes
 
     @property
     def capacity(self) -> int:
-        """Bytes that slots could occupy at most: the limit, or what they have and the memory available."""
+        """The limit, or the slots' current bytes and the memory available."""
         return min(self._limit, self._bytes + self._available())
 
     @property
     def edges(self) -> Sequence[int]:
-        """See ``HomeStore.edges``: all is one stretch."""
         return ()
 
     @property
     def files(self) -> FileRanges | None:
-        """See ``HomeStore.files``: what is to be in memory is read."""
         return None
 
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
-        """See ``HomeStore.move_range``."""
         raise StateError("host memory has no ranges of files; please report it")
 
     def check(self, count: int) -> None:
-        """See ``HomeStore.check``."""
         if count > self._limit:
             raise SpillError(
                 f"the step needs {format_bytes(count)} of host memory, and its limit is {format_bytes(self._limit)}; "
@@ -311,12 +259,11 @@ class HostHome:
             )
 
     def _available(self) -> int:
-        """Bytes of memory that can be taken beyond what slots may occupy now."""
+        """Return the bytes of memory that can be taken beyond what slots may occupy now."""
         available = available_memory_bytes()
         return _physical_bytes() if available is None else available
 
     def ensure(self, count: int) -> None:
-        """See ``HomeStore.ensure``."""
         region = self._opened()
         wanted = round_up(count, PAGE_BYTES)
         if wanted <= self._bytes:
@@ -332,17 +279,14 @@ class HostHome:
         self._bytes = wanted
 
     def grow(self, count: int) -> None:
-        """See ``HomeStore.grow``: memory that nothing touches costs nothing, and neither does making room for it."""
         self.ensure(count)
 
     def reserve(self, count: int) -> int:
-        """See ``HomeStore.reserve``."""
         offset = self.bytes
         self.ensure(offset + count)
         return offset
 
     def write(self, offset: int, source: memoryview) -> None:
-        """See ``HomeStore.write``."""
         region = self._opened()
         check_slot(offset, len(source), self._bytes)
         if len(source):
@@ -350,47 +294,43 @@ class HostHome:
             ctypes.memmove(region.address + offset, address_of(source), len(source))
 
     def read(self, offset: int, target: memoryview) -> None:
-        """See ``HomeStore.read``."""
         region = self._opened()
         check_slot(offset, len(target), self._bytes)
         if len(target):
             ctypes.memmove(address_of(target), region.address + offset, len(target))
 
     def locate(self, offset: int, count: int) -> Location:
-        """See ``HomeStore.locate``."""
         region = self._opened()
         check_slot(offset, count, self._bytes)
         return Location(None, region.address + offset, forgets=False, remember=None, owner=region)
 
     def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
-        """See ``HomeStore.failed``: copying memory returns no errors, so nothing should ask for this."""
+        """Build an error that should not occur: copying memory returns none."""
         verb, why = "write" if writes else "read", "no reason was given" if code is None else os.strerror(code)
         return TransferError(
             f"could not {verb} {format_bytes(count)} at byte {offset} of host memory: {why}; please report it"
         )
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """See ``HomeStore.face``: the slot itself."""
+        """Return the slot itself."""
         region = self._opened()
         check_slot(offset, count, self._bytes)
         return tensor_over(region.memory(offset, count))
 
     def drop_cache(self, face: torch.Tensor) -> None:
-        """See ``HomeStore.drop_cache``: there is nothing to drop, the slot being the face."""
+        """Do nothing: the slot is the face."""
 
     def discard(self, offset: int, count: int) -> None:
-        """See ``HomeStore.discard``: the pages come back, empty, when they are next used."""
+        """Give the pages back; they come back empty when they are next used."""
         advise_pages(self._opened().address + offset, round_up(count, PAGE_BYTES), mmap.MADV_DONTNEED)
 
     def start(self) -> None:
-        """See ``HomeStore.start``: memory does not go away."""
+        """Do nothing: memory does not go away."""
 
     def sibling(self, count: int) -> HostHome:
-        """See ``HomeStore.sibling``: another slab."""
         return HostHome(count)
 
     def close(self) -> None:
-        """See ``HomeStore.close``."""
         self._region = None
 
     def _opened(self) -> Region:
@@ -409,27 +349,22 @@ _LEAST_GROWTH, _MOST_GROWTH = 16 * MIB, GIB
 
 
 class PinnedHome(HostHome):
-    """Slots in one slab of host memory that is pinned where it lies, in a few large stretches.
+    """Slots in one slab of host memory that is pinned in place, in a few large stretches.
 
-    No allocator of pinned memory stands between, which would round sizes up to powers of two. Where the system pins no
-    more, slots from there on are pageable, and a warning says so: copies to and from them are slower, and the host
-    waits for them.
+    There is no allocator of pinned memory, which would round sizes up to powers of two. Where the system pins no more,
+    later slots are pageable, with a warning: copies to and from them are slower, and the host waits for them.
 
-    A copy between a device and host memory must not lie across two stretches (CUDA refuses it with
-    cudaErrorInvalidValue), be it one of a step or the user's own of a parameter that lives here. So their ends are
-    ``edges``, and no slot lies across one.
+    A copy between a device and host memory, a step's or the user's own, must not cross two stretches (CUDA refuses it
+    with cudaErrorInvalidValue). So their ends are ``edges``, and no slot crosses one.
 
-    The slab is memory that processes share: pages that are pinned for a device are copied as a whole when a process
-    forks, all of them, unless they are shared. The child of a fork sees the model as it is, and as it changes.
+    The slab is shared memory: a fork would copy all private pages that are pinned for a device. The child of a fork
+    sees the model as it is, and as it changes.
 
     Args:
-        pin: pins whole pages from an address on; False if it could not.
+        pin: pins whole pages from an address on; returns False if it could not.
         unpin: undoes that, by the address.
-        limit: as for ``HostHome``. One that is given is believed: some virtual machines have more memory than their
-            system says, and get it as it is used. Without one what the system says counts.
-
-    Raises:
-        SpillError: the system will not reserve the addresses.
+        limit: as for ``HostHome``. An explicit one is trusted: some virtual machines have more memory than their
+            system says, and get it as it is used.
     """
 
     def __init__(
@@ -452,7 +387,6 @@ class PinnedHome(HostHome):
 
     @property
     def identity(self) -> str:
-        """All pinned memory is alike; so is all that could not be pinned."""
         return "host" if self._refused else "host-pinned"
 
     @property
@@ -462,17 +396,14 @@ class PinnedHome(HostHome):
 
     @property
     def edges(self) -> Sequence[int]:
-        """See ``HomeStore.edges``: where stretches end. What is pageable is one stretch, however often it grew."""
+        """The ends of stretches. Pageable memory is one stretch, however often it grew."""
         return self._seams if self._refused else [*self._seams, self.bytes]
 
     def _available(self) -> int:
         return self._limit - self.bytes if self._believed else super()._available()
 
     def ensure(self, count: int) -> None:
-        """See ``HomeStore.ensure``: what one call adds is one stretch.
-
-        Its pages are made by several threads: a device's driver, which needs them all, would make one after the other.
-        """
+        """Add one stretch, its pages touched by several threads: the device's driver would use one."""
         before = self.bytes
         super().ensure(count)
         added = self.bytes - before
@@ -502,7 +433,7 @@ class PinnedHome(HostHome):
         )
 
     def grow(self, count: int) -> None:
-        """See ``HomeStore.grow``: in large stretches, as far as there is room for them."""
+        """Grow in large stretches, as far as there is room for them."""
         wanted = round_up(count, PAGE_BYTES)
         if wanted <= self.bytes:
             return
@@ -515,10 +446,9 @@ class PinnedHome(HostHome):
             self.ensure(wanted)
 
     def discard(self, offset: int, count: int) -> None:
-        """See ``HomeStore.discard``: pinned pages stay where they are, since the device knows them by their place."""
+        """Do nothing: pinned pages stay in place, since the device knows their addresses."""
 
     def sibling(self, count: int) -> PinnedHome:
-        """See ``HomeStore.sibling``: another slab, pinned as well."""
         return PinnedHome(self._pin, self._unpin, count)
 
 
@@ -528,11 +458,9 @@ class DiskHome:
     Nothing is opened before the first ``ensure``.
 
     Args:
-        directory: where the file goes; by default a folder on a real disk (``default_spill_directory``).
+        directory: where the file goes; by default a folder on a real disk (``default_spill_directory``). Raises
+            ``SpillError`` if it is missing, not a directory, or read-only.
         limit: bytes that the file may take; by default the free space.
-
-    Raises:
-        SpillError: the directory is missing, not a directory, or read-only.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, limit: int | None = None) -> None:
@@ -552,7 +480,6 @@ class DiskHome:
 
     @property
     def name(self) -> str:
-        """The name in costs and reports."""
         return "disk"
 
     @property
@@ -563,50 +490,40 @@ class DiskHome:
 
     @property
     def in_memory(self) -> bool:
-        """Not as far as this library is concerned."""
         return False
 
     @property
     def bytes(self) -> int:
-        """Bytes that slots may occupy now."""
         return 0 if self._file is None else self._file.bytes
 
     @property
     def capacity(self) -> int:
-        """Bytes that slots could occupy at most: the limit, or what they have and what is free; and those in files."""
+        """The limit, or the slots' current bytes and the free space; plus bytes in files."""
         room = self.bytes + free_bytes(self.directory)
         return self._ranges.bytes + (room if self._limit is None else min(self._limit, room))
 
     @property
     def edges(self) -> Sequence[int]:
-        """See ``HomeStore.edges``: a file is one stretch."""
         return ()
 
     @property
     def files(self) -> FileRanges | None:
-        """See ``HomeStore.files``."""
         return self._ranges
 
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
-        """See ``HomeStore.move_range``."""
         self._ranges.move(offset, pages, self._opened())
 
     @property
     def direct(self) -> bool:
-        """Whether the page cache is bypassed; known from the first ``ensure`` on, False before."""
+        """Whether the page cache is bypassed; False before the first ``ensure``."""
         return self._file is not None and self._file.direct
 
     @property
     def descriptor(self) -> int:
-        """Of the open file, for transfers of whole pages; it bypasses the page cache where ``direct``.
-
-        Raises:
-            StateError: the home is not open.
-        """
+        """The open file's descriptor, for transfers of whole pages; it bypasses the page cache where ``direct``."""
         return self._opened().descriptor
 
     def check(self, count: int) -> None:
-        """See ``HomeStore.check``."""
         count = max(count - self._ranges.bytes, 0)
         if self._limit is not None and count > self._limit:
             raise SpillError(
@@ -616,7 +533,6 @@ class DiskHome:
         check_directory(self.directory, max(count - self.bytes, 0))
 
     def ensure(self, count: int) -> None:
-        """See ``HomeStore.ensure``."""
         if self._closed:
             raise StateError("the disk home is closed; compile the step again to go on")
         if count <= self.bytes:
@@ -627,28 +543,24 @@ class DiskHome:
         self._file.grow(count)
 
     def grow(self, count: int) -> None:
-        """See ``HomeStore.grow``: as much as is needed."""
         self.ensure(count)
 
     def reserve(self, count: int) -> int:
-        """See ``HomeStore.reserve``."""
         offset = self.bytes
         self.ensure(offset + count)
         return offset
 
     def write(self, offset: int, source: memoryview) -> None:
-        """See ``HomeStore.write``."""
         self._opened().write(offset, source)
 
     def read(self, offset: int, target: memoryview) -> None:
-        """See ``HomeStore.read``."""
         if offset >= FIRST_RANGE:
             self._ranges.read(offset, target, self._file)
         else:
             self._opened().read(offset, target)
 
     def locate(self, offset: int, count: int) -> Location | None:
-        """See ``HomeStore.locate``: in the spill file, but not in others' files."""
+        """Return a location in the spill file, but none in others' files."""
         if offset >= FIRST_RANGE:
             return None
         file = self._opened()
@@ -656,11 +568,10 @@ class DiskHome:
         return Location(file.descriptor, offset, forgets=not file.direct, remember=None, owner=file)
 
     def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
-        """See ``HomeStore.failed``."""
         return self._opened().failed(offset, count, code, writes=writes)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """See ``HomeStore.face``: pages of the file mapped as shared memory, coherent with direct I/O on Linux.
+        """Map pages of the file as shared memory, coherent with direct I/O on Linux.
 
         Those of somebody else's file are mapped privately (see ``execution.file_ranges``).
         """
@@ -690,7 +601,7 @@ class DiskHome:
             ) from error
 
     def drop_cache(self, face: torch.Tensor) -> None:
-        """See ``HomeStore.drop_cache``: unmaps the pages (they stay in the file) and lets the page cache drop them."""
+        """Unmap the pages, which stay in the file, and let the page cache drop them."""
         storage = face.untyped_storage()
         if self._ranges.drop_cache(face, None if self._closed else self._file):
             return
@@ -703,25 +614,23 @@ class DiskHome:
             self._opened().forget(offset, storage.nbytes())
 
     def discard(self, offset: int, count: int) -> None:
-        """See ``HomeStore.discard``: of the page cache; the pages of the file are for the next slot."""
+        """Drop the slot from the page cache; the pages of the file are for the next slot."""
         if offset < FIRST_RANGE:
             self._opened().forget(offset, count)
 
     def start(self) -> None:
-        """See ``HomeStore.start``: the file is as long as it was made, and those of others are what they were."""
+        """Check that the spill file has its length, and that others' files are unchanged."""
         self._ranges.check()
         if self._file is not None and not self._closed:
             self._file.check_length()
 
     def sibling(self, count: int) -> DiskHome:
-        """See ``HomeStore.sibling``: a file beside this one."""
         check_directory(self.directory, count)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is to be said of the directory was said before
             return DiskHome(self.directory)
 
     def close(self) -> None:
-        """See ``HomeStore.close``."""
         self._closed = True
         if self._file is not None:
             self._file.close()

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in the middle of a step: the step ends first, so that the model is never part old and part new."""
+"""Ctrl-C and SIGTERM during a step: the step ends first, so that the model is never part old and part new."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Deferred:
     """In ``with Deferred(what):`` signals that have a handler in Python are kept for its end.
 
-    A second one is not (or a third, see ``stops``), unless what happens must not be left half way: its handler runs at
-    once, and if it raises, as Ctrl-C does, the block is left. Any further ones are dropped until the block has cleaned
-    up. Signals without such a handler, as SIGTERM by default, do what they always do. Outside of the main thread, where
-    handlers never run, this does nothing.
+    The second one (or the third, see ``stops``) is handled at once if ``may_stop`` allows it; if its handler raises, as
+    Ctrl-C's does, the block is left. Further ones are dropped until the block has cleaned up. Signals without such a
+    handler, as SIGTERM by default, do what they always do. Outside of the main thread, where handlers never run, this
+    does nothing.
 
     Args:
-        what: goes on to its end, as the log tells.
-        stops: which signal is not kept. While a step is captured PyTorch calls Python from places where it cannot take
-            an exception and ends the process: there it is the third, so that two in a row do no harm.
-        may_stop: says whether what happens may be left half way now.
+        what: what goes on to its end, for the log.
+        stops: which signal is handled at once. During a capture PyTorch calls Python from places where an exception
+            would end the process: there it is the third, so that two in a row do no harm.
+        may_stop: whether the block may be left half way now.
     """
 
     def __init__(self, what: str, *, stops: int = 2, may_stop: Callable[[], bool] = lambda: True) -> None:

@@ -1,9 +1,9 @@
-"""Which memory of this process is mapped from a file, or seen by others as well.
+"""Which memory of this process is mapped from a file, or shared with other processes.
 
-Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately: what is written there stays in this process,
-and until then the pages are the file's, so that the bytes are there already if they have to leave. What is written to
-a shared mapping, such as of ``np.memmap(mode="r+")`` or ``share_memory()``, is to be seen in the file and by other
-processes: such memory has to stay where it is. The kernel tells of all mappings in ``/proc/self/maps`` (proc(5)).
+Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately: writes stay in this process, and unwritten
+pages are the file's, so they need no copy when they are evicted. Shared mappings, such as of ``np.memmap(mode="r+")``
+or ``share_memory()``, must stay in place, since the file and other processes see writes to them. The kernel lists all
+mappings in ``/proc/self/maps`` (proc(5)).
 """
 
 from __future__ import annotations
@@ -31,15 +31,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class FileMapping:
-    """Addresses that show a file.
-
-    Attributes:
-        begin: the first address.
-        end: behind the last one.
-        offset: of the first address in the file, in bytes.
-        inode: of the file.
-        path: of the file, as it was called when it was mapped.
-    """
+    """Addresses from ``begin`` to before ``end`` that show a file from ``offset`` on; ``path`` when it was mapped."""
 
     begin: int
     end: int
@@ -48,7 +40,7 @@ class FileMapping:
     path: str
 
     def read_file(self) -> ReadFile | None:
-        """The file, to read past the page cache; None: as for ``open``."""
+        """Open the file past the page cache; None as for ``open``."""
         file = self.open()
         if file is None:
             return None
@@ -60,7 +52,7 @@ class FileMapping:
             os.close(file)
 
     def open(self) -> int | None:
-        """A descriptor of the file, to read; None: another one has its name by now, or it cannot be read."""
+        """Return a read descriptor of the file; None if its path now names another one, or it cannot be read."""
         try:
             file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -72,10 +64,7 @@ class FileMapping:
 
 
 def private_mappings(lines: Iterable[str]) -> list[FileMapping]:
-    r"""The private mappings of files, by address.
-
-    Args:
-        lines: of ``/proc/self/maps``.
+    r"""Return the private mappings of files in lines of ``/proc/self/maps``, by address.
 
     >>> private_mappings(["7f00-8000 rw-p 00002000 08:01 77   /data/a\\012b", "8000-9000 rw-p 00000000 00:00 0 "])
     [FileMapping(begin=32512, end=32768, offset=8192, inode=77, path='/data/a\nb')]
@@ -94,10 +83,7 @@ def _private_mapping(line: str) -> FileMapping | None:
 
 
 def shared_mappings(lines: Iterable[str]) -> list[tuple[int, int]]:
-    """The first addresses of shared mappings and those behind the last ones, in their order.
-
-    Args:
-        lines: of ``/proc/self/maps``.
+    """Return the begins and ends of shared mappings in lines of ``/proc/self/maps``, in their order.
 
     >>> shared_mappings(["7f00-8000 rw-p 00002000 08:01 77   /data/a", "8000-9000 r--s 00000000 08:01 78   /data/b"])
     [(32768, 36864)]
@@ -111,14 +97,14 @@ OWNERS: list[Callable[[torch.UntypedStorage], bool]] = []
 
 
 class MappedFiles:
-    """Looks up where memory was mapped from, as of when this was made or ``look`` was called."""
+    """Looks up where memory was mapped from, as of construction or the last ``look``."""
 
     def __init__(self) -> None:
         self._opened: dict[tuple[str, int], ReadFile | None] = {}
         self.look()
 
     def look(self) -> None:
-        """See what is mapped now."""
+        """Read the current mappings."""
         try:
             with Path("/proc/self/maps").open(errors="surrogateescape") as told:
                 lines = list(told)
@@ -129,16 +115,16 @@ class MappedFiles:
         self._shared_begins = [begin for begin, _ in self._shared]
 
     def find(self, address: int, count: int) -> FileMapping | None:
-        """The mapping in which so many bytes from an address on lie; None: they do not lie in one."""
+        """Return the mapping that contains ``count`` bytes from an address on, or None."""
         place = bisect_right(self._begins, address) - 1
         if place < 0 or address + count > self._mappings[place].end:
             return None
         return self._mappings[place]
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """Whether others see what is written to a tensor's storage: a file, or other processes.
+        """Return whether others see writes to a tensor's storage: a file, or other processes.
 
-        What this library has mapped so is not meant.
+        This library's own mappings do not count.
         """
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return False
@@ -152,9 +138,9 @@ class MappedFiles:
         return not is_in_region(address) and not any(owns(storage) for owns in OWNERS)
 
     def unwritten(self, address: int, count: int) -> tuple[ReadFile, int] | None:
-        """The file whose bytes so many bytes from an address on still are, and where in it they begin.
+        """Return the file whose bytes are still unchanged at an address, and their offset in it.
 
-        None: there is none, or it cannot be read any more, or has another name by now.
+        None if there is no such file, it cannot be read any more, or its path names another one.
         """
         mapping = self.find(address, count)
         if mapping is None:

@@ -54,7 +54,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def trim_heap() -> None:
-    """Give memory that was freed, and that the C library keeps for later, back to the system, where it can."""
+    """Give free memory that the C library keeps back to the system, where it can."""
     trim = getattr(_libc, "malloc_trim", None)  # glibc's alone
     if trim is not None:
         trim(0)
@@ -62,7 +62,7 @@ def trim_heap() -> None:
 
 @contextlib.contextmanager
 def new_garbage_collected() -> Iterator[None]:
-    """Collect the garbage made within the context, and no other: a full collection can take half a second."""
+    """Collect only the garbage made within the context: a full collection can take half a second."""
     is_outermost = not gc.get_freeze_count()  # objects that the user has frozen stay so
     if is_outermost:
         gc.freeze()
@@ -75,16 +75,11 @@ def new_garbage_collected() -> Iterator[None]:
 
 
 def unmap(address: int, count: int) -> None:
-    """Give whole pages back to the system."""
     _libc.munmap(address, count)
 
 
 def advise_pages(address: int, count: int, advice: int) -> None:
-    """Call madvise on the whole pages that lie within [address, address + count).
-
-    Raises:
-        OSError: the system refuses.
-    """
+    """Call madvise on the whole pages within [address, address + count)."""
     first = round_up(address, mmap.PAGESIZE)
     last = (address + count) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:
@@ -102,7 +97,6 @@ _regions: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_ubyte]] = weakr
 
 
 def is_in_region(address: int) -> bool:
-    """Whether an address is one of this library's own pages."""
     if address in _regions:
         return True
     return any(start <= address < start + ctypes.sizeof(buffer) for start, buffer in list(_regions.items()))
@@ -122,30 +116,22 @@ class Region:
         weakref.finalize(self._buffer, release, address, count).atexit = False
 
     def memory(self, offset: int, count: int) -> memoryview:
-        """The bytes [offset, offset + count), writable.
-
-        Raises:
-            ValueError: they do not lie in the region.
-        """
+        """Return the bytes [offset, offset + count), writable; raises ``ValueError`` if they are not in the region."""
         if offset < 0 or count < 0 or offset + count > self.bytes:
             raise ValueError(f"bytes [{offset}, {offset + count}) do not lie in a region of {self.bytes} bytes")
         return memoryview(self._buffer).cast("B")[offset : offset + count]
 
     def watch(self) -> Watched:
-        """The same without keeping it alive."""
+        """Return a weak reference to the region."""
         return Watched(self.address, self.bytes, weakref.ref(self._buffer))
 
     def make_accessible(self, offset: int, count: int) -> None:
-        """Make pages of a region that was only reserved readable and writable.
-
-        Raises:
-            OSError: the system will not promise the memory.
-        """
+        """Make pages of a region that was only reserved readable and writable."""
         status = _libc.mprotect(self.address + offset, count, mmap.PROT_READ | mmap.PROT_WRITE)
         _checked(status, "mprotect failed")
 
     def resident_bytes(self) -> int:
-        """Bytes of the region that are in physical memory."""
+        """Return the bytes of the region that are in physical memory."""
         pages = round_up(self.bytes, mmap.PAGESIZE) // mmap.PAGESIZE
         flags = np.empty(pages, np.uint8)
         _checked(_libc.mincore(self.address, self.bytes, flags.ctypes.data), "mincore failed")
@@ -153,29 +139,25 @@ class Region:
 
 
 class Watched:
-    """A region of which somebody else decides how long it lives."""
+    """A weak reference to a region."""
 
     def __init__(self, address: int, count: int, buffer: Callable[[], ctypes.Array[ctypes.c_ubyte] | None]) -> None:
         self.address, self.bytes, self._buffer = address, count, buffer
 
     @property
     def is_alive(self) -> bool:
-        """Whether anything refers to it."""
         return self._buffer() is not None
 
     def memory(self, offset: int, count: int) -> memoryview | None:
-        """As ``Region.memory``, which keeps it alive; None: it is gone."""
+        """Do what ``Region.memory`` does, which keeps the region alive; None if it is gone."""
         buffer = self._buffer()
         return None if buffer is None else memoryview(buffer).cast("B")[offset : offset + count]
 
 
 def populate(address: int, count: int) -> None:
-    """Have whole pages in physical memory, made by several threads: the system makes them one by one for each.
+    """Make whole pages resident with several threads: the system makes them one by one for each.
 
-    Where the kernel does not know how (before Linux 5.14), pages come as they are touched.
-
-    Raises:
-        OSError: there is no memory for them.
+    Before Linux 5.14 it does nothing, and pages come as they are touched.
     """
     runs = [(address + at, min(_RUN_BYTES, count - at)) for at in range(0, count, _RUN_BYTES)]
 
@@ -195,17 +177,10 @@ def populate(address: int, count: int) -> None:
 
 
 def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) -> int:
-    """The address of fresh zeroed memory of ``count`` bytes, physical only where it is touched.
+    """Map ``count`` bytes (whole pages) of fresh zeroed memory, physical only where it is touched; return the address.
 
-    From 2 MiB on it is aligned to huge pages and asks for them: a hundredth of the page faults.
-
-    Args:
-        count: bytes; a multiple of the page size.
-        accessible: False reserves addresses only, for ``Region.make_accessible``.
-        shared: with the children of forks.
-
-    Raises:
-        OSError: the system refuses.
+    From 2 MiB on it is aligned to huge pages and asks for them: a hundredth of the page faults. ``accessible`` False
+    reserves addresses only, for ``Region.make_accessible``; ``shared`` memory is shared with the children of forks.
     """
     slack = _HUGE_PAGE if count >= _HUGE_PAGE else 0
     protection = mmap.PROT_READ | mmap.PROT_WRITE if accessible else 0
@@ -223,46 +198,30 @@ def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) 
 
 
 def map_file(descriptor: int, offset: int, count: int) -> Region:
-    """``count`` bytes of a file from a page boundary on, shared with it.
-
-    The mapping keeps the file alive after the descriptor is closed.
-
-    Raises:
-        OSError: the system refuses.
-    """
+    """Map ``count`` bytes of a file from a page boundary on, shared; it keeps the file alive without the descriptor."""
     whole = round_up(count, PAGE_BYTES)
     return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset), whole)
 
 
 def map_private(descriptor: int, offset: int, count: int) -> Region:
-    """``count`` bytes of a file from a page boundary on; what is written to them stays in this process.
-
-    Raises:
-        OSError: the system refuses.
-    """
+    """Map ``count`` bytes of a file from a page boundary on; writes stay in this process."""
     whole = round_up(count, PAGE_BYTES)
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
     return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset), whole)
 
 
 def map_over(region: Watched, descriptor: int, offset: int) -> None:
-    """Show bytes of a file, shared with it, where a region shows others now.
-
-    Raises:
-        OSError: the system refuses; nothing has changed.
-    """
+    """Map bytes of a file, shared, over a region; nothing has changed if it raises ``OSError``."""
     flags = mmap.MAP_SHARED | _MAP_FIXED
     _map(region.bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset, region.address)
 
 
 def any_written(address: int, count: int) -> bool:
-    """Whether somebody has written to a page of a private mapping of a file, swapped out or not.
+    """Return whether a page of a private mapping of a file was written, swapped out or not.
 
-    Such a page is no longer one of the file: ``/proc/self/pagemap`` says so for each
-    (https://docs.kernel.org/admin-guide/mm/pagemap.html: bit 63 present, 62 swapped, 61 of a file).
-
-    Raises:
-        OSError: the system does not tell.
+    ``/proc/self/pagemap`` shows that such a page is no longer one of the file
+    (https://docs.kernel.org/admin-guide/mm/pagemap.html: bit 63 present, 62 swapped, 61 of a file). Raises ``OSError``
+    if the system does not tell.
     """
     first, last = address // mmap.PAGESIZE, (address + count - 1) // mmap.PAGESIZE + 1
     # Opened anew each time: it is that of the process which opened it, and there are forks.
@@ -290,19 +249,19 @@ def _map(count: int, protection: int, flags: int, descriptor: int, offset: int, 
 
 
 def address_of(memory: memoryview) -> int:
-    """The address of the first byte of a contiguous, non-empty memoryview, writable or not."""
+    """Return the address of a contiguous, non-empty memoryview, writable or not."""
     return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def tensor_over(memory: memoryview) -> torch.Tensor:
-    """A uint8 tensor over ``memory`` with a storage of its own of exactly that size; it keeps the memory alive."""
+    """Return a uint8 tensor over ``memory`` with a storage of exactly that size; it keeps the memory alive."""
     if not memory.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def lasting_tensor(address: int, count: int, release: Callable[[], object]) -> torch.Tensor:
-    """A uint8 tensor over memory that ``release`` gives back when nothing refers to its storage any more."""
+    """Return a uint8 tensor over memory that ``release`` gives back when nothing refers to its storage any more."""
     buffer = (ctypes.c_ubyte * count).from_address(address)
     # Not at exit: tensors may be used until the very end of the process.
     weakref.finalize(buffer, release).atexit = False

@@ -1,11 +1,10 @@
-"""The tensors that persist across steps: where the bytes are between steps, and how they get there.
+"""The tensors that persist across steps: where their bytes are between steps, and how they get there.
 
 ``Place`` names where they can be, ``TRANSITIONS`` how they get from one place to another (both in ``aliases``).
 
-Between two steps each of them has a *face*: the bytes that the user's own tensor object points to.
-It is always up to date, because it is wherever the bytes are when a step ends: in the arena, at the
-same place after each step, for what is resident then; at home for the rest. So reading a parameter,
-changing it in place, saving a state dict or evaluating the model needs nothing special.
+Between two steps each of them has a *face*: the bytes that the user's own tensor object points to. Those are always
+current, because a step ends with each state in a fixed place: in the arena for resident ones, at home for the rest. So
+reading a parameter, changing it in place, saving a state dict or evaluating the model needs nothing special.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ _MOVED_BYTES = MIB
 class StateKeeper:
     """Moves states between memory of their own, their home and the arena, and keeps their faces right.
 
-    Args:
-        faces: of the homes, nearest first, where large states live when they are not in the arena: each at the one
-            that the program in the arena says. Small ones (below 64 KiB) get memory of their own instead.
+    ``faces`` are of the homes, nearest first; the program in the arena chooses the home of each large state. Small ones
+    (below 64 KiB) get memory of their own instead.
     """
 
     def __init__(self, faces: Faces) -> None:
@@ -72,7 +70,7 @@ class StateKeeper:
         self._looked = False  # whether that is what is mapped now
 
     def adopt(self, captured: Captured) -> dict[int, State]:
-        """The states of a capture by storage id; new ones are taken note of, nothing is moved."""
+        """Return the states of a capture by storage id, registering new ones; nothing is moved."""
         found: dict[int, State] = {}
         self._looked = False
         for binding in captured.states:
@@ -100,7 +98,7 @@ class StateKeeper:
         return found
 
     def _settle(self, state: State) -> None:
-        """Take note of where the bytes are that the user, a birth or another step has brought."""
+        """Record where the bytes are that the user, a creation at home or another step has brought."""
         if state.slot is not None and state.place is Place.HOME:
             return
         face = self._faces.find(state.windows[0].tensor)
@@ -116,7 +114,7 @@ class StateKeeper:
             state.look_at(internals.storage_bytes(state.windows[0].tensor)[: state.bytes])
 
     def _stays_in_file(self, state: State) -> bool:
-        """Have a state in the file from which the user has mapped it, where it is; whether it is in one."""
+        """Adopt a state in place from a file that the user has mapped; return whether that is possible."""
         tensor = state.windows[0].tensor
         if state.slot is not None or not state.lies_together() or tensor.untyped_storage().nbytes() != state.bytes:
             return False
@@ -138,7 +136,7 @@ class StateKeeper:
         return self._mapped
 
     def _leave_to_others(self, state: State, window: Window) -> bool:
-        """Leave the user's tensor where it is, if others see that memory; whether they do."""
+        """Keep the user's tensor in place if others see its memory; return whether they do."""
         if not self._what_is_mapped().is_shared(window.tensor):
             return False
         window.stay()
@@ -147,28 +145,23 @@ class StateKeeper:
         return True
 
     def read_shared(self) -> None:
-        """Copy what others see, a file or other processes, to where the step expects it.
+        """Copy memory that files or other processes see to where the step expects it.
 
-        Raises:
-            StateError: the user has put something of another shape or dtype there.
+        Raises ``StateError`` if the user has put something of another shape or dtype there.
         """
         for _, window in self._shared:
             window.read()
 
     def write_shared(self, written: Set[int]) -> None:
-        """Copy what a step has left to where others see it.
-
-        Args:
-            written: ids of the states that it has written.
-        """
+        """Copy the states with these ids, which a step has written, to memory that others see."""
         for state, window in self._shared:
             if id(state) in written:
                 window.write()
 
     def hand_over(self) -> None:
-        """Let what is at home belong to whoever needs it next; to be called while nothing is in the arena.
+        """Leave what is at home to whoever needs it next; to be called while nothing is in the arena.
 
-        It goes to the last home: whoever does not know it could not make it leave the room that they need nearby.
+        It moves to the last home: the next owner could not free the room that it needs at a nearer one.
         """
         last = len(self.slots) - 1
         for state in self._states.values():
@@ -186,13 +179,10 @@ class StateKeeper:
                 self._vacate(state)
 
     def take_back(self) -> bool:
-        """See where everything is after others have had it.
+        """Find where everything is after others have had it.
 
-        Returns:
-            whether that was possible: False where tensors share memory, or lie in it, otherwise than before.
-
-        Raises:
-            StateError: something has another shape or dtype than before.
+        Returns False if tensors share memory, or are laid out, otherwise than before. Raises ``StateError`` if
+        something has another shape or dtype.
         """
         known = [state for state in self._states.values() if state.place is not Place.UNBORN]
         if shared_otherwise(known) or lie_otherwise(known):
@@ -205,13 +195,13 @@ class StateKeeper:
         return True
 
     def let_go(self) -> None:
-        """Leave to the user what was put in place of what was shown, whatever it is; then ``forget_all`` is due."""
+        """Release the user's replacements of what was shown; ``forget_all`` must follow."""
         for state in let_go(self._states.values()):
             self._vacate(state)
             state.lose()
 
     def forget_all(self) -> None:
-        """Know no state any more; to be called while nothing is in the arena. What is at home stays there."""
+        """Forget all states while nothing is in the arena. What is at home stays there."""
         self.hand_over()
         self._states.clear()
         self._by_tensor.clear()
@@ -219,7 +209,7 @@ class StateKeeper:
         self.generation += 1
 
     def gradient(self, captured: Captured, left: GradientLeft) -> State:
-        """The state for a gradient that a step leaves behind."""
+        """Return the state for a gradient that a step leaves behind."""
         key = f"{captured.states[left.parameter].key}.grad"
         state = self._by_tensor.get(key)
         if state is None:
@@ -230,18 +220,14 @@ class StateKeeper:
         return state
 
     def tensor(self, binding: StateBinding) -> torch.Tensor:
-        """The user's tensor of a binding; for optimizer state that was just born, the one to be shown."""
+        """Return the user's tensor of a binding; for optimizer state that was just created, the one to be shown."""
         for window in self._by_tensor[binding.key].windows:
             if window.key == binding.key:
                 return window.known_as
         raise StateError(f"{binding.key} has no tensor")
 
     def slot(self, state: State) -> int:
-        """The offset of a large state's slot at its home; a new one at the first home if it has none.
-
-        Raises:
-            SpillError: the home has no room for it.
-        """
+        """Return the offset of a large state's slot at its home, by default a new one at the first home."""
         if state.place is Place.UNBORN and (state.home != 0 or self._is_range(state)):
             self._vacate(state)  # what a step leaves, it writes to the first home
         if state.slot is None:
@@ -249,11 +235,7 @@ class StateKeeper:
         return state.slot
 
     def _take(self, home: int, state: State) -> int:
-        """Room for a state at a home, where others make way for it if need be.
-
-        Raises:
-            SpillError: there is none.
-        """
+        """Make room for a state at a home, moving others if needed; raises ``SpillError``."""
         count = placed_bytes(state.bytes)
         slots, last = self.slots[home], len(self.slots) - 1
         try:
@@ -275,7 +257,7 @@ class StateKeeper:
         return slots.take(count)
 
     def _compact(self, home: int) -> None:
-        """Move the states at a home in memory together, so that what is free lies in a row."""
+        """Move the states at a home in memory together, so that free room is contiguous."""
         slots = self.slots[home]
         held = (Place.HOME, Place.ARENA)
         here = [s for s in self._states.values() if s.place in held and s.home == home and s.slot is not None]
@@ -298,11 +280,7 @@ class StateKeeper:
             state.slot = state.mark = None
 
     def rebind(self, state: State, binding: StateBinding, tensor: torch.Tensor) -> None:
-        """Take note that the user now has another tensor object for a state, with the bytes that count.
-
-        Raises:
-            StateError: it has another shape or dtype than before.
-        """
+        """Record the user's new tensor object for a state; raises ``StateError`` for another shape or dtype."""
         for window in state.windows:
             if window.key != binding.key or window.known_as is tensor:
                 continue
@@ -328,11 +306,7 @@ class StateKeeper:
             self.slots[state.home].home.start()
 
     def taken(self, state: State) -> None:
-        """The user has taken away a gradient that a step left: its next one is another tensor.
-
-        Raises:
-            SpillError: the home has no room for both.
-        """
+        """Handle a gradient that the user has taken away: the next one is another tensor."""
         if state.place is Place.UNBORN:
             return
         put_aside = state.windows[0].give_up()
@@ -341,13 +315,13 @@ class StateKeeper:
         state.lose()
 
     def arrived(self, state: State, value: Value, own: torch.Tensor | None) -> torch.Tensor:
-        """The tensor of a gradient that a step has just left at its home, or in memory of its own."""
+        """Return the tensor of a gradient that a step has just left at its home, or in memory of its own."""
         state.windows[0].renew(value)
         state.show(*((self._face(state), Place.HOME) if own is None else (own, Place.OWN)))
         return state.windows[0].tensor
 
     def stayed(self, state: State, value: Value, arena: Memory, offset: int) -> torch.Tensor:
-        """The tensor of a gradient that a step has just left in the arena, where it stays until the next one."""
+        """Return the tensor of a gradient that a step has just left in the arena, where it stays until the next one."""
         known = state.windows[0].renew(value)
         if not known or state.place is not Place.ARENA or state.offset_in(arena.address) != offset:
             self._vacate(state)
@@ -355,9 +329,9 @@ class StateKeeper:
         return state.windows[0].tensor
 
     def forget(self, state: State, binding: StateBinding) -> None:
-        """The user's step has cleared a gradient: its bytes matter no longer but to those who hold it still.
+        """Handle a gradient that the user's step has cleared: only those who still hold it need its bytes.
 
-        The program in the arena goes on expecting a gradient where this one was, so that something stands in for it.
+        The program in the arena still expects a gradient there, so a stand-in replaces it.
         """
         for window in state.windows:
             if window.key == binding.key:
@@ -369,18 +343,11 @@ class StateKeeper:
             state.show(state.shown, state.place)
 
     def refresh(self, *, leaving: bool = False) -> list[str] | None:
-        """Take over what the user put in place of a face, such as by ``p.data = other``.
+        """Take over the user's replacements of faces, such as by ``p.data = other``, and return their keys.
 
-        Args:
-            leaving: because others take the model now, who may have tensors that share memory with what was put there:
-                it stays where it is.
-
-        Returns:
-            the keys of that; None: nothing has been taken over, because tensors share memory, or lie in it, otherwise
-            than before.
-
-        Raises:
-            StateError: the new data has another shape or dtype, or lies in memory that processes share.
+        With ``leaving`` others take the model now, whose tensors may share that memory, so it stays in place. Returns
+        None, having taken over nothing, if tensors share memory, or are laid out, otherwise than before. Raises
+        ``StateError`` if the new data has another shape or dtype, or is in memory that processes share.
         """
         unborn = Place.UNBORN  # to look up a member of an enumeration takes longer than to compare with it
         known = [state for state in self._states.values() if state.place is not unborn]
@@ -403,15 +370,11 @@ class StateKeeper:
         return take_over(known)
 
     def displaced(self) -> list[str]:
-        """The keys of what no longer looks at where it was last shown."""
+        """Return the keys of tensors whose memory is not what was last shown."""
         return displaced(self._states.values())
 
     def check(self) -> None:
-        """What must hold between two steps, whatever has happened; for tests, which call it after every step.
-
-        Raises:
-            StateError: it does not; names the state.
-        """
+        """Check the invariants that hold between two steps; for tests. Raises ``StateError`` that names the state."""
         spans: dict[object, list[tuple[int, int, str]]] = {}
         for state in self._states.values():
             shown, count = state.shown, placed_bytes(state.bytes)
@@ -445,19 +408,10 @@ class StateKeeper:
     ) -> None:
         """Bring every state to where ``program`` expects it when a step starts; the arena then holds no other.
 
-        Args:
-            states: of the program, by storage.
-            program: that is to run.
-            arena: where it runs.
-            unwritten: storages that no op writes: what is in the arena of them may be on a disk as well, so that they
-                leave without a copy when another program takes the arena.
-
-        What is in the arena already, for another program, stays if its place is the same, and else moves within the
-        arena; it goes by way of a home only where two are in each other's place.
-
-        Raises:
-            SpillError: a home has no room for what is to be there.
-            TransferError: a copy failed.
+        What is in the arena for another program stays if its place is the same, and else moves within the arena; it
+        goes by way of a home only where two are in each other's place. No op writes the ``unwritten`` storages: they
+        may be in the arena and on a disk at once, so that they leave without a copy. Raises ``SpillError`` or
+        ``TransferError``.
         """
         self._arena = arena
         last = len(self.slots) - 1
@@ -491,7 +445,7 @@ class StateKeeper:
         self._in_files = [state for state in states.values() if self._is_in_file(state)]
 
     def _to_slot(self, state: State) -> None:
-        """Have a state that a step writes in a slot that it can be written to."""
+        """Move a state that a step writes to a writable slot."""
         if state.place is not Place.HOME or state.slot is None or not self._is_range(state):
             return
         self._notice(state)
@@ -511,11 +465,7 @@ class StateKeeper:
         state.show(self._faces.show(state.home, new, state.bytes), Place.HOME)
 
     def _copy_home(self, state: State, home: int, arena: Memory) -> None:
-        """Have a copy of what is in the arena at a home.
-
-        Raises:
-            SpillError: it has no room for it.
-        """
+        """Copy a state in the arena to a home."""
         if state.home != home:
             self._vacate(state)
         if state.slot is None:
@@ -524,14 +474,10 @@ class StateKeeper:
         self.bring_home(state, arena)
 
     def bring_home(self, state: State, arena: Memory) -> bool:
-        """Write what is in the arena to its copy at home, if it is not what is there; whether it was not.
+        """Write a state in the arena to its copy at home if they differ; return whether they did.
 
-        A copy in somebody else's file is not written to: from now on it is elsewhere. Where this fails there is no
+        A copy in somebody else's file is not written: the state moves to a slot of its own. If this fails there is no
         copy, and the next attempt makes one.
-
-        Raises:
-            SpillError: the home has no room for it.
-            TransferError: the copy failed.
         """
         mark = state.fingerprint()
         if mark == state.mark:
@@ -549,12 +495,7 @@ class StateKeeper:
         return True
 
     def notice_writes(self) -> None:
-        """Have what the user has written to a tensor that is shown in a file counted from here on.
-
-        Raises:
-            SpillError: the home has no room for it.
-            TransferError: it could not be copied.
-        """
+        """Keep what the user has written to tensors that are shown in a file."""
         for state in self._in_files:
             self._notice(state)
         self._in_files = [state for state in self._in_files if self._is_in_file(state)]
@@ -565,7 +506,7 @@ class StateKeeper:
             _log.info("%s was changed, and has been moved from the file that it was read from in place", state.key)
 
     def _is_range(self, state: State) -> bool:
-        """Whether its slot is, or was, in somebody else's file: no page begins there, and nothing is written to it."""
+        """Return whether its slot is, or was, in somebody else's file: not page-aligned, and never written."""
         return state.slot is not None and self.slots[state.home].is_range(state.slot)
 
     def _is_in_file(self, state: State) -> bool:
@@ -585,19 +526,15 @@ class StateKeeper:
         state.lose()
 
     def _out(self, state: State) -> None:
-        """Take a state out of the arena: to the nearest home with room or, if small, to memory of its own."""
         if state.slot is not None and self._leaves_for(state, state.home):
             return
         if not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
             self._to_own(state)
 
     def _rearrange(self, wanted: list[tuple[State, Block]], arena: Memory, kept: Set[int]) -> None:
-        """Bring states into their blocks, those first that are in the arena: a move may need the room of another.
+        """Bring states into their blocks, those in the arena first: a move may need the room of another.
 
-        Args:
-            wanted: what is to be where.
-            arena: where the blocks are.
-            kept: ids of the states whose copies at home are kept.
+        ``kept`` are ids of the states whose copies at home are kept.
         """
         now = {id(s): s.offset_in(arena.address) for s, _ in wanted if s.place is Place.ARENA}
         moving = [(s, b) for s, b in wanted if id(s) in now and now[id(s)] != b.offset]
@@ -623,7 +560,7 @@ class StateKeeper:
         return True
 
     def evacuate(self) -> None:
-        """Take every state that has memory of its own on a device out of it, so that an arena has room there."""
+        """Move every state with memory of its own off a device, so that an arena has room there."""
         for state in self._states.values():
             if state.place is Place.OWN:
                 own = state.bytes_now()
@@ -631,7 +568,7 @@ class StateKeeper:
                     state.show(own.cpu(), Place.OWN)
 
     def go_back(self) -> None:
-        """Bring what the user had on a device back there, once there is no arena."""
+        """Move the user's tensors back to a device once there is no arena."""
         for state in self._states.values():
             if state.place is Place.OWN and state.origin.type != "cpu":
                 state.show(state.bytes_now().to(state.origin), Place.OWN)
@@ -643,7 +580,7 @@ class StateKeeper:
                 self._to_own(state)
 
     def give_to_allocator(self) -> None:
-        """Give every state memory that PyTorch's allocator has, whoever that is now; then know none any more."""
+        """Give every state memory of PyTorch's current allocator, and forget all states."""
         for state in self._states.values():
             if state.is_idle():
                 self._discard(state)
@@ -718,15 +655,11 @@ class StateKeeper:
 
 
 def move_order(sources: Sequence[tuple[int, int]], targets: Sequence[int]) -> list[int]:
-    """An order in which bytes can be moved within one region without writing over what has yet to move.
+    """Order moves within one region such that no bytes are overwritten before they have moved.
 
-    Args:
-        sources: start and end of each, none overlapping.
-        targets: where each is to start, none overlapping. One may overlap its own source.
-
-    Returns:
-        The numbers of the moves in order. Where some are in each other's place, one of them has to be put aside first:
-        it is named as ``~number``, and its move is left out.
+    ``sources`` are (start, end), ``targets`` starts; neither overlap among themselves, but a target may overlap its own
+    source. Returns the numbers of the moves; in a cycle one has to be put aside first: it is listed as ``~number``, and
+    its move is left out.
     """
     ends = [start + end - begin for start, (begin, end) in zip(targets, sources, strict=True)]
     by_address = sorted(range(len(sources)), key=lambda i: sources[i])

@@ -1,8 +1,8 @@
-"""Builds and loads the native code (``arena.cpp`` and its neighbours) on first use, for the CPU or for CUDA.
+"""Build and load the native code (``arena.cpp`` and its neighbours) on first use, for the CPU or for CUDA.
 
-The build takes about a second, needs only a C++ compiler (and for CUDA the headers of its runtime, which
-PyTorch's own packages bring along), and is kept in the user's cache per torch version. Without it everything still
-works, but on the stock allocator: see ``execution.arena``.
+The build takes about a second, needs only a C++ compiler (and for CUDA the headers of its runtime, which PyTorch's own
+packages bring along), and is kept in the user's cache per torch version. Without it everything still works, but on the
+stock allocator: see ``execution.arena``.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class Flavor(Enum):
 
 @functools.cache
 def load_native(flavor: Flavor = Flavor.CPU) -> Native:
-    """The native allocator of this process: from the cache folder, else built now.
+    """Load the native allocator of this process from the cache folder, building it if needed.
 
-    Raises nothing: without a compiler, or if its build fails, ``reason`` says so.
+    It raises nothing: ``reason`` says if there is no compiler, or the build failed.
     """
     if sys.platform != "linux":
         return Native(None, f"the native allocator is written for Linux, and this is {sys.platform}")
@@ -114,7 +114,7 @@ def load_native(flavor: Flavor = Flavor.CPU) -> Native:
 
 
 def build_key(flavor: Flavor = Flavor.CPU) -> str:
-    """Names the build: torch version, Python, machine and a hash of everything else that goes into it."""
+    """Return the name of the build: torch version, Python, machine and a hash of everything else that goes into it."""
     hashed = hashlib.sha256()
     for path in (*_sources(flavor), *sorted(_FOLDER.glob("*.h"))):
         hashed.update(path.read_bytes())
@@ -124,12 +124,7 @@ def build_key(flavor: Flavor = Flavor.CPU) -> str:
 
 
 def build(folder: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = Flavor.CPU) -> Path:
-    """Build the library into ``folder``.
-
-    Raises:
-        BuildError: there is no compiler, or it refuses the source.
-        OSError: the folder cannot be written to.
-    """
+    """Build the library into ``folder``; raises ``BuildError`` if no compiler works, ``OSError`` for the folder."""
     if flavor is Flavor.CUDA and cuda_headers() is None:
         raise BuildError("the headers of the CUDA runtime (cuda_runtime_api.h) are not here; install them")
     first, *others = _sources(flavor)
@@ -138,11 +133,7 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = F
 
 
 def load_library(path: Path, flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
-    """Load a build and declare its functions.
-
-    Raises:
-        OSError: it cannot be loaded, or lacks a function.
-    """
+    """Load a build and declare its functions; raises ``OSError`` if that fails."""
     library = ctypes.PyDLL(str(path))
     prototypes = _PROTOTYPES | (_CUDA_PROTOTYPES if flavor is Flavor.CUDA else {})
     for name, (result, arguments) in prototypes.items():
@@ -157,7 +148,7 @@ def load_library(path: Path, flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
 
 
 def cuda_headers() -> Path | None:
-    """The folder with the headers of the CUDA runtime: of PyTorch's packages, of conda, or of the system."""
+    """Return the folder with the CUDA runtime's headers: of PyTorch's packages, of conda, or of the system."""
     packages = sorted(_torch_folder().parent.glob("nvidia/*/include"))
     named = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
     conda = [Path(sys.prefix) / "include", *sorted(Path(sys.prefix).glob("targets/*/include"))]
@@ -169,7 +160,7 @@ def cuda_headers() -> Path | None:
 
 
 def without_lock(library: ctypes.PyDLL, name: str) -> Callable[..., int]:
-    """A function of the library that lets other threads have the interpreter while it runs."""
+    """Return a function of the library that releases the GIL while it runs."""
     function = getattr(ctypes.CDLL(None, handle=library._handle), name)
     function.restype, function.argtypes = _PROTOTYPES[name]
     found: Callable[..., int] = function
@@ -185,7 +176,7 @@ def _torch_folder() -> Path:
 
 
 def device_flags(flavor: Flavor) -> list[str]:
-    """What tells a compiler of C++ that comes with the package which device it is for."""
+    """Return the compiler flags that select the device in C++ sources."""
     headers = cuda_headers() if flavor is Flavor.CUDA else None
     return [
         *(["-DOUTOFCORE_CUDA"] if flavor is Flavor.CUDA else []),

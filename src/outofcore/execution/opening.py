@@ -1,4 +1,4 @@
-"""Devices and homes by the names that users give them; a home that is open, with its slots and who shares it."""
+"""Open devices and homes by the names that users give them; an open home, with its slots and users."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from outofcore.units import PAGE_BYTES, parse_bytes
 
 
 class OpenHome:
-    """Where bytes live that are not on the device: made by ``outofcore.open_home``; a context manager.
+    """Where bytes are that are not on the device: made by ``outofcore.open_home``; a context manager.
 
-    Models are born in it (``outofcore.build``, ``outofcore.materialize``), and steps are compiled over it
-    (``outofcore.compile(…, home=…)``). Of several steps that share a home one at a time has tensors in its arena: when
-    another one is called, it brings them home and releases its arena, so that a step for training and one for
-    evaluation of the same model take the larger of their budgets and not the sum.
+    Models are created in it (``outofcore.build``, ``outofcore.materialize``), and steps are compiled over it
+    (``outofcore.compile(…, home=…)``). Of several steps that share a home only one has tensors in its arena: calling
+    another one brings them home and releases that arena, so that a step for training and one for evaluation of the same
+    model take the larger of their budgets and not the sum.
 
     Args:
         stores: where the bytes are, nearest first.
-        kept: whether whoever opened the home closes it. Then what lives there stays there when a step is closed;
-            else it moves to ordinary memory with the last step that shares the home.
+        kept: whether the home outlives its steps: what is there stays there when a step is closed; else it moves to
+            ordinary memory with the last step that shares the home.
 
     >>> import torch
     >>> import outofcore
@@ -60,38 +60,30 @@ class OpenHome:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are taken up so far."""
+        """Bytes that are in use."""
         return sum(store.bytes for store in self.stores)
 
     def close(self) -> None:
-        """Let go of the home; it is given back to the system once no step has it. May be called again.
+        """Close the home; it is given back to the system once no step uses it. May be called again.
 
-        Tensors that live there stay valid.
+        Tensors in it stay valid.
         """
         if self.kept and not self._closed:
             self._closed = True
             self.release()
 
     def check_open(self) -> None:
-        """Refuse a home that was closed.
-
-        Raises:
-            StateError: it was.
-        """
+        """Raise ``StateError`` if the home was closed."""
         if self._closed:
             raise StateError("this home is closed; open another one with outofcore.open_home()")
 
     def hold(self) -> None:
-        """Take note of one more step that needs the home.
-
-        Raises:
-            StateError: the home is closed.
-        """
+        """Count one more step that needs the home."""
         self.check_open()
         self._holders += 1
 
     def release(self) -> None:
-        """Take note that one of those who needed the home does no more; the last one closes it."""
+        """Count one step less that needs the home; the last one closes it."""
         self._holders -= 1
         if self._holders == 0:
             for store in self.stores:
@@ -99,26 +91,19 @@ class OpenHome:
 
     @property
     def shared(self) -> bool:
-        """Whether somebody else needs what is there, or may do so, than the one step that asks."""
+        """Whether somebody other than the step that asks needs what is there, or may do so."""
         return self.kept or self._holders > 1
 
     def start(self) -> None:
-        """Take note that anything at home may be another than what was written there last."""
+        """Record that anything at home may have changed since it was last written."""
         for store in self.stores:
             store.start()
 
     def occupy(self, step: object, vacate: Callable[[], None]) -> bool:
-        """Let a step bring tensors into its arena, after another one has taken its own out.
+        """Let a step bring tensors into its arena, after the last occupant has removed its own.
 
-        Args:
-            step: whose arena.
-            vacate: called when another step is to have the tensors; they are at home when it returns.
-
-        Returns:
-            whether it was not this step that had them last.
-
-        Raises:
-            StateError: the step that has them cannot give them up.
+        ``vacate`` is called when another step is to have the tensors; they are at home when it returns. Returns whether
+        another step had them last. Raises ``StateError`` if that cannot give them up.
         """
         if self._tenant is not None and self._tenant[0] is step:
             return False
@@ -128,17 +113,13 @@ class OpenHome:
         return True
 
     def leave(self, step: object) -> None:
-        """Take note that a step has nothing in its arena any more."""
+        """Record that a step has nothing in its arena any more."""
         if self._tenant is not None and self._tenant[0] is step:
             self._tenant = None
 
 
 def host_limit(host_budget: int | str | None) -> int | None:
-    """Bytes of host memory that a home may take, as users write them.
-
-    Raises:
-        UnitError: they cannot be read, or are less than a page.
-    """
+    """Parse the host memory limit of a home to bytes; raises ``UnitError`` if it is invalid or less than a page."""
     limit = None if host_budget is None else parse_bytes(host_budget)
     if limit is not None and limit < PAGE_BYTES:
         raise UnitError(
@@ -148,16 +129,10 @@ def host_limit(host_budget: int | str | None) -> int | None:
 
 
 def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | None = None) -> list[HomeStore]:
-    """The homes of a step, nearest first.
+    """Open the homes of a step on the CPU, nearest first; ``home`` is "host", "disk" (default) or a folder on a disk.
 
-    Args:
-        home: "host", "disk", or a folder on a disk; by default "disk".
-        host_budget: bytes of host memory for what is not on the device. With a home on disk they are used before
-            it; by default none, and with "host" as much as there is.
-
-    Raises:
-        UnitError: the budget cannot be read, or is less than a page.
-        SpillError: a home cannot be used.
+    With a home on disk ``host_budget`` is used before it, by default none; with "host" the default is unlimited. Raises
+    ``UnitError`` for a bad budget, ``SpillError`` if a home cannot be used.
     """
     limit = host_limit(host_budget)
     if home == "host":
@@ -167,14 +142,9 @@ def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | Non
 
 
 def open_backend(device: str | torch.device | None, *, replay: Replaying = True) -> Backend:
-    """Where steps run: on the CPU, or on a CUDA device.
+    """Open the backend of a device, by default the CPU; raises ``InputError`` if steps cannot run there.
 
-    Args:
-        device: as text or not; None: the CPU.
-        replay: whether native code may call ops; "graphs": and makes CUDA graphs of them.
-
-    Raises:
-        InputError: there is no such device, or steps do not run there.
+    With ``replay`` native code may call ops; "graphs": and makes CUDA graphs of them.
     """
     try:
         wanted = torch.device("cpu" if device is None else device)
@@ -190,16 +160,9 @@ def open_backend(device: str | torch.device | None, *, replay: Replaying = True)
 def open_device_homes(
     backend: CudaBackend, home: str | os.PathLike[str] | None, host_budget: int | str | None
 ) -> list[HomeStore]:
-    """The homes of a step on a GPU, nearest first: pinned host memory, and behind it a disk if one is named.
+    """Open the homes of a step on a GPU, nearest first: pinned host memory, and behind it a disk if one is named.
 
-    Args:
-        backend: the GPU.
-        home: None or "host", "disk", or a folder on a disk.
-        host_budget: bytes of host memory; None: as much as there is.
-
-    Raises:
-        UnitError: the budget cannot be read, or is less than a page.
-        SpillError: a home cannot be used; so it is with a disk where the native code cannot be built.
+    Raises ``UnitError`` for a bad budget, ``SpillError`` if a home cannot be used, as a disk without the native code.
     """
     limit = host_limit(host_budget)
     if home is None or home == "host":
@@ -216,7 +179,6 @@ def open_device_homes(
 def homes_of(
     backend: Backend, home: str | os.PathLike[str] | None, host_budget: int | str | None = None
 ) -> list[HomeStore]:
-    """The homes of a step, nearest first: see ``open_device_homes`` for a GPU, and ``open_homes`` for the CPU."""
     if isinstance(backend, CudaBackend):
         return open_device_homes(backend, home, host_budget)
     return open_homes(home, host_budget)

@@ -1,9 +1,9 @@
-"""Ops that are called again and again with the same arguments, from native code (``replay.cpp``).
+"""Call ops again and again with the same arguments from native code (``replay.cpp``).
 
-Addresses are planned, so an op gets the very same tensors at every step. What Python does for each call of an op, some
-microseconds, is done once: the call is taken down in one step and played in those that follow. That pays where ops are
-short. The library takes some ten seconds to build, once for each version of PyTorch, beside steps that go on for long
-enough; until it is there, and where it cannot be built, Python calls the ops.
+Addresses are planned, so an op gets the same tensors at every step. Python's overhead for each call of an op, some
+microseconds, is paid once: the call is recorded in one step and replayed in later ones. The library takes some ten
+seconds to build, once for each version of PyTorch, in the background of steps that run for long enough; without it
+Python calls the ops.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class _Failure(IntEnum):
-    """What an op failed with, as ``Failure`` in replay.cpp."""
+    """What an op failed with; as ``Failure`` in replay.cpp."""
 
     RUNTIME = 1
     INDEX = 2
@@ -107,11 +107,7 @@ class _Failure(IntEnum):
 
 
 class NotIssuedError(Exception):
-    """A device's runtime refused what was to be issued between two ops; never reaches the user.
-
-    Args:
-        status: of the runtime.
-    """
+    """A device's runtime refused, with ``status``, what was to be issued between two ops; never reaches the user."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -133,14 +129,14 @@ _ERRORS: dict[_Failure, type[Exception]] = {
 
 @functools.cache
 def load_replay() -> ctypes.PyDLL | None:
-    """The library: from the cache folder, else built now. None: there is none here."""
+    """Load the library from the cache folder, building it if needed; None if that fails."""
     if sys.platform != "linux":
         return None
     return load_kept(_build_key(), _FILE, _build, _load)[0]
 
 
 class _Loading:
-    """The library, built beside what else there is to do."""
+    """The library, built in the background."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -149,7 +145,7 @@ class _Loading:
         self._thread: threading.Thread | None = None
 
     def now(self, *, build: bool) -> ctypes.PyDLL | None:
-        """The library if it is there; else it is begun to be built, if so wished."""
+        """Return the library if it is there; with ``build``, start building it otherwise."""
         with self._lock:
             if self._library is None and not self._looked:
                 self._looked = True
@@ -167,17 +163,17 @@ _loading = _Loading()
 
 
 def is_worth_it(calls: int, seconds: float) -> bool:
-    """Whether so many calls of ops in a step of that length are worth a library that makes them quicker."""
+    """Return whether a step with so many op calls and of that length gains from native calls."""
     return calls * _CALL_SECONDS > _WORTH * seconds
 
 
 def is_worth_building(steps: int, seconds: float) -> bool:
-    """Whether so many steps, which took so long together, are of a process that goes on until it is built."""
+    """Return whether the process has run for long enough to pay for a build."""
     return steps >= _LONG_STEPS and seconds >= _LONG_SECONDS
 
 
 def replay_if_there(*, build: bool) -> ctypes.PyDLL | None:
-    """The library if it was built once; else None, and ``build`` has that done in another thread."""
+    """Return the library if it was built before; else None, and ``build`` starts that in another thread."""
     return _loading.now(build=build)
 
 
@@ -220,14 +216,7 @@ def _load(path: Path) -> ctypes.PyDLL:
 
 
 class Replay:
-    """Calls of ops that were taken down, by number.
-
-    It refers to all their tensors.
-
-    Args:
-        library: see ``load_replay``.
-        entries: how many there are to be.
-    """
+    """The calls of ops that were recorded, by number. It keeps all their tensors alive."""
 
     def __init__(self, library: ctypes.PyDLL, entries: int) -> None:
         handle = library.replay_new(entries)
@@ -243,7 +232,7 @@ class Replay:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """What this thread calls in this context can be taken down."""
+        """Context in which this thread's calls can be recorded."""
         self._library.replay_watch()
         try:
             yield
@@ -251,14 +240,14 @@ class Replay:
             self._library.replay_unwatch()
 
     def expect(self, run: BoundRun) -> bool:
-        """Whether the call of an op that comes next may be taken down; then ``take`` is to follow it."""
+        """Return whether the next op call may be recorded; then ``take`` must follow it."""
         if internals.operator_name(run.func) is None or run.draws is not Draws.FREELY:
             return False
         self._library.replay_expect()
         return True
 
     def take(self, number: int, run: BoundRun, scope: int) -> bool:
-        """Take down the one op that was called since it was expected; whether it can be replayed."""
+        """Record the one op that was called since ``expect``; return whether it can be replayed."""
         name = internals.operator_name(run.func)
         if name is None:
             return False
@@ -280,21 +269,16 @@ class Replay:
         return bool(taken)
 
     def issue(self, number: int, given: tuple[int, int, int, int]) -> None:
-        """Have an entry issue actions to a device.
+        """Let an entry issue actions to a device.
 
-        Args:
-            number: of the entry.
-            given: the address of a function such as ``outofcore_issue``, and the three things that it is called with.
+        ``given`` is the address of a function such as ``outofcore_issue``, and its three arguments.
         """
         self._library.replay_issue(self._handle, number, *given)
 
     def order(self, number: int, waits: Sequence[tuple[int, int]], publishes: int | None) -> None:
-        """Have an entry wait for other queues, and tell how far its own is, where queues are given to ``run``.
+        """Let an entry wait for other queues and publish its own number, where queues are given to ``run``.
 
-        Args:
-            number: of the entry.
-            waits: queues, each with the number of what is to be done.
-            publishes: its own number in the queue of ops; None: nobody waits for it.
+        ``waits`` are (queue, number); ``publishes`` is None if nobody waits for it.
         """
         flat = [part for wait in waits for part in wait]
         given = (ctypes.c_int64 * len(flat))(*flat)
@@ -313,23 +297,21 @@ class Replay:
         queues: Copying | None = None,
         stops: int | None = None,
     ) -> int:
-        """Run entries from ``first`` on, up to ``end``; returns the one after the last that has run.
+        """Run entries from ``first`` to before ``end``; return the one after the last that has run.
 
-        That may be none: the first waits for another queue, and signals are to be handled now and then.
+        It may stop early, even at once, where an entry waits for another queue, so that signals are handled.
 
         Args:
-            first: it is one that was taken, or that issues something.
-            end: so are all before this.
-            table: of the scopes.
-            starts: by instruction, are told when its op began; None: nobody wants to know.
-            ends: likewise, when it ended.
+            first: an entry that was recorded or issues something, like all before ``end``.
+            starts: receives by instruction when its op began.
+            ends: receives by instruction when it ended.
             ends_scopes: whether each scope ends with its op, or when the next begins.
-            queues: are waited for and told, as ``order`` has said; None: whoever calls does that.
-            stops: the address of a number; if it is not 0 after an op, that was the last, and no queue is told of it.
+            queues: for the waits of ``order``; None: the caller sees to them.
+            stops: the address of a number; once it is not 0 after an op, that op is the last and not published.
 
         Raises:
             Exception: as the op that failed raised.
-            NotIssuedError: what is issued between ops was not.
+            NotIssuedError: a device refused actions between ops.
             StateError: another queue has failed.
         """
         begin, close, pointer = table.native or (None, None, None)
@@ -364,18 +346,15 @@ class Replay:
         return _ERRORS[failure](self._library.replay_message(self._handle).decode(errors="replace"))
 
     def let_go(self) -> None:
-        """Let go of results that were kept until the next scope began."""
+        """Release results that were kept until the next scope began."""
         self._library.replay_let_go(self._handle)
 
 
 def spans(runs: Sequence[BoundRun], taken: Sequence[bool], *, ordered: bool = False) -> list[int]:
-    """For each op, the end of the stretch of ops from it on that can be replayed in one go; itself where it cannot be.
+    """Return for each op the end of the stretch from it on that can be replayed at once; itself if it cannot.
 
-    Args:
-        runs: the ops.
-        taken: by op, whether its call was taken down.
-        ordered: whether native code waits for other queues and tells them; else only the first of a stretch waits for
-            anything, and only the last is waited for.
+    ``taken`` tells whether each op's call was recorded. If ``ordered``, native code waits for other queues and
+    publishes; else only the first of a stretch waits for anything, and only the last is waited for.
 
     >>> spans([], [])
     []

@@ -31,7 +31,7 @@ from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
 
 
 class UpdateError(Exception):
-    """The code of an optimizer raised in the middle of its step; the cause says what. Never reaches the user."""
+    """An optimizer's code raised in the middle of its step, as the cause; never reaches the user."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,15 @@ class _Placed:
 
 
 class Runner:
-    """Runs one program.
+    """Runs one placed and wired program.
 
     Args:
-        captured: the step.
-        program: placed and wired.
-        costs: that it was planned with; of them the capacities of homes matter.
-        requests: for each op what it asks of the allocator.
-        first_requests: the same for the first run of ops that then ask for other memory.
+        costs: those of the plan, for the capacities of homes.
+        requests: the measured allocations of each op.
+        first_requests: those of first runs that allocate differently.
         keeper: the states of all captures of this step.
         states: of this capture by storage, where the keeper has adopted it before.
-        budget: bytes that its arena and all requests may take; requests beyond the plan are served within it.
+        budget: bytes that its arena and all requests, planned or not, may take.
     """
 
     def __init__(
@@ -119,19 +117,17 @@ class Runner:
 
     @property
     def states(self) -> dict[int, State]:
-        """By storage, of this capture."""
+        """The states of this capture by storage."""
         return self._states
 
     def is_current(self) -> bool:
-        """Whether the keeper still knows the states; else it takes another runner to take note of them."""
+        """Return whether the keeper still has the states; else a new runner must adopt them."""
         return self._generation == self._keeper.generation
 
     def enter(self, arena: Memory) -> None:
-        """Make this runner's program the one in the arena; the last one has made way, or left.
+        """Make this runner's program the one in the arena; the last one has left or made way.
 
-        Raises:
-            SpillError: a home has no room for what moves. All states are out of the arena.
-            TransferError: a state could not be brought to its place. All states are out of the arena.
+        If it raises ``SpillError`` or ``TransferError``, all states are out of the arena.
         """
         keeper, layout = self._keeper, None
         for slots in keeper.slots:
@@ -184,7 +180,7 @@ class Runner:
         return _Placed(arena, bound, table, first_table, layout, slots, copies, undo, left, lender)
 
     def _workspaces(self) -> list[tuple[int, int]]:
-        """Of each scope the bytes and the offset of the op's workspace."""
+        """Return (bytes, offset) of each scope's workspace."""
         if self.captured.device.type != "cpu":  # where ops run later than they are called
             return []
         runs = [i for i in self.program.instructions if isinstance(i, Run) and not i.communicates]
@@ -192,7 +188,7 @@ class Runner:
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
 
     def _lasting(self) -> dict[int, int]:
-        """Of the storages that are at home between steps and not in the caller's memory, the offsets of their slots."""
+        """Return the slot offsets of the storages that are at home between steps and not in the caller's memory."""
         found: dict[int, int] = {}
         for storage, state in self._states.items():
             if state.place is Place.HOME or storage in self.program.clean:
@@ -213,30 +209,22 @@ class Runner:
                 arena.view(block.offset, count).copy_(internals.storage_bytes(constant)[:count])
 
     def make_way(self) -> None:
-        """Leave the states in the arena to the next program; the arena is no longer this one's."""
+        """Give up the arena, but leave the states in it to the next program."""
         if self._placed is not None:
             self._placed.layout.give_back(self._keeper.slots)
             self._kept = self._placed.bound
             self._placed = self._table = None
 
     def leave(self) -> None:
-        """Let go of what would keep the arena's pages; the arena is no longer this one's."""
+        """Give up the arena, and release references to its pages."""
         self.make_way()
         self._kept = None
 
     def run(self, engine: Engine, leaves: Sequence[Any], *, may_refuse: bool = True) -> tuple[Any, Timeline]:
-        """Run one step.
+        """Run one step; return the user's result, in memory of its own, and when everything ran.
 
-        Args:
-            engine: runs the instructions.
-            leaves: the flattened arguments of the step, of the signature that was captured.
-            may_refuse: whether a request that the budget cannot hold may end a step that can be undone.
-
-        Returns:
-            What the user's step returns, in memory of its own, and when everything ran.
-
-        Raises:
-            UpdateError: the code of an optimizer raised; what else the step does is done.
+        ``leaves`` are the flattened arguments. With ``may_refuse`` a request beyond the budget may end a step that can
+        be undone. Raises ``UpdateError`` if an optimizer's code raised; the rest of the step is done.
         """
         placed, captured = self._placed, self.captured
         if placed is None:
@@ -302,21 +290,21 @@ class Runner:
 
     @property
     def refused(self) -> tuple[Op, int] | None:
-        """The op whose request the budget could not hold in the last run, and its bytes; None: there was none."""
+        """The op whose request the budget could not hold in the last run, and its bytes."""
         return None if self._lender is None else self._lender.refused
 
     @property
     def has_overflowed(self) -> bool:
-        """Whether the budget could not hold a request of the last run, which a home has served."""
+        """Whether a home served a request of the last run that the budget could not hold."""
         return self._lender is not None and self._lender.has_overflowed
 
     @property
     def refusal(self) -> OutOfCoreError | None:
-        """Why nothing could be evicted for that request, if that is why it was refused."""
+        """Why nothing could be evicted for the refused request, if that is why."""
         return None if self._lender is None else self._lender.error
 
     def _name_op(self, engine: Engine, error: Exception) -> None:
-        """Note on an error which op raised it: no line of the user's is on the stack."""
+        """Note the op that raised on its error: no line of the user's is on the stack."""
         reached = engine.reached()
         if reached is None:
             return
@@ -331,7 +319,7 @@ class Runner:
             error.add_note(f"Raised by {op.name}{where}{op.source and f' ({op.source})'}.")
 
     def _bring_home(self, placed: _Placed) -> _Placed:
-        """Write home what the user has changed since the last step, of what leaves without a copy."""
+        """Write home the user's changes since the last step to what leaves without a copy."""
         for storage in self.program.clean:
             self._keeper.bring_home(self._states[storage], placed.arena)
         copies = {storage: self._keeper.slot(self._states[storage]) for storage in self.program.clean}
@@ -351,11 +339,7 @@ class Runner:
         return self._placed
 
     def undo(self, engine: Engine) -> bool:
-        """Have everything as it was before the step that has just failed; False: it came too far for that.
-
-        Raises:
-            TransferError: what had left the arena cannot be brought back.
-        """
+        """Restore everything to before the failed step; False if it came too far for that."""
         if self._placed is None or not self._begun:
             return True
         reached = engine.reached()
@@ -365,7 +349,7 @@ class Runner:
         return self._placed.undo.undo(self._placed.arena, self._keeper.slots, reached)
 
     def _let_gradients_go(self) -> None:
-        """Take away the gradients that lie in the arena: other bytes may be there now."""
+        """Remove the gradients in the arena: other bytes may be there now."""
         for index in self._staying:
             parameter, state = self._gradients[index]
             if state.place is Place.ARENA:
@@ -374,18 +358,14 @@ class Runner:
                 self._keeper.taken(state)
 
     def may_stop(self, engine: Engine) -> bool:
-        """Whether the step that runs can be left where it is: no update has begun."""
+        """Return whether the running step can be left: no update has begun."""
         if not self._begun:
             return True
         reached = engine.reached()
         return reached is not None and not any(reached.started[i] for i in updates_of(self.captured, self.program))
 
     def stop(self, engine: Engine) -> bool:
-        """Have the model as plain PyTorch has it after a step that raised where this one did; False: that cannot be.
-
-        Raises:
-            TransferError: a copy failed.
-        """
+        """Bring the model to where plain PyTorch has it after the same error; False if that is impossible."""
         placed, captured, program = self._placed, self.captured, self.program
         reached = engine.reached()
         if placed is None or reached is None or (self._lender is not None and self._lender.is_lost):
@@ -401,7 +381,7 @@ class Runner:
         return True
 
     def _check_left(self) -> None:
-        """Nobody else has moved a state meanwhile, and what was left at a home is what was written there."""
+        """Check that nobody has moved a state meanwhile, and that what was left at a home is unchanged."""
         moved = self._keeper.displaced()
         if moved:
             raise StateError(
@@ -415,11 +395,11 @@ class Runner:
 
     @property
     def first_ops(self) -> Set[int]:
-        """The ops that asked in the last run for what they ask for once: updates that make their state."""
+        """The updates that made their state in the last run."""
         return self._first_requests.keys() if self._ran_first else frozenset()
 
     def surprises(self) -> dict[int, Requests]:
-        """What ops asked for in the last run, those alone that asked for 64 KiB or more that no plan foresaw."""
+        """Return the requests in the last run of ops that asked for 64 KiB or more off the plan."""
         if self._placed is None or self._table is None:
             return {}
         found: dict[int, Requests] = {}
@@ -435,7 +415,7 @@ class Runner:
         return found
 
     def _ports(self, leaves: Sequence[Any]) -> tuple[dict[int, Port], dict[int, torch.Tensor]]:
-        """The caller's memory: where inputs come from, and fresh memory where outputs go."""
+        """Return the caller's memory of inputs and fresh memory for outputs."""
         captured = self.captured
         ports: dict[int, Port] = {}
         for binding in captured.inputs:
@@ -474,7 +454,7 @@ class Runner:
                 self._keeper.forget(state, binding)
 
     def _publish(self) -> None:
-        """Let the user see optimizer state that an update brought into being."""
+        """Show the user optimizer state that an update has created."""
         made = {key for update in {id(u.optimizer): u for u in self._updates}.values() for key in update.made()}
         for binding, owner, live in self._owned.replaced(self._keeper.tensor):
             if live is not None or (id(owner.parameter), owner.name) not in made:
@@ -482,18 +462,14 @@ class Runner:
             owner.optimizer.state[owner.parameter][owner.name] = self._keeper.tensor(binding)
 
     def is_outdated(self) -> bool:
-        """Whether the step is to be captured anew: optimizer state that the last run left is gone, or lies otherwise.
+        """Return whether the step must be captured again: its optimizer state is gone or has another layout.
 
-        Its plan may have no room to make that anew, and kernels may add up in another order.
+        Its plan may have no room to make that again, and kernels may add up in another order.
         """
         return self._owned.is_other(begun=self._begun) or any(update.is_outgrown for update in self._updates)
 
     def _take_over(self) -> bool:
-        """Take note of gradients and optimizer state that the user has put in place of the ones shown.
-
-        Returns:
-            whether optimizers lack state that the step will bring into being.
-        """
+        """Take over gradients and optimizer state that the user has replaced; return whether state must be created."""
         for binding, state in self._gradients.values():
             # What the step clears lives on for others who have it.
             held = references_to(state.windows[0].tensor) > state.references
@@ -515,28 +491,20 @@ class Runner:
 
 
 def parameter_of(binding: StateBinding) -> torch.Tensor:
-    """The user's own parameter of a binding.
-
-    Raises:
-        StateError: the binding is not that of a tensor that the user has.
-    """
+    """Return the user's own parameter of a binding; raises ``StateError`` if the user has none."""
     if binding.tensor is None:
         raise StateError(f"{binding.key} is not a parameter of the model")
     return binding.tensor
 
 
 def parameter_grad_owner(captured: Captured, binding: StateBinding) -> torch.Tensor:
-    """The parameter whose gradient a GRADIENT binding is."""
+    """Return the parameter whose gradient a GRADIENT binding is."""
     key = binding.key.removesuffix(".grad")
     return parameter_of(next(b for b in captured.states if b.key == key))
 
 
 def live_gradient(captured: Captured, binding: StateBinding) -> torch.Tensor:
-    """The gradient as the user has it now.
-
-    Raises:
-        StateError: there is none, although the step was captured with one.
-    """
+    """Return the user's current gradient; raises ``StateError`` if there is none although one was captured."""
     gradient = parameter_grad_owner(captured, binding).grad
     if gradient is None:
         raise StateError(f"{binding.key} was there when the step was captured and is None now")
@@ -544,13 +512,10 @@ def live_gradient(captured: Captured, binding: StateBinding) -> torch.Tensor:
 
 
 def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event], alignment: int) -> Requests:
-    """The requests of an op as they were in one visit to its scope.
+    """Derive the requests of an op from the allocator events of one visit to its scope.
 
-    Args:
-        run: the op as bound; its results lie where the plan has them, unless their requests came out of turn.
-        planned: what the op was thought to ask for.
-        events: what its thread did with the allocator while it ran.
-        alignment: as in ``workspace_layout``.
+    ``run`` is bound: its results are where the plan has them, unless their requests came out of turn. ``alignment`` is
+    as in ``workspace_layout``.
     """
     live: dict[int, int] = {}  # bytes by pointer, in order of the requests
     for event in events:

@@ -1,4 +1,4 @@
-"""Which bytes of a home belong to what."""
+"""Allocation of a home's pages."""
 
 from __future__ import annotations
 
@@ -22,25 +22,22 @@ if TYPE_CHECKING:  # what is here needs no PyTorch, homes do
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Whole pages of a home in a row."""
+    """Consecutive whole pages of a home."""
 
     offset: int
     bytes: int
 
 
 def meet(some: Sequence[Piece], others: Sequence[Piece]) -> bool:
-    """Whether two slots have a page in common."""
+    """Return whether two slots have a page in common."""
     return any(a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes for a in some for b in others)
 
 
 class Slots:
-    """Hands out the pages of one home, the lowest first, and takes them back.
+    """Allocates the pages of one home, the lowest first, and frees them.
 
-    What the user sees between steps gets pages in a row. What never outlives a step may lie in several pieces, so that
-    a home of limited size can be filled to the last page. Nothing lies across one of the ``edges`` of the home.
-
-    Args:
-        home: where the slots are; room is made for them as they are handed out.
+    What the user sees between steps gets consecutive pages. What never outlives a step may be in several pieces, so
+    that a home of limited size can be filled to the last page. Nothing crosses one of the ``edges`` of the home.
     """
 
     def __init__(self, home: HomeStore) -> None:
@@ -51,20 +48,16 @@ class Slots:
 
     @property
     def end(self) -> int:
-        """Pages from here on have never been handed out: they read as zeros."""
+        """The first page that has never been allocated: pages from here on read as zeros."""
         return self._end
 
     @property
     def taken(self) -> int:
-        """Bytes that are handed out now."""
+        """Bytes that are allocated now."""
         return self._end - sum(end - start for start, end in self._free)
 
     def take(self, count: int) -> int:
-        """The offset of a new slot of ``count`` bytes in a row.
-
-        Raises:
-            SpillError: the home has no room for it, or none in a row.
-        """
+        """Allocate a slot of ``count`` consecutive bytes and return its offset; raises ``SpillError``."""
         count = round_up(count, PAGE_BYTES)
         for at, (start, end) in enumerate(self._free):
             if end - start >= count:
@@ -73,11 +66,7 @@ class Slots:
         return self._extend(count)
 
     def take_pieces(self, count: int) -> tuple[Piece, ...]:
-        """A new slot of ``count`` bytes, in a row if that is possible without more of the home, else in pieces.
-
-        Raises:
-            SpillError: the home has no room for it.
-        """
+        """Allocate a slot of ``count`` bytes, consecutive if that does not grow the home, else in pieces."""
         count = round_up(count, PAGE_BYTES)
         if any(end - start >= count for start, end in self._free):
             return (Piece(self.take(count), count),)
@@ -106,16 +95,16 @@ class Slots:
         return tuple(found)
 
     def expect(self, count: int) -> None:
-        """Make room at once for slots of so many bytes in all, where what is added bit by bit lies apart.
+        """Grow at once for ``count`` bytes in all, where growing bit by bit is not contiguous.
 
-        Where there is no such room nothing is done: whoever takes a slot is told.
+        Without room for that it does nothing: taking a slot will raise the error.
         """
         if self.home.edges:
             with contextlib.suppress(SpillError):
                 self.home.ensure(max(self._end, count))
 
     def _extend(self, count: int) -> int:
-        """Take from the end, with free pages that lie there already, or behind an edge that is in the way."""
+        """Allocate at the end, joined with free pages there, or behind an edge that is in the way."""
         edges = self.home.edges
         tail = bool(self._free) and self._free[-1][1] == self._end and self._end not in edges
         first = start = self._free[-1][0] if tail else self._end
@@ -131,34 +120,29 @@ class Slots:
         return first
 
     def _leave_out(self, first: int) -> None:
-        """Take up as free what lies between the end and a slot behind an edge."""
+        """Free the pages between the end and a slot behind an edge."""
         cuts = [edge for edge in self.home.edges if self._end < edge < first]
         for start, end in pairwise([self._end, *cuts, first]):
             self._end = end
             self.give(start, end - start)
 
     def is_range(self, offset: int) -> bool:
-        """Whether a slot was made for bytes of somebody else's file, wherever they are by now: it is only read."""
+        """Return whether a slot was made for somebody else's file, even if it has moved: it is only read."""
         files = self.home.files
         return files is not None and files.has(offset)
 
     def is_in_file(self, offset: int) -> bool:
-        """Whether a slot lies in somebody else's file: nothing is written there."""
+        """Return whether a slot is in somebody else's file: nothing is written there."""
         files = self.home.files
         return files is not None and files.is_in_file(offset)
 
     def was_written(self, offset: int) -> bool:
-        """Whether the user has written to what shows a slot in somebody else's file: it no longer counts."""
+        """Return whether the user has written to the face of a slot in somebody else's file, which is then outdated."""
         files = self.home.files
         return files is not None and files.is_in_file(offset) and files.written(offset)
 
     def own(self, offset: int) -> None:
-        """Have a slot that lies in somebody else's file in pages of the home's own; its faces stay where they are.
-
-        Raises:
-            SpillError: the home has no room for it.
-            TransferError: it could not be copied.
-        """
+        """Move a slot in somebody else's file to pages of the home's own; its faces stay in place."""
         files = self.home.files
         if files is None or not files.is_in_file(offset):
             return
@@ -171,7 +155,7 @@ class Slots:
             raise
 
     def give(self, offset: int, count: int) -> None:
-        """Take back a slot or a piece."""
+        """Free a slot or a piece."""
         files = self.home.files
         if files is not None and files.has(offset):
             pages = files.release(offset)
@@ -190,29 +174,21 @@ class Slots:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where at the homes the copies of a program that is about to run find what does not last.
-
-    Attributes:
-        pieces: by the index of the copy.
-        held: by home, all that was taken for it.
-    """
+    """The home pages of a program's temporary copies: ``pieces`` by copy index, ``held`` all pages by home."""
 
     pieces: Mapping[int, tuple[Piece, ...]]
     held: tuple[tuple[Piece, ...], ...]
 
     def give_back(self, slots: Sequence[Slots]) -> None:
-        """Let others have the room."""
         for mine, home in zip(self.held, slots, strict=True):
             for piece in mine:
                 home.give(piece.offset, piece.bytes)
 
 
 def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Slots]) -> Layout:
-    """Give each slot that does not last its pages, as ``lowering.slots.turns`` has them change hands.
+    """Allocate pages for each temporary slot; ``lowering.slots.turns`` tells when they change hands.
 
-    Raises:
-        SpillError: a home has no room for them.
-        GraphError: the plan wants more at a home than it can hold.
+    Raises ``SpillError`` if a home has no room, and ``GraphError`` if the plan exceeds a home's capacity.
     """
     # Pages that have changed hands within the step are kept apart from those of the homes, which are still taken.
     spare: list[list[Piece]] = [[] for _ in slots]
@@ -247,7 +223,7 @@ def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Sl
 def _by_copy(
     graph: StepGraph, program: Program, pieces: Mapping[int, tuple[Piece, ...]]
 ) -> dict[int, tuple[Piece, ...]]:
-    """The pages of the copies in as well: those of the last copy out of the storage to that home."""
+    """Add the pages of copies in: those of the last copy out of the storage to that home."""
     settled = set(lasting(graph, program).items())
     now: dict[tuple[int, int], tuple[Piece, ...]] = {}
     found: dict[int, tuple[Piece, ...]] = {}
@@ -264,12 +240,10 @@ def _by_copy(
 
 
 def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
-    """By home, the bytes of slots that a program needs: what is found there between steps, and what is not.
+    """Return the bytes of slots that a program needs at each home, persistent and temporary ones.
 
-    What lies in the caller's memory, inputs and small outputs, counts as well.
-
-    Raises:
-        GraphError: the plan wants more at a home than it can hold.
+    Slots in the caller's memory, inputs and small outputs, count as well. Raises ``GraphError`` if the plan exceeds a
+    home's capacity.
     """
     found = [0] * max(len(costs.homes), 1)
     for storage, home in lasting(graph, program).items():

@@ -1,7 +1,7 @@
 """The spill file: one preallocated file without a name, written and read past the page cache.
 
-Direct I/O goes straight between the disk and the caller's pages. That takes an address, a file offset and
-a length in whole pages; what is not (a small tensor, the tail of a large one) goes through a page-aligned buffer.
+Direct I/O goes straight between the disk and the caller's pages. It requires an address, a file offset and a length in
+whole pages; anything else (a small tensor, the tail of a large one) goes through a page-aligned buffer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ _BOUNCE_BYTES = MIB
 
 
 def check_directory(directory: Path, count: int = 0) -> None:
-    """Refuse a directory that cannot take a spill file of ``count`` bytes.
-
-    Raises:
-        SpillError: it is missing, not a directory, read-only, or has too little space.
-    """
+    """Raise ``SpillError`` for a directory that cannot take a spill file of ``count`` bytes."""
     if not directory.exists():
         raise SpillError(f"the spill directory {directory} does not exist; create it or name another one")
     if not directory.is_dir():
@@ -48,24 +44,18 @@ def check_directory(directory: Path, count: int = 0) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that an ordinary user may still write in a directory's file system."""
+    """Return the bytes that an ordinary user may still write in a directory's file system."""
     return shutil.disk_usage(directory).free
 
 
 class SpillFile:
     """A file without a name in ``directory``: when the process ends, however it ends, the file is gone.
 
-    Reads and writes may be called from several threads at once; they block, with the GIL released. Offsets
-    are page boundaries, and a transfer owns its last page whole: what lies in it after the last byte is lost.
+    Reads and writes may be called from several threads at once; they block, with the GIL released. Offsets are page
+    boundaries, and a transfer owns its last page whole: the page's bytes after its end are lost.
 
-    Attributes:
-        directory: where the file lies.
-        direct: whether the page cache is bypassed. Where the file system refuses that, I/O is buffered
-            and the kernel is told to drop the pages.
-        bytes: what has been allocated so far.
-
-    Raises:
-        SpillError: the directory cannot be used.
+    ``direct`` tells whether the page cache is bypassed. If the file system refuses that, I/O is buffered and the kernel
+    is told to drop the pages. ``bytes`` is what has been allocated so far.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -99,11 +89,7 @@ class SpillFile:
         return self._descriptor, self._direct_descriptor
 
     def duplicate(self) -> tuple[int, int]:
-        """New descriptors of the file, the second past the page cache where that works; the caller closes them.
-
-        Raises:
-            SpillError: the system gives none.
-        """
+        """Return new descriptors of the file, the second past the page cache or the same; the caller closes them."""
         made: list[int] = []
         try:
             made += [os.dup(self._descriptor)]
@@ -124,9 +110,7 @@ class SpillFile:
     def grow(self, count: int) -> None:
         """Allocate the file up to ``count`` bytes (never less than before), so that no later write lacks room.
 
-        Raises:
-            SpillError: there is too little space; the file is as before.
-            StateError: the file is closed.
+        If it raises ``SpillError`` for lack of space, the file is as before.
         """
         self._check_open()
         wanted = round_up(count, PAGE_BYTES)
@@ -145,11 +129,7 @@ class SpillFile:
         self.bytes = wanted
 
     def check_length(self) -> None:
-        """Refuse a file that somebody has cut off: what is missing would read as zeros once it grows again.
-
-        Raises:
-            TransferError: it is shorter than what was allocated.
-        """
+        """Raise ``TransferError`` for a truncated file: the missing bytes would read as zeros once it grows again."""
         self._check_open()
         length = os.fstat(self._descriptor).st_size
         if length < self.bytes:
@@ -159,7 +139,7 @@ class SpillFile:
             )
 
     def map(self, offset: int, count: int) -> Region:
-        """Bytes of the file as shared memory; it stays usable after ``close``."""
+        """Map bytes of the file as shared memory, which stays usable after ``close``."""
         self._check_open()
         return map_file(self._descriptor, offset, count)
 
@@ -169,12 +149,7 @@ class SpillFile:
         os.posix_fadvise(self._descriptor, offset, round_up(count, PAGE_BYTES), os.POSIX_FADV_DONTNEED)
 
     def write(self, offset: int, source: memoryview) -> None:
-        """Write all of ``source`` at ``offset``.
-
-        Raises:
-            TransferError: the system refuses; the message says where and why.
-            StateError: the file is closed.
-        """
+        """Write all of ``source`` at ``offset``; raises ``TransferError``."""
         descriptor = self._check_transfer("write", offset, source)
         whole = _whole_pages(source)
         for start in range(0, whole, _CHUNK_BYTES):
@@ -188,10 +163,7 @@ class SpillFile:
             self.forget(offset, len(source))
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill all of ``target`` from ``offset`` on.
-
-        Raises: as ``write``.
-        """
+        """Fill all of ``target`` from ``offset`` on; raises ``TransferError``."""
         descriptor = self._check_transfer("read", offset, target)
         whole = _whole_pages(target)
         for start in range(0, whole, _CHUNK_BYTES):
@@ -225,14 +197,7 @@ class SpillFile:
             done += kept
 
     def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
-        """What was not written or read, as an error.
-
-        Args:
-            offset: of the first byte that was not.
-            count: bytes that were not.
-            code: what the system said; None: it did nothing, and did not say why.
-            writes: whether they were to be written.
-        """
+        """Build the error for ``count`` bytes that were not transferred; ``code`` is the system's, or None."""
         nothing = "the system wrote nothing" if writes else "the file ends there"
         why = nothing if code is None else os.strerror(code)
         advice = {
@@ -263,14 +228,13 @@ class SpillFile:
         return self._descriptor if self._direct_descriptor is None else self._direct_descriptor
 
     def _buffer(self) -> memoryview:
-        """This thread's page-aligned buffer."""
         memory: memoryview | None = getattr(self._buffers, "memory", None)
         if memory is None:
             memory = self._buffers.memory = copy_buffer(_BOUNCE_BYTES)
         return memory
 
     def _open_direct(self) -> int | None:
-        """A second descriptor of the file for direct I/O, or None where the file system refuses."""
+        """Open a second descriptor for direct I/O; None where the file system refuses."""
         try:
             buffer = self._buffer()
         except TransferError as error:
@@ -298,11 +262,7 @@ class SpillFile:
 
 
 def copy_buffer(count: int) -> memoryview:
-    """Return ``count`` bytes of new memory that begins at a page.
-
-    Raises:
-        TransferError: the system gives none.
-    """
+    """Return ``count`` bytes of new page-aligned memory; raises ``TransferError`` if the system gives none."""
     try:
         return Region(map_anonymous(count), count).memory(0, count)
     except OSError as error:
@@ -329,7 +289,7 @@ def _close(*descriptors: int | None) -> None:
 
 
 def _whole_pages(memory: memoryview) -> int:
-    """Leading bytes of ``memory`` that direct I/O can use in place."""
+    """Return the number of leading bytes of ``memory`` that direct I/O can use in place."""
     if len(memory) < PAGE_BYTES or address_of(memory) % PAGE_BYTES:
         return 0
     return len(memory) // PAGE_BYTES * PAGE_BYTES

@@ -20,11 +20,11 @@ class StepStats:
         compute_seconds: of which ops ran.
         bytes_out: moved from the arena to the home.
         bytes_in: moved from the home to the arena.
-        off_plan: requests of 64 KiB and more that no address was planned for, since compilation.
-        predicted_seconds: what the simulator foretold; 0 for a call that was followed, of which there is no plan.
+        off_plan: unplanned requests of 64 KiB and more, since compilation.
+        predicted_seconds: as simulated; 0 for a call that was followed, which has no plan.
         followed_calls: so far (see ``dynamic`` of ``outofcore.compile``).
-        why_followed: what made the calls be followed, such as an argument of another shape; empty: they are not.
-        peak_bytes: of the arena, in use at the most; where calls are followed, in all of them.
+        why_followed: why calls are followed, such as an argument of another shape; empty: they are not.
+        peak_bytes: the peak of the arena; where calls are followed, in all of them.
 
     >>> import torch
     >>> import outofcore
@@ -67,7 +67,7 @@ class StepStats:
 
 
 def step_facts(stats: StepStats) -> list[tuple[str, str]]:
-    """What people look for first, by name."""
+    """Return the facts that people look for first, by name."""
     foreseen = f", {format_seconds(stats.predicted_seconds)} predicted" if stats.predicted_seconds else ""
     facts = [
         ("step", f"{format_seconds(stats.seconds)}{foreseen}"),
@@ -82,7 +82,7 @@ def step_facts(stats: StepStats) -> list[tuple[str, str]]:
 
 
 def measure_step(captured: Captured, planned: Planned, timeline: Timeline, off_plan: int) -> StepStats:
-    """What a call did: by its plan, and the timeline of when everything ran."""
+    """Derive a call's statistics from its plan and its timeline."""
     program = planned.program
     ported = (set(captured.graph.outputs) - captured.graph.gradients_left) | {
         captured.values[b.value].storage for b in captured.inputs

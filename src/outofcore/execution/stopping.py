@@ -1,8 +1,8 @@
-"""A step that stops half way, with its model whole: what persists is brought to where the end of the step has it.
+"""Stop a step half way with a consistent model: move persistent state to where the step's end has it.
 
 If an op raises after parameters were updated, as the second forward pass of a step with two losses may, the step cannot
-be undone. Plain PyTorch stops there: what came before is done, and the rest is not. So it is here, once the copies of
-what persists are made that were still to come, in their order and with no op between them.
+be undone. Plain PyTorch stops there: what came before is done, and the rest is not. This module reproduces that: it
+makes the outstanding copies of persistent state, in their order and with no op between them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outofcore.program import CopyIn, CopyOut, Program, Run
 
 
 def updates_of(captured: Captured, program: Program) -> tuple[int, ...]:
-    """The instructions that run an optimizer's code."""
+    """Return the instructions that run an optimizer's code."""
     return tuple(
         index
         for index, one in enumerate(program.instructions)
@@ -28,7 +28,7 @@ def updates_of(captured: Captured, program: Program) -> tuple[int, ...]:
 
 
 def stops_as_plain(captured: Captured, program: Program, reached: Reached) -> bool:
-    """Whether plain PyTorch would have made the same updates before it raised at the same op.
+    """Return whether plain PyTorch would have made the same updates before it raised at the same op.
 
     It would if no update has begun, or if updates are never moved up past that op.
     """
@@ -41,9 +41,9 @@ def stops_as_plain(captured: Captured, program: Program, reached: Reached) -> bo
 
 
 def can_stop(captured: Captured, program: Program, reached: Reached) -> bool:
-    """Whether the bytes of all that persists are still to be had.
+    """Return whether the bytes of all persistent state still exist.
 
-    They are not where an op would have written over all of a storage, so that the program let go of what it held.
+    They do not where an op would have overwritten all of a storage, so that the program dropped its contents.
     """
     if captured.ranges or captured.replicas:
         return False
@@ -65,18 +65,9 @@ def stop(
     homes: Sequence[Slots],
     reached: Reached,
 ) -> None:
-    """Make the copies of what persists that are still to come.
+    """Make the outstanding copies of persistent state.
 
-    Args:
-        captured: the step.
-        program: placed in the arena.
-        slots: by the index of a copy, where at its home its bytes are.
-        arena: as the step has left it.
-        homes: where its copies go to and come from.
-        reached: how far it came; nothing of it is under way any more.
-
-    Raises:
-        TransferError: a copy failed.
+    ``slots`` has by copy index the block's pieces at home. Nothing of the step is under way any more.
     """
     for index, copy in enumerate(program.instructions):
         if not isinstance(copy, CopyIn | CopyOut) or reached.done[index] or index not in slots:

@@ -1,9 +1,9 @@
-"""The model as it was before a step that failed, where that is still to be had.
+"""Restore the model to before a failed step, where that is still possible.
 
-A step changes what persists late: large parameters and optimizer state in its updates. If it fails before, in a
-forward pass that was given a wrong index or at a copy that could not be made, all of that is unchanged, at its home, in
-its block of the arena, or, where it left the arena for a while, in a slot. What little changes early, such as the
-running statistics of batch norm, is put aside when the step starts; so are the states of random generators.
+A step changes persistent state late: large parameters and optimizer state in its updates. If it fails before, at a
+wrong index in the forward pass or a failed copy, all of that is unchanged: at its home, in its block of the arena, or,
+if it was evicted for a while, in a slot. What little changes early, such as the running statistics of batch norm, is
+saved when the step starts; so are the states of random generators.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _ASIDE_BYTES = 4 * MIB
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a step came: by the index of an instruction, whether it was started and whether it was done."""
+    """How far a step came: which instructions were started and which are done, by index."""
 
     started: Sequence[bool]
     done: Sequence[bool]
 
     @classmethod
     def at(cls, starts: Sequence[float], ends: Sequence[float]) -> Self:
-        """By the times at which instructions began and ended; 0: they did not yet."""
+        """Derive it from the times at which instructions began and ended; 0 if they did not yet."""
         return cls([time > 0 for time in starts], [time > 0 for time in ends])
 
 
@@ -53,13 +53,7 @@ class _Stray:
 
 
 class Undo:
-    """What it takes to undo a part of one program.
-
-    Args:
-        captured: the step.
-        program: placed.
-        slots: by the index of a copy, where at its home its bytes are.
-    """
+    """Restores the state of one program; ``slots`` has by copy index the block's pieces at home."""
 
     def __init__(self, captured: Captured, program: Program, slots: Mapping[int, tuple[Piece, ...]]) -> None:
         graph = captured.graph
@@ -94,7 +88,7 @@ class Undo:
         self._drawn: list[torch.Tensor] = []  # their states when the step started
 
     def begin(self, arena: Memory) -> None:
-        """Put aside what changes early. Called when a step starts."""
+        """Save what changes early, when a step starts."""
         if not self._possible:
             return
         first, last = self._span
@@ -105,26 +99,20 @@ class Undo:
         self._drawn = [generator.get_state() for generator in self._generators]
 
     def is_possible(self, reached: Reached) -> bool:
-        """Whether a step that came so far can be undone."""
         if not self._possible or not self._drawn or any(reached.started[index] for index in self._final):
             return False
         return not any(reached.started[index] for stray in self._lost(reached) for index in stray.others)
 
     def _lost(self, reached: Reached) -> list[_Stray]:
-        """What left the arena and did not come back."""
+        """Return the blocks that left the arena and did not come back."""
         left = [stray for stray in self._strays if stray.out is None or reached.done[stray.out]]
         return [stray for stray in left if stray.back is None or not reached.done[stray.back]]
 
     def undo(self, arena: Memory, homes: Sequence[Slots], reached: Reached) -> bool:
-        """Have everything as it was when the step started; False: it is too late for that.
+        """Restore everything to the start of the step; False if it is too late for that.
 
-        Args:
-            arena: as the step has left it.
-            homes: where its copies went.
-            reached: how far it came; nothing of it is under way any more.
-
-        Raises:
-            TransferError: what left the arena cannot be brought back.
+        ``reached`` is how far it came; nothing of it is under way any more. Raises ``TransferError`` if what left the
+        arena cannot be read back.
         """
         if not self.is_possible(reached):
             return False
@@ -165,7 +153,7 @@ def _strays(program: Program, wrapping: set[int], slots: Mapping[int, tuple[Piec
 
 
 def _clean(program: Program, block: Block, slots: Mapping[int, tuple[Piece, ...]]) -> _Stray:
-    """What leaves without a copy: its slot is nobody else's, and its block may have other bytes until it returns."""
+    """Describe a block that leaves without a copy: its slot is not shared, and the block is reused until it returns."""
     copies = enumerate(program.instructions)
     index, back = next((i, c) for i, c in copies if isinstance(c, CopyIn) and c.block == block.id)
     return _Stray(block, None, slots[index], back.home, index, ())

@@ -1,16 +1,13 @@
-"""Who takes the address of a tensor, by which it is then used without PyTorch: such a storage keeps it.
+"""Detect code that takes the address of a tensor and then uses it without PyTorch; such a storage keeps its address.
 
-Methods of Python's that hand out an address, or make a second storage on the same memory, are wrapped while a loop is
-followed, and as long as a tensor lies where a loop has left it. A function that modules have imported by name is
-changed where CPython keeps it. NumPy arrays are seen at any time: ``Tensor.numpy`` marks the storage (``has_array`` in
-paging.cpp).
+Python methods that return an address, or make a second storage on the same memory, are wrapped while a loop is followed
+and as long as a tensor is in its memory. A function that modules have imported by name is changed in CPython's own
+structure. NumPy arrays are always seen: ``Tensor.numpy`` marks the storage (``has_array`` in paging.cpp). Readers such
+as savers are wrapped too: the storage stays in place while another thread than the loop's reads it.
 
-What reads memory at once, such as a saver, is wrapped too: while another thread than the loop's does that, the storage
-stays where it is.
-
-What cannot be seen: addresses other than NumPy's that are taken while no loop runs of a tensor that none has had, and
-NumPy's of one that ``torch.load`` made; pointers that compiled extensions keep from one op to the next; and the table
-of C functions in ``Tensor.__dlpack_c_exchange_api__``.
+Not seen are addresses other than NumPy's that are taken while no loop has memory, NumPy's of a tensor that
+``torch.load`` made, pointers that compiled extensions keep from one op to the next, and the table of C functions in
+``Tensor.__dlpack_c_exchange_api__``.
 """
 
 from __future__ import annotations
@@ -76,12 +73,10 @@ class AddressWatch:
     """Calls a function with a storage before its address is handed out.
 
     Args:
-        fix: is told of storages in memory of the CPU or of a GPU, and whether only other threads than the loop's keep
-            the address until the next op.
+        fix: is called with storages in memory of the CPU or of a GPU, and whether only other threads than the loop's
+            keep the address until the next op.
         held: returns a context for reading the memory of one without an op.
-        is_needed: whether a tensor lies in memory of a loop, open or not. As long as it does, addresses are watched
-            also after ``watching``.
-        trampoline: see there.
+        is_needed: whether a tensor is in memory of a loop, open or not: then watching goes on after ``watching``.
     """
 
     def __init__(
@@ -102,7 +97,7 @@ class AddressWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """While in this context, addresses are watched."""
+        """Watch addresses within this context."""
         with self._lock:
             self._open = True
             if self._undo is None:
@@ -203,7 +198,7 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 
 def _module_of(frame: FrameType | None) -> str:
-    """Return the module that asks for an address, also where it asks a typed storage, which passes it on."""
+    """Return the module that asks for an address, looking through typed storages, which pass the question on."""
     asks = ""
     while frame is not None:
         asks = frame.f_globals.get("__name__") or ""
@@ -235,9 +230,9 @@ _TAKES_ALL = 3
 
 
 def _divert(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int], int]) -> None:
-    """Have all references to a function that is written in C call a trampoline, which is given its address.
+    """Redirect all references to a C function to a trampoline, which receives its address.
 
-    Where Python is not CPython, or has it in another form, it stays as it is.
+    A Python other than CPython, or with another layout, is left unchanged.
     """
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return

@@ -1,7 +1,7 @@
-"""A training function whose calls are followed, one by one: what a compiled step is for inputs of many shapes.
+"""A training function whose calls are followed one by one: the fallback of a compiled step for inputs of many shapes.
 
-Between two calls nothing is followed, and other steps may run. What the model is made of stays in the arena and the
-homes of the loop, so that a call with inputs of another shape moves nothing of it.
+Between two calls nothing is followed, and other steps may run. The model stays in the arena and the homes of the loop,
+so that a call with inputs of another shape moves nothing of it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,7 @@ _log = logging.getLogger("outofcore")
 
 @dataclass(frozen=True)
 class CallStats:
-    """What one call did.
-
-    Attributes:
-        seconds: that it took.
-        waited_seconds: of them, for copies.
-        bytes_out: that left the arena for a home.
-        bytes_in: that came from there.
-    """
+    """The seconds and bytes of one call; ``waited_seconds`` are those spent waiting for copies."""
 
     seconds: float
     waited_seconds: float
@@ -45,16 +38,9 @@ class CallStats:
 
 
 class FollowedCalls:
-    """Calls a training function as it is, in eager PyTorch, within the budget of a loop.
+    """Calls a training function in eager PyTorch within the budget of a loop, which must not be started yet.
 
-    Args:
-        loop: not started yet.
-        models: that the function trains or uses.
-        optimizers: that it calls.
-
-    Attributes:
-        last: what the last call did; None: there was none.
-        count: of calls so far.
+    ``last`` has the statistics of the last call, ``count`` is the number of calls so far.
     """
 
     def __init__(self, loop: Loop, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -69,21 +55,15 @@ class FollowedCalls:
 
     @property
     def stats(self) -> LoopStats:
-        """What has happened in all calls."""
+        """The statistics of all calls."""
         return self._loop.stats
 
     def take(self, move: Callable[[], object]) -> None:
-        """Run what gives tensors new memory: that is the loop's then.
-
-        Raises: what ``move`` raises; else ``BudgetError`` and ``SpillError`` as in a loop.
-        """
+        """Run a function that gives tensors new memory, which the loop then owns; raises what it raises."""
         self._followed(move)
 
     def __call__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function; what it returns is detached, and in memory of its own.
-
-        Raises: what the function raises; else ``BudgetError``, ``SpillError`` and ``TransferError`` as in a loop.
-        """
+        """Run the function; its result is detached, and in memory of its own."""
         begin, before = time.perf_counter(), self.stats
 
         def run() -> Any:
@@ -104,7 +84,7 @@ class FollowedCalls:
         return self._given(result)
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
-        """Give back memory that a tensor takes up only because somebody looked at it where it is away."""
+        """Give back memory of a tensor that is resident only because somebody read it at its home."""
         load_paging().follow_forget(storage_address(tensor.untyped_storage()))
 
     def vacate(self) -> None:
@@ -112,7 +92,7 @@ class FollowedCalls:
         self._loop.vacate()
 
     def close(self, *, stays: bool) -> None:
-        """End it. The model gets memory of its own; or ``stays``, and then it is where it is until it is freed."""
+        """End the loop. The model gets memory of its own unless it ``stays`` in place until it is freed."""
         self._loop.vacate()
         if not stays:
             self._loop.release()
@@ -140,7 +120,7 @@ class FollowedCalls:
                         yield from parts_of(value)
 
     def _take_strangers(self) -> None:
-        """Take over what the user, a checkpoint or another step has put in place of what was here."""
+        """Take over tensors that the user, a checkpoint or another step has replaced."""
         plain = [t for t in self._states() if t.layout is torch.strided and t.device.type == "cpu"]
         strangers = self._loop.strangers(plain)
         if not strangers:
@@ -164,7 +144,7 @@ class FollowedCalls:
         _log.info("taken over %d tensors that lay elsewhere", len(strangers))
 
     def _given(self, result: Any) -> Any:
-        """What a call returns, as a compiled step returns it."""
+        """Return a call's result as a compiled step returns it."""
         library, lasting = load_paging(), {storage_key(tensor) for tensor in self._states()}
 
         def give(value: Any) -> Any:

@@ -1,11 +1,11 @@
-"""What following a loop on a GPU asks of PyTorch: what its libraries keep is made before, and CUDA graphs are refused.
+"""Prepare PyTorch for following a loop on a GPU: allocate what libraries keep beforehand, and refuse CUDA graphs.
 
-The budget is what PyTorch's allocator may take from the device for the loop. Of it, the arena is what is left by what
-cuBLAS keeps, the segments that tensors below 64 KiB lie in, and some that small ones of the loop may come to need.
-Larger tensors that lie on the device beforehand, and are not the models', are beside the budget.
+The budget is what PyTorch's allocator may take from the device for the loop. The arena is the rest after cuBLAS'
+workspaces, the segments of tensors below 64 KiB, and some for small tensors of the loop. Larger tensors that are on the
+device beforehand, and not the models', do not count.
 
-A graph keeps the addresses that it was captured with, and its kernels run without an op that anybody sees: tensors that
-it reads would have moved, and what it writes to would have been given to others.
+A CUDA graph is refused because it keeps the addresses of its capture, and its kernels run without visible ops: its
+tensors may have moved, and its memory may have been given to others.
 """
 
 from __future__ import annotations
@@ -37,13 +37,7 @@ _SPARE_SHARE = 32
 
 @dataclass(frozen=True)
 class Shares:
-    """What the bytes of a budget are for.
-
-    Attributes:
-        arena: one piece of the device's memory.
-        spare: of the arena, bytes that are left free.
-        segments: beside it, for small tensors that the loop makes.
-    """
+    """How a budget is divided: the arena, of which ``spare`` bytes are left free, and segments for small tensors."""
 
     arena: int
     spare: int
@@ -58,8 +52,7 @@ class Shares:
 def shares_of(budget: int, device: torch.device) -> Shares:
     """Divide a budget, once the models have left the device and the workspaces are made.
 
-    Raises:
-        BudgetError: it leaves no arena.
+    Raises ``BudgetError`` if it leaves no arena.
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -78,7 +71,7 @@ def shares_of(budget: int, device: torch.device) -> Shares:
 
 
 def _bytes_beside(device: torch.device) -> int:
-    """Bytes that PyTorch has from the device, but for those of tensors of 64 KiB and more."""
+    """Return the bytes that PyTorch has from the device, without tensors of 64 KiB and more."""
     used = Counter(
         block["size"]
         for segment in torch.cuda.memory_snapshot()
@@ -92,7 +85,7 @@ def _bytes_beside(device: torch.device) -> int:
 
 
 def make_workspaces(device: torch.device) -> None:
-    """Let cuBLAS make the workspaces that it keeps for this thread and for autograd's: they would stay in the arena."""
+    """Let cuBLAS allocate its workspaces for this thread and autograd's: they would stay in the arena otherwise."""
     with torch.cuda.device(device), torch.inference_mode(False), torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):
             square = torch.ones(64, 64, dtype=dtype, device=device, requires_grad=True)
@@ -105,10 +98,7 @@ def make_workspaces(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def graphs_refused() -> Iterator[None]:
-    """While in this context, no CUDA graph is captured or replayed.
-
-    In it, ``torch.cuda.CUDAGraph.capture_begin`` and ``replay`` raise ``StateError``.
-    """
+    """Raise ``StateError`` if a CUDA graph is captured or replayed within this context."""
 
     def refusing(done: str) -> Callable[..., Any]:
         def refuse(*_: object, **__: object) -> None:

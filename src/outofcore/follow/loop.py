@@ -1,4 +1,4 @@
-"""A loop that is followed: the context that ``outofcore.budget`` opens, and what it tells."""
+"""A followed loop: the context that ``outofcore.budget`` opens, and its statistics."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ _REFUSAL = re.compile(
 
 
 class Sign(enum.IntEnum):
-    """What ends a step of a loop. A loop goes by the strongest sign that it has given so far.
+    """What ends a step of a loop. A loop uses the strongest sign that it has given so far.
 
-    Where a sign comes from several sources, such as the two optimizers of a GAN, each step ends with the same one:
-    the first that gave it, until another gives it twice meanwhile.
+    Where a sign comes from several sources, such as the two optimizers of a GAN, each step ends with the same one: the
+    first that gave it, until another gives it twice in between.
     """
 
     CALL = 1  # a call of a model without gradients has ended
@@ -134,11 +134,11 @@ class Sign(enum.IntEnum):
 class Loop:
     """A loop of the user's own that runs within a budget: made by ``outofcore.budget``; a context manager.
 
-    A loop that nobody refers to any more ends by itself, as soon as no op uses its memory.
+    A loop without references ends by itself, as soon as no op uses its memory.
 
     Attributes:
-        on_progress: told by ``start()`` how many tensors of the models have moved to the home (a stage, how many, and
-            of how many); None: a bar on a terminal tells, where the models are large.
+        on_progress: callback ``(stage, done, total)`` for the tensors that ``start()`` moves to the home; None: a bar
+            on a terminal, if the models are large.
 
     >>> import torch
     >>> import outofcore
@@ -277,12 +277,12 @@ class Loop:
         return self
 
     def stop(self) -> None:
-        """Stop following. Tensors stay valid; what is not in the arena is brought back as far as the budget holds it.
+        """Stop following. Tensors stay valid; those at home are fetched as far as the budget holds them.
 
         May be called again.
 
         Raises:
-            StateError: another thread than the one that is followed calls it; ``outofcore.stop()`` does it from there.
+            StateError: another thread than the followed one calls it; there use ``outofcore.stop()``.
         """
         if self._space is None:
             return
@@ -293,10 +293,10 @@ class Loop:
         self.end()
 
     def end(self, *, remembered: bool = True) -> None:
-        """Stop following, in whichever thread; while an op uses the memory of the loop, when that has ended.
+        """Stop following, in any thread; while an op uses the memory of the loop, when that has ended.
 
         Args:
-            remembered: whether ``stats`` and ``report`` are asked for afterwards.
+            remembered: whether ``stats`` and ``report`` will be read afterwards.
         """
         with self._lock, contextlib.ExitStack() as ending:
             space, self._undo, undo = self._space, contextlib.ExitStack(), self._undo
@@ -338,7 +338,7 @@ class Loop:
                 call(self._native(), "follow_vacate", self._space)
 
     def release(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Give tensors memory of their own, as plain PyTorch has it; None: all of them."""
+        """Give tensors, by default all of them, memory of their own, as plain PyTorch has it."""
         with self._lock:
             if self._space is not None and tensors is None:
                 call(self._native(), "follow_release_all", self._space)
@@ -347,7 +347,7 @@ class Loop:
                     call(self._native(), "follow_release", storage_address(tensor.untyped_storage()))
 
     def strangers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of some tensors, those of 64 KiB and more that are not in this loop's arena or homes."""
+        """Return those tensors of 64 KiB and more that are not in this loop's arena or homes."""
         addresses = [storage_address(tensor.untyped_storage()) for tensor in tensors]
         found: list[torch.Tensor] = []
         begin, count = 0, len(addresses)
@@ -369,13 +369,13 @@ class Loop:
             return self._last
 
     def report(self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "") -> Path:
-        """Write what the last complete step did as one HTML page that needs nothing else.
+        """Write what the last complete step did as one self-contained HTML page.
 
-        It shows memory over time, ops and copies as they were measured, which ops ran by plan and which on demand, why
-        ops waited, what left, and among its notes where the loop left its plans, and why. A step lasts from one step of
-        an optimizer to the next; where nothing is trained, it is a call of the model without gradients, and where there
-        is none either, what happened since the loop was started. Of what is very long, the first quarter of a million
-        events are told: ops, what they touch, copies.
+        It shows memory over time, measured ops and copies, which ops ran by plan and which on demand, why ops waited,
+        what was evicted, and where and why the loop left its plans. A step lasts from one step of an optimizer to the
+        next; where nothing is trained, it is a call of the model without gradients, and where there is none either,
+        everything since the loop was started. Of a very long step, the first quarter of a million events are shown:
+        ops, their storages, copies.
 
         Args:
             path: the file; its folder is created. By default ``outofcore-report.html`` in the current folder.
@@ -470,11 +470,7 @@ class Loop:
         return space
 
     def _take_turn(self, library: ctypes.CDLL, space: int) -> None:
-        """Have a space followed.
-
-        Raises:
-            StateError: another loop is followed, or a compiled step is open.
-        """
+        """Follow a space; raises ``StateError`` if another loop is followed, or a compiled step is open."""
         if is_followed():
             raise StateError(
                 f"a loop is followed already{self._where_other()}, and there is one at a time: end that one with "
@@ -490,11 +486,11 @@ class Loop:
         return f" at {self._where}" if self._where else ""
 
     def is_open(self) -> bool:
-        """Whether the loop was started by a user, in this process, and has not ended."""
+        """Return whether the loop was started by a user, in this process, and has not ended."""
         return self._space is not None and not self._beside and self._process == os.getpid()
 
     def is_running(self) -> bool:
-        """Whether the ops of some thread of this process are followed now."""
+        """Return whether the ops of some thread of this process are followed now."""
         return self._space is not None and not self._paused and self._process == os.getpid()
 
     def _native(self) -> ctypes.CDLL:
@@ -555,7 +551,7 @@ class Loop:
         return numbers[:told], names, self._names(library)
 
     def _names(self, library: ctypes.CDLL) -> Names:
-        """What the storages of models and optimizers are called, by their numbers."""
+        """Return the names of models' and optimizers' storages, by number."""
         found: Names = {}
         elsewhere = _trained_elsewhere()
         named: dict[int, str] = {}  # parameters, by identity
@@ -589,7 +585,7 @@ class Loop:
         return found
 
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
-        """The models, with what the names of their modules begin with."""
+        """Yield the models, with the prefix of their modules' names."""
         for place, model in enumerate(self._models):
             yield f"models[{place}]." if len(self._models) > 1 else "", model
 
@@ -608,7 +604,7 @@ class Loop:
             self.adopt(tensors, tell, len(tensors))
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: Tell = silent, count: int = 0) -> None:
-        """Move tensors to the home, whosever memory they lie in."""
+        """Move tensors to the home, whoever owns their memory."""
         with self._lock:
             if self._space is not None:
                 self._adopt(self._native(), tensors, tell, count)
@@ -641,14 +637,14 @@ class Loop:
             )
 
     def _file_number(self, library: ctypes.CDLL, mapping: FileMapping, files: dict[FileMapping, int]) -> int:
-        """By which number the native code knows a file; -1: it cannot be read."""
+        """Return the number by which the native code knows a file; -1 if it cannot be read."""
         if mapping not in files:
             file = mapping.open()
             files[mapping] = -1 if file is None else call(library, "follow_add_file", self._space, file)
         return files[mapping]
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step, in some thread."""
+        """Handle an optimizer that is about to step, in some thread."""
         if not self._native().follow_tracked():
             _others_optimizers[id(optimizer)] = optimizer
             return
@@ -661,7 +657,7 @@ class Loop:
         self.adopt(part for tensor in held for part in parts_of(tensor))
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped, in some thread."""
+        """Handle an optimizer that has stepped, in some thread."""
         if not self._native().follow_tracked():
             return
         if self._sign is Sign.BACKWARD:  # the passes until now were parts of this step
@@ -669,7 +665,7 @@ class Loop:
         self._note_end(Sign.OPTIMIZER, weakref.ref(optimizer))
 
     def after_backward(self) -> None:
-        """A backward pass is complete."""
+        """Handle the end of a complete backward pass."""
         if self._sign is Sign.OPTIMIZER or self._beside or not self._is_here():
             return
         self._passes += 1
@@ -678,7 +674,7 @@ class Loop:
             self._note_end(Sign.BACKWARD, user_line())
 
     def after_call(self, model: nn.Module) -> None:
-        """A call of a model has ended."""
+        """Handle the end of a call of a model."""
         if self._sign is Sign.CALL and self._is_here() and not torch.is_grad_enabled():
             self._note_end(Sign.CALL, weakref.ref(model))
 
@@ -686,7 +682,7 @@ class Loop:
         return self.is_running() and threading.get_ident() == self._thread
 
     def _note_end(self, sign: Sign, source: Hashable) -> None:
-        """End a step, or not: see ``Sign``."""
+        """End a step if this sign does (see ``Sign``)."""
         if sign > self._sign:
             self._sign, self._leader = sign, None
             self._others.clear()
@@ -702,7 +698,7 @@ class Loop:
                 self._undo.callback(_remove, _held(hook))
 
     def end_of_step(self) -> None:
-        """What was done since the last call of this is a step of the loop. Begins to plan it, or to follow its plan."""
+        """End a step of the loop, and begin to plan it or to follow its plan."""
         with self._lock:
             if self._space is not None:
                 try:
@@ -734,7 +730,7 @@ class Loop:
             self._plan_step(library, planner)
 
     def _ends_step(self, source: Hashable) -> bool:
-        """Whether this source of the sign ends a step of the loop: where there are several, the same one each time."""
+        """Return whether this source of the sign ends a step of the loop, always the same of several."""
         leader = self._leader
         gone = leader is None or (isinstance(leader, weakref.ref) and leader() is None)
         if gone or source in self._others:
@@ -780,11 +776,7 @@ class Loop:
 
 
 def _memory_file() -> int:
-    """Return the descriptor of a new file in host memory.
-
-    Raises:
-        SpillError: the system refuses.
-    """
+    """Return the descriptor of a new file in host memory; raises ``SpillError`` if the system refuses."""
     try:
         return os.memfd_create("outofcore")
     except OSError as error:
@@ -795,7 +787,7 @@ def _memory_file() -> int:
 
 
 class _CallHook:
-    """Tells a loop of each call of a model, while the loop exists. Copies of it, also pickled ones, tell nobody."""
+    """Reports each call of a model to a loop while that exists. Copies of it, also pickled ones, do nothing."""
 
     def __init__(self, loop: Loop | None = None) -> None:
         self._loop = None if loop is None else weakref.ref(loop)
@@ -817,7 +809,7 @@ _started: weakref.WeakValueDictionary[int, Loop] = weakref.WeakValueDictionary()
 
 
 def _alive(those: weakref.WeakValueDictionary[int, _T]) -> list[_T]:
-    """The objects that still exist, in a list that is made at once: other threads may add objects meanwhile."""
+    """List the objects that still exist, at once: other threads may add objects meanwhile."""
     return [found for reference in those.valuerefs() if (found := reference()) is not None]
 
 
@@ -826,7 +818,7 @@ _others_optimizers: Optimizers = weakref.WeakValueDictionary()
 
 
 def _trained_elsewhere() -> set[int]:
-    """The identities of parameters that another thread trains.
+    """Return the ids of parameters that another thread trains.
 
     PyTorch crashes where one thread reads the gradient of a parameter while another one sets it to None.
     """
@@ -862,11 +854,7 @@ _sources = Sources(_models_running)
 
 
 def stop_loops() -> bool:
-    """End all loops that ``outofcore.budget`` has made and that run or are paused, in whichever thread.
-
-    Returns:
-        whether there was any.
-    """
+    """End all loops of ``outofcore.budget`` that run or are paused, in any thread; return whether there was any."""
     running = [loop for loop in _alive(_started) if loop.is_open()]
     for loop in running:
         loop.end()
@@ -930,7 +918,7 @@ _addresses = AddressWatch(_fix, _storage_held, has_pieces, trampoline)
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers and gradients that have memory, but for the gradients that another thread may change."""
+    """Yield parameters, buffers and gradients with memory, except gradients that another thread may change."""
     elsewhere = _trained_elsewhere()
     for parameter in model.parameters():
         if not isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -943,9 +931,9 @@ def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that a tensor is made of, such as the integers and the scales of a quantised one; else itself.
+    """Yield the tensors that a tensor consists of, such as integers and scales of a quantised one; else itself.
 
-    Tensors that are made of others have no memory, and say by PyTorch's protocol what they are made of.
+    Tensors that consist of others have no memory, and list them by PyTorch's protocol.
     """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
@@ -956,12 +944,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def explained(error: BaseException, names: Names | None = None) -> Exception | None:
-    """What the native code said, as one of the library's errors; None: it comes from somewhere else.
-
-    Args:
-        error: any.
-        names: of storages, by their numbers.
-    """
+    """Convert an error of the native code to one of the library's; None for any other error."""
     text = str(error)
     if not isinstance(error, RuntimeError):
         return None
@@ -983,7 +966,7 @@ def explained(error: BaseException, names: Names | None = None) -> Exception | N
 
 
 def _named(op: str, trace: TracebackType | None, names: Names) -> str:
-    """An op with the module and the user's line that it comes from."""
+    """Name an op with its module and the user's line."""
     summed = _SUMMED.search(op)
     if summed is None and IN_BACKWARD in op:
         return op

@@ -1,4 +1,4 @@
-"""Builds and loads the native code that follows a loop (``paging.cpp``) on first use, for the CPU or for CUDA.
+"""Build and load the native code that follows a loop (``paging.cpp``) on first use, for the CPU or for CUDA.
 
 It needs the headers of PyTorch's dispatcher, so the build takes some ten seconds; it is kept in the user's cache for
 each version of PyTorch. The libraries of both devices use one dispatch key, which belongs to the one whose loop was
@@ -121,24 +121,16 @@ _key = _Key()
 
 
 def load_paging(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
-    """The library of this process: from the cache folder, else built now.
-
-    Args:
-        flavor: whose tensors are followed: those of the CPU, or of one CUDA device.
-
-    Raises:
-        StateError: it cannot be built, or PyTorch has no place for it.
-    """
+    """Load the library of this process from the cache folder, building it if needed; raises ``StateError``."""
     return _loaded(flavor)
 
 
 def loaded_paging(flavor: Flavor) -> ctypes.CDLL | None:
-    """The library, if this process has needed it yet."""
+    """Return the library if this process has loaded it."""
     return _key.loaded.get(flavor)
 
 
 def loaded_pagings() -> list[ctypes.CDLL]:
-    """All libraries that this process has needed yet."""
     return list(_key.loaded.values())
 
 
@@ -158,11 +150,7 @@ def _loaded(flavor: Flavor) -> ctypes.CDLL:
 
 
 def open_paging(library: ctypes.CDLL, space: int, beside: bool) -> None:
-    """Begin to follow with a library, which gets the dispatch key.
-
-    Raises:
-        StateError: a loop is followed already, or a compiled step is open.
-    """
+    """Begin to follow with a library, which gets the dispatch key; raises ``StateError``."""
     with _key.lock:
         if _key.holder is not library:
             if is_followed():
@@ -175,7 +163,7 @@ def open_paging(library: ctypes.CDLL, space: int, beside: bool) -> None:
 
 
 def is_followed_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor on the CPU is moved by a loop, so that ops see it at a page's beginning."""
+    """Return whether a loop moves a CPU tensor, so that ops see it at the beginning of a page."""
     library = loaded_paging(Flavor.CPU)
     return library is not None and library.follow_where(storage_address(tensor.untyped_storage())) != 0
 
@@ -194,12 +182,10 @@ _trampolines: list[object] = []
 
 
 def trampoline(number: int, tell: Callable[[tuple[object, ...]], int], function: int) -> int:
-    """Return the address of a C function that tells of each call with its arguments, and then calls another.
+    """Return the address of a C function that reports each call's arguments to ``tell``, and then calls another one.
 
-    Args:
-        number: 0 or 1: there is one of each at a time.
-        tell: is given the arguments by position.
-        function: the address of the other; it takes a tuple and a dictionary.
+    ``number`` is 0 or 1: there is one of each at a time. ``function`` is the address of the other; it takes a tuple and
+    a dictionary.
     """
     callback = native_callback(tell, ctypes.py_object, failed=0)
     _trampolines.append(callback)
@@ -207,23 +193,20 @@ def trampoline(number: int, tell: Callable[[tuple[object, ...]], int], function:
 
 
 def has_pieces() -> bool:
-    """Whether a tensor lies in memory of a loop, also of one that has ended."""
+    """Return whether a tensor is in memory of a loop, even of one that has ended."""
     return any(library.follow_pieces() for library in loaded_pagings())
 
 
 def is_followed() -> bool:
-    """Whether a loop is followed now, in whichever thread."""
+    """Return whether any thread is followed now."""
     return any(library.follow_current() for library in _key.loaded.values())
 
 
 def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
-    """Call a function that may fail.
+    """Call a native function that may fail.
 
-    Raises:
-        SpillError: no home has room.
-        TransferError: a copy to or from a home failed.
-        MemoryError: the system gave no memory.
-        StateError: it failed for another reason.
+    Raises ``SpillError`` if no home has room, ``TransferError`` for a failed copy, ``MemoryError`` if the system gave
+    no memory, and ``StateError`` for any other reason.
     """
     result = getattr(library, function)(*arguments)
     if result == -1 or result is None:
@@ -233,9 +216,9 @@ def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
 
 
 def error_of(text: str) -> Exception | None:
-    """Return the error that a message of the native code stands for; None if it is none of those below.
+    """Return the error that a message of the native code stands for; None if it is none of these.
 
-    A refusal by the budget, which ``explained`` in loop.py makes an error of, is none of them.
+    A refusal by the budget is none of them: ``explained`` in loop.py makes an error of it.
     """
     at = text.find(OURS)
     if at < 0 or REFUSED in text:

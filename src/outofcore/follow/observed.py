@@ -1,8 +1,8 @@
-"""What a step of a followed loop did: from the numbers that the native code tells to what reports and traces show.
+"""What a step of a followed loop did: from the native code's numbers to reports and traces.
 
-A step that was followed is told in the words of a compiled one: a graph of what its ops touched, a plan that says what
-left, a program of its ops and copies in the order in which they began, and a measured timeline. Of memory more is known
-than a program says, since what no op uses may stay: that is told for itself.
+A followed step is presented like a compiled one: a graph of the storages that its ops used, a plan of what was evicted,
+a program of its ops and copies in the order in which they began, and a measured timeline. Memory is recorded
+separately, since unused storages may stay resident.
 """
 
 from __future__ import annotations
@@ -45,16 +45,12 @@ class Event(IntEnum):
 
 
 class Copied(IntEnum):
-    """How a copy was made."""
-
     BESIDE = 0  # beside the ops
     WAITED = 1  # likewise, and the loop stood still until it was done
     ON_DEMAND = 2  # by the loop itself, between two ops or in one
 
 
 class Cause(IntEnum):
-    """Why a loop left its plan."""
-
     OP = 0  # another op came than was planned
     END = 1  # the step ended earlier than planned
     MEMORY = 2  # there was no room, so that something left that was to stay
@@ -66,15 +62,12 @@ class Departure:
     """Where a loop left its plan, and why.
 
     Attributes:
-        step: counted from 0.
         op: of the plan.
-        seconds: since the beginning of the step that is told.
-        cause: why.
+        seconds: since the beginning of the observed step.
         expected: the operator that the plan has there.
-        came: the operator that ran; "" at the end of the step.
-        bytes: that left.
-        missed: ops that came until a plan had one of them again.
-        back: where a plan had it; -1: nowhere in that step.
+        came: the operator that ran; empty at the end of the step.
+        missed: ops until a plan had one of them again.
+        back: where a plan had it; -1 if nowhere in that step.
     """
 
     step: int
@@ -89,7 +82,7 @@ class Departure:
 
     @property
     def text(self) -> str:
-        """One sentence, for people.
+        """One sentence for people.
 
         >>> Departure(3, 17, 0.0, Cause.OP, "aten::mm", "aten::mul", 0, 2, 20).text
         'aten::mul came where aten::mm was planned; 2 ops ran on demand, then the plan was followed from op 20 on'
@@ -114,15 +107,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class PlanMade:
-    """A plan that was made beside a loop.
-
-    Attributes:
-        step: the steps that had ended when it was there.
-        ops: of the step that it is for.
-        policy: that made it.
-        predicted_seconds: of such a step.
-        planning_seconds: that it took to make.
-    """
+    """A plan made in the background for steps of ``ops`` ops, ready after ``step`` steps had ended."""
 
     step: int
     ops: int
@@ -132,7 +117,7 @@ class PlanMade:
 
     @property
     def text(self) -> str:
-        """One line, for people.
+        """One line for people.
 
         >>> PlanMade(3, 120, "auto", 0.5, 2.0).text
         'after step 3, for steps of 120 ops: 500 ms predicted by auto, planned in 2.00 s'
@@ -145,21 +130,18 @@ class PlanMade:
 
 @dataclass(frozen=True)
 class Observed:
-    """A step as it was.
+    """One measured step.
 
     Attributes:
-        step: counted from 0.
         complete: whether it has ended; else it is what happened so far.
         cut: events that are left out at its end, since there were too many.
         began_ns: when it began, in nanoseconds since 1970.
         graph: its ops and storages of 64 KiB and more.
-        plan: what left, whether a plan had said so or not.
+        plan: what was evicted, planned or not.
         program: its ops and copies; of copies the home is ``AHEAD`` or ``LATE``.
-        timeline: measured.
         memory: bytes of the arena in use.
         on_demand: ops that ran without a plan.
-        departures: the last ones of the loop, in order.
-        departures_ever: how many there were.
+        departures: the last ones of the loop, in order, of ``departures_ever``.
     """
 
     step: int
@@ -177,7 +159,7 @@ class Observed:
 
     @property
     def planned(self) -> int:
-        """How many ops ran by plan."""
+        """The number of ops that ran by plan."""
         return len(self.graph.ops) - len(self.on_demand)
 
 
@@ -192,12 +174,12 @@ class _Row:
 
 
 def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, budget: int, policy: str) -> Observed:
-    """A step from the numbers that the native code tells.
+    """Read a step from the native code's numbers.
 
     Args:
-        numbers: how many steps have ended, whether the one told has, events left out, when it began (nanoseconds since
-            1970), its nanoseconds, counts of events, of departures told and of departures ever. Then for each event
-            what it is, start and end (nanoseconds), the number of its block or of its operator, bytes (of an op: the
+        numbers: how many steps have ended, whether this one has, events left out, when it began (nanoseconds since
+            1970), its nanoseconds, counts of events, of departures listed and of departures ever. Then for each event
+            its kind, start and end (nanoseconds), the number of its block or of its operator, bytes (of an op: the
             nanoseconds that it waited) and flags: of an op whether it came by plan, of a touch 1 if it writes and 2 if
             it creates, of a copy how it was made. For each departure its step, the op of the plan, its nanoseconds,
             the cause, bytes, ops until the plan was found again, where, and the operators that were planned and came.
@@ -244,7 +226,7 @@ def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, bu
 
 
 class _Reader:
-    """Goes through the log once, and makes of it what is asked for."""
+    """Reads the log once and builds the parts of ``Observed``."""
 
     def __init__(self, log: Sequence[_Row], names: Sequence[str], known: Known) -> None:
         self._known = known
@@ -320,7 +302,7 @@ class _Reader:
             stays.append(stay)
 
     def _is_storage(self, block: int) -> bool:
-        """Else it is an op's scratch memory."""
+        """Return whether a block is a storage, and not an op's scratch memory."""
         return block in self._uses or block in self._moved or block in self._outlived
 
     def _lasts(self, block: int) -> bool:
@@ -362,7 +344,7 @@ class _Reader:
         return StepGraph(tuple(storages), tuple(ops))
 
     def _module(self, touches: Sequence[_Row]) -> str:
-        """The module whose parameters an op uses; "" if it uses none, or those of several."""
+        """Return the module whose parameters an op uses; empty for none or several."""
         named = (self._known[t.number] for t in touches if t.number in self._known)
         owners = {name.rpartition(".")[0] for name, kind in named if kind is StorageKind.PARAMETER}
         return owners.pop() if len(owners) == 1 else ""
@@ -438,7 +420,7 @@ class _Reader:
         return MemoryOverTime(tuple(times), held)
 
     def decisions(self) -> tuple[Decision, ...]:
-        """Of the gaps in which a storage left."""
+        """Return the decisions for gaps in which a storage was evicted."""
         count = len(self._ops)
         found: dict[Gap, Decision] = {}
         for block, last, before in self._left:
@@ -469,7 +451,7 @@ class _Reader:
 
 
 def graph_name(name: str) -> str:
-    """An operator as graphs name it.
+    """Return an operator's name in graphs.
 
     >>> graph_name("aten::add.Tensor"), graph_name("aten::mm")
     ('aten.add.Tensor', 'aten.mm.default')
@@ -487,7 +469,7 @@ def _rows(numbers: Sequence[int], start: int, width: int, count: int) -> list[Se
 
 
 def observed_notes(observed: Observed, plans: Sequence[PlanMade]) -> list[tuple[str, str]]:
-    """What a report says of a step beside its pictures, as pairs of name and text."""
+    """Return a report's notes on a step, as pairs of name and text."""
     graph, most = observed.graph, 20
     told = f"{len(graph.ops)} ops on {len(graph.storages)} storages of 64 KiB and more"
     notes = [
@@ -507,5 +489,5 @@ def observed_notes(observed: Observed, plans: Sequence[PlanMade]) -> list[tuple[
 
 
 def departure_marks(observed: Observed) -> tuple[tuple[float, str, str], ...]:
-    """The departures in the step itself: when, what they are called, and why."""
+    """Return the departures in the step itself: time, name and reason."""
     return tuple((d.seconds, "left the plan", d.text) for d in observed.departures if d.step == observed.step)

@@ -1,4 +1,4 @@
-"""What followed loops change of PyTorch: the first loop changes it, and the last one puts it back exactly."""
+"""Changes to PyTorch while loops are followed: the first loop makes them, and the last one undoes them exactly."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from outofcore.capture.engine_calls import around_engine
 
 
 class Overlapping:
-    """A context that may be open several times at once, and that is closed in any order and in any thread.
+    """A context that may be open several times at once, and closed in any order and thread.
 
-    Args:
-        make: makes what the first one enters, and the last one leaves.
+    ``make`` returns the context that the first one enters and the last one exits.
     """
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
@@ -47,10 +46,10 @@ class Overlapping:
 
 @contextlib.contextmanager
 def backward_passes_seen(ended: Callable[[bool], object]) -> Iterator[None]:
-    """While in this context, ``ended`` is called when a backward pass has ended, and is told whether it is complete.
+    """Call ``ended`` at the end of each backward pass, with whether it is complete.
 
-    One that keeps its graph is followed by another one; one that has failed is none. One inside of another, such as of
-    a checkpoint, is a part of it.
+    A pass that keeps its graph is incomplete, since another one follows; a failed one does not count. A nested pass,
+    such as of a checkpoint, is a part of the outer one.
     """
 
     def seen(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *more: Any, **named: Any) -> Any:
@@ -70,10 +69,8 @@ def backward_passes_seen(ended: Callable[[bool], object]) -> Iterator[None]:
 class OptimizerHooks:
     """A context in which functions are called before and after each step of an optimizer, in all threads.
 
-    PyTorch fails in a step of another thread if a hook is removed meanwhile, so the hooks stay while there are threads.
-
-    Args:
-        before, after: called with the optimizer, its step's arguments and its keyword arguments.
+    They receive the optimizer, the step's arguments and its keyword arguments. PyTorch fails in a step of another
+    thread if a hook is removed meanwhile, so the hooks stay while there are threads.
     """
 
     def __init__(self, before: Callable[..., None], after: Callable[..., None]) -> None:

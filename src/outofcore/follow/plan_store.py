@@ -1,7 +1,7 @@
 """Plans of recorded steps on disk, so that the next process follows them from the first step that it records.
 
-One file for each step, budget and policy; a plan depends on the costs of ops and copies too, but it stays right where
-they change, and is as good as they are alike. A folder that cannot be used costs time and nothing else.
+There is one file for each step, budget and policy. A plan also depends on measured costs; if they change, it stays
+correct but may be slower. An unusable folder costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -43,13 +43,7 @@ class _File(Struct):
 
 @dataclass(frozen=True)
 class FollowedPlan:
-    """What is followed.
-
-    Attributes:
-        schedule: by ops of the record.
-        policy: that made it.
-        seconds: of a step, as predicted.
-    """
+    """A schedule by ops of the record, the policy that made it, and the predicted seconds of a step."""
 
     schedule: Schedule
     policy: str
@@ -58,12 +52,12 @@ class FollowedPlan:
 
 @dataclass(frozen=True)
 class PlanStore:
-    """Plans in a folder; None: none are kept."""
+    """Plans in a folder; with None it keeps none."""
 
     folder: Path | None
 
     def find(self, record: StepRecord, budget: int, policy: str) -> FollowedPlan | None:
-        """The plan of such a step, if one is kept."""
+        """Return the stored plan of a step, if any."""
         if self.folder is None:
             return None
         path = self.folder / _name(record, budget, policy)
@@ -86,7 +80,6 @@ class PlanStore:
         return FollowedPlan(schedule, found.policy, found.seconds)
 
     def keep(self, record: StepRecord, budget: int, policy: str, plan: FollowedPlan) -> None:
-        """Keep a plan for later processes."""
         if self.folder is None:
             return
         schedule = plan.schedule

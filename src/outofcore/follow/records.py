@@ -1,9 +1,9 @@
-"""A step that a loop has done, as a graph that can be planned, and a plan of it as the native code follows it.
+"""Convert a recorded step of a loop to a graph that can be planned, and its plan to a schedule for the native code.
 
-The graph differs from that of a compiled step in two ways. What a storage is to the user is not known: it lasts from
-step to step, or comes from outside, or is made in the step. And what autograd or the loop refers to exists although no
-op uses it any more: its bytes are kept, here or at home, until it is freed. That is modelled by an op that reads the
-storage when it is freed, takes no time, and never runs; what a plan would fetch for it alone is not fetched.
+The graph differs from that of a compiled step in two ways. A storage's role for the user is unknown: it is persistent,
+external, or made in the step. And a storage to which autograd or the loop refers exists, resident or at home, until it
+is freed, even if no op uses it any more. A pseudo-op that reads the storage when it is freed models that: it takes no
+time, never runs, and nothing is fetched for it alone.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ class StepRecord:
     """A step as it was recorded.
 
     Attributes:
-        anchor: its number among the sizes that plans are made for.
-        graph: its ops, with those that stand for the end of a storage.
-        costs: what its ops and copies took.
-        places: for each op of the graph, the op of the record: for one that stands for an end, the next.
+        anchor: its number among the size buckets that plans are made for.
+        graph: its ops, and a pseudo-op for the end of each storage.
+        places: for each op of the graph, the op of the record; for a pseudo-op the next one.
         ops: of the record.
     """
 
@@ -51,14 +50,14 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A plan by ops of the record, as pairs of op and storage, in order.
+    """A plan by ops of the record, as ordered pairs of op and storage.
 
     Attributes:
-        leave: when an op begins, the room of a storage may be taken by others.
-        fetch: when an op begins, a storage begins to come back.
+        leave: when an op begins, the room of a storage may be reused.
+        fetch: when an op begins, the fetch of a storage begins.
         write: when an op is done, a storage begins to be copied to its home.
-        offsets: from which op that uses it on a storage lies at which offset of the arena, in bytes.
-        scratch: of ops that have scratch memory, its offset.
+        offsets: (op, storage, offset): from this use on, the storage's offset in the arena, in bytes.
+        scratch: (op, offset) of scratch memory.
     """
 
     leave: tuple[tuple[int, int], ...]
@@ -68,7 +67,7 @@ class Schedule:
     scratch: tuple[tuple[int, int], ...] = ()
 
     def numbers(self) -> list[int]:
-        """The lists, each after its length.
+        """Flatten the lists, each after its length.
 
         >>> Schedule(((2, 0),), (), ((1, 0),), ((0, 0, 4096),)).numbers()
         [1, 2, 0, 0, 1, 1, 0, 1, 0, 0, 4096, 0]
@@ -78,7 +77,7 @@ class Schedule:
 
 
 def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
-    """A step from the numbers that the native code tells.
+    """Read a step from the native code's numbers.
 
     Args:
         numbers: anchor; counts of ops, storages and leftovers; bytes and nanoseconds of copies in, and out. Then for
@@ -162,13 +161,7 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
 
 
 def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
-    """What the native code does to follow a plan.
-
-    Args:
-        record: that was planned.
-        plan: whose gaps are kept or offloaded.
-        program: placed, that carries it out.
-    """
+    """Derive the native code's schedule from a plan of a record and its placed program."""
     count, ops = len(record.graph.ops), record.ops
     leave: list[tuple[int, int]] = []
     fetch: list[tuple[int, int]] = []

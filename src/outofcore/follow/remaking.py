@@ -1,4 +1,4 @@
-"""Which saved tensors are worth making again, where no plan has decided."""
+"""Choose the saved tensors that are worth recomputing, where no plan has decided."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A storage of a loop, and how it came about.
+    """A storage of a loop, and how it was computed.
 
     Attributes:
         storage: its id in the loop's history.
-        bytes: its size.
-        seconds: that the ops took which made it, together; None: they cannot be run again.
+        seconds: of the ops that computed it, together; None: they cannot run again.
         inputs: the storages that these ops start from.
         saved: whether autograd saved it for backward.
     """
@@ -28,24 +27,17 @@ class Made:
 def worth_making_again(
     made: Sequence[Made], bytes_per_second: float, *, enough: int | None = None, share: float = 1.0
 ) -> tuple[int, ...]:
-    """Choose storages that autograd need not keep.
+    """Choose storages that autograd need not keep; return their ids in order, each followed by intermediate ones.
 
-    One is chosen if its ops take less time than to copy it home and back, and if all that they start from is kept
-    anyway: because autograd has saved it and it is not chosen itself, or because it was there before, such as a
-    parameter. What was made on the way and not saved is made again too, from at most three storages in a row. The ones
-    that take the least time for a byte come first. No recipe then holds what would be free otherwise.
+    One is chosen if its ops take less time than to copy it home and back, and if all their inputs are kept anyway:
+    autograd has saved them and they are not chosen themselves, or they existed before, such as a parameter.
+    Intermediates that were not saved are recomputed too, from at most three storages in a row. The ones that take the
+    least time for a byte come first. So no recipe keeps alive what would be free otherwise.
 
     Args:
-        made: what a step makes and saves.
         bytes_per_second: of the home, in one direction.
         enough: stop once so many bytes are chosen; None: choose all that pays.
-        share: of the time of the copies that making again may take.
-
-    Returns:
-        ids of storages, in the order of the choice, each followed by those that are made on the way.
-
-    Raises:
-        ValueError: ``bytes_per_second`` or ``share`` is not positive.
+        share: of the time of the copies that recomputing may take.
 
     >>> hidden = Made(1, 1 << 20, 0.5, (0,), True)
     >>> active = Made(2, 1 << 20, 0.0001, (1,), True)  # an activation function of ``hidden``
@@ -81,7 +73,7 @@ _DEEPEST = 4
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """From what is kept to a storage: how long it takes, what is made on the way, and what it starts from."""
+    """How to compute a storage from kept ones: its time, the intermediates, and the inputs."""
 
     seconds: float
     between: frozenset[int]

@@ -1,6 +1,6 @@
 """Where an op comes from in the user's program, for messages: its module, and the user's line.
 
-The native code asks for that while it is new which op comes when, and keeps it for ops of backward (``sources.h``).
+The native code asks for it while the order of ops is new, and keeps it for ops of backward (``sources.h``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IN_BACKWARD = " in the backward pass of "
 
 
 def places_here() -> Iterator[Place]:
-    """The frames on this thread's stack. To keep them would keep their variables, and with these tensors."""
+    """Yield the frames on this thread's stack. Keeping them would keep their variables, and so tensors."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame, frame.f_lineno
@@ -35,7 +35,7 @@ def places_here() -> Iterator[Place]:
 
 
 def places_of(trace: TracebackType | None) -> Iterator[Place]:
-    """The frames in which something was raised, and those that had called them."""
+    """Yield the frames in which an error was raised, and their callers."""
     raised: list[Place] = []
     callers = None if trace is None else trace.tb_frame.f_back
     while trace is not None:
@@ -48,11 +48,7 @@ def places_of(trace: TracebackType | None) -> Iterator[Place]:
 
 
 class Sources:
-    """Names modules as the user knows them.
-
-    Args:
-        models: tells the models of the loops that run, with what the names in them begin with.
-    """
+    """Names modules as the user knows them; ``models`` yields the running loops' models with their name prefixes."""
 
     def __init__(self, models: Callable[[], Iterable[tuple[str, nn.Module]]]) -> None:
         self._models = models
@@ -62,14 +58,11 @@ class Sources:
         self.ask = native_callback(self._answer, failed=ctypes.addressof(nowhere))
 
     def find(self, places: Iterable[Place], *, beyond_backward: bool = True) -> tuple[str, str]:
-        """Where an op comes from: the path of its module, and the nearest ``file:line`` of the user; or empty.
+        """Return the path of an op's module, and the nearest ``file:line`` of the user; or empty.
 
-        The path is that in a model, or else in the outermost module that runs. Of installed packages, to which models
-        belong as well, a line is told where there is none of anybody else's.
-
-        Args:
-            places: of the op.
-            beyond_backward: whether to look for a line beyond what the autograd engine has called.
+        The path is that in a model, or else in the outermost running module. Lines of installed packages, to which
+        models belong as well, count only where there is no other. ``beyond_backward``: look beyond what the autograd
+        engine has called.
         """
         innermost = outermost = None
         own = package = ""
@@ -100,7 +93,7 @@ class Sources:
         return known
 
     def of_backward(self) -> str:
-        """Where an op comes from that runs now, as its op of backward is told to come from there; or empty."""
+        """Return where the running op of backward comes from; or empty."""
         module, line = self.find(places_here(), beyond_backward=False)
         if not module and not line:
             return ""

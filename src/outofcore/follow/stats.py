@@ -14,40 +14,40 @@ class LoopStats:
 
     Attributes:
         ops: that touched memory.
-        expected_ops: of these, the ones that came as the loop had done before.
-        fetches: storages that were brought into the arena.
+        expected_ops: of these, the ones that came in the same order as before.
+        fetches: storages that were fetched into the arena.
         fetched_bytes: their bytes.
         fetches_ahead: of the fetches, those that were begun before an op needed them.
         evictions: storages that left the arena.
         writes: of these, the ones whose bytes had changed, or that had no copy at home yet.
         written_bytes: their bytes.
-        unseen_writes: storages found changed by code that nobody sees when they left.
+        unseen_writes: evicted storages that had been changed without a visible op.
         adoptions: storages from outside that were taken over, such as parameters and batches.
         adopted_bytes: their bytes.
         bytes_in_use: of the arena, now.
-        peak_bytes: of the arena, at the most; never above the budget.
+        peak_bytes: of the arena; never above the budget.
         away_bytes: of storages that are at a home now.
-        fixed: storages whose address somebody took, such as by ``numpy()``: they keep it.
-        outside_bytes: that threads which are not followed hold now, in requests of 64 KiB and more.
-        peak_outside_bytes: the same, at the most.
-        foreign: times an op used memory where it is, beside the budget: what is not PyTorch's own, or a NumPy array or
-            somebody else has the address of; and data from before the loop that it uses in part, such as by index, or
-            that is too large to move (see ``is_worth_adopting`` in paging.cpp).
-        at_home_bytes: of operands that ops used where they are at home, since no hole in the arena was large enough, or
-            another thread used them as well. A GPU reads and writes them over its link.
-        transfer_microseconds: the loop waited so long for fetches and evictions.
-        peak_home_bytes: bytes that the homes held at the most.
+        fixed: storages that keep their address because somebody took it, such as by ``numpy()``.
+        outside_bytes: that unfollowed threads hold now, in requests of 64 KiB and more.
+        peak_outside_bytes: the peak of these.
+        foreign: times an op used memory in place, outside of the budget: memory that is not PyTorch's own, or whose
+            address a NumPy array or somebody else has; and data from before the loop that it uses in part, such as by
+            index, or that is too large to move (see ``is_worth_adopting`` in paging.cpp).
+        at_home_bytes: of operands that ops used at home, since no hole in the arena was large enough, or another thread
+            used them as well. A GPU reads and writes them over its link.
+        transfer_microseconds: spent waiting for fetches and evictions.
+        peak_home_bytes: the peak of the homes' bytes.
         planned_ops: ops that came where a plan has them.
-        unplanned_evictions: of the evictions, those that the plan which was followed had not foreseen.
-        departures: times the loop left what was planned.
-        recipes: storages that autograd does not keep, since they can be made again.
-        reruns: times that one of them was made again.
+        unplanned_evictions: of the evictions, those that were not in the followed plan.
+        departures: times the loop left its plan.
+        recipes: storages that autograd does not keep, since they can be recomputed.
+        reruns: times that one of them was recomputed.
         unkept_bytes: of storages that were freed because of that.
-        rerun_microseconds: the loop spent so long on making them again.
+        rerun_microseconds: spent on recomputing them.
         file_bytes: of storages whose home is the file that they were mapped from, such as weights of a checkpoint.
-        small_bytes: of storages below 64 KiB, now, on a CPU: those of the models, and those that the loop's ops asked
-            for. They cannot be moved; the arena has the rest of the budget.
-        peak_small_bytes: the same, at the most.
+        small_bytes: of storages below 64 KiB, now, on a CPU: those of the models, and those that the loop's ops
+            requested. They cannot be moved; the arena has the rest of the budget.
+        peak_small_bytes: the peak of these.
         steps: times an optimizer was stepped; in loops without one, backward passes, or calls without gradients.
         plans: that were made of steps of the loop.
 
@@ -108,7 +108,7 @@ class LoopStats:
 
 
 def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
-    """What people look for first, by name."""
+    """Return the facts that people look for first, by name."""
     waited, again = (micros / 1e6 for micros in (stats.transfer_microseconds, stats.rerun_microseconds))
     moved = f"{format_bytes(stats.written_bytes)} out, {format_bytes(stats.fetched_bytes)} in"
     facts = [

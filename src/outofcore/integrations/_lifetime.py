@@ -30,23 +30,18 @@ class Lifetime:
 
     @property
     def stats(self) -> LoopStats:
-        """Of the loop that runs, or of the last one."""
+        """The statistics of the running loop, or of the last one."""
         return LoopStats() if self.run is None else self.run.stats
 
     def begin(self, model: nn.Module | None) -> None:
-        """Start a loop; one that was never ended, because its training failed, is ended first.
-
-        Raises:
-            StateError: a loop of somebody else is followed, or the native code cannot be built.
-            SpillError: the home cannot be used.
-        """
+        """Start a loop; end one first that was never ended because its training failed."""
         self.end()
         self.run = self._loop(model).start()
         # A trainer that failed and is gone leaves no loop behind.
         weakref.finalize(self, _stop, self.run).atexit = False
 
     def end(self, error: BaseException | None = None) -> None:
-        """Stop the loop, if one runs; what made it fail is noted on the error in words."""
+        """Stop the loop, if one runs, and note its explanation on the error that made it fail."""
         if self.run is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""What a loop or a compiled step did in each of some steps: the numbers that loggers are given."""
+"""The statistics of a loop or a compiled step between two readings, for loggers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from outofcore.api import LoopStats, StepStats
 
 
 class Meter:
-    """Adds up what happens between two readings, and gives it by step.
+    """Adds up statistics between two readings, and averages them by step.
 
-    Values are, by name: ``step_seconds``, the time of a step; ``wait_seconds``, of that, what it waited for copies;
-    ``bytes_out`` and ``bytes_in``, moved from the arena to the homes and back; each the mean over the steps since the
-    last reading. ``peak_bytes`` is what was in use of the arena at the most, so far.
+    ``step_seconds``, ``wait_seconds`` (the part spent waiting for copies), and ``bytes_out`` and ``bytes_in`` (from the
+    arena to the homes and back) are means over the steps since the last reading. ``peak_bytes`` is the peak of the
+    arena so far.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class Meter:
         self._calls: list[StepStats] = []
 
     def begin(self, stats: LoopStats) -> None:
-        """What came before this is not counted."""
+        """Reset the meter."""
         self._before, self._began = stats, time.perf_counter()
 
     def of_loop(self, stats: LoopStats, steps: int) -> dict[str, float]:
-        """Values of the steps of a loop since the last reading; the time is that of the clock, data included."""
+        """Return the values of a loop's steps since the last reading, by wall-clock time, data loading included."""
         count, before, began = max(steps, 1), self._before, self._began
         self.begin(stats)
         return {
@@ -41,7 +41,7 @@ class Meter:
         self._calls.append(stats)
 
     def of_calls(self) -> dict[str, float]:
-        """Values of the calls since the last reading; the time is that within them."""
+        """Return the values of the calls since the last reading, by the time within them."""
         calls, self._calls = self._calls, []
         count = max(len(calls), 1)
         return {
@@ -54,5 +54,4 @@ class Meter:
 
 
 def prefixed(values: dict[str, float], prefix: str) -> dict[str, float]:
-    """The values under longer names."""
     return {prefix + name: value for name, value in values.items()}

@@ -77,17 +77,17 @@ class OutOfCore(Callback):
         return self._lifetime.stats
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Begin to follow."""
+        """Start the loop."""
         self._lifetime.begin(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to count."""
+        """Start the meter."""
         self._step = trainer.global_step
         if self._meter is not None:
             self._meter.begin(self.stats)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log, if it is time to."""
+        """Log if it is time to."""
         every, done = trainer.log_every_n_steps, trainer.global_step - self._step
         if self._meter is None or not every or done < every:
             return
@@ -97,9 +97,9 @@ class OutOfCore(Callback):
             logger.log_metrics(values, step=trainer.global_step)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stop following."""
+        """Stop the loop."""
         self._lifetime.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop following."""
+        """Stop the loop."""
         self._lifetime.end(exception)

@@ -1,4 +1,4 @@
-"""Step times, bytes moved, waits and peaks for TensorBoard, Weights & Biases and others, from a loop of one's own."""
+"""Step times, bytes moved, waits and peaks for TensorBoard, Weights & Biases and others, from your own loop."""
 
 from __future__ import annotations
 

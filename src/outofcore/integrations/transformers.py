@@ -82,20 +82,20 @@ class OutOfCoreCallback(TrainerCallback):
         self._lifetime.end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to follow."""
+        """Start the loop."""
         self._lifetime.begin(kwargs.get("model"))
         if self._numbers is not None:
             self._numbers.begin(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop following."""
+        """Stop the loop."""
         self._lifetime.end()
         if self._numbers is not None:
             self._numbers.end()
 
 
 class _Numbers(TrainerCallback):
-    """Puts numbers into what is logged, before those callbacks see it that report it."""
+    """Adds numbers to the logs before the callbacks that report them."""
 
     def __init__(self, owner: OutOfCoreCallback) -> None:
         self._owner = owner
@@ -104,7 +104,7 @@ class _Numbers(TrainerCallback):
         self._handler: CallbackHandler | None = None
 
     def begin(self, step: int) -> None:
-        """Come before all callbacks of the trainer: those that report come before those of the user."""
+        """Move before all callbacks of the trainer: those that report come before those of the user."""
         self.end()
         self._step = step
         self._meter.begin(self._owner.stats)

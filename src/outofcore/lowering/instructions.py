@@ -1,4 +1,4 @@
-"""From a plan to instructions on blocks that have no addresses yet."""
+"""Lower a plan to instructions on blocks that have no addresses yet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outofcore.program import Block, CopyIn, CopyOut, Instruction, Lodging, Prog
 
 @dataclass
 class _Stay:
-    """A block while its lifetime is still being found out."""
+    """A block while its lifetime is not yet known."""
 
     storage: int | None
     bytes: int
@@ -155,7 +155,7 @@ class _Lowering:
         return self._program()
 
     def _decisions(self) -> list[Decision]:
-        """What does not keep, checked, and the arrival of every input added where it is not named."""
+        """Return the checked decisions other than keep, adding the arrival of every input that is not named."""
         n = len(self.graph.ops)
         found: list[Decision] = []
         arriving: set[int] = set()
@@ -204,7 +204,7 @@ class _Lowering:
         return len(self.stays) - 1
 
     def _begin_stay(self, storage: int, *, is_last: bool) -> None:
-        """Give a storage a block from here on; the last stay of what wraps is in the block that the step began with."""
+        """Give a storage a block from here on; the last stay of a wrapping storage reuses the step's first block."""
         if is_last and storage in self.wrapping:
             self.block_of[storage] = block = self.wrapping[storage]
             self.stays[block].born = len(self.instructions)
@@ -224,7 +224,7 @@ class _Lowering:
             raise GraphError(f"what is to be computed again is dropped after its last use: {decision}")
 
     def _checked_orders(self) -> dict[int, tuple[int, ...]]:
-        """By the op before which it runs, each chain for which the plan has an order of its own."""
+        """Return the plan's own chain orders, checked, by the op before which each runs."""
         graph = self.graph
         replayed = {d.fetch_at for d in self.plan.decisions if d.residency is Residency.RECOMPUTE}
         found: dict[int, tuple[int, ...]] = {}
@@ -244,11 +244,11 @@ class _Lowering:
         return found
 
     def _materialise(self, at: int, storages: list[int]) -> None:
-        """Run again what makes these storages, at the versions they have now, and give each its block.
+        """Recompute these storages at their current versions, and give each its block.
 
-        What that takes and is neither on the device nor a target gets blocks of its own, which hold it
-        from the run or copy-in that brings it to the last run that reads it before it is made anew, if it is. What is
-        on the device is read in place: it is at the version of now, so no op that runs again writes it.
+        Intermediates that are neither on the device nor targets get blocks of their own, held from the run or copy-in
+        that brings them to the last run that reads them before they are recomputed, if they are. What is on the device
+        is read in place: it is at the current version, so no op that runs again writes it.
         """
         graph, history, version, homes = self.graph, self.history, self.version, self.homes
         if history is None:
@@ -349,7 +349,7 @@ class _Lowering:
 
 
 def _let_go(history: History, runs: Sequence[int], targets: Set[Content]) -> list[list[Content]]:
-    """For each run of a chain what is held no longer after it: nobody reads it before it is made anew, or ever."""
+    """Return for each run of a chain the contents that it reads last, before they are recomputed or for good."""
     ops = history.graph.ops
     read_next = set(targets)  # contents whose next event is a run that reads them, or the end
     found: list[list[Content]] = []
@@ -364,17 +364,15 @@ def _let_go(history: History, runs: Sequence[int], targets: Set[Content]) -> lis
 def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
     """Turn a plan into instructions on blocks that have no addresses yet.
 
-    Before each op come the copies-in that the plan fetches there, after it the copies-out of what
-    leaves. A storage whose home copy is up to date leaves without a copy; one that is used no more
-    is dropped. Before the op at which a plan wants a storage computed again, and after the copies-in of
-    that op, come the runs that make it, in the order that the plan has for them or else each once. A persistent
-    storage that is resident when the step ends counts as changed when the next one starts, since the user may have
-    written to it in between; unless it is frozen (``StepGraph.frozen``): then the executor keeps its home up to date,
-    and it leaves without a copy.
+    Before each op come the copies-in that the plan fetches there, after it the copies-out of what is evicted. A storage
+    whose home copy is current is evicted without a copy; an unused one is dropped. Recomputation runs before the op at
+    which the plan wants the storage and after its copies-in, in the order of the plan or else each op once. A
+    persistent storage that is resident when the step ends counts as changed when the next one starts, since the user
+    may have written to it in between; unless it is frozen (``StepGraph.frozen``): then the executor keeps its home
+    current.
 
-    Raises:
-        GraphError: a decision's times are out of order, it names a gap that the graph has not, or it
-            recomputes what cannot be computed again; or a chain of its own lacks what a run of it needs, does not make
-            what it is for, or runs what may not run again.
+    Raises ``GraphError`` for a decision whose times are out of order, whose gap the graph lacks, or that recomputes
+    what cannot be recomputed; and for a chain that lacks what a run of it needs, does not make its targets, or runs
+    what may not run again.
     """
     return _Lowering(graph, costs, plan).run()

@@ -1,8 +1,8 @@
 """Bytes that the homes hold over a step.
 
-A storage copied out takes its slot from the start of that copy to the end of the last copy in before the
-next copy out to the same slot. What is seen between two steps has its slot all the time: persistent
-storages that no wrapping block holds, inputs, and outputs.
+A storage copied out takes its slot from the start of that copy to the end of the last copy in before the next copy out
+to the same slot. What is seen between two steps has its slot all the time: persistent storages that no wrapping block
+holds, inputs, and outputs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Slot:
 
 
 def slot_bytes(count: int) -> int:
-    """Bytes that a storage of ``count`` bytes takes at a home: whole pages."""
+    """Return the bytes that a storage takes at a home: whole pages."""
     return round_up(count, PAGE_BYTES)
 
 
 def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
-    """The storages that have a slot for the whole step, and the home it is at."""
+    """Return the storages that have a slot for the whole step, and their homes."""
     moving = {program.blocks[i.block].storage for i in program.instructions if not isinstance(i, Run)}
     wrapping = {block.storage for block in program.blocks if block.wraps}
     found = {s: 0 for s in graph.outputs if s in moving}
@@ -44,7 +44,7 @@ def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
 
 
 def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
-    """The stays of what does not last, in the order in which they end."""
+    """Yield the temporary stays in the order in which they end."""
     settled = set(lasting(graph, program).items())
     open_: dict[tuple[int, int], Slot] = {}
     found: list[Slot] = []
@@ -70,7 +70,7 @@ class Turn:
     """One slot that is taken, and what it takes over.
 
     ``vacated`` are the slots of the same home whose bytes are free from here on, and ``after`` is the number of copies
-    in from that home that has to be done for that; 0: no more than what the queue of copies out has done before.
+    in from that home that must be done first; 0: those that the queue of copies out has waited for already.
     """
 
     slot: Slot
@@ -79,18 +79,11 @@ class Turn:
 
 
 def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None:
-    """In which order slots that do not last are taken, and which go before them, so that none is given too much.
+    """Order the temporary slots and their predecessors so that no home holds too much.
 
-    Bytes are counted as ``slot_bytes``. A slot's bytes are taken over only where the home has no others.
-
-    Args:
-        graph: the step.
-        costs: with the capacities of the homes.
-        program: as lowered.
-
-    Returns:
-        A turn for each stay of ``slots_of``, in the order of their copies out. None if waiting does not help: the
-        plan wants more at a home than it can hold.
+    Bytes are counted as ``slot_bytes``. A slot's bytes are taken over only where the home has no others. Returns a turn
+    for each stay of ``slots_of``, in the order of their copies out; None if the plan exceeds a home's capacity even
+    with waits.
     """
     size = [slot_bytes(storage.bytes) for storage in graph.storages]
     capacity = [home.bytes for home in costs.homes]
@@ -139,16 +132,9 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
 
 
 def room_at_homes(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
-    """How copies out have to wait until there is room at their home.
+    """Return, for each copy out that must wait for room, after how many copies in from its home it may start.
 
-    Args:
-        graph: the step.
-        costs: with the capacities of the homes.
-        program: as lowered.
-
-    Returns:
-        For the index of each copy out that has to wait: after how many copies in from its home. None if
-        waiting does not help: the plan wants more at a home than it can hold.
+    None if the plan exceeds a home's capacity even with waits.
     """
     if all(home.bytes is None for home in costs.homes):
         return {}

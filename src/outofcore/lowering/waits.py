@@ -1,7 +1,6 @@
-"""What each instruction of a placed program has to wait for.
+"""Derive the waits of each instruction of a placed program.
 
-The waits depend on the addresses: a block may be written as soon as whatever last held its bytes
-is done with them, and need not wait for anything else.
+The waits depend on the addresses: a block may be written as soon as the last users of its bytes are done with them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LEARNT = frozenset({StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE, Storage
 
 
 class _Ground:
-    """Who last touched each byte of the arena, as disjoint intervals in order of address."""
+    """The last users of each byte of the arena, as disjoint intervals in order of address."""
 
     def __init__(self, nothing: _Clock) -> None:
         self._nothing = nothing
@@ -38,7 +37,7 @@ class _Ground:
         self._pieces: list[tuple[int, _Clock]] = []  # end of the interval, and when its bytes are free
 
     def take(self, start: int, end: int) -> _Clock:
-        """When all of [start, end) is free."""
+        """Return when all of [start, end) is free."""
         needed = self._nothing
         at = max(bisect_right(self._starts, start) - 1, 0)
         while at < len(self._starts) and self._starts[at] < end:
@@ -75,19 +74,13 @@ class _Ground:
 def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Program:
     """Give each instruction of a placed program the waits that it needs, and no more.
 
-    An instruction waits for whoever wrote what it reads, for whoever still reads what it overwrites
-    (in a block, in a home slot, or in the bytes of a block that was there before), unless its own
-    queue or another wait implies it. A copy out to a home that is full also waits for its room. And what changes the
-    model for good waits for all collectives before it: as long as one may fail, because another process has ended, the
-    step can be undone.
+    An instruction waits for the writer of what it reads, and for readers of what it overwrites (in a block, in a home
+    slot, or in the bytes of an earlier block), unless its own queue or another wait implies it. A copy out to a full
+    home also waits for its room. Permanent changes of the model wait for all collectives before them: as long as one
+    may fail, because another process has ended, the step can be undone.
 
-    Args:
-        graph: the step.
-        program: placed.
-        costs: with the capacities of the homes; None: they hold anything.
-
-    Raises:
-        GraphError: a home cannot hold what the program copies there, or a workspace is copied.
+    Without ``costs`` homes hold anything. Raises ``GraphError`` if a home cannot hold what the program copies there, or
+    a workspace is copied.
     """
     room = room_at_homes(graph, costs, program) if costs is not None else {}
     if room is None:
@@ -176,7 +169,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
 
 
 def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> bool:
-    """Whether an instruction updates what lasts, or shows a gradient: there is no way back behind it."""
+    """Return whether an instruction makes it impossible to undo the step: it updates state, or shows a gradient."""
     if isinstance(instruction, Run):
         changed = graph.ops[instruction.op].mutates
         kinds = {graph.storages[s].kind for s in changed if s in graph.persistent or graph.storages[s].arrives}
@@ -192,7 +185,7 @@ def _waiting(instruction: Instruction, waits: tuple[Wait, ...]) -> Instruction:
 
 
 def _lanes(program: Program) -> list[tuple[Queue, int]]:
-    """The queues: the ops, the collectives if there are any, and for each home its copies out and its copies in."""
+    """List the queues: ops, collectives if there are any, and for each home copies out and copies in."""
     homes = {i.home for i in program.instructions if not isinstance(i, Run)} | {0}
     copies = [(queue, home) for home in sorted(homes) for queue in (Queue.COPY_OUT, Queue.COPY_IN)]
     beside = any(isinstance(i, Run) and i.communicates for i in program.instructions)

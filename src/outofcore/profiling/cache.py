@@ -1,12 +1,11 @@
 """Measurements kept on disk, so that no process has to take them again.
 
-A cache is a folder. In it lies a file of JSON for each kind of measurement and each set of facts on which
-such measurements depend (the machine, its threads, the version of PyTorch): other facts, another file.
+A cache is a folder with a JSON file for each kind of measurement and each set of facts on which it depends (the
+machine, its threads, the version of PyTorch): other facts, another file.
 
-Safe under concurrent use: a file is replaced as a whole, so a reader finds the old or the new one; a writer adds
-to what is there while it holds a lock, so that two writers lose nothing. What is damaged, or of another
-format, is left out of account, said in the log, and written anew. A folder that cannot be written to costs
-time and nothing else.
+Safe under concurrent use: a file is replaced as a whole, so a reader finds the old or the new one; a writer adds to it
+under a lock, so that two writers lose nothing. Damaged files, or those of another format, are ignored, logged, and
+rewritten. A folder that cannot be written to costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -49,15 +48,14 @@ class _File(Struct):
 
 
 def default_cache_folder() -> Path:
-    """Where measurements are kept if nothing else is said. It need not exist."""
+    """Return the default folder for measurements. It need not exist."""
     return user_cache_folder() / "measured"
 
 
 def open_cache(given: bool | str | os.PathLike[str]) -> Cache | None:
-    """The cache that a user means: True for the default folder, False for none, or a folder.
+    """Open the user's cache: True for the default folder, False for none, or a folder.
 
-    Raises:
-        InputError: a folder is named that is something else.
+    Raises ``InputError`` if the path is not a folder.
     """
     if given is False:
         return None
@@ -74,25 +72,19 @@ class Cache:
     folder: Path
 
     def shelf(self, kind: str, facts: Mapping[str, object]) -> Shelf:
-        """The measurements of one kind, such as "ops", that were taken where these facts held.
-
-        Args:
-            kind: begins the name of the file.
-            facts: what the measurements depend on; text, numbers, truth values and lists of those.
-        """
+        """Return the measurements of one kind, such as "ops", that depend on these facts (JSON values)."""
         settled = json.dumps(facts, sort_keys=True, default=str)
         digest = hashlib.sha256(f"{FORMAT}\0{settled}".encode()).hexdigest()
         return Shelf(self.folder / f"{kind}-{digest[:16]}.json", json.loads(settled))
 
     def files(self) -> list[Path]:
-        """The files of the cache, in order."""
+        """Return the files of the cache, in order."""
         try:
             return sorted(p for p in self.folder.iterdir() if p.suffix in _ENDINGS and p.is_file())
         except OSError:
             return []
 
     def bytes(self) -> int:
-        """What they take."""
         total = 0
         for path in self.files():
             with contextlib.suppress(FileNotFoundError):  # another process may clear it meanwhile
@@ -100,11 +92,7 @@ class Cache:
         return total
 
     def clear(self) -> int:
-        """Delete the files of the cache, and nothing else in its folder; how many there were.
-
-        Raises:
-            InputError: one cannot be deleted.
-        """
+        """Delete the files of the cache, and nothing else in its folder; return how many there were."""
         found = self.files()
         for path in found:
             try:
@@ -116,7 +104,7 @@ class Cache:
 
 @lru_cache(8)
 def _read(path: Path, *_: int) -> _File:
-    """Read a file of a cache, once for each inode, time and size: to read it takes longer than to plan a small step."""
+    """Read a file of a cache, once for each inode, time and size: reading takes longer than planning a small step."""
     return decode_json(path, FORMAT, _File, whole=False)
 
 
@@ -128,7 +116,7 @@ class Shelf:
     facts: Mapping[str, object]
 
     def read(self) -> dict[str, object]:
-        """All entries by key; none where the file is missing or damaged."""
+        """Return all entries by key; none where the file is missing or damaged."""
         try:
             seen = self.path.stat()
         except OSError:
@@ -143,10 +131,7 @@ class Shelf:
             return {}
 
     def write(self, entries: Mapping[str, object]) -> None:
-        """Add entries, or put them in place of those with the same key.
-
-        Raises nothing if the disk will not have them: the log says so, and they are not kept.
-        """
+        """Add or replace entries; a failure is logged, not raised."""
         if not entries:
             return
         try:
@@ -177,9 +162,9 @@ class Shelf:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Take turns with other processes in a measurement that takes much memory; read again what they have found.
+        """Take turns with other processes in a measurement that takes much memory, then read again.
 
-        Waits as long as another process is at it. Where no lock can be had, all go at once.
+        It waits as long as another process is measuring. Where no lock can be had, all go at once.
         """
         with contextlib.ExitStack() as opened:
             try:

@@ -1,25 +1,19 @@
-"""Whether an op computed part by part gives the bits of the op as a whole, tried out on the machine at hand.
+"""Exactness checks: whether a split op gives the bits of the whole op, tried on this machine.
 
-That rows of a product do not mix says nothing of how a library adds up: it may take another kernel for fewer rows. So
-each way in which a step is to be cut is tried on random numbers, whole against parts, once for a family of ops; what
-was found is kept where measurements are kept.
+A library may use another kernel for fewer rows, which adds up in another order. So each way to split is tried on random
+numbers, whole against parts, once for a family of ops, and verdicts are kept with the measurements.
 
-An op that the budget does not hold as a whole is tried in a process of its own, which takes the memory for as long as a
-trial lasts, if the machine has twice as much left. Where it has not, stretches take the place of the whole, one at each
-end and each as long as the budget allows. That says less, as libraries choose kernels by sizes: of the parts that held
-for half of an op, 8 of 234 did not for all of it (convolutions of a ResNet-50). Stretches of less than a quarter of an
-op say too little; then it is not cut so.
+An op that the budget does not hold as a whole is tried in a process of its own, if the machine has twice as much memory
+left. Otherwise two stretches are tried in its place, one at each end and as long as the budget allows. That proves
+less, as libraries choose kernels by sizes: of the parts that held for half of an op, 8 of 234 did not for all of it
+(convolutions of a ResNet-50). An op of which not even a quarter fits is not split so.
 
-Elementwise operators take a few elements at a time and compute what is left over at the end of a stretch one by one,
-where functions such as ``exp`` may round otherwise. Few elements are concerned, and random numbers find them by chance
-alone; so operators of which this is true are found by computing all in scraps, and cut where nothing is left over. So
-are those that round otherwise where there are gaps between elements: they are cut where there are none.
+Elementwise kernels are vectorised and may round differently what is left over at the end of a stretch, or what has gaps
+in memory. Random numbers rarely show it, so all elements are computed in scraps; an affected operator is split only
+where nothing is left over, and there are no gaps. An op that makes few elements is tried several times.
 
-A few results prove little: sums of a few terms in another order mostly round to the same. So an op that makes few
-elements is tried several times, each time on other numbers.
-
-Limits: random numbers. A kernel that rounds otherwise for other numbers alone would not be noticed. On a GPU trials in
-processes of their own have not run yet.
+Limits: a kernel that rounds differently for rare numbers alone would not be noticed. On a GPU trials in processes of
+their own have not run yet.
 """
 
 from __future__ import annotations
@@ -79,13 +73,7 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Stretch:
-    """What is computed at once in a trial, and what is compared with it.
-
-    Attributes:
-        low: where it begins along the axis.
-        high: where it ends.
-        parts: where each part that is compared begins and ends.
-    """
+    """The range ``low:high`` of the axis that is computed at once in a trial, and the parts to compare with it."""
 
     low: int
     high: int
@@ -95,14 +83,9 @@ class Stretch:
 def refuted(
     claims: Sequence[Claim], values: Sequence[Value], backend: Backend, most: int, cache: Cache | None = None
 ) -> frozenset[str]:
-    """The keys of those claims that do not hold here.
+    """Return the keys of the claims that do not hold on this machine.
 
-    Args:
-        claims: what to try.
-        values: what the refs of their calls name.
-        backend: where the step runs.
-        most: bytes that trying one may take in this process.
-        cache: where verdicts are kept.
+    ``values`` are what the refs of the claims' calls name. A trial may take ``most`` bytes in this process.
     """
     shelf = None if cache is None else op_shelf(cache, backend.facts(), kind="parts")
     verdicts = _Verdicts(values, backend.device, {} if shelf is None else shelf.read())
@@ -130,15 +113,7 @@ def refuted(
 
 @dataclass
 class _Verdicts:
-    """What is found of claims.
-
-    Attributes:
-        values: what the refs of their calls name.
-        device: where they are tried.
-        known: verdicts that were kept, by ``_key``.
-        new: those to be kept.
-        holds: by the key of each claim that was looked at, whether it holds.
-    """
+    """Verdicts on claims: ``known`` and ``new`` ones by ``_key``, and ``holds`` by the keys of checked claims."""
 
     values: Sequence[Value]
     device: torch.device
@@ -147,11 +122,11 @@ class _Verdicts:
     holds: dict[str, bool] = field(default_factory=dict[str, bool])
 
     def is_known(self, claim: Claim) -> bool:
-        """Whether there is a verdict on all of it."""
+        """Return whether there is a verdict on the whole op."""
         return isinstance(self.known.get(_key(claim, (_whole(claim),))), bool)
 
     def find(self, claim: Claim, stretches: Sequence[Stretch]) -> None:
-        """Try it here, if there is no verdict on these stretches."""
+        """Try a claim here, if there is no verdict on these stretches."""
         key = _key(claim, stretches)
         found = self.known.get(key)
         if not isinstance(found, bool):
@@ -161,7 +136,7 @@ class _Verdicts:
         self.holds[claim.key] = bool(found)
 
     def find_elsewhere(self, claims: Sequence[Claim]) -> None:
-        """Try all of each in a process of its own, as far as there is memory."""
+        """Try the whole ops in a process of its own, as far as there is memory."""
         most = _left_on(self.device) // _MARGIN
         unknown = [c for c in claims if not self.is_known(c) and _fits(c, self.values, _whole(c), most)]
         found = _tried_elsewhere(unknown, self.values, self.device)
@@ -174,18 +149,18 @@ class _Verdicts:
 
 
 def _key(claim: Claim, stretches: Sequence[Stretch]) -> str:
-    """Names a verdict: a claim that was tried on less memory says less."""
+    """Return the key of a verdict: it includes the stretches, as a trial on less memory proves less."""
     tried = [(stretch.low, stretch.high, stretch.parts) for stretch in stretches]
     return hashlib.sha256(f"stretches, several draws: {claim.key} {tried}".encode()).hexdigest()[:24]
 
 
 def _left_on(device: torch.device) -> int:
-    """Bytes of memory that are left where trials run."""
+    """Return the bytes of memory that are free where trials run."""
     return (available_memory_bytes() or 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def _tried_elsewhere(claims: Sequence[Claim], values: Sequence[Value], device: torch.device) -> dict[str, bool]:
-    """Verdicts by claim of ops as a whole, from a process of its own; those that it died of are not among them."""
+    """Return verdicts on whole ops from a process of its own, without those that it died of."""
     verdicts = {b"True": True, b"False": False}
     found: dict[str, bool] = {}
     while claims:
@@ -204,7 +179,7 @@ def _tried_elsewhere(claims: Sequence[Claim], values: Sequence[Value], device: t
 
 
 def _said(work: bytes) -> tuple[list[bytes], int]:
-    """What a process says of the claims that it is given, as far as it came, and its exit status."""
+    """Return a process's verdicts on the claims that it is given, as far as it came, and its exit status."""
     with tempfile.TemporaryFile() as answer:
         helper = started(work, f"{__name__}:serve", answer)
         try:
@@ -217,7 +192,7 @@ def _said(work: bytes) -> tuple[list[bytes], int]:
 
 
 def serve() -> None:
-    """Try what comes in by standard input, and say what holds: what a process of its own does."""
+    """Try the claims that come in by standard input: the main function of a trial process."""
     # Where memory runs out all the same, this process shall go, not another one.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -239,13 +214,7 @@ def _fits(claim: Claim, values: Sequence[Value], stretch: Stretch, most: int) ->
 
 
 def stretches_of(claim: Claim, values: Sequence[Value], most: int) -> tuple[Stretch, ...]:
-    """What is tried of an op: all of it, or as much as fits at either end; nothing where that says too little of it.
-
-    Args:
-        claim: what is to be tried.
-        values: what the refs of its call name.
-        most: bytes that the trial may take.
-    """
+    """Choose what to try of an op within ``most`` bytes: all of it, a stretch at either end, or nothing."""
     parts, end = list(itertools.pairwise(claim.ends)), claim.ends[-1]
     # What is one part needs no more than the budget holds.
     if len(parts) == 1 or _fits(claim, values, _whole(claim), most):
@@ -285,7 +254,7 @@ def _span(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _needed(claim: Claim, values: Sequence[Value], low: int, high: int, part: int) -> int:
-    """Bytes of a stretch, of what it changes in place, and of a part of such a length beside it."""
+    """Return the bytes of a stretch, of what it changes in place, and of a part of length ``part``."""
     func, names = _operator(claim.call), _tensors(claim.call, values)
     written = written_arguments(func, by_name(func, claim.call.args, claim.call.kwargs))
     changed = {name for name in names if name[0] in written}
@@ -296,7 +265,7 @@ def _needed(claim: Claim, values: Sequence[Value], low: int, high: int, part: in
 
 
 def _given(claim: Claim, values: Sequence[Value], low: int, high: int, names: Set[Name] | None = None) -> int:
-    """Bytes of the arguments of a part; of these alone, if they are named."""
+    """Return the bytes of a part's arguments, of all or of the named ones."""
     tensors = _tensors(claim.call, values)
     cuts = claim.way.given
     return sum(
@@ -305,7 +274,7 @@ def _given(claim: Claim, values: Sequence[Value], low: int, high: int, names: Se
 
 
 def _made(claim: Claim, values: Sequence[Value], low: int, high: int, call: Call) -> int:
-    """Bytes of what a part of a call makes."""
+    """Return the bytes of what a part of a call makes."""
     cuts = claim.way.made
     made = ((place, values[v]) for place, v in enumerate(call.results) if v is not None)
     return sum(_size(value, place in cuts, claim, low, high) for place, value in made)
@@ -331,7 +300,7 @@ def _operator(call: Call) -> Any:
 
 
 def _holds(claim: Claim, values: Sequence[Value], device: torch.device, stretches: Sequence[Stretch]) -> bool | None:
-    """Whether a claim holds on stretches of its op; None: memory ran out."""
+    """Return whether a claim holds on stretches of its op; None if memory ran out."""
     if not stretches:
         return False
     with TURN, internals.below_autograd():
@@ -350,7 +319,7 @@ def _holds(claim: Claim, values: Sequence[Value], device: torch.device, stretche
 
 
 def _draws(claim: Claim, values: Sequence[Value], stretch: Stretch) -> int:
-    """How often parts are tried: what makes few elements more often."""
+    """Return how often to try parts: ops that make few elements more often."""
     func = _operator(claim.call)
     written = written_arguments(func, by_name(func, claim.call.args, claim.call.kwargs))
     made = [prod(values[v].shape) for v in claim.call.results if v is not None]
@@ -364,7 +333,7 @@ def _draws(claim: Claim, values: Sequence[Value], stretch: Stretch) -> int:
 
 
 def _rounds_alike(claim: Claim, values: Sequence[Value], device: torch.device) -> bool:
-    """Whether an elementwise operator computes all elements alike, or parts are such that it makes no difference."""
+    """Return whether an elementwise operator rounds all elements alike, or the parts make no difference."""
     tensors = _tensors(claim.call, values)
     # Parts are put side by side where the whole was not.
     apart = any(prod(v.shape) > 1 and not is_dense(v.shape, v.stride) for v in tensors.values())
@@ -374,7 +343,7 @@ def _rounds_alike(claim: Claim, values: Sequence[Value], device: torch.device) -
 
 
 def _leaves_nothing(claim: Claim, tensors: Mapping[Name, Value]) -> bool:
-    """Whether parts of an elementwise operator end where nothing is left over."""
+    """Return whether parts of an elementwise operator end where no element is left over."""
     sizes = {prod(value.shape) for value in tensors.values()}
     elements = max(sizes, default=0)
     threads = torch.get_num_threads()
@@ -393,7 +362,7 @@ Rounds = Callable[[Call, Mapping[Name, Value], torch.device], bool]
 
 
 def _is_uneven(claim: Claim, tensors: Mapping[Name, Value], device: torch.device, rounds: Rounds) -> bool:
-    """Whether an elementwise operator rounds some elements otherwise than those in the middle of long stretches."""
+    """Return whether an elementwise operator rounds some elements otherwise than the middle of long stretches."""
     call, func = claim.call, _operator(claim.call)
     kinds = ", ".join(f"{name}: {value.dtype} {prod(value.shape) > 1}" for name, value in tensors.items())
     constants = [item for item in (*call.args, *call.kwargs.values()) if not isinstance(item, Ref | list | tuple)]
@@ -407,14 +376,14 @@ _uneven: dict[str, bool] = {}
 
 
 def _rounds_gaps(call: Call, tensors: Mapping[Name, Value], device: torch.device) -> bool:
-    """Whether elements with gaps between them are rounded otherwise than those side by side."""
+    """Return whether elements with gaps between them are rounded differently."""
     long, run = _long(call, tensors, device)
     gaps = {n: torch.stack([t, t], dim=-1)[:, 0] if t.numel() > 1 else t.clone() for n, t in long.items()}
     return not _same(run({name: tensor.clone() for name, tensor in long.items()}), run(gaps))
 
 
 def _rounds_scraps(call: Call, tensors: Mapping[Name, Value], device: torch.device) -> bool:
-    """Whether a few elements are rounded otherwise than many."""
+    """Return whether a few elements are rounded otherwise than many."""
     long, run = _long(call, tensors, device)
     whole = run({name: tensor.clone() for name, tensor in long.items()})
     for start in range(0, _SCRAPS, _SCRAP):
@@ -427,7 +396,7 @@ def _rounds_scraps(call: Call, tensors: Mapping[Name, Value], device: torch.devi
 def _long(
     call: Call, tensors: Mapping[Name, Value], device: torch.device
 ) -> tuple[dict[Name, torch.Tensor], Callable[[Mapping[Name, torch.Tensor]], torch.Tensor]]:
-    """A long stretch of an elementwise operator's arguments, and what runs it on such."""
+    """Return a long stretch of an elementwise operator's arguments, and a function that runs it on such."""
     func = _operator(call)
     generator = torch.Generator(device).manual_seed(_SEED)
     long: dict[Name, torch.Tensor] = {}
@@ -457,7 +426,7 @@ Same = Callable[[torch.Tensor, Any], bool]
 
 
 class Trial:
-    """A stretch of an op on random numbers, and parts of it on the same; each draw has other numbers."""
+    """A stretch of an op and its parts on the same random numbers; each draw has other numbers."""
 
     def __init__(
         self, claim: Claim, values: Sequence[Value], device: torch.device, stretch: Stretch, draw: int = 0
@@ -471,7 +440,7 @@ class Trial:
         fit(self.func, self._named(self.given, self.low, self.high, settle=not self.way.rebased))
 
     def _made(self, name: Name, value: Value) -> torch.Tensor:
-        """An argument of the stretch."""
+        """Make an argument of the stretch."""
         cut = self.way.given.get(name)
         shape, stride = value.shape, value.stride
         if cut is not None and not self.whole:
@@ -512,7 +481,7 @@ class Trial:
     def _run(
         self, tensors: Mapping[Name, torch.Tensor], low: int, high: int, call: Call | None = None
     ) -> tuple[list[Any], dict[Name, torch.Tensor]]:
-        """What a part returns, and what it has written in place."""
+        """Run a part; return its results, and what it has written in place."""
         named = self._named(tensors, low, high, call=call)
         names = traits(self.func).names[: len(self.claim.call.args)]
         written = written_arguments(self.func, named)
@@ -547,11 +516,7 @@ class Trial:
         return made
 
     def holds(self, same: Same | None = None) -> bool:
-        """Whether the parts are the stretch.
-
-        Args:
-            same: what two tensors are the same by; None: to the bit.
-        """
+        """Return whether the parts equal the stretch, by ``same`` or to the bit."""
         same = same or _same
         written = written_arguments(self.func, self._named(self.given, self.low, self.high))
         # What is not written to need not be there twice.
@@ -574,7 +539,7 @@ class Trial:
         return True
 
     def _parts(self, low: int, high: int) -> Iterator[dict[Name, torch.Tensor]]:
-        """The arguments of a part: each in memory of its own, or where it lies, if it lies otherwise there."""
+        """Yield the arguments of a part: in memory of their own, or in place, if the layout differs there."""
         written = written_arguments(self.func, self._named(self.given, low, high))
         views: dict[Name, torch.Tensor] = {}
         for name, tensor in self.given.items():
@@ -593,7 +558,7 @@ class Trial:
             yield {name: views[name] if name in there else self._part(name, low, high) for name in self.given}
 
     def _merged(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """What is whole, with the dimensions that are cut as one; a copy, if need be."""
+        """View a tensor with the dimensions that are cut as one; copy it if needed."""
         return tensor.flatten(cut.dims[0], cut.dims[1] - 1) if self.whole else tensor
 
     def _slice(self, tensor: torch.Tensor, cut: Cut | None, low: int, high: int) -> torch.Tensor:
@@ -605,7 +570,7 @@ class Trial:
 
 
 def _copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies as the tensor does, and begins as far from what memory is aligned to."""
+    """Copy a tensor with its layout and its misalignment."""
     shift, count = tensor.storage_offset(), _extent(tensor.shape, tensor.stride())
     base = torch.empty(shift + count, dtype=tensor.dtype, device=tensor.device)
     base[shift:].copy_(torch.as_strided(tensor, (count,), (1,), shift))
@@ -613,7 +578,7 @@ def _copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _one_of_each(ends: Sequence[int]) -> list[tuple[int, int]]:
-    """The first and the last part, and one of each length: kernels are chosen by sizes."""
+    """Return the first and the last part, and one of each length: kernels are chosen by sizes."""
     parts = list(itertools.pairwise(ends))
     lengths = {high - low: (low, high) for low, high in parts[1:-1]}
     return list(dict.fromkeys([parts[0], *lengths.values(), parts[-1]]))
@@ -625,14 +590,14 @@ def _part_shape(shape: tuple[int, ...], cut: Cut, low: int, high: int) -> tuple[
 
 
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last of a tensor."""
+    """Return the number of elements from the first to the last of a tensor."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _same(one: torch.Tensor, other: Any) -> bool:
-    """Whether two tensors have the same bits; all NaN are alike."""
+    """Return whether two tensors have the same bits; all NaN are alike."""
     if not isinstance(other, torch.Tensor) or one.dtype != other.dtype or one.numel() != other.numel():
         return False
     one, other = one.reshape(-1), other.reshape(-1)

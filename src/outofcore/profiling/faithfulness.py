@@ -1,8 +1,7 @@
-"""What an op returns, compared with what it was captured to return.
+"""Compare what an op returns with what it was captured to return.
 
-A step is captured on tensors without contents, whose kernels say what real ones would return (PyTorch's *meta* or
-*fake* kernels). Where they are wrong, ops after it would find other tensors than they expect. So each op is compared
-when it is measured, with its name, before a step relies on it.
+A step is captured on tensors without contents, with PyTorch's *meta* or *fake* kernels. Where they are wrong, later ops
+would find other tensors than they expect. So each op is compared when it is measured, before a step relies on it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,8 @@ from outofcore.units import format_bytes
 class Difference:
     """One result that is not what was captured.
 
-    Attributes:
-        leaf: the number of the result.
-        what: "kind", "device", "dtype", "shape", "stride" or "bytes".
-        real: what it is, in words.
-        captured: what it was to be.
-        survived: whether a step gets it right all the same, by a copy to where the plan has it.
+    ``what`` is "kind", "device", "dtype", "shape", "stride" or "bytes". ``survived`` tells whether a step is right
+    nevertheless, because results are copied to where the plan has them.
     """
 
     leaf: int
@@ -38,13 +33,7 @@ class Difference:
 
 
 def differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Difference]:
-    """How the results of an op differ from what was captured; of each result the gravest difference alone.
-
-    Args:
-        captured: the step.
-        op: of it.
-        leaves: what the op has returned, flattened.
-    """
+    """Return how the flattened results of an op differ from the capture; for each only the gravest difference."""
     unseen = unseen_results(captured.graph)
     found: list[Difference] = []
     for leaf, index in enumerate(captured.calls[op.id].results):

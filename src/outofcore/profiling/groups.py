@@ -1,11 +1,11 @@
-"""What collectives of a process group cost: latency and bandwidth, measured once by all its processes together.
+"""The cost of collectives in a process group: latency and bandwidth, measured once by all its processes together.
 
 The model: a collective takes the latency of the group, and the time in which its bytes go round a ring (Patarasu and
 Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): each process sends 2 (n - 1) / n of
 the bytes of an all-reduce among n processes, and half of that for what only gathers, scatters or broadcasts.
 
-Limits: what processes wait for each other is no part of it, and small and large groups within one step are taken to be
-alike if they have as many processes.
+Limits: waits of processes for each other are not included, and groups of the same size within one step are assumed to
+be alike.
 """
 
 from __future__ import annotations
@@ -36,23 +36,20 @@ _SMALL_ROUNDS, _LARGE_ROUNDS = 20, 4
 
 @dataclass(frozen=True)
 class GroupCost:
-    """What a collective takes in a group of so many processes."""
+    """The cost of a collective in a group of a given size."""
 
     latency_s: Annotated[float, Meta(ge=0, le=1e6)]
     bytes_per_s: Annotated[float, Meta(gt=0)]  # that each process sends
 
     def seconds(self, collective: Collective) -> float:
-        """Seconds of a collective that all processes come to at once."""
+        """Return the seconds of a collective that all processes start at once."""
         return self.latency_s + collective.sent_bytes / self.bytes_per_s
 
 
 def group_cost(group: ProcessGroup, device: torch.device, cache: Cache | None) -> GroupCost:
-    """The cost of a group, the same in all its processes; all of them call this at once.
+    """Return the cost of a group, the same in all its processes; all of them must call this at once.
 
-    Args:
-        group: the processes.
-        device: where their tensors are.
-        cache: of which that of rank 0 counts: what is kept there is not measured again.
+    The cache of rank 0 counts: what is kept there is not measured again.
     """
     key = f"{torch.distributed.get_backend(group)}/{device.type}/{group.size()}"
     shelf = None if cache is None else cache.shelf("groups", machine_facts())
@@ -94,14 +91,13 @@ def _median(group: ProcessGroup, device: torch.device, count: int, rounds: int) 
 
 
 def collectives_of(captured: Captured) -> tuple[Collective, ...]:
-    """The collectives of a step, in order."""
     return tuple(call.func for call in captured.calls if isinstance(call.func, Collective))
 
 
 def with_collectives(
     captured: Captured, profiles: tuple[OpProfile, ...], costs: dict[int, GroupCost]
 ) -> tuple[OpProfile, ...]:
-    """The profiles with the costs of collectives, by the number of processes in their group."""
+    """Add the costs of collectives to the profiles; ``costs`` is by the number of processes in the group."""
     found = list(profiles)
     for index, call in enumerate(captured.calls):
         if isinstance(call.func, Collective) and call.func.group.size() in costs:

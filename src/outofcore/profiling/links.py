@@ -1,9 +1,8 @@
-"""What the link to a home gives: alone, beside ops, and both ways at once; and what copies take from ops.
+"""Measure the link to a home: alone, concurrently with ops, and both ways at once; and how much copies slow ops down.
 
-A step copies while it computes, and both share cores, memory and buses. So the rates to plan with are those measured
-beside ops; how much copies both ways take from each other, and all of them from ops, is measured as well (``Home``).
-The protocol is one (``_measured``); how actions run side by side and are timed differs: threads and the clock of the
-host, or streams and the clock of the device.
+A step copies while it computes, and both share cores, memory and buses. So plans use the rates measured concurrently
+with ops; ``Home`` also has how much copies both ways slow each other, and ops, down. The protocol is one
+(``_measured``); threads and the host's clock, or streams and the device's clock, run and time it.
 """
 
 from __future__ import annotations
@@ -69,15 +68,14 @@ class LinkReport:
     """A measured link.
 
     Attributes:
-        name: of the home.
         capacity: of the home, in bytes.
         latency_s: of a copy of one page, alone.
         alone: one way at a time, with nothing else to do.
-        computing: one way at a time, beside ops.
-        together: both ways at once, beside ops.
+        computing: one way at a time, concurrently with ops.
+        together: both ways at once, concurrently with ops.
         compute_alone_s: seconds of the ops, alone.
-        compute_single_s: likewise beside copies one way, the median of both ways.
-        compute_both_s: likewise beside copies both ways.
+        compute_single_s: concurrently with copies one way, the median of both ways.
+        compute_both_s: concurrently with copies both ways.
     """
 
     name: str
@@ -92,13 +90,11 @@ class LinkReport:
 
     @property
     def contention(self) -> float:
-        """As in ``Home``: 0 for two links, 1 for one that both ways share."""
         lost = 2 - self.together.out / self.computing.out - self.together.into / self.computing.into
         return min(max(lost, 0.0), 1.0)
 
     @property
     def contention_out(self) -> float:
-        """As in ``Home``: the part of what both ways lose that copies out lose."""
         out = max(1 - self.together.out / self.computing.out, 0.0)
         into = max(1 - self.together.into / self.computing.into, 0.0)
         part = out / (out + into) if out + into else 0.5
@@ -106,14 +102,13 @@ class LinkReport:
 
     @property
     def compute_slowdown(self) -> float:
-        """As in ``Home``: the share by which ops take longer for each copy that runs beside them."""
         single = self.compute_single_s / self.compute_alone_s - 1
         both = (self.compute_both_s / self.compute_alone_s - 1) / 2
         return max((single + both) / 2, 0.0)
 
     @property
     def home(self) -> Home:
-        """The costs of the home as they hold during a step."""
+        """The costs of the home during a step."""
         return Home(
             self.name,
             self.capacity,
@@ -127,18 +122,10 @@ class LinkReport:
 
 
 def links_to(stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int) -> tuple[Home, ...]:
-    """The costs of the homes of a step that runs somewhere.
+    """Return the costs of a step's homes.
 
-    The homes are in use, or soon will be: each is measured on one like it, so that it loses no room.
-
-    Args:
-        stores: the homes.
-        cache: as for ``known_link``.
-        backend: where the step runs.
-        buffer_bytes: as for ``known_link``.
-
-    Raises:
-        ArenaError, SpillError, TransferError: see ``measure_link``.
+    The homes are in use, or soon will be: each is measured on one like it, so that it loses no room. Raises as
+    ``measure_link``.
     """
     found: list[Home] = []
     for store in stores:
@@ -159,17 +146,10 @@ def known_link(
     driver: Driver | None = None,
     device: Mapping[str, object] | None = None,
 ) -> LinkReport:
-    """The link to a home as the cache has it, else measured now and kept.
+    """Return the cached link to a home, or measure and keep it; raises as ``measure_link``.
 
-    Args:
-        home: an open or unopened home.
-        cache: None measures whatever was measured before.
-        buffer_bytes: rounded down to a power of two; what was measured with other buffers is another link.
-        driver: the device at the other end; None: the CPU.
-        device: facts about it, if it is not the CPU.
-
-    Raises:
-        ArenaError, SpillError, TransferError: see ``measure_link``.
+    ``buffer_bytes`` is rounded down to a power of two; each buffer size is another link. ``driver`` is the device at
+    the other end and ``device`` the facts about it; None: the CPU.
     """
     size = 1 << max(buffer_bytes, PAGE_BYTES).bit_length() - 1
     if cache is None:
@@ -192,14 +172,9 @@ def known_link(
 def keep_link(
     home: HomeStore, cache: Cache, before: Home, after: Home, device: Mapping[str, object] | None = None
 ) -> None:
-    """Put what steps have shown of a link in place of what was measured.
+    """Replace a link's measured costs (``before``) in the cache by those that steps have shown (``after``).
 
-    Args:
-        home: at the end of the link.
-        cache: where measurements are kept.
-        before: its costs as they were measured.
-        after: its costs as steps have shown them: the rates, and what copies take from ops.
-        device: facts about the device, if it is not the CPU.
+    Those are the rates, and how much copies slow ops down. ``device`` are facts about a device other than the CPU.
     """
     if before == after:
         return
@@ -239,24 +214,24 @@ def measure_link(
 ) -> LinkReport:
     """Measure the link between memory, or a device, and a home.
 
-    Copies go between fresh memory and room past the end of what the home holds, which is left as it is; the home is
-    larger afterwards by twice the buffer. Bandwidth is the median of several copies, latency that of copies of one
-    page. Between a device and a disk they go as in a step, through buffers in host memory. Ctrl-C takes effect when
-    the link is measured; a second one when the copies that are under way have ended.
+    Copies go between fresh memory and room past the end of the home's contents; the home is larger afterwards by twice
+    the buffer. Bandwidth is the median of several copies, latency that of copies of one page. Between a device and a
+    disk they go as in a step, through buffers in host memory. Ctrl-C takes effect when the link is measured; a second
+    one when the copies that are under way have ended.
 
     Args:
         home: an open or unopened home; for a device pinned at best, or a disk.
         buffer_bytes: size of a copy, rounded up to whole pages.
         seconds: about how long to measure: a sixth each for ops alone, for copies out and in alone, out and in
-            beside ops, and both at once beside ops. At least two copies are timed.
+            concurrently with ops, and both at once. At least two copies are timed.
         driver: the device; None: the memory of the process.
-        compute: what copies are measured beside; by default ops bound by arithmetic and by memory in turn.
+        compute: what runs concurrently; by default ops bound by arithmetic and by memory in turn.
 
-    Limits: a drive that slows down after its write cache has filled, and one that others use at the same time,
-    are seen only as they are in that second; ops other than those measured may suffer more or less from copies.
+    Limits: a drive that slows down after its write cache has filled, or that others use at the same time, is seen only
+    as it is in that second; other ops may suffer more or less from copies.
 
     Raises:
-        ArenaError: the device has no room for two buffers and 192 MiB for ops beside them.
+        ArenaError: the device has no room for two buffers and 192 MiB for ops.
         SpillError: the home has no room for the measurement.
         TransferError: a copy failed.
     """
@@ -271,7 +246,7 @@ def measure_link(
 
 @dataclass(frozen=True, eq=False)
 class _Action:
-    """What is done again and again."""
+    """A repeated action, on a stream."""
 
     call: Callable[[], object]
     stream: Stream = Stream.COMPUTE  # on a device: where it is issued
@@ -284,7 +259,7 @@ _Times = Callable[[Sequence[_Action], float, int], list[list[float]]]
 
 @dataclass(frozen=True)
 class _Bench:
-    """What is measured, and how it is timed."""
+    """The measured actions, and how they are timed."""
 
     times: _Times
     work: _Action  # ops
@@ -334,7 +309,7 @@ def _measured(home: HomeStore, size: int, part: float, bench: _Bench) -> LinkRep
 def _ops(
     left: torch.Tensor, product: torch.Tensor, source: torch.Tensor, target: torch.Tensor, products: int
 ) -> Callable[[], object]:
-    """Ops whose results take no new memory, so that no page fault disturbs them."""
+    """Return ops whose results take no new memory, so that no page fault disturbs them."""
     left.fill_(0.5)
     source.fill_(0.5)
 
@@ -365,12 +340,9 @@ def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Cal
 
 
 def beside_each_other(actions: Sequence[_Action], seconds: float, least: int) -> list[list[float]]:
-    """See ``_Times``: the first action runs in this thread, the others in threads of their own.
+    """Time actions (see ``_Times``): the first runs in this thread, the others in threads of their own.
 
     No thread is left when this returns or raises, whatever interrupts it.
-
-    Raises:
-        Exception: what an action raises.
     """
     failures: list[BaseException] = []
     times: list[list[float]] = [[] for _ in actions]
@@ -416,7 +388,7 @@ def beside_each_other(actions: Sequence[_Action], seconds: float, least: int) ->
 
 
 def _join(threads: Sequence[threading.Thread], failures: list[BaseException]) -> None:
-    """Return when threads have ended; what interrupts that is added to the failures."""
+    """Return when threads have ended; interrupts are added to the failures."""
     for thread in threads:
         while thread.is_alive():
             try:
@@ -426,7 +398,7 @@ def _join(threads: Sequence[threading.Thread], failures: list[BaseException]) ->
 
 
 def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB) -> float:
-    """Bytes per second that PyTorch's threads read plus write when they copy one large tensor to another."""
+    """Return the bytes per second that PyTorch's threads read plus write when they copy one large tensor to another."""
     source = torch.ones(buffer_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
     (times,) = beside_each_other([_Action(lambda: target.copy_(source))], 0.2, 2)
@@ -465,7 +437,7 @@ def _device_bench(
 def _memory_copies(
     driver: Driver, home: HomeStore, arena: Memory, slots: tuple[int, int], size: int
 ) -> tuple[_Action, ...]:
-    """Copies between the first bytes of an arena and host memory: out, in, and a page each way."""
+    """Return copies between the first bytes of an arena and host memory: out, in, and a page each way."""
     host = [home.face(slot, size) for slot in slots]
     device = arena.view(0, size), arena.view(size, size)
     host[1].fill_(1)
@@ -484,7 +456,7 @@ def _memory_copies(
 def _disk_copies(
     driver: Driver, home: DiskHome, arena: Memory, slots: tuple[int, int], size: int
 ) -> tuple[_Action, ...]:
-    """Copies between the first bytes of an arena and a disk: out, in, and a page each way."""
+    """Return copies between the first bytes of an arena and a disk: out, in, and a page each way."""
     staging = Staging(driver, home)
 
     def put(count: int, slot: int) -> _Action:
@@ -502,7 +474,7 @@ def _disk_copies(
 
 
 class _DeviceTimes:
-    """See ``_Times``: actions are issued to streams side by side, and timed by the device's clock."""
+    """Times actions (see ``_Times``) on concurrent streams by the device's clock."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -525,7 +497,7 @@ class _DeviceTimes:
         return found
 
     def _issue(self, actions: Sequence[_Action], counts: Sequence[int]) -> list[list[float]]:
-        """Seconds of each repetition, of those that began before another stream ran dry."""
+        """Return the seconds of each repetition that began before another stream ran dry."""
         driver = self._driver
         begin = driver.mark(timed=True)
         driver.record(Stream.COMPUTE, begin)

@@ -1,13 +1,11 @@
-"""What each op costs: measured by running it once or a few times on scratch tensors, alone in memory; and kept.
+"""The cost of each op: measured by running it a few times on scratch tensors, alone in memory; and kept.
 
-Ops of one family (same target, shapes, strides, dtypes and constants) cost the same, so one stands for
-all of them (the idea of FamilySeer, arXiv 2201.00194). Nothing of the user's is touched, and a model
-whose step does not fit is measured all the same: only one op is in memory at a time.
+Ops of one family (same target, shapes, strides, dtypes and constants) cost the same, so one stands for all of them (the
+idea of FamilySeer, arXiv 2201.00194). Nothing of the user's is touched, and a model whose step does not fit is measured
+all the same: only one op is in memory at a time.
 
-Kept in a cache are families whose name says all there is to say: those of PyTorch's own operators and optimizers. An
-operator or an optimizer of the user's may change while its name does not.
-
-Limits: an op whose speed depends on what its inputs hold is measured for what scratch tensors hold (``scratch``).
+The cache keeps families of PyTorch's own operators and optimizers: those of the user's may change while their names do
+not. Limits: an op whose speed depends on its inputs' values is measured for those of scratch tensors (``scratch``).
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ _Bytes = Annotated[int, Meta(ge=0, le=1 << 44)]
 
 @dataclass(frozen=True)
 class OpProfile:
-    """What running an op takes, and what it asks of the allocator."""
+    """The cost of an op, and its requests to the allocator."""
 
     cost: OpCost
     requests: Requests
@@ -83,19 +81,11 @@ def profile_ops(
     cache: Cache | None = None,
     backend: Backend | None = None,
 ) -> tuple[OpProfile, ...]:
-    """Measure every op of a captured step, once per family.
+    """Measure every op of a captured step, once per family, and leave the random generators unchanged.
 
-    The random generators are left as they were found.
-
-    Args:
-        captured: the step.
-        advance: called with (families measured, families) after each.
-        measure_time: False learns only what is asked of the allocator, in a single run of each family.
-        cache: where families that were measured before are found, and the others are kept.
-        backend: where the step runs; None: on the CPU.
-
-    Raises:
-        CaptureError: an op does not run on tensors of made-up contents, or returns other tensors than captured.
+    ``advance`` is called with (families measured, families). ``measure_time`` False learns only allocator requests, in
+    a single run of each family. Raises ``CaptureError`` if an op does not run on made-up contents, or returns other
+    tensors than captured.
     """
     ops = range(len(captured.graph.ops))
     found = profile_some(captured, ops, advance=advance, measure_time=measure_time, cache=cache, backend=backend)
@@ -145,7 +135,7 @@ def _generators_kept(backend: Backend) -> Iterator[None]:
 
 
 class _Bench:
-    """Scratch memory, and one op at a time on it."""
+    """Scratch memory for one op at a time."""
 
     def __init__(self, captured: Captured, backend: Backend) -> None:
         self._captured = captured
@@ -211,7 +201,7 @@ class _Bench:
         raise _unmeasurable(op, failed) from failed
 
     def _layout(self, op: Op, workspace: int) -> tuple[Program, int, int]:
-        """A program of this op alone; where its arguments end, and where everything ends."""
+        """Return a program of this op alone; where its arguments end, and where everything ends."""
         storages = self._captured.graph.storages
         blocks: list[Block] = []
         offset = 0
@@ -290,7 +280,7 @@ class _Bench:
             return workspace_layout(recorder.events, pointers, captured.alignment)
 
     def _check(self, op: Op, leaves: Sequence[object]) -> None:
-        """Refuse an op whose kernel returns other tensors than its description on tensors without contents."""
+        """Refuse an op whose kernel returns other tensors than were captured."""
         for other in differences(self._captured, op, leaves):
             if other.survived:
                 _log.info("the operator %s returns %s, and was captured with %s", op.name, other.real, other.captured)
@@ -347,13 +337,13 @@ def _unmeasurable(op: Op, error: Exception | None) -> CaptureError:
 
 
 def _aligned(offset: int, count: int) -> int:
-    """Blocks begin on the boundaries on which ``placed_bytes`` lets them end."""
+    """Align an offset to the boundaries at which ``placed_bytes`` lets blocks end."""
     step = placed_bytes(1) if count < 65536 else 4096
     return -(-offset // step) * step
 
 
 def machine_facts() -> dict[str, object]:
-    """What the speed of anything here depends on."""
+    """Return what the speed of anything on this machine depends on."""
     machine = this_machine()
     return {
         "torch": torch.__version__,
@@ -365,12 +355,10 @@ def machine_facts() -> dict[str, object]:
 
 
 def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str = "ops") -> Shelf:
-    """What was found of ops under the settings of now.
+    """Return the cached facts about ops under the current settings.
 
-    Args:
-        cache: where.
-        device: facts about a device other than the CPU.
-        kind: "ops", their profiles; or "parts", whether they can be computed in parts.
+    ``device`` are facts about a device other than the CPU. ``kind`` is "ops" for profiles, or "parts" for exactness
+    checks.
     """
     settings = {
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -389,18 +377,13 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str
 
 
 def is_keepable(op: Op) -> bool:
-    """Whether the family of an op means the same in every process."""
+    """Return whether the family of an op means the same in every process."""
     own = op.name.startswith(("aten.", "fused.")) or (op.name.startswith("optimizer.") and not op.random)
     return own and bool(op.family) and " at 0x" not in op.family
 
 
 class KeptProfiles:
-    """The profiles of a shelf, and those to be added to it.
-
-    Args:
-        cache: None keeps and knows nothing.
-        device: as for ``op_shelf``.
-    """
+    """The profiles of a shelf, and those to be added to it; none without a cache."""
 
     def __init__(self, cache: Cache | None, device: Mapping[str, object] | None = None) -> None:
         self._shelf = None if cache is None else op_shelf(cache, device)
@@ -408,13 +391,10 @@ class KeptProfiles:
         self._new: dict[str, object] = {}
 
     def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
-        """The profile of an op's family; None where there is none, or it is damaged.
+        """Return the profile of an op's family; None where there is none, or it is damaged.
 
-        Args:
-            op: an op of the family.
-            timed: whether its seconds are wanted.
-            first: whether its first run asks for other memory than later ones.
-            results: how many tensors it returns, if that is known.
+        ``first``: its first run allocates differently from later ones. ``results`` is the number of tensors that it
+        returns, if known.
         """
         value = self._known.get(_key(op)) if is_keepable(op) else None
         if value is None or self._shelf is None:
@@ -435,12 +415,11 @@ class KeptProfiles:
         return profile
 
     def add(self, op: Op, profile: OpProfile, *, timed: bool) -> None:
-        """Take up a profile that was measured just now."""
+        """Add a new measurement."""
         if self._shelf is not None and is_keepable(op):
             self._new[_key(op)] = _Kept.of(profile, timed=timed)
 
     def save(self) -> None:
-        """Write what was added."""
         if self._shelf is not None:
             self._shelf.write(self._new)
             self._new = {}
@@ -453,15 +432,10 @@ def keep_profiles(
     only: Collection[int] | None = None,
     device: Mapping[str, object] | None = None,
 ) -> None:
-    """Put what steps have shown in place of what was measured of ops alone.
+    """Replace measured costs of ops in the cache by those that steps have shown.
 
-    Args:
-        cache: where to.
-        graph: of the step.
-        profiles: of its ops. A family gets the median of its ops' seconds, and the requests of the one that needs
-            the most scratch memory.
-        only: the ops whose families are kept; None: all.
-        device: as for ``op_shelf``.
+    A family gets the median of its ops' seconds, and the requests of the one that needs the most scratch memory.
+    ``only`` limits the ops whose families are kept.
     """
     wanted = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
@@ -526,7 +500,7 @@ class _KeptRequests(Struct):
 
 
 class _Kept(Struct, omit_defaults=True):
-    """A profile as it is kept; without seconds it was taken for memory alone."""
+    """A profile in the cache; without seconds only memory was measured."""
 
     seconds: _Seconds | None
     workspace_bytes: _Bytes

@@ -1,12 +1,11 @@
-"""What scratch tensors hold while an op is measured on them.
+"""The contents of scratch tensors while an op is measured on them.
 
-Half throughout, and zero where numbers are whole, which any index may be: most ops run on these. Those that do
-not, such as factorisations of matrices, are tried on others. Where an op takes whole numbers for places, they are
-spread over all places that there are: were all of them the first, its reads would come from a cache, and what it adds
-up would wait in a row.
+Floating-point tensors hold one half, integers zero, which any index may be: most ops run on these. Other contents are
+tried for those that do not, such as factorisations of matrices. Integers that are indices are spread over all places:
+if all were equal, reads would come from a cache, and additions to one place would wait for each other.
 
-On a GPU what is no whole number is drawn from around one half. A chip that switches fewer bits draws less power, and
-keeps a higher clock than training lets it.
+On a GPU floating-point values are drawn from around one half. A chip that switches fewer bits draws less power, and
+keeps a higher clock than in training.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class Contents:
     """What the arguments of an op are filled with.
 
     Attributes:
-        whole: in tensors of whole numbers.
-        identity: whether square matrices are the identity, which every factorisation and inverse exists for.
+        whole: the value in integer tensors.
+        identity: whether square matrices are the identity, which has every factorisation and an inverse.
         random: whether the rest is drawn between 0 and 1, and not one half.
-        varied: whether it is drawn between a fourth and three fourths.
+        varied: whether it is drawn between 1/4 and 3/4.
     """
 
     whole: int = 0
@@ -43,11 +42,9 @@ class Contents:
     varied: bool = False
 
     def fill_bytes(self, target: torch.Tensor, dtype: torch.dtype) -> None:
-        """Fill the bytes of a storage, before ``fill``: with halves, or what is to vary; with zeros where it is whole.
+        """Fill a storage (contiguous uint8) before ``fill``: with halves, or random values; with zeros for integers.
 
-        Args:
-            target: uint8, contiguous.
-            dtype: of the first value in it.
+        ``dtype`` is of the first value in it.
         """
         if not (dtype.is_floating_point or dtype.is_complex):
             target.zero_()
@@ -59,12 +56,7 @@ class Contents:
             whole.fill_(0.5)
 
     def fill(self, run: BoundRun, device: torch.device = CPU) -> None:
-        """Fill the arguments of an op, which hold halves and zeros.
-
-        Args:
-            run: the op.
-            device: where scratch tensors are; one that is elsewhere is a constant of the user's own.
-        """
+        """Fill the arguments of an op, which hold halves and zeros; skip constants, which are not on ``device``."""
         given = list(leaves_in([run.args, run.kwargs]))
         scratch = [tensor for tensor in given if tensor.device.type == device.type]
         if replace(self, varied=False) != PLAIN:
@@ -86,7 +78,7 @@ class Contents:
 
 
 def fit(func: OpOverload, given: Given) -> None:
-    """Make whole numbers among the arguments of an operator, given by name, such as it can run on."""
+    """Set an operator's integer arguments, given by name, to values with which it can run."""
     if func._schema.name in _FITTING:
         _FITTING[func._schema.name](given)
 
@@ -98,7 +90,7 @@ _DRAWN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def contents_to_try(device: torch.device) -> Iterator[Contents]:
-    """What to try one after the other, until an op runs."""
+    """Yield contents to try one after the other until an op runs."""
     yield PLAIN if device.type == "cpu" else Contents(varied=True)
     yield Contents(identity=True)
     # On a device an index out of range ends the process, and cannot be tried.
@@ -109,10 +101,10 @@ def contents_to_try(device: torch.device) -> Iterator[Contents]:
 
 
 def _even_groups(given: Given) -> None:
-    """Divide what there is evenly among the ragged groups of a product of matrices.
+    """Divide the rows evenly among the ragged groups of a product of matrices.
 
-    Zeros would leave all groups empty and the op without work. How uneven groups are in training is not known
-    before: routers of mixtures of experts are trained to keep them even.
+    Zeros would leave all groups empty and the op without work. The groups of training are unknown, but routers of
+    mixtures of experts are trained to keep them even.
     """
     one, other, offsets = given["self"], given["mat2"], given.get("offs")
     if offsets is None:
@@ -123,12 +115,12 @@ def _even_groups(given: Given) -> None:
 
 
 def _full_bags(given: Given) -> None:
-    """No bag of an embedding bag is empty: those that are take no memory."""
+    """Leave no bag of an embedding bag empty: empty ones take no memory."""
     given["bag_size"].fill_(1)
 
 
 def _even_repeats(given: Given) -> None:
-    """Repeats that add up to the size of the result."""
+    """Make repeats add up to the size of the result."""
     repeats, size = given["repeats"], given.get("output_size")
     if size is not None and repeats.numel():
         repeats.fill_(size // repeats.numel())
@@ -136,7 +128,7 @@ def _even_repeats(given: Given) -> None:
 
 
 def _even_segments(given: Given) -> None:
-    """Lengths that add up to the length of what is divided into segments."""
+    """Make segment lengths add up to the length that is divided."""
     lengths = given.get("lengths")
     if lengths is not None and lengths.numel():
         data, axis = given["data"], given.get("axis", 0)
@@ -163,7 +155,7 @@ _STRIDE = 7919
 
 
 def spread(places: torch.Tensor, count: int) -> None:
-    """Fill a tensor of whole numbers with places from 0 to ``count`` - 1, as evenly as can be."""
+    """Fill an integer tensor with values from 0 to ``count`` - 1, as evenly as possible."""
     if places.dtype in (torch.bool, torch.uint8) or not places.numel() or count < 2 or _is_expanded(places):
         return
     numbers = torch.arange(places.numel(), dtype=torch.int64, device=places.device)
@@ -175,7 +167,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _rows_of(name: str) -> Callable[[Given], None]:
-    """Spreads the places of rows, of which an argument has some, or is their number."""
+    """Spread indices of rows; the named argument has the rows, or is their number."""
 
     def fill(given: Given) -> None:
         rows = given[name]
@@ -185,27 +177,27 @@ def _rows_of(name: str) -> Callable[[Given], None]:
 
 
 def _places_along(given: Given) -> None:
-    """Spreads places along one dimension."""
+    """Spread indices along one dimension."""
     one = given["self"]
     if one.ndim:
         spread(given["index"], one.shape[given["dim"]])
 
 
 def _places_of_each(given: Given) -> None:
-    """Spreads places along each dimension that is indexed."""
+    """Spread indices along each dimension that is indexed."""
     for places, count in zip(given["indices"], given["self"].shape, strict=False):
         if isinstance(places, torch.Tensor) and not places.is_floating_point():
             spread(places, count)
 
 
 def _classes(given: Given) -> None:
-    """Spreads what is to be told apart."""
+    """Spread class numbers."""
     one = given["self"]
     spread(given["target"], one.shape[1 if one.ndim > 1 else 0])
 
 
 def _windows(given: Given) -> None:
-    """Spreads the places that a pooling has found its largest values at."""
+    """Spread the places at which a pooling has found its largest values."""
     spread(given["indices"], given["self"].shape[-1] * given["self"].shape[-2])
 
 

@@ -1,4 +1,4 @@
-"""What a plan says and what a step did, for people: numbers, text, and pages with pictures."""
+"""Reports of plans and measured steps: numbers, text, and pages with pictures."""
 
 from outofcore.report.content import page_content
 from outofcore.report.data import MemoryOverTime, Moved, StepReport, memory_over_time, step_report

@@ -1,4 +1,4 @@
-"""What the report's page shows, as plain JSON: the page itself only draws."""
+"""The content of the report's page, as plain JSON: the page itself only draws."""
 
 from __future__ import annotations
 
@@ -44,19 +44,15 @@ def page_content(
     memories: Sequence[MemoryOverTime] = (),
     on_demand: Collection[int] = (),
 ) -> Object:
-    """Everything that a report shows. Times in microseconds, sizes in bytes.
+    """Return everything that a report shows. Times in microseconds, sizes in bytes.
 
     Args:
-        graph: what the program was lowered from.
-        plan: likewise.
-        program: placed.
-        timelines: of this program, each with its name; the first is what the page opens with.
+        timelines: of this program, each with its name; the page opens with the first.
         budget: bytes that the user named.
-        title: the heading.
         insight: the step under other circumstances, if that is known.
         homes: the names of the homes, in the order of their numbers.
-        notes: what else is to be known, such as the machine, each with its name.
-        memories: of each timeline what lay on the device, where that is known; else it follows from the program.
+        notes: pairs of name and text, such as the machine.
+        memories: of each timeline the memory over time; by default derived from the program.
         on_demand: ids of ops that ran without a plan, in a step of which others were planned.
     """
     lanes = list(dict.fromkeys([*_ALWAYS, *map(lane_of, program.instructions)]))
@@ -139,7 +135,7 @@ def _micro(seconds: float) -> int:
 
 
 def _thinned(memory: MemoryOverTime) -> Object:
-    """Memory over time with no more moments than can be seen: of neighbours the one with the most bytes."""
+    """Limit the number of moments to what can be seen: of neighbours keep the one with the most bytes."""
     total = [sum(at) for at in zip(*memory.held.values(), strict=True)] or [0] * len(memory.times)
     length = memory.times[-1] or 1.0
     kept: dict[int, int] = {}
@@ -155,7 +151,7 @@ def _thinned(memory: MemoryOverTime) -> Object:
 
 
 def _storages(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Object], dict[str, int]]:
-    """The storages that a plan can say something about, the largest first; and how many bytes have which fate."""
+    """Return the storages that a plan decides about, the largest first; and the bytes of each fate."""
     decisions: dict[int, list[Decision]] = defaultdict(list)
     for decision in plan.decisions:
         if decision.residency is not Residency.KEEP:
@@ -198,12 +194,12 @@ def _place(decision: Decision) -> tuple[int, int]:
 
 
 def _gap(decision: Decision, ops: int) -> list[object]:
-    """What is done, after which op, and before which; the latter beyond the last op in the next step."""
+    """Return the residency, the op before the gap, and the op after it, which exceeds ``ops`` in the next step."""
     return [decision.residency.value, decision.gap.start, decision.gap.end % ops, int(decision.gap.end >= ops)]
 
 
 def _module(graph: StepGraph, data: Storage) -> str:
-    """Where in the model a storage belongs: the module of the op that made it, or of the first that uses it."""
+    """Return the module of the op that made a storage, or of the first that uses it."""
     made = graph.creator.get(data.id)
     uses = graph.uses[data.id]
     op = made if made is not None else uses[0] if uses else None
@@ -211,7 +207,7 @@ def _module(graph: StepGraph, data: Storage) -> str:
 
 
 def _fate(data: Storage, decisions: Sequence[Decision]) -> str:
-    """In a word what was decided about a storage."""
+    """Summarise the decisions about a storage in a word."""
     if data.arrives:
         return "comes in"
     kinds = {decision.residency for decision in decisions}

@@ -33,7 +33,6 @@ class StepReport:
     """One step in numbers.
 
     Attributes:
-        policy: that planned it.
         budget: bytes that were allowed.
         arena_bytes: the end of the highest block: what the step takes of the budget.
         peak_bytes: the most bytes held by blocks at once; the rest of the arena is lost to fragmentation.
@@ -65,15 +64,7 @@ class StepReport:
 
 
 def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeline, budget: int) -> StepReport:
-    """Sum up one step.
-
-    Args:
-        graph: what the program was lowered from.
-        plan: likewise.
-        program: placed.
-        timeline: of this program, simulated or measured.
-        budget: bytes of the device that the user named; a plan's own may be less.
-    """
+    """Sum up one step of a placed program; ``budget`` is the user's, and a plan's own may be less."""
     compute = 0.0
     recomputed = 0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
@@ -125,18 +116,11 @@ class MemoryOverTime:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes held at once."""
         return max((sum(at) for at in zip(*self.held.values(), strict=True)), default=0)
 
 
 def memory_over_time(graph: StepGraph, program: Program, timeline: Timeline) -> MemoryOverTime:
-    """What lies on the device at each moment of a step, by kind of storage.
-
-    Args:
-        graph: what the program was lowered from.
-        program: placed or not.
-        timeline: of this program, simulated or measured.
-    """
+    """Return the device bytes at each moment of a step, by kind of storage; the program need not be placed."""
     kinds = [
         WORKSPACE if block.storage is None else graph.storages[block.storage].kind.value for block in program.blocks
     ]
@@ -180,12 +164,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """Something that would make a step faster, and by how much, as predicted.
-
-    Attributes:
-        what: such as "100 MiB more budget".
-        saves: seconds a step.
-    """
+    """A change that would make a step faster, and the predicted seconds that it saves."""
 
     what: str
     saves: float
@@ -193,15 +172,15 @@ class Help:
 
 @dataclass(frozen=True)
 class Insight:
-    """What a step could be under other circumstances.
+    """A step under other circumstances.
 
     Attributes:
-        smallest_budget: the least bytes that can hold the step.
+        smallest_budget: in bytes.
         in_core_budget: the bytes from which on nothing needs to move.
         compute_seconds: all ops once.
         points: by rising budget.
         helps: what saves most first.
-        verdict: in one sentence what holds the step back.
+        verdict: one sentence on what limits the step.
     """
 
     smallest_budget: int

@@ -1,4 +1,4 @@
-"""The machine and the process that a report is about, as the system tells it."""
+"""The machine and the process that a report is about."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from outofcore.units import KIB
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a measurement was taken on."""
-
     cpu: str  # the model's name; the architecture where the system does not say
     cores: int  # that this process may use
     memory_bytes: int
@@ -22,7 +20,6 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine as this process sees it."""
     return Machine(
         cpu=_field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -33,30 +30,30 @@ def this_machine() -> Machine:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that can be taken without swapping, as the kernel estimates; None where it does not say.
+    """Return the memory that can be taken without swapping, as the kernel estimates; None where it does not say.
 
-    No more than what the control group of this process has left (``memory.max`` of Linux's version 2).
+    It is limited by the control group of this process (``memory.max`` of Linux's version 2).
     """
     found = [_kib(_field(Path("/proc/meminfo"), "MemAvailable")), _left_of_group(_own_group())]
     return min((count for count in found if count is not None), default=None)
 
 
 def resident_memory_bytes() -> int | None:
-    """Physical memory of this process (RSS) now; None where the system does not say."""
+    """Return the current physical memory of this process (RSS); None where the system does not say."""
     return _kib(_field(Path("/proc/self/status"), "VmRSS"))
 
 
 def peak_memory_bytes() -> int | None:
-    """The most physical memory that this process has had (the peak of its RSS); None where the system does not say.
+    """Return the peak physical memory (RSS) of this process; None where the system does not say.
 
-    Exact to about a MiB, since the kernel counts pages in batches. Not from ``getrusage``: there a process inherits
-    the peak of the one that started it.
+    Exact to about a MiB, since the kernel counts pages in batches. Not from ``getrusage``: there a process inherits the
+    peak of the one that started it.
     """
     return _kib(_field(Path("/proc/self/status"), "VmHWM"))
 
 
 def transparent_huge_pages() -> str:
-    """The system's setting: "always", "madvise", "never", or "" where it does not say."""
+    """Return the system's setting: "always", "madvise", "never", or empty where it does not say."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
     except OSError:
@@ -65,15 +62,15 @@ def transparent_huge_pages() -> str:
 
 
 def _own_group() -> Path:
-    """The folder of the control group that this process belongs to."""
+    """Return the folder of this process's control group."""
     line = next((each for each in _text(Path("/proc/self/cgroup")).splitlines() if each.startswith("0::")), "0::/")
     return Path("/sys/fs/cgroup") / line.removeprefix("0::").lstrip("/")
 
 
 def _left_of_group(folder: Path) -> int | None:
-    """Bytes below the limit of a control group and of those around it; None where none has one.
+    """Return the bytes below the limits of a control group and its ancestors; None without a limit.
 
-    Files that are kept in memory count as left: the kernel drops them first.
+    File pages count as free: the kernel drops them first.
     """
     found: list[int] = []
     for group in (folder, *folder.parents):
@@ -86,7 +83,7 @@ def _left_of_group(folder: Path) -> int | None:
 
 
 def _text(path: Path) -> str:
-    """What is in a file; "" where it cannot be read."""
+    """Return the text of a file; empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -94,7 +91,7 @@ def _text(path: Path) -> str:
 
 
 def _field(path: Path, name: str) -> str:
-    """The value of the first line ``name: value`` of a file; "" where there is none."""
+    """Return the value of the first line ``name: value`` of a file; empty where there is none."""
     for line in _text(path).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:
@@ -103,6 +100,6 @@ def _field(path: Path, name: str) -> str:
 
 
 def _kib(text: str) -> int | None:
-    """Bytes of a text such as ``"1234 kB"``, as the kernel writes KiB."""
+    """Parse a text such as ``"1234 kB"``, the kernel's KiB, to bytes."""
     number = text.partition(" ")[0]
     return int(number) * KIB if number.isdigit() else None

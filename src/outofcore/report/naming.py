@@ -1,4 +1,4 @@
-"""What storages, ops and instructions are called in front of people."""
+"""Names of storages, ops and instructions for people."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ _MADE = frozenset({StorageKind.ACTIVATION, StorageKind.OUTPUT})
 
 
 def storage_text(storage: Storage) -> str:
-    """Such as "layer3.2.conv1 convolution output", "layer3.2.conv1.weight" or "storage 7"."""
+    """Return a name such as "layer3.2.conv1 convolution output", "layer3.2.conv1.weight" or "storage 7"."""
     if not storage.name:
         return f"{storage.kind.value.replace('_', ' ')} {storage.id}"
     return f"{storage.name} output" if storage.kind in _MADE else storage.name
 
 
 def op_text(op: Op) -> str:
-    """Such as "convolution in layer3.2.conv1": the op's short name, and the module that asked for it."""
+    """Return the op's short name and module, such as "convolution in layer3.2.conv1"."""
     name = op_name(op)
     return f"{name} in {op.module}" if op.module else name
 
 
 def op_name(op: Op) -> str:
-    """The name without the namespace and the overload: "convolution" for "aten.convolution.default"."""
+    """Drop namespace and overload: "convolution" for "aten.convolution.default"."""
     parts = op.name.split(".")
     return parts[1] if len(parts) > 1 and parts[0] == "aten" else op.name
 
 
 def instruction_text(graph: StepGraph, program: Program, instruction: Instruction) -> str:
-    """Such as "copy-in of layer3.2.conv1 convolution output" or "convolution in layer3.2.conv1, again"."""
+    """Return a name such as "copy-in of layer3.2.conv1 convolution output" or "convolution in conv1, again"."""
     if isinstance(instruction, Run):
         return op_text(graph.ops[instruction.op]) + (", again" if instruction.again else "")
     block = program.blocks[instruction.block]

@@ -1,7 +1,7 @@
-"""What results look like in a notebook: short tables that need nothing else, and a report's page in a frame.
+"""Results in a notebook: short self-contained tables, and a report's page in a frame.
 
-A notebook asks an object for HTML by its method ``_repr_html_``. Tables have the colours of the notebook around them,
-whether it is light or dark; a page has its own. Everything that is put in is text, whatever it holds.
+A notebook asks an object for HTML by its method ``_repr_html_``. Tables have the colours of the notebook around them; a
+page has its own. All texts are escaped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FRAME = "width: 100%; height: 720px; border: 0"
 
 
 def facts_html(title: str, facts: Sequence[tuple[str, str]]) -> str:
-    """A table of names and what they are; without a heading where the title is empty."""
+    """Return a table of names and values; without a heading where the title is empty."""
     rows = "".join(
         f'<tr style="{_ROW}"><th scope="row" style="{_NAME}">{html.escape(name)}</th>'
         f'<td style="{_TEXT}">{html.escape(text)}</td></tr>'
@@ -33,7 +33,7 @@ def facts_html(title: str, facts: Sequence[tuple[str, str]]) -> str:
 
 
 def table_html(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """A table with a row of headings; all but its last column are numbers."""
+    """Return a table whose first row is the heading; all but its last column are numbers."""
     head, *body = rows
     headings = "".join(
         f'<th scope="col" style="{_style(i, head)}">{html.escape(cell)}</th>' for i, cell in enumerate(head)
@@ -57,7 +57,7 @@ def _table(title: str, body: str) -> str:
 
 
 def framed(page: str, title: str) -> str:
-    """A whole page as a part of a notebook: its scripts run, and reach nothing outside of its frame."""
+    """Embed a whole page in a notebook: its scripts run, and reach nothing outside of its frame."""
     return (
         f'<iframe title="{html.escape(title)}" sandbox="allow-scripts" style="{_FRAME}" srcdoc="{html.escape(page)}">'
         "</iframe>"
@@ -65,7 +65,7 @@ def framed(page: str, title: str) -> str:
 
 
 class ReportPath(PosixPath):
-    """The path of a report that was written: where a notebook shows it, it shows the page."""
+    """The path of a report: a notebook that shows it shows the page."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Pages of HTML that need nothing else: what they show, their style and the code that draws it."""
+"""Self-contained HTML pages: their content, style and the code that draws it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from outofcore.errors import InputError
 
 
 def page_text(content: Mapping[str, object]) -> str:
-    """The report of a step, as HTML.
-
-    Args:
-        content: of ``content.page_content``.
-    """
+    """Return the report of a step as HTML, given ``content.page_content``."""
     return _page("page.html", ("common.js", "curves.js", "time.js", "page.js"), content)
 
 
@@ -36,29 +32,15 @@ def _page(template: str, scripts: Sequence[str], content: Mapping[str, object]) 
 
 
 def write_report(path: Path, content: Mapping[str, object]) -> None:
-    """Write the report of a step.
-
-    Args:
-        path: the HTML file; its folder is created.
-        content: of ``content.page_content``.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write the report of a step to an HTML file, whose folder is created; raises ``InputError``."""
     _write(path, page_text(content))
 
 
 def write_sweep(path: Path, lines: Mapping[str, Sequence[tuple[int, float]]], *, title: str, floor: float) -> None:
     """Write a page with step time over budgets, a line for each policy.
 
-    Args:
-        path: the HTML file; its folder is created.
-        lines: for each policy its points (bytes, seconds), by rising bytes; those without points are left out.
-        title: the heading.
-        floor: seconds that no step can be faster than.
-
-    Raises:
-        InputError: the file cannot be written.
+    ``lines`` has for each policy its points (bytes, seconds), by rising bytes; those without points are left out.
+    ``floor`` is the least possible seconds of a step. Raises ``InputError`` if the file cannot be written.
     """
     drawn = [{"name": name, "points": [[*point, name] for point in points]} for name, points in lines.items() if points]
     content = {"title": title, "lines": drawn, "floor": floor}

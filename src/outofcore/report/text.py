@@ -9,7 +9,7 @@ from outofcore.units import format_bytes, format_seconds
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equal length as lines: the first column to the left, the others to the right."""
+    """Format rows of equal length: the first column is aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  "
@@ -22,7 +22,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def moved_text(report: StepReport) -> str:
-    """What moves in a step, by kind: one line each under a heading, or one line that nothing does."""
+    """List what moves in a step, by kind: one line each under a heading, or one line that nothing does."""
     if not report.moved:
         return "  nothing moves: everything stays on the device"
     rows = [("per step", "storages", "copies out", "bytes out", "copies in", "bytes in")]
@@ -51,7 +51,7 @@ def moved_text(report: StepReport) -> str:
 
 
 def step_text(report: StepReport) -> str:
-    """A step in two lines: the memory it takes, and its time."""
+    """Describe a step in two lines: the memory it takes, and its time."""
     waiting = report.seconds - report.compute_seconds
     again = f"; ops run again: {report.recomputed}" if report.recomputed else ""
     return (

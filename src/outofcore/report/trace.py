@@ -1,7 +1,7 @@
 """Timelines in the trace format of Chrome, which Perfetto and chrome://tracing open.
 
-Format: "Trace Event Format", Google; times in microseconds. A trace of ``torch.profiler`` is in the same format, so
-both can be one file, in which they lie on one axis of time.
+Format: "Trace Event Format", Google; times in microseconds. A trace of ``torch.profiler`` has the same format, so both
+can be merged on one axis of time.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ class Beyond:
 
     Attributes:
         homes: the names of the links, in the order of their numbers.
-        memory: what lay on the device.
         on_demand: ids of ops that ran without a plan; all others ran by one.
-        marks: moments (seconds from the start of the step), each with its name and what there is to say of it.
+        marks: moments (seconds from the start of the step), each with its name and text.
     """
 
     homes: tuple[str, ...]
@@ -58,14 +57,9 @@ def trace_events(
     origin_us: float = 0.0,
     beyond: Beyond | None = None,
 ) -> list[Event]:
-    """The events of a trace: for each timeline a process with a thread for each queue, its waits, and its memory.
+    """Return the events of a trace: for each named timeline a process with a thread for each queue, waits, and memory.
 
-    Args:
-        graph: what the program was lowered from.
-        program: of which the timelines are.
-        timelines: each with its name, such as "measured".
-        origin_us: where the steps begin on the axis of time, in microseconds.
-        beyond: what else is known of them.
+    ``origin_us`` is where the steps begin on the axis of time, in microseconds.
     """
     events: list[Event] = []
     for number, (name, timeline) in enumerate(timelines):
@@ -193,14 +187,10 @@ def write_trace(
     """Write timelines as a trace.
 
     Args:
-        path: the file; its folder is created. If its name ends in ``.gz``, it is compressed.
-        graph: what the program was lowered from.
-        program: of which the timelines are.
+        path: the file, compressed if its name ends in ``.gz``; its folder is created.
         timelines: each with its name.
         began_ns: when the measured step began, in nanoseconds since 1970.
-        beside: a trace that ``torch.profiler`` exported; its events go into the file as well, and the step begins where
-            it began on that trace's axis of time.
-        beyond: what else is known of the timelines.
+        beside: a trace that ``torch.profiler`` exported, to be merged on its axis of time.
 
     Raises:
         InputError: the other trace cannot be read, or the file cannot be written.

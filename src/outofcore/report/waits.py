@@ -1,7 +1,7 @@
-"""Where the time of a step went, and who is to blame for each wait.
+"""Where the time of a step went, and the cause of each wait.
 
-``simulator.stalls`` says what the compute queue waited on. Here it is said in words, with the reason behind it: was the
-link busy, was there no room, or did the copy begin as soon as it could and just took that long.
+``simulator.stalls`` finds what the compute queue waited for. Here it gets a text and a reason: the link was busy, there
+was no room, or the copy began as soon as it could and just took that long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LEAST_SHARE = 1e-5
 
 
 class Reason(Enum):
-    """What a wait comes down to."""
+    """The cause of a wait."""
 
     LINK = "link"  # the copy's link was busy with others until then
     ROOM = "room"  # there was no room before something else had left or was used up
@@ -33,14 +33,12 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """A time for which no op ran because something had to come or go first.
+    """A time for which no op ran because a copy or collective had to end first.
 
     Attributes:
         start: seconds from the start of the step.
-        seconds: how long.
         instruction: index of the op's instruction that waited; -1: the end of the step did.
         cause: index of the instruction that it waited for.
-        reason: what it comes down to.
         text: such as "waits for copy-in of layer3.2.conv1 convolution output".
         why: one sentence on the reason.
     """
@@ -56,16 +54,16 @@ class Waited:
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """A step's seconds, by what they went into. They add up to the whole step.
+    """A step's seconds by use. They add up to the whole step.
 
     Attributes:
         ops: of ops that run for the first time.
-        again: of ops that run again, to make what was dropped.
-        for_copies: in which ops waited for copies in, because the link was slow or busy.
-        for_room: in which they waited for room.
-        for_others: in which they waited for collectives.
-        end: after the last op, in which copies out were finished.
-        between: between ops, not explained by any wait: what issuing them takes.
+        again: of recomputed ops.
+        for_copies: ops waited for copies in, because the link was slow or busy.
+        for_room: ops waited for room.
+        for_others: ops waited for collectives.
+        end: after the last op, to finish copies out.
+        between: between ops, not explained by any wait: the cost of issuing them.
     """
 
     ops: float
@@ -78,19 +76,13 @@ class TimeSpent:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """The seconds of the whole step."""
         waits = self.for_copies + self.for_room + self.for_others
         return self.ops + self.again + waits + self.end + self.between
 
 
 def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[TimeSpent, tuple[Waited, ...]]:
-    """What the time of a step went into, and its waits in order of time.
-
-    Args:
-        graph: what the program was lowered from.
-        program: of which the timeline is.
-        timeline: simulated or measured.
-    """
+    """Return where the time of a step went, and its waits in order of time; the timeline is simulated or measured."""
     ops = again = last_op = 0.0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
         if isinstance(instruction, Run) and not instruction.communicates:
@@ -155,7 +147,6 @@ class _Blame:
         return Waited(begun, seconds, -1, cause, Reason.END, f"the step ends with {self._named(cause)}", why)
 
     def _late(self, copy: int) -> tuple[Reason, str]:
-        """Why a copy was not done sooner."""
         instructions, timeline = self._program.instructions, self._timeline
         instruction, start = instructions[copy], timeline.starts[copy]
         lane = self._lanes[lane_of(instruction)]

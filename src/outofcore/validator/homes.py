@@ -1,4 +1,4 @@
-"""What lies where outside the device: that homes exist, and that none is ever given more than it holds."""
+"""Check that homes exist, and that none is ever given more than it holds."""
 
 from __future__ import annotations
 
@@ -13,15 +13,10 @@ _Copy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, storage, 
 
 
 def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
-    """Every home that is named exists, and what lodges elsewhere than at the first persists.
+    """Check that every named home exists, and that only persistent storages have another home than the first.
 
-    What is to be clean is in a block that wraps, is watched, and no op writes it.
-
-    Returns:
-        For each storage that lodges elsewhere than at the first home: where.
-
-    Raises:
-        ValidationError: a home or a lodging makes no sense.
+    A storage that is to be clean must be in a block that wraps, watched, and written by no op. Returns the homes of
+    storages at another home than the first.
     """
     graph, program = step.graph, step.program
     count = None if costs is None else max(len(costs.homes), 1)
@@ -58,12 +53,9 @@ def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
 
 
 def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, int]) -> None:
-    """At the start of every copy out, its home has room for it, whatever the queues do.
+    """Check that a home has room for every copy out at its start, whatever the queues do.
 
     A slot counts until its last copy in has certainly ended. What is seen between two steps counts always.
-
-    Raises:
-        ValidationError: a home may be given more than it holds.
     """
     graph, program = step.graph, step.program
     size = [storage.bytes for storage in graph.storages]
@@ -103,7 +95,7 @@ def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, i
 
 
 def _last_reads(copies: Sequence[_Copy]) -> dict[int, int]:
-    """For each copy out of one home the last copy in of what it took there; itself where nothing is read back."""
+    """Return for each copy out to one home the last copy in of its bytes; itself where nothing is read back."""
     found: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, storage, instruction in reversed(copies):

@@ -1,4 +1,4 @@
-"""A deliberately naive proof that rectangles are placed as promised. Shares no code with what places them."""
+"""A deliberately naive proof that rectangles are placed as promised. Shares no code with the placement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outofcore.errors import ValidationError
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Bytes [offset, offset + size), held over [lower, upper) but for the gap in it, if there is one."""
+    """Bytes [offset, offset + size), held over [lower, upper) except over the gap, if any."""
 
     id: int | str
     lower: int
@@ -23,22 +23,14 @@ class Placed:
 
     @property
     def name(self) -> str:
-        """As messages speak of it."""
         return f"rectangle {self.id}, bytes [{self.offset}, {self.offset + self.size})"
 
 
 def check_packing(placed: Iterable[Placed], capacity: int | None = None) -> int:
     """Prove that no two rectangles held at one time overlap, and that each is aligned and within the capacity.
 
-    Args:
-        placed: with ids of their own.
-        capacity: bytes; None: no limit.
-
-    Returns:
-        The height: the end of the highest rectangle.
-
-    Raises:
-        ValidationError: names the rectangles that are at odds, and when.
+    Returns the end of the highest rectangle. Raises ``ValidationError`` that names the conflicting rectangles, and
+    when.
     """
     height = 0
     events: list[tuple[int, int, Placed]] = []  # when, 0: given back or 1: taken, what

@@ -73,12 +73,12 @@ def _is_held(block: Block, index: int) -> bool:
 
 
 def _stay_of(block: Block, index: int) -> int:
-    """1 where a block that wraps has been born again since the step began: its former bytes are gone."""
+    """Return 1 where a block that wraps has been born again since the step began: its former bytes are gone."""
     return int(block.wraps and not block.born == block.dies == 0 and index >= block.born)
 
 
 def _check_blocks(step: Step) -> None:
-    """The blocks name storages that they can hold, over lifetimes that make sense."""
+    """Check that blocks name storages that they can hold, over lifetimes that make sense."""
     graph, end = step.graph, len(step.program.instructions)
     lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
     wrapping: dict[int | None, int] = {}
@@ -117,7 +117,7 @@ def _check_blocks(step: Step) -> None:
 
 
 def _check_instructions(step: Step, costs: Costs | None) -> None:
-    """Every id names something, every block is held where it is used, and the blocks of a run are its op's."""
+    """Check that every id exists, every block is held where it is used, and the blocks of a run are its op's."""
     blocks = step.program.blocks
     for index, instruction in enumerate(step.program.instructions):
         used = instruction.blocks if isinstance(instruction, Run) else (instruction.block,)
@@ -160,7 +160,7 @@ def _check_run(step: Step, index: int, run: Run, costs: Costs | None) -> None:
 
 
 def _check_coverage(step: Step) -> None:
-    """Every op runs; first runs come in graph order; only rerunnable ops run again."""
+    """Check that every op runs, first runs come in graph order, and only rerunnable ops run again."""
     upcoming = 0
     for index, instruction in enumerate(step.program.instructions):
         if not isinstance(instruction, Run):
@@ -178,7 +178,7 @@ def _check_coverage(step: Step) -> None:
 
 
 def _check_room(step: Step, budget: int) -> None:
-    """Blocks alive at the same instruction do not overlap, and all of them fit the budget."""
+    """Check that blocks alive at the same instruction do not overlap, and that all of them fit the budget."""
     program = step.program
     is_placed = any(block.offset >= 0 for block in program.blocks)
     if is_placed and program.arena_bytes > budget:
@@ -233,7 +233,7 @@ def _take(step: Step, live: list[tuple[int, int, int]], block: Block, index: int
 
 
 def _staying(step: Step) -> dict[int, Block]:
-    """The blocks in which the user finds gradients after the step: one for each, held until then."""
+    """Return the blocks in which the user finds gradients after the step: one for each, held until then."""
     graph, program = step.graph, step.program
     found: dict[int, Block] = {}
     for storage in program.staying:
@@ -365,7 +365,7 @@ class _Replay:
         return cell
 
     def _succeed(self, cell: _Cell, begin: int, end: int) -> None:
-        """At the first touch of a stay: all who had its bytes before must be done with them."""
+        """At the first touch of a stay, check that all former users of its bytes are done with them."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)
         for former in () if self.alone else holders[low:high]:
@@ -382,11 +382,9 @@ class _Replay:
         begins[low:high], ends[low:high], holders[low:high] = zip(*news, strict=True)
 
     def _follow(self, former: _Cell, cell: _Cell) -> None:
-        """Whoever wrote to a cell, and has read it since, must have ended before this instruction starts.
+        """Check that the writer and readers of ``former`` have ended before this instruction starts.
 
-        Args:
-            former: the cell.
-            cell: the same, or one that takes over some of its bytes.
+        ``cell`` is the same, or one that takes over some of its bytes.
         """
         known, order = self.known, self.order
         for earlier in (former.writer, *former.readers.values()):

@@ -1,4 +1,4 @@
-"""What is being validated, how messages speak of it, and in what order its instructions are certain to run."""
+"""The step that is being validated, its texts for messages, and the certain order of its instructions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from outofcore.program import Block, CopyOut, Instruction, Program, Queue, Run, 
 
 @dataclass(frozen=True)
 class Step:
-    """What is being validated, and how messages speak of it."""
-
     graph: StepGraph
     program: Program
 
     @cached_property
     def touched(self) -> list[tuple[int, ...]]:
-        """Of each op, as ``Op.touched``."""
         return [op.touched for op in self.graph.ops]
 
     def storage(self, storage: int) -> str:
@@ -42,13 +39,11 @@ class Step:
 
 
 class Order:
-    """Which instructions are certain to be over when another starts.
+    """Which instructions have certainly ended when another starts.
 
-    Attributes:
-        queue: of each instruction, numbered as they come.
-        position: of each instruction on its queue, from 1.
-        known: of each instruction, how many of each other queue are over when it starts; of its own no limit is named,
-            as all before it are. One that waits for no more than those before it on its queue shares their list.
+    ``queue`` and ``position`` (from 1) place each instruction on its queue. ``known`` has for each instruction how many
+    of each other queue have ended when it starts; all before it on its own queue have. One that waits for no more than
+    those before it on its queue shares their list.
     """
 
     def __init__(self, program: Program) -> None:
@@ -81,7 +76,7 @@ class Order:
             self.known.append(known)
 
     def before(self, first: int, second: int) -> bool:
-        """Whether the first instruction has ended whenever the second starts."""
+        """Return whether the first instruction has ended whenever the second starts."""
         return first < second and self.known[second][self.queue[first]] >= self.position[first]
 
 
@@ -89,7 +84,7 @@ _COLLECTIVES = -1  # the number of their queue
 
 
 def _lane(one: Instruction | Wait) -> int:
-    """A number for the queue of an instruction, or of a wait: to hash enums would take as long as all the rest."""
+    """Return a number for a queue: hashing enums would take as long as all the rest."""
     if isinstance(one, Run):
         return _COLLECTIVES if one.communicates else 0
     if isinstance(one, Wait):

@@ -1,7 +1,7 @@
-"""Batches for the zoo: real data where the machine has some, otherwise made from the seed.
+"""Batches for the zoo: real data where the machine has some, otherwise generated from the seed.
 
-Every stream is endless, lies on the CPU, and is the same for the same arguments (and, for text, for the same
-Python). Nothing is downloaded.
+Every stream is endless, on the CPU, and the same for the same arguments (and, for text, the same Python). Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -29,21 +29,15 @@ _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 class ImageSource(StrEnum):
-    """Where the images for the vision models come from."""
-
     PHOTOS = "photos"  # crops of scikit-learn's two sample photographs; needs scikit-learn and Pillow
     DIGITS = "digits"  # scikit-learn's 1,797 handwritten digits, enlarged; needs scikit-learn
     GENERATED = "generated"  # gratings made from the seed; needs nothing
 
 
 def library_text(limit: int = TEXT_BYTES) -> Tensor:
-    """The source text of Python's standard library: its ``.py`` files, sorted by path, as (n,) uint8.
+    """Return the source text of Python's standard library as (n,) uint8: ``.py`` files by path, up to ``limit``.
 
-    Args:
-        limit: bytes after which the text ends.
-
-    Raises:
-        InputError: this Python comes without the source of its library.
+    Raises ``InputError`` if this Python comes without that source.
     """
     root = sysconfig.get_paths()["stdlib"]
     found: list[Path] = []
@@ -64,13 +58,9 @@ def library_text(limit: int = TEXT_BYTES) -> Tensor:
 
 
 def text_batches(batch: int, context: int, seed: int) -> Batches:
-    """Passages of `library_text` and, as targets, the same passages one byte further.
+    """Yield passages of `library_text` and, as targets, the same one byte further: (batch, context) int64 in 0..255.
 
-    Yields:
-        Tokens and targets, both (batch, context) int64 in 0..255.
-
-    Raises:
-        InputError: the text is shorter than one passage.
+    Raises ``InputError`` if the text is shorter than one passage.
     """
     text = library_text()
     starts = len(text) - context
@@ -87,11 +77,7 @@ def text_batches(batch: int, context: int, seed: int) -> Batches:
 
 
 def image_source(size: int, asked: ImageSource | None = None) -> ImageSource:
-    """Where images of this edge come from on this machine.
-
-    Raises:
-        InputError: the source that was asked for needs a package that is not installed.
-    """
+    """Return the source of images of this edge on this machine; raises ``InputError`` if it needs a missing package."""
     needs = {ImageSource.PHOTOS: ("sklearn", "PIL"), ImageSource.DIGITS: ("sklearn",), ImageSource.GENERATED: ()}
     if asked is not None:
         missing = [package for package in needs[asked] if find_spec(package) is None]
@@ -106,17 +92,14 @@ def image_source(size: int, asked: ImageSource | None = None) -> ImageSource:
 
 
 def image_batches(batch: int, size: int, classes: int, seed: int, source: ImageSource) -> Batches:
-    """Images with labels.
+    """Yield images (batch, 3, size, size) float32 with labels (batch,) int64.
 
     - Photos: random crops of scikit-learn's two sample photographs, resized bilinearly. The label says which
       photograph and which quarter of it the crop comes from: 8 classes.
     - Digits: scikit-learn's handwritten digits (8×8), enlarged bilinearly, in grey. The label is the digit.
     - Generated: gratings in noise. The label says their direction and colour: 10 classes.
 
-    Labels beyond ``classes`` are folded back into it. Values are about zero on average, and of order one.
-
-    Yields:
-        Images (batch, 3, size, size) float32 and labels (batch,) int64.
+    Labels are taken modulo ``classes``. Values have about zero mean and order one.
     """
     draw = _image_sampler(source, batch, size, torch.Generator().manual_seed(seed))
     while True:
@@ -139,14 +122,14 @@ def _image_sampler(
 
 
 def _photographs() -> list[Tensor]:
-    """Two photographs, each (3, 427, 640) float32 in 0..1."""
+    """Return two photographs, each (3, 427, 640) float32 in 0..1."""
     from sklearn.datasets import load_sample_images  # noqa: PLC0415  scikit-learn is optional
 
     return [torch.tensor(image).permute(2, 0, 1).float() / 255 for image in load_sample_images().images]
 
 
 def _digits() -> tuple[Tensor, Tensor]:
-    """Digits (1797, 1, 8, 8) float32 in 0..1, and which digit each is."""
+    """Return digits (1797, 1, 8, 8) float32 in 0..1, and which digit each is."""
     from sklearn.datasets import load_digits  # noqa: PLC0415  scikit-learn is optional
 
     pixels, names = load_digits(return_X_y=True)
@@ -188,13 +171,10 @@ def _gratings(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor
 
 
 def volume_batches(batch: int, size: int, classes: int, seed: int) -> Batches:
-    """Ellipsoids in noise, to be segmented. Class 0 is the room between them.
+    """Yield ellipsoids in noise (batch, 3, size, size, size) float32, and masks (batch, size, size, size) int64.
 
-    Each of the other classes has one to three ellipsoids in a volume; where two overlap, the later one counts. The
-    three channels show the classes at different brightness.
-
-    Yields:
-        Volumes (batch, 3, size, size, size) float32 and masks (batch, size, size, size) int64.
+    Class 0 is the background. Each other class has one to three ellipsoids in a volume; later ones cover earlier ones.
+    The three channels show the classes at different brightness.
     """
     generator = torch.Generator().manual_seed(seed)
     brightness = torch.randn(classes, 3, generator=generator)

@@ -23,11 +23,7 @@ _USUAL_ASPECT = 64  # width / layers of the first model of each GPT family
 
 @dataclass(frozen=True, slots=True)
 class GPTShape:
-    """The sizes of a model.
-
-    Raises:
-        InputError: the heads do not divide the width.
-    """
+    """The sizes of a model; raises ``InputError`` unless the heads divide the width."""
 
     layers: int = 12
     width: int = 768
@@ -44,20 +40,17 @@ class GPTShape:
 
     @property
     def parameters(self) -> int:
-        """How many parameters the model has, the shared embedding counted once."""
+        """The number of parameters, counting the shared embedding once."""
         block = 12 * self.width**2 + 13 * self.width
         return (self.vocab + self.context) * self.width + self.layers * block + 2 * self.width
 
 
 def shape_for(parameters: int, context: int, vocab: int, dropout: float) -> GPTShape:
-    """Pick layers and width for a model of about so many parameters.
+    """Choose layers and width for a model of about ``parameters`` parameters.
 
-    Widths are multiples of 64. Of all shapes the one is taken with the least sum of two errors, both
-    zero at best: the logarithm of its count over the wanted one, and a twentieth of the binary
-    logarithm of width / layers over 64. So the count comes first and a usual aspect second.
-
-    Raises:
-        InputError: even the smallest model (1 layer, width 64) has more than twice the parameters.
+    Widths are multiples of 64. The shape minimises the sum of two errors: the logarithm of its count over the wanted
+    one, and a twentieth of the binary logarithm of width / layers over 64. So the count comes first and a usual aspect
+    second. Raises ``InputError`` if even the smallest model (1 layer, width 64) has more than twice the parameters.
     """
 
     def error(shape: GPTShape) -> float:

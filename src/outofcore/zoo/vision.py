@@ -14,23 +14,19 @@ _DEEPEST_PUBLISHED = 152
 
 @dataclass(frozen=True, slots=True)
 class ResNetShape:
-    """How many residual blocks stand in each of the four stages, and of which kind."""
+    """The number of residual blocks in each of the four stages, and their kind."""
 
     blocks: tuple[int, int, int, int]
     bottleneck: bool
 
 
 def resnet_shape(depth: int) -> ResNetShape:
-    """Spread ``depth`` layers over the four stages.
+    """Spread ``depth`` layers over the four stages; raises ``InputError`` with the nearest depths if none fits.
 
-    18, 34, 50, 101 and 152 are those of table 1. Any other depth is made of bottleneck blocks, three
-    layers each, so that ``depth = 3 (n1 + n2 + n3 + n4) + 2`` as in SuperNeurons (Wang et al., PPoPP
-    2018, section 4): 1001 and 2498 are such depths. How these spread is a rule of this module: up to
-    152 layers the first, second and last stage have (3, 4, ., 3) blocks, beyond that (6, 32, ., 6), and
-    the third stage takes the rest, as it does in the published networks.
-
-    Raises:
-        InputError: no network has this depth; the message names the nearest that exist.
+    18, 34, 50, 101 and 152 are those of table 1. Any other depth is made of bottleneck blocks, three layers each, so
+    that ``depth = 3 (n1 + n2 + n3 + n4) + 2`` as in SuperNeurons (Wang et al., PPoPP 2018, section 4): 1001 and 2498
+    are such depths. This module's own rule spreads them: up to 152 layers the stages have (3, 4, ., 3) blocks, beyond
+    that (6, 32, ., 6), and the third stage takes the rest, as it does in the published networks.
     """
     match depth:
         case 18:
@@ -108,9 +104,6 @@ class ResNet(nn.Module):
     He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition, arXiv 1512.03385, section 4.1 and table 1. As in
     today's usual configuration, a bottleneck block halves the resolution in its 3×3 convolution and not in its first
     1×1, which changes no parameter count.
-
-    Raises:
-        InputError: there is no network of that depth; see `resnet_shape`.
     """
 
     def __init__(self, depth: int = 50, classes: int = 1000) -> None:
@@ -149,9 +142,7 @@ class VGG16(nn.Module):
     """(N, 3, size, size) images to (N, classes) logits.
 
     Simonyan, Zisserman: Very Deep Convolutional Networks for Large-Scale Image Recognition, arXiv 1409.1556, table 1,
-    configuration D: no normalisation, three fully connected layers.
-
-    The first fully connected layer fits the size of the image; with 224 pixels it is the published one.
+    configuration D: no normalisation, three fully connected layers, of which the first fits the size of the image.
     """
 
     def __init__(self, size: int = 224, classes: int = 1000, dropout: float = 0.5) -> None:
@@ -265,16 +256,13 @@ class UNet3d(nn.Module):
 
     Çiçek, Abdulkadir, Lienkamp, Brox, Ronneberger: 3D U-Net: Learning Dense Volumetric Segmentation from Sparse
     Annotation, arXiv 1606.06650, section 2 and figure 2: three channels in, three classes out, doubling before each
-    pooling, batch normalisation before each ReLU. The up-convolutions have no bias: so, without the scales and shifts
-    of the normalisations, the parameters are the 19,069,955 of the paper. Unlike there, convolutions are padded, so
-    that the segmentation is as large as the volume, and all classes weigh the same in the loss.
+    pooling, batch normalisation before each ReLU. Up-convolutions have no bias: without the scales and shifts of the
+    normalisations, the parameters are the 19,069,955 of the paper, for ``base`` 32. Unlike there, convolutions are
+    padded, so that the segmentation is as large as the volume, and all classes weigh the same in the loss.
 
     Limit: on CUDA PyTorch declares the backward of 3D max pooling non-deterministic, and
     ``torch.use_deterministic_algorithms(True)`` refuses it without ``warn_only``. The pooling windows here do not
-    overlap, so no two values are added up, and the result is deterministic all the same.
-
-    Args:
-        base: channels of the first convolution; 32 in the paper.
+    overlap, so the result is deterministic nevertheless.
     """
 
     def __init__(self, base: int = 32, channels: int = 3, classes: int = 3) -> None:

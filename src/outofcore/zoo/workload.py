@@ -33,8 +33,6 @@ _SOURCES = {
 
 
 class OptimizerName(StrEnum):
-    """The update rule."""
-
     SGD = "sgd"  # plain gradient descent: no state
     MOMENTUM = "momentum"  # gradient descent with momentum 0.9: one state tensor per parameter
     ADAMW = "adamw"  # two state tensors per parameter
@@ -43,7 +41,7 @@ class OptimizerName(StrEnum):
 
 
 class OptimizerImpl(StrEnum):
-    """Which of PyTorch's implementations of the update rule runs."""
+    """PyTorch's implementations of an update rule."""
 
     PLAIN = "plain"  # a loop over the parameters
     FOREACH = "foreach"  # one call for a list of parameters
@@ -52,30 +50,26 @@ class OptimizerImpl(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooOptions:
-    """All that can be chosen about a workload. None: the usual value of the model.
+    """The options of a workload. None: the usual value of the model.
 
-    Text stands for what it names: ``params="350M"``, ``optimizer="sgd"``.
+    Text stands for what it names: ``params="350M"``, ``optimizer="sgd"``. Raises ``InputError`` if it names nothing.
 
     Attributes:
         batch: samples in a batch.
         depth: layers of ``resnet``, counted as in its paper.
         size: edge of the input in pixels (vision models) or voxels (``unet3d``).
         base: channels of the first convolution of ``unet3d``.
-        classes: how many classes are told apart.
-        params: how many parameters ``gpt`` should have, about; picks layers and width.
+        classes: number of classes.
+        params: approximate number of parameters of ``gpt``; chooses layers and width.
         layers, width, heads, context, vocab: the shape of ``gpt``.
         dropout: probability of dropping a value; ``gpt`` and ``vgg16``.
         images: source of the images; None: the first of photos (edge of 64 pixels or more), digits and
             generated for which the packages are installed.
-        optimizer: the update rule.
-        optimizer_impl: None: whatever PyTorch takes by itself on the device at hand.
+        optimizer_impl: None: PyTorch's choice on the device.
         lr: learning rate; None: a usual one for the update rule.
         amp: forward pass under autocast to bfloat16.
         clip: largest norm of all gradients together; None: no clipping.
-        seed: decides weights and data.
-
-    Raises:
-        InputError: text names nothing that there is.
+        seed: of weights and data.
     """
 
     batch: int
@@ -105,14 +99,7 @@ class ZooOptions:
                 object.__setattr__(self, name, read(value))
 
     def check(self, name: str, takes: frozenset[str]) -> None:
-        """Refuse options that make no sense, or none for the model ``name``.
-
-        Args:
-            takes: which of the options that shape a model this model knows.
-
-        Raises:
-            InputError: an option is not above zero, or is one of another model, or PyTorch has no such optimizer.
-        """
+        """Refuse options that make no sense, or that are not among those that the model ``name`` takes."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _SHAPING and value is not None and field.name not in takes:
@@ -135,12 +122,9 @@ _POSITIVE = (_SHAPING - {"dropout", "images"}) | {"batch", "lr", "clip"}
 
 
 def parse_count(text: str | int) -> int:
-    """Read a number of parameters such as ``350M``, ``"1.3B"`` or ``125000000``.
+    """Read a number of parameters such as ``350M``, ``"1.3B"`` or ``125000000``; raises ``InputError``.
 
     ``K``, ``M`` and ``B`` are powers of 1000.
-
-    Raises:
-        InputError: the text is not a count, or is not above zero.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBkmb]?)\s*", str(text))
     count = round(float(match.group(1)) * _COUNT_UNITS[match.group(2).upper()]) if match else 0
@@ -181,14 +165,12 @@ class Workload:
     """One entry of the zoo, ready to train.
 
     Attributes:
-        name: as in `outofcore.zoo.names`.
-        options: what was asked for.
         shape: the model in words, such as "50 layers, 224 × 224 pixels".
-        data: where the batches come from, in words.
+        data: the source of the batches, in words.
         network: makes the model, with weights from PyTorch's default generator.
         loss: called as ``loss(model, *batch)``; a scalar tensor.
         stream: called as ``stream(batch, seed)``; endless batches.
-        sample: shapes and dtypes of what one sample adds to the tensors of a batch.
+        sample: shapes and dtypes of one sample's tensors.
     """
 
     name: str
@@ -201,9 +183,9 @@ class Workload:
     sample: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def build(self, seed: int | None = None) -> nn.Module:
-        """The model in training mode on the CPU. The same seed gives the same weights.
+        """Make the model in training mode on the CPU, with the same weights for the same seed.
 
-        PyTorch's own generators are left as they were.
+        PyTorch's own generators are unchanged.
         """
         with torch.random.fork_rng(devices=[]):
             # Not torch.manual_seed: that would seed the generators of the accelerators, too.
@@ -211,12 +193,12 @@ class Workload:
             return self.network().train()
 
     def skeleton(self) -> nn.Module:
-        """The model in training mode on the meta device: without memory, for ``outofcore.load`` to fill."""
+        """Make the model in training mode on the meta device: without memory, for ``outofcore.load`` to fill."""
         with torch.device("meta"):
             return self.network().train()
 
     def optimizer(self, model: nn.Module) -> optim.Optimizer:
-        """The optimizer that the options name, for all parameters of the model: PyTorch's own, with usual settings."""
+        """Make PyTorch's optimizer that the options name, with usual settings, for all parameters of the model."""
         options, given = self.options, dict[str, Any](lr=self.learning_rate)
         if options.optimizer_impl is not None:
             # Naming one implementation rules the other out: PyTorch refuses both at once.
@@ -237,15 +219,10 @@ class Workload:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate that was asked for, or a usual one for the update rule."""
         return _USUAL_RATES[self.options.optimizer] if self.options.lr is None else self.options.lr
 
     def make_step(self, model: nn.Module, optimizer: optim.Optimizer) -> TrainStep:
-        """One training step as a user would write it.
-
-        Returns:
-            A function of the tensors of a batch, on the device of the model. It returns the loss, a scalar.
-        """
+        """Make a training step as a user would write it; it takes the tensors of a batch and returns the loss."""
         turn, update = self.make_turn(model), self.make_update(model, optimizer)
 
         def train_step(*batch: Tensor) -> Tensor:
@@ -257,7 +234,7 @@ class Workload:
         return train_step
 
     def make_turn(self, model: nn.Module) -> TrainStep:
-        """A step up to its gradients, for ``outofcore.elastic``: as ``make_step``, but without the update."""
+        """Make a step without its update, for ``outofcore.elastic``."""
         loss_of, amp = self.loss, self.options.amp
 
         def precision(device: torch.device) -> AbstractContextManager[object]:
@@ -272,7 +249,7 @@ class Workload:
         return turn
 
     def make_update(self, model: nn.Module, optimizer: optim.Optimizer) -> Callable[[], None]:
-        """What follows once the gradients are there: they are clipped, if that was asked for, and used."""
+        """Make the rest of a step: clip gradients if requested, and update."""
         clip = self.options.clip
 
         def update() -> None:
@@ -283,22 +260,22 @@ class Workload:
         return update
 
     def batches(self, batch: int | None = None, seed: int | None = None) -> Batches:
-        """Endless batches on the CPU, as tuples of the arguments of the step; by default those of the options."""
+        """Yield endless batches on the CPU, as arguments of the step; by default those of the options."""
         return self.stream(self.options.batch if batch is None else batch, self.options.seed if seed is None else seed)
 
     def empty_batch(self) -> tuple[Tensor, ...]:
-        """A batch on the meta device: without memory, of any size."""
+        """Return a batch of any size on the meta device, without memory."""
         return tuple(
             torch.empty((self.options.batch, *shape), dtype=dtype, device="meta") for shape, dtype in self.sample
         )
 
     def parameter_count(self) -> int:
-        """How many parameters the model has, shared ones counted once; takes no memory for them."""
+        """Return the number of parameters, shared ones counted once, without allocating them."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in self.network().parameters())
 
     def describe(self) -> str:
-        """The workload in one line."""
+        """Describe the workload in one line."""
         options = self.options
         parts = [
             f"{self.name}: {self.shape}",
@@ -315,20 +292,12 @@ class Workload:
 
 
 def names() -> tuple[str, ...]:
-    """The workloads of the zoo."""
+    """Return the names of the workloads."""
     return ("resnet", "vgg16", "densenet121", "unet3d", "gpt")
 
 
 def workload(name: str, **options: Any) -> Workload:
-    """A workload by name.
-
-    Args:
-        name: one of ``names()``.
-        options: those of ``ZooOptions``.
-
-    Raises:
-        InputError: there is no such workload, or an option does not fit it.
-    """
+    """Return a workload by name, with options of ``ZooOptions``; raises ``InputError``."""
     asked = ZooOptions(**options)
     match name:
         case "resnet":

@@ -1,4 +1,4 @@
-"""A CUDA device to compile steps for."""
+"""The backend of a CUDA device."""
 
 from __future__ import annotations
 
@@ -23,15 +23,9 @@ _BESIDE = _POOLS * SEGMENT + MIDDLE_SEGMENT
 
 
 class CudaBackend:
-    """One CUDA device; as ``backend.Backend`` has it.
+    """One CUDA device; with ``replay`` "graphs" native code calls ops and makes CUDA graphs of them.
 
-    Args:
-        device: such as ``torch.device("cuda")``.
-        driver: of that device; None: a new one.
-        replay: whether native code may call ops; "graphs": and makes CUDA graphs of them.
-
-    Raises:
-        InputError: there is no such device.
+    Raises ``InputError`` if there is no such device.
     """
 
     alignment = ALIGNMENT
@@ -43,59 +37,45 @@ class CudaBackend:
         self.device = self.driver.device
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Memory:
-        """See ``Backend.arena``. What PyTorch keeps unused goes back to the device first.
+        """Open an arena as large as the program needs, whatever ``room``: others on the device can use the rest.
 
-        It is as large as the program needs, whatever the room: what it does not use, others on the device can.
+        PyTorch's unused cached memory goes back to the device first.
         """
         self.driver.synchronize()
         self.driver.reserved_bytes()
         return self.driver.open_arena(count, reserve)
 
     def engine(self, homes: Sequence[HomeStore]) -> CudaEngine:
-        """See ``Backend.engine``."""
         return CudaEngine(self.driver, homes, replay=self._replay)
 
     def home(self, limit: int | None) -> PinnedHome:
-        """Host memory for what does not fit.
-
-        Args:
-            limit: bytes of it; None: all that there is.
-
-        Raises:
-            SpillError: the system will not reserve the addresses.
-        """
+        """Make the home in pinned host memory, of at most ``limit`` bytes."""
         return PinnedHome(self.driver.pin, self.driver.unpin, limit)
 
     def reserve(self, budget: int) -> int:
-        """See ``Backend.reserve``."""
         return max(budget // _RESERVE_SHARE, _LEAST_RESERVE)
 
     def beside(self, budget: int, given: int, moved: int) -> int:
-        """See ``Backend.beside``.
+        """Return what the arena cannot have: PyTorch's other memory on the device, the reserve, outputs, and more.
 
-        That is what else PyTorch has on the device (inputs, workspaces of libraries), the reserve, twice the outputs,
-        as the user may hold those of the last step, and the pieces that the caching allocator opens.
+        That other memory is inputs and workspaces of libraries. Outputs count twice, as the user may hold those of the
+        last step; the pieces that the caching allocator opens count as well.
         """
         others = max(self.driver.allocated_bytes() - moved, 0)
         return round_up(others, SEGMENT) + self.reserve(budget) + 2 * round_up(given, SEGMENT) + _BESIDE
 
     def prepare(self) -> None:
-        """See ``Backend.prepare``."""
         self.driver.prepare()
 
     def recorder(self) -> Recorder:
-        """See ``Backend.recorder``."""
         return self.driver.recorder()
 
     @property
     def timer(self) -> Callable[[Callable[[], object]], float]:
-        """See ``Backend.timer``."""
         return self.driver.time
 
     def generators(self) -> Sequence[torch.Generator]:
-        """See ``Backend.generators``."""
         return self.driver.generators()
 
     def facts(self) -> Mapping[str, object]:
-        """See ``Backend.facts``."""
         return self.driver.facts()

@@ -1,19 +1,17 @@
 """CUDA itself: every call of ``torch.cuda`` that runs a step is in this file.
 
-Written against torch 2.11: ``torch.cuda.Stream``, ``Event``, ``caching_allocator_alloc`` and ``cudart`` as
-documented at https://docs.pytorch.org/docs/2.11/cuda.html, stream order and host memory as in the CUDA runtime's
-reference (cudaStreamWaitEvent takes an event as it was recorded last, so that marks can be recorded anew in each
-step; cudaMemcpyAsync does not block the host where its host memory is pinned; memory that cudaHostRegister has pinned
-is as good as memory from cudaHostAlloc). Transfers to and from a disk are posted by host functions in a stream
-(cudaLaunchHostFunc): such a function runs after what was issued to its stream before and holds up what comes after,
-must not call CUDA nor wait for anything that does, and functions of several streams may run one after the other. So
-each direction has a thread of its own, and its stream waits for the thread (cuStreamWaitValue32): ``transfer.cpp``,
-``cuda/issue.cpp``. Where a stream does not wait so, as is tried beforehand, the host function is the transfer itself,
-and reads and writes take turns.
+Written against torch 2.11 (https://docs.pytorch.org/docs/2.11/cuda.html) and the CUDA runtime's reference:
+cudaStreamWaitEvent takes an event as it was recorded last, so marks can be recorded again in each step; cudaMemcpyAsync
+does not block the host where host memory is pinned; cudaHostRegister pins as well as cudaHostAlloc.
 
-The arena is one allocation of the caching allocator's. So it counts in ``torch.cuda.max_memory_reserved`` and is held
-to ``set_per_process_memory_fraction``, and all that ops ask for within it (``arena.cpp``) changes neither. A step
-therefore cannot fragment the device's memory; expandable segments, which would map pages to make room, are not needed.
+Transfers to and from a disk are posted by host functions in a stream (cudaLaunchHostFunc). These must not call CUDA nor
+wait for anything that does, and those of several streams may run one after the other. So each direction has a thread of
+its own, and its stream waits for the thread (cuStreamWaitValue32): ``transfer.cpp``, ``cuda/issue.cpp``. Where a test
+shows that a stream cannot wait so, the host function is the transfer itself, and reads and writes take turns.
+
+The arena is one allocation of the caching allocator. So it counts in ``torch.cuda.max_memory_reserved`` and obeys
+``set_per_process_memory_fraction``, and requests within it (``arena.cpp``) change neither. A step cannot fragment the
+device's memory, so expandable segments are not needed.
 """
 
 from __future__ import annotations
@@ -56,14 +54,7 @@ _AHEAD = 8_000_000
 
 
 class CudaDriver:
-    """One CUDA device, as ``interface.Driver`` has it.
-
-    Args:
-        device: such as ``torch.device("cuda", 0)``; without an index, the current one.
-
-    Raises:
-        InputError: there is no such device.
-    """
+    """One CUDA device; without an index, the current one. Raises ``InputError`` if there is none."""
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
@@ -91,12 +82,11 @@ class CudaDriver:
         self._nothing: float | None = None  # seconds between two events with nothing between them
 
     def open_arena(self, count: int, reserve: int) -> CudaArena:
-        """See ``Driver.open_arena``."""
         return CudaArena(count, self.device, reserve)
 
     @contextlib.contextmanager
     def step(self, bound: Bound | None) -> Iterator[None]:
-        """See ``Driver.step``; the compute stream is the one that is current now."""
+        """Issue a step; the compute stream is the one that is current now."""
         with torch.cuda.device(self.device):
             compute = torch.cuda.current_stream(self.device)
             self._streams[Stream.COMPUTE] = compute
@@ -107,7 +97,6 @@ class CudaDriver:
             yield
 
     def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
-        """See ``Driver.launch``."""
         if stream is Stream.COMPUTE:
             call()
             return
@@ -116,11 +105,10 @@ class CudaDriver:
             call()
 
     def launching(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
-        """See ``Driver.launching``."""
         return call if stream is Stream.COMPUTE else functools.partial(self.launch, run, call, stream)
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See ``Driver.copy``: cudaMemcpyAsync on the stream, as both sides are contiguous bytes."""
+        """Issue cudaMemcpyAsync, as both sides are contiguous bytes."""
         library = load_native(Flavor.CUDA).library
         if library is None:
             self.copy_callers(stream, index, target, source)
@@ -129,12 +117,12 @@ class CudaDriver:
         self._check(library.outofcore_issue(ctypes.byref(action), ctypes.c_int64(1), self._handles))
 
     def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See ``Driver.copy_callers``: PyTorch's allocators take note of the stream."""
+        """Issue a copy and tell PyTorch's allocators the stream."""
         with torch.cuda.stream(self._streams[stream]):
             target.copy_(source, non_blocking=True)
 
     def tape(self, actions: Sequence[Action]) -> Tape:
-        """See ``Driver.tape``: one call of native code, which the interpreter need not see; one by one without it."""
+        """Make the actions one native call; without native code, issue them one by one."""
         library = load_native(Flavor.CUDA).library
         if library is None:
             kept = Actions(actions)
@@ -162,10 +150,10 @@ class CudaDriver:
         return Tape(play, native, issued if transfers else None, check)
 
     def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """See ``Driver.graph``: a CUDA graph, taken on a stream of its own, since the default one cannot be.
+        """Capture a CUDA graph, on a stream of its own, since the default one cannot be captured.
 
-        What the ops ask for off the plan comes from a pool of memory that all graphs in use share. They may, in any
-        order: they are replayed one after the other, and what one of them leaves in the pool no other one reads.
+        Off-plan requests come from a memory pool that all graphs in use share. They may, in any order: graphs are
+        replayed one after the other, and none reads what another one leaves in the pool.
         """
         if self._capturing is None:
             self._capturing = torch.cuda.Stream(self.device)
@@ -198,7 +186,7 @@ class CudaDriver:
                 return _Action(_Kind.TRANSFER, _place(stream), ctypes.addressof(next(transfers)))
 
     def _handle(self, mark: Any) -> int:
-        """CUDA's own name of an event, which PyTorch makes where it is first recorded."""
+        """Return CUDA's handle of an event, which PyTorch creates where it is first recorded."""
         if not mark.cuda_event:
             mark.record(self._streams[Stream.COMPUTE])
         return int(mark.cuda_event)
@@ -212,18 +200,13 @@ class CudaDriver:
         return None if self._lanes is None else self._lanes.of.get(stream)
 
     def _check(self, status: int) -> None:
-        """Refuse an error of CUDA's.
-
-        Raises:
-            DeviceError: it is one.
-        """
+        """Raise ``DeviceError`` for a CUDA error."""
         if status:
             library = load_native(Flavor.CUDA).library
             said = library.outofcore_cuda_error(status).decode() if library is not None else ""
             raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {said}")
 
     def staging(self, count: int) -> torch.Tensor:
-        """See ``Driver.staging``."""
         library = load_native(Flavor.CUDA).library
         if self._lanes is None and library is not None:
             with torch.cuda.device(self.device):
@@ -236,7 +219,6 @@ class CudaDriver:
         return home.face(0, count)  # it keeps the memory
 
     def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
-        """See ``Driver.transfer``."""
         library = load_native(Flavor.CUDA).library
         if library is None:
             raise TransferError(
@@ -254,43 +236,37 @@ class CudaDriver:
             )
 
     def mark(self, *, timed: bool = False) -> Any:
-        """See ``Driver.mark``."""
         return torch.cuda.Event(enable_timing=timed)
 
     def record(self, stream: Stream, mark: Any) -> None:
-        """See ``Driver.record``."""
         mark.record(self._streams[stream])
 
     def wait(self, stream: Stream, mark: Any) -> None:
-        """See ``Driver.wait``."""
         self._streams[stream].wait_event(mark)
 
     def seconds(self, start: Any, end: Any) -> float:
-        """See ``Driver.seconds``."""
         return float(start.elapsed_time(end)) / 1000
 
     def finish(self, *, host: bool) -> None:
-        """See ``Driver.finish``: the compute stream has waited for the others already."""
+        """End a step; the compute stream has waited for the others already."""
         if host:
             with self._failing():
                 self._streams[Stream.COMPUTE].synchronize()
             self._check_transfers()
 
     def await_mark(self, mark: Any) -> None:
-        """See ``Driver.await_mark``."""
         with self._failing():
             mark.synchronize()
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Let what CUDA says of a device that has failed be a ``DeviceError``."""
+        """Convert CUDA's errors of a failed device to ``DeviceError``."""
         try:
             yield
         except RuntimeError as error:
             raise DeviceError(f"the device {self.device} failed: {error}") from error
 
     def synchronize(self) -> None:
-        """See ``Driver.synchronize``."""
         with self._failing():
             torch.cuda.synchronize(self.device)
         self._check_transfers()
@@ -300,7 +276,7 @@ class CudaDriver:
         check_transfers(transfers)
 
     def pinned(self, source: torch.Tensor) -> torch.Tensor:
-        """See ``Driver.pinned``. PyTorch does not reuse pinned memory of its own before copies from it are done."""
+        """Copy to pinned memory, which PyTorch does not reuse before copies from it are done."""
         if not source.numel() or source.is_pinned():
             return source
         try:
@@ -310,11 +286,10 @@ class CudaDriver:
             return source
 
     def generators(self) -> Sequence[torch.Generator]:
-        """See ``Driver.generators``."""
         return (torch.cuda.default_generators[self.device.index], torch.default_generator)
 
     def pin(self, address: int, count: int) -> bool:
-        """Pin whole pages of host memory in place, to the byte; False where the system refuses."""
+        """Pin whole pages of host memory in place; returns False where the system refuses."""
         with torch.cuda.device(self.device):
             done = int(_runtime().cudaHostRegister(address, count, _PORTABLE)) == 0
         if not done:
@@ -322,22 +297,21 @@ class CudaDriver:
         return done
 
     def unpin(self, address: int) -> None:
-        """Undo ``pin``."""
         _runtime().cudaHostUnregister(address)
 
     def _forget_error(self) -> None:
-        """Clear the error that a refused call leaves behind: the next kernel's check takes it for its own."""
+        """Clear the error that a refused call leaves behind; the next kernel's check would report it."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
     def prepare(self) -> None:
-        """Let libraries make what they keep for a stream (cuBLAS: a workspace), so that no op is charged with it."""
+        """Let libraries allocate what they keep for a stream (cuBLAS: a workspace), so that no op is charged for it."""
         with torch.cuda.device(self.device):
             self._make_workspaces()
             self.synchronize()
 
     def _make_workspaces(self) -> None:
-        """For the stream that is current now."""
+        """Do so for the current stream."""
         with torch.no_grad():
             for dtype in (torch.float32, torch.bfloat16):
                 square = torch.ones(64, 64, dtype=dtype, device=self.device)
@@ -346,22 +320,21 @@ class CudaDriver:
         self._prepared = torch.cuda.current_stream(self.device).cuda_stream
 
     def allocated_bytes(self) -> int:
-        """Bytes in use of those that PyTorch has from the device, in whole segments at the least."""
+        """Return the bytes in use that PyTorch has from the device, at least in whole segments."""
         return round_up(torch.cuda.memory_allocated(self.device), SEGMENT)
 
     def reserved_bytes(self) -> int:
-        """Bytes that PyTorch has from the device, once it has given back what it can."""
+        """Return the bytes that PyTorch has from the device after giving back what it can."""
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device)
 
     def recorder(self) -> Recorder:
-        """Logs what a thread asks of CUDA's allocator."""
         return Recorder(load_native(Flavor.CUDA))
 
     def time(self, call: Callable[[], object]) -> float:
-        """Median seconds that the device takes for what ``call`` issues, the host being ahead of it.
+        """Return the median seconds that the device takes for what ``call`` issues, the host being ahead of it.
 
-        Less what lies between two events with nothing between them: some microseconds, as much as a small kernel.
+        The time between two adjacent events, some microseconds and as much as a small kernel, is subtracted.
         """
         with torch.cuda.device(self.device):
             if self._nothing is None:
@@ -381,7 +354,7 @@ class CudaDriver:
             return max(taken - self._nothing, 0.0)
 
     def facts(self) -> Mapping[str, object]:
-        """What the speed of ops and of copies on this device depends on."""
+        """Return what the speed of ops and copies on this device depends on."""
         properties = torch.cuda.get_device_properties(self.device)
         return {
             "device": properties.name,
@@ -403,17 +376,11 @@ class CudaDriver:
 
 
 class CudaArena:
-    """One allocation on a CUDA device in which addresses are planned; as ``arenas.Memory`` has it.
+    """One allocation on a CUDA device with planned addresses: ``count`` bytes, rounded up to whole pages.
 
-    The memory lives until ``close``, and then as long as any view of it or tensor placed in it.
-
-    Args:
-        count: bytes, rounded up to whole pages.
-        device: with an index.
-        reserve: bytes beyond it for off-plan requests of 64 KiB and more.
-
-    Raises:
-        ArenaError: the device does not give the memory, or the allocator cannot be put under PyTorch.
+    The memory lives until ``close``, and then as long as any view of it or tensor placed in it. ``reserve`` bytes are
+    for off-plan requests of 64 KiB and more. Raises ``ArenaError`` if the device lacks the memory, or the allocator
+    cannot be installed under PyTorch.
     """
 
     def __init__(self, count: int, device: torch.device, reserve: int) -> None:
@@ -449,21 +416,13 @@ class CudaArena:
 
     @property
     def region(self) -> object:
-        """See ``Memory.region``."""
         return self._opened()
 
     @property
     def handle(self) -> int | None:
-        """See ``Memory.handle``."""
         return self._handle
 
     def view(self, offset: int, count: int) -> torch.Tensor:
-        """See ``Memory.view``.
-
-        Raises:
-            ArenaError: the bytes do not lie in the arena.
-            StateError: the arena is closed.
-        """
         region = self._opened()
         if offset < 0 or count < 0 or offset + count > self.bytes:
             raise ArenaError(
@@ -475,32 +434,30 @@ class CudaArena:
         return torch.as_tensor(_Bytes(region, offset, count), device=self._device)
 
     def save(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """See ``Memory.save``: in the order of the current stream; the host waits."""
+        """Copy in the order of the current stream; the host waits."""
         home.face(slot, count).copy_(self.view(offset, count))
 
     def load(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """See ``Memory.load``: in the order of the current stream; the host waits."""
+        """Copy in the order of the current stream; the host waits."""
         self.view(offset, count).copy_(home.face(slot, count))
 
     def move(self, start: int, to: int, count: int) -> bool:
-        """See ``Memory.move``: in the order of the current stream."""
+        """Move in the order of the current stream."""
         if abs(start - to) < count:
             return False
         self.view(to, count).copy_(self.view(start, count))
         return True
 
     def discard(self, offset: int, count: int) -> None:
-        """See ``Memory.discard``: a device's memory is given back as a whole."""
+        """Do nothing: a device's memory is given back as a whole."""
 
     def counters(self) -> ArenaCounters:
-        """See ``Memory.counters``."""
         self._opened()
         if self.native.library is None:
             return ArenaCounters()
         return read_counters(self.native.library, self._handle)
 
     def close(self) -> None:
-        """See ``Memory.close``."""
         self._region = None
         self._uninstall()
 
@@ -547,7 +504,7 @@ class _Kind(IntEnum):
 
 
 def _place(stream: Stream) -> int:
-    """Of a stream among the handles: native code knows no numbers below 0."""
+    """Return a stream's index among the handles: native code has no negative numbers."""
     return stream % len(Stream)
 
 
@@ -564,15 +521,9 @@ class _Action(ctypes.Structure):
 
 
 class _Lanes:
-    """A thread for each of some streams, that does the transfers which are issued to it: see ``transfer.cpp``.
+    """A transfer thread for each of some streams: see ``transfer.cpp``.
 
-    Args:
-        library: the native code.
-        device: that the streams are of.
-        streams: as CUDA knows them.
-
-    Attributes:
-        of: by stream its lane; without those whose streams do not wait for a thread, or that the system gives none.
+    ``of`` maps a stream to its lane, except streams that cannot wait for a thread or have none from the system.
     """
 
     def __init__(self, library: ctypes.PyDLL, device: torch.device, streams: Mapping[Stream, int]) -> None:

@@ -1,15 +1,14 @@
-"""Runs bound programs on a CUDA device: the host issues instructions in program order, and marks order the streams.
+"""Run bound programs on a CUDA device: the host issues instructions in program order, and marks order the streams.
 
-Nothing in a step makes the host wait. Between two queues stand the waits of the program and no others: a copy in
-waits for whoever held its room before, and a copy out for whoever wrote its bytes. Around a step, the copy streams
-begin after what is on the compute stream by then, and the compute stream goes on after the last copy; so tensors on
-the device can be used in the user's own stream as ever. States in host memory the user may read and change at once, so
-the call returns when the last copy of one of them is done, whatever runs on the device after that copy.
+The host waits for nothing within a step. The program's waits are the only ones between queues: a copy in waits for the
+last user of its room, a copy out for the writer of its bytes. Copy streams begin after the current work of the compute
+stream, which goes on after the last copy, so tensors on the device can be used in the user's own stream as ever. The
+user may read states in host memory at once, so the call returns when the last copy of one of them is done.
 
-Copies to and from a disk pass through host memory (``staging``). A queue of such copies is done with a block when the
-stream on the device's side is. That a file holds what is read from it is for the engine to see to: of an instruction
-that waits for a copy out, the program does not say whether it needs the room on the device or the bytes in the file.
-A step that has copied to or from a disk returns when that is done, so that a transfer that failed is told at once.
+Copies to and from a disk pass through host memory (``staging``). Such a queue is done with a block when the stream on
+the device's side is. The engine ensures that a file holds what is read from it: the program does not say whether an
+instruction that waits for a copy out needs the room on the device or the bytes in the file. A step with disk copies
+returns when they are done, so that a failed transfer is reported at once.
 """
 
 from __future__ import annotations
@@ -66,8 +65,6 @@ _GRAPH_OPS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Issue:
-    """One instruction, ready to be issued."""
-
     index: int
     stream: Stream
     waits: tuple[Mark, ...]
@@ -84,8 +81,6 @@ class _Issue:
 
 @dataclass
 class _Prepared:
-    """A bound program with its marks."""
-
     issues: list[_Issue]
     shown: list[Mark]  # behind the last copies, out and in, of what the user may look at in host memory
     disk: bool  # whether it copies to or from a disk
@@ -104,12 +99,7 @@ class _Prepared:
 
 
 class _Graphed:
-    """Issues ops, and from the second time on as one graph, if there can be one.
-
-    Args:
-        driver: of the device.
-        call: issues them one by one.
-    """
+    """Issues ops one by one with ``call``, and from the second time on as one graph if possible."""
 
     def __init__(self, driver: Driver, call: Callable[[], object]) -> None:
         self._driver, self._call = driver, call
@@ -117,7 +107,6 @@ class _Graphed:
         self._calls = 0
 
     def __call__(self) -> None:
-        """Issue them."""
         self._calls += 1
         if self._calls == 2:  # by then libraries have made what they make once
             self._graph = self._driver.graph(self._call)
@@ -125,12 +114,10 @@ class _Graphed:
 
 
 class _Part(NamedTuple):
-    """Some of the instructions in a row, as a step issues them that is not measured.
+    """A row of instructions that a step issues at once when it is not measured.
 
-    Attributes:
-        reached: so many instructions are begun with it.
-        play: issues what is alike at every step; None: it is a copy of the caller's memory.
-        issue: that, or the op that ``play`` does nothing but call.
+    ``reached`` is how many instructions have then begun. ``play`` issues what is the same in every step, None for a
+    copy of the caller's memory; ``issue`` is that copy, or the single op that ``play`` calls.
     """
 
     reached: int
@@ -142,14 +129,10 @@ class CudaEngine:
     """Issues steps to one device.
 
     Args:
-        driver: the device.
-        homes: in host memory, pinned at best; and behind it one on a disk, if there is one.
+        homes: in pinned host memory, and optionally a disk behind it; others raise ``StateError``.
         buffer_bytes: of each of the buffers between the device and a disk.
-        buffers: of them, for each direction.
-        replay: whether native code may call ops; "graphs": and makes CUDA graphs of those that follow each other.
-
-    Raises:
-        StateError: there are other homes.
+        buffers: for each direction.
+        replay: whether native code may call ops; "graphs": and makes CUDA graphs of consecutive ones.
     """
 
     def __init__(
@@ -189,17 +172,15 @@ class CudaEngine:
             self.forget()
 
     def synchronize(self) -> None:
-        """Return when everything issued is done."""
         self._driver.synchronize()
 
     def forget(self) -> None:
-        """See ``Engine.forget``."""
         self._bound = self._prepared = None
 
     def reached(self) -> Reached | None:
-        """How far the last step came: all instructions before the one that could not be issued are done.
+        """Return how far the last step came: all instructions before the one that could not be issued are done.
 
-        A failure of the device itself shows later, when it is not known any more where.
+        A failure of the device itself shows later, when the place is unknown.
         """
         if self._failed:
             return None
@@ -217,7 +198,7 @@ class CudaEngine:
         slots: Mapping[int, tuple[Piece, ...]],
         ports: dict[int, Port],
     ) -> Timeline:
-        """Issue one step; see ``Engine.run``. Every 32nd step is measured, and each of the first six."""
+        """Issue one step. The first six are measured, and every 32nd."""
         prepared = self._prepared
         if prepared is None or self._bound is not bound:
             prepared = self._prepared = self._prepare(bound, arena, slots)
@@ -265,7 +246,7 @@ class CudaEngine:
         return prepared.timeline
 
     def _end_early(self, error: BaseException) -> None:
-        """Wait for what was issued: it uses memory that the caller is about to let go of. The first error stays it."""
+        """Wait for what was issued, since the caller is about to release its memory; the first error stays."""
         try:
             self._driver.synchronize()
         except DeviceError as other:
@@ -316,7 +297,7 @@ class CudaEngine:
         self._ask_to_mark(issue, driver)
 
     def _play(self, prepared: _Prepared, ports: dict[int, Port], held: list[Mark]) -> None:
-        """Issue a step that is not measured: ops in a row, and what lies between two of them, in one go."""
+        """Issue a step that is not measured: consecutive ops, and the actions between them, at once."""
         if prepared.parts is None:
             prepared.parts = self._parts(prepared)
         native = self._replays and internals.replayable()
@@ -340,7 +321,7 @@ class CudaEngine:
         ports: dict[int, Port],
         held: list[Mark],
     ) -> list[_Part]:
-        """Issue a step, and take down its ops; the parts of those that follow."""
+        """Issue a step and record its ops; returns the parts for later steps."""
         replay = Replay(library, len(parts))
         taken: list[bool] = []
         with replay.watching():
@@ -366,7 +347,7 @@ class CudaEngine:
         return [*merged, *parts[done:]]
 
     def _cut(self, parts: Sequence[_Part], taken: list[bool]) -> list[tuple[int, int]]:
-        """Ops in a row, and what lies between them, that can be issued in one go: begin and end of each."""
+        """Return begin and end of each row of ops and actions that can be issued at once."""
         kinds = [
             0 if not found else 1 + self._goes_into_a_graph(part) for part, found in zip(parts, taken, strict=True)
         ]
@@ -374,7 +355,7 @@ class CudaEngine:
         return [(first, end) for first, end in pairwise([0, *cuts, len(kinds)]) if kinds[first]]
 
     def _goes_into_a_graph(self, part: _Part) -> bool:
-        """Whether an op draws no random numbers, and looks at nothing on the host."""
+        """Return whether an op draws no random numbers, and reads nothing on the host."""
         run = None if part.issue is None else part.issue.run
         if not self._graphs or run is None or self._bound is None or self._bound.graph.ops[run.op].random:
             return False
@@ -382,7 +363,7 @@ class CudaEngine:
         return all(tensor.device == self._driver.device for tensor in (*given, *(result[2] for result in run.results)))
 
     def _stretch(self, parts: Sequence[_Part], replay: Replay, first: int, end: int, table: ScopeTable) -> _Part:
-        """Ops in a row that native code calls, each in its scope, and what it issues between them."""
+        """Combine consecutive ops, each in its scope, and the actions between them into one native call."""
         tapes = [(number, part.play) for number, part in enumerate(parts) if isinstance(part.play, Tape)]
         issued = [(number, tape.issued) for number, tape in tapes if first <= number < end and tape.issued is not None]
 
@@ -511,7 +492,7 @@ class CudaEngine:
         return _Prepared(issues, shown, disk, driver.mark(), ends, [], started, stopped, generators)
 
     def _mark_shown(self, bound: Bound, issues: list[_Issue], slots: Mapping[int, tuple[Piece, ...]]) -> list[Mark]:
-        """Marks behind the last copies, out and in, of what the user may look at in host memory."""
+        """Return marks behind the last copies, out and in, of what the user may read in host memory."""
         left = set(bound.program.results)
         found: list[Mark] = []
         for queue in bound.copies:
@@ -570,7 +551,7 @@ class CudaEngine:
 
 
 def _collective(run: BoundRun) -> Callable[[], None]:
-    """What issues a collective, whose memory is the communication library's own matter."""
+    """Return a function that issues a collective, whose memory the communication library manages."""
 
     def call() -> None:
         run.func(*run.args, **run.kwargs)
@@ -579,7 +560,7 @@ def _collective(run: BoundRun) -> Callable[[], None]:
 
 
 def _call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorStates) -> Callable[[], None]:
-    """What issues an op, its requests for memory served at their planned addresses."""
+    """Return a function that issues an op, its requests for memory served at their planned addresses."""
     call = _served(run, scope, table)
 
     def draw() -> None:
@@ -594,7 +575,7 @@ def _call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorSta
 
 
 def _served(run: BoundRun, scope: int, table: ScopeTable) -> Callable[[], None]:
-    """As ``_call``, for an op that draws freely. It is called for each op of each step: the host's time goes here."""
+    """Return ``_call`` for an op without random state: a fast path, since the host's time goes here."""
     issue, results = internals.issuing(run.func, run.args, run.kwargs), run.results
     begin, end, returned = table.begin, table.end, internals.tensors_returned(run.func)
 
@@ -644,7 +625,7 @@ def _served(run: BoundRun, scope: int, table: ScopeTable) -> Callable[[], None]:
 
 
 def _bytes_of(port: Port) -> torch.Tensor:
-    """The caller's memory as a uint8 tensor."""
+    """Return the caller's memory as a uint8 tensor."""
     tensor = port.tensor
     start = tensor.storage_offset() * tensor.element_size()
     return internals.storage_bytes(tensor)[start : start + port.bytes]

@@ -1,7 +1,7 @@
-"""All that the engine needs of CUDA, and no more: streams, marks in them, copies, and one stretch of memory.
+"""All that the engine needs of CUDA: streams, marks in them, copies, and one stretch of memory.
 
-Two classes speak it: ``cuda.driver.CudaDriver`` on a GPU, and a double in the tests that runs the same programs on
-the CPU under a virtual clock and finds every wait that is missing.
+Two classes implement it: ``cuda.driver.CudaDriver`` on a GPU, and a double in the tests that runs the same programs on
+the CPU under a virtual clock and finds every missing wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outofcore.execution.homes import HomeStore
 
 
 class Stream(IntEnum):
-    """Work on a stream is done in order; streams know of each other only through marks.
+    """Work on a stream is done in order; only marks order work across streams.
 
     The first five are numbered as the queues of a program are (``binding.queue_number``), home 1 being a disk.
     """
@@ -36,15 +36,13 @@ class Stream(IntEnum):
 
 
 class Mark(Protocol):
-    """A point in a stream, once it has been recorded there: a CUDA event. It may be recorded anew."""
+    """A point in a stream where it was last recorded: a CUDA event. It may be recorded again."""
 
 
 class FileHome(HomeStore, Protocol):
-    """A home that is a file."""
-
     @property
     def descriptor(self) -> int:
-        """Of the open file, for transfers of whole pages at given offsets."""
+        """The open file's descriptor, for transfers of whole pages at given offsets."""
         ...
 
     @property
@@ -55,24 +53,18 @@ class FileHome(HomeStore, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """See ``Driver.wait``."""
-
     stream: Stream
     mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """See ``Driver.record``."""
-
     stream: Stream
     mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """See ``Driver.copy``."""
-
     stream: Stream
     index: int
     target: torch.Tensor
@@ -95,7 +87,7 @@ Action = Wait | Record | Copy | Move
 
 
 class Issuer(Protocol):
-    """Whoever takes copies, transfers, marks and waits: a device at once, a list for later (``Actions``)."""
+    """Takes copies, transfers, marks and waits: a device at once, a list for later (``Actions``)."""
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """See ``Driver.copy``."""
@@ -115,29 +107,24 @@ class Issuer(Protocol):
 
 
 class Actions:
-    """Writes down what is to be issued."""
+    """A list of actions to be issued later."""
 
     def __init__(self, actions: Sequence[Action] = ()) -> None:
         self.list: list[Action] = list(actions)
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See ``Driver.copy``."""
         self.list.append(Copy(stream, index, target, source))
 
     def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
-        """See ``Driver.transfer``."""
         self.list.append(Move(stream, index, home, offset, memory))
 
     def record(self, stream: Stream, mark: Mark) -> None:
-        """See ``Driver.record``."""
         self.list.append(Record(stream, mark))
 
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """See ``Driver.wait``."""
         self.list.append(Wait(stream, mark))
 
     def played_on(self, issuer: Issuer) -> None:
-        """Issue all of them, one after the other."""
         for action in self.list:
             match action:
                 case Wait(stream, mark):
@@ -152,14 +139,10 @@ class Actions:
 
 @dataclass(frozen=True, eq=False)
 class Tape:
-    """What issues some actions in order, each time that it is called within a step.
+    """Issues some actions in order each time that it is called within a step.
 
-    Attributes:
-        play: does so.
-        native: the address of a function of native code that does so, which gives a status, and its three arguments;
-            None: there is none.
-        issued: to be called after that function.
-        check: raises what a status of it means.
+    ``native``, if any, is the address of a native function that does so and returns a status, and its three arguments;
+    ``issued`` is to be called after it, and ``check`` raises the error of a status.
     """
 
     play: Callable[[], object]
@@ -168,7 +151,6 @@ class Tape:
     check: Callable[[int], object] | None = None
 
     def __call__(self) -> None:
-        """Issue them; raises as the methods of the driver do."""
         self.play()
 
 
@@ -176,89 +158,57 @@ class Driver(Protocol):
     """A device with its streams. All methods return at once unless they say otherwise."""
 
     @property
-    def device(self) -> torch.device:
-        """Where the arena lies and ops run."""
-        ...
+    def device(self) -> torch.device: ...
 
     def open_arena(self, count: int, reserve: int) -> Memory:
-        """Memory on the device, of ``count`` bytes, for planned addresses.
-
-        Args:
-            count: bytes.
-            reserve: bytes beyond it that off-plan requests may take.
-
-        Raises:
-            ArenaError: the device does not give the memory.
-        """
+        """Open an arena of ``count`` bytes, with ``reserve`` bytes for off-plan requests."""
         ...
 
     def step(self, bound: Bound | None) -> AbstractContextManager[object]:
-        """In this context a step is issued; None: something else is, for measurements."""
+        """Context in which a step is issued; None for measurements."""
         ...
 
     def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
-        """Issue an op on the compute stream, or a collective on that of those: ``call`` hands it to the device."""
+        """Issue an op on the compute stream, or a collective on its own: ``call`` hands it to the device."""
         ...
 
     def launching(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
-        """What does ``launch`` with these, each time that it is called within a step; perhaps ``call`` itself."""
+        """Return a function that does what ``launch`` does, at each call within a step; perhaps ``call`` itself."""
         ...
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Issue a copy of bytes.
-
-        Args:
-            stream: where to.
-            index: of the instruction in the program.
-            target: uint8, contiguous, on the device or in host memory.
-            source: likewise, as many bytes.
-        """
+        """Issue the copy of instruction ``index``; both sides are contiguous uint8 tensors of the same size."""
         ...
 
     def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """The same as ``copy`` where one side is memory of PyTorch's, which is not to be reused before it is done."""
+        """Issue a copy where one side is PyTorch's memory, which must not be reused before the copy is done."""
         ...
 
     def staging(self, count: int) -> torch.Tensor:
-        """Host memory of ``count`` bytes as a uint8 tensor, from a page boundary on, pinned if the system lets it be.
-
-        Raises:
-            SpillError: there is not so much.
-        """
+        """Return page-aligned host memory as a uint8 tensor, pinned if the system allows it."""
         ...
 
     def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
-        """Issue a transfer between a file and host memory; whether it failed is said by ``finish``.
+        """Issue a transfer between a file and host memory; ``finish`` reports its failure.
 
-        Args:
-            stream: ``WRITE`` or ``READ``, which says the direction.
-            index: of the instruction in the program.
-            home: whose file it is.
-            offset: in the file, a multiple of the page size.
-            memory: uint8, in host memory, whole pages from a page boundary on.
-
-        Raises:
-            TransferError: it could not be issued.
+        ``stream`` is ``WRITE`` or ``READ`` and gives the direction. ``offset`` and ``memory`` (uint8) are whole pages.
+        Raises ``TransferError`` if it could not be issued.
         """
         ...
 
     def tape(self, actions: Sequence[Action]) -> Tape:
-        """What issues these for less than one by one."""
+        """Prepare actions to be issued at less cost than one by one."""
         ...
 
     def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """What issues again, in one go, all that ``call`` issues to the compute stream; it is not issued now.
+        """Return a function that issues at once all that ``call`` issues to the compute stream, without issuing it now.
 
-        Args:
-            call: issues ops whose tensors never move; called once.
-
-        Returns:
-            None: the device cannot, or an op is of a kind that cannot be issued so.
+        ``call`` issues ops whose tensors never move, and is called once. None: the device or an op does not support it.
         """
         ...
 
     def mark(self, *, timed: bool = False) -> Mark:
-        """A new mark, not yet recorded. A timed one can tell when it was reached."""
+        """Return a new mark, not yet recorded. A timed one supports ``seconds``."""
         ...
 
     def record(self, stream: Stream, mark: Mark) -> None:
@@ -266,46 +216,32 @@ class Driver(Protocol):
         ...
 
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """Let what is issued to a stream from now on start after the mark, where it was recorded last, is reached."""
+        """Let later work on a stream start after the mark, where it was recorded last, is reached."""
         ...
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """Seconds between two timed marks that have been reached."""
+        """Return the seconds between two timed marks that have been reached."""
         ...
 
     def finish(self, *, host: bool) -> None:
-        """End of a step.
+        """End a step; with ``host``, block until the host can read what the step has written.
 
-        Args:
-            host: whether the host is to look at memory that the step has written: then this blocks until all is done.
-
-        Raises:
-            DeviceError: the device failed.
-            TransferError: a transfer of this step failed; told only where this blocks.
+        Raises ``DeviceError`` if the device failed, and, where this blocks, ``TransferError`` for a failed transfer.
         """
         ...
 
     def await_mark(self, mark: Mark) -> None:
-        """Block until a mark is reached.
-
-        Raises:
-            DeviceError: the device failed.
-        """
+        """Block until a mark is reached; raises ``DeviceError``."""
         ...
 
     def synchronize(self) -> None:
-        """Block until everything issued is done.
-
-        Raises:
-            DeviceError: the device failed.
-            TransferError: a transfer failed.
-        """
+        """Block until everything issued is done; raises ``DeviceError`` or ``TransferError``."""
         ...
 
     def pinned(self, source: torch.Tensor) -> torch.Tensor:
-        """The bytes of a uint8 tensor where a copy to the device need not block: itself, or a copy in pinned memory."""
+        """Return a uint8 tensor from which a copy to the device need not block: itself, or a copy in pinned memory."""
         ...
 
     def generators(self) -> Sequence[torch.Generator]:
-        """The random generators that ops on the device may draw from."""
+        """Return the random generators that ops on the device may draw from."""
         ...

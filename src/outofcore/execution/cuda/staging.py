@@ -1,9 +1,8 @@
-"""Pinned buffers through which blocks pass between a device and a disk, as neither reaches into the other.
+"""Pinned buffers through which blocks pass between a device and a disk, as neither can access the other.
 
 Each direction has a ring of buffers and two streams: one moves bytes between the device and a buffer, the other between
-a buffer and the file. So while one buffer is on its way to the disk, the next is filled; a read runs ahead of the copy
-that waits for room on the device by as much as the ring holds. A stream waits where a buffer changes hands, and for
-nothing else: the host waits for neither.
+a buffer and the file. So the next buffer is filled while one is written, and a read runs ahead of the copy that waits
+for room on the device by as much as the ring holds. Streams wait where a buffer changes hands; the host never waits.
 """
 
 from __future__ import annotations
@@ -27,29 +26,24 @@ BUFFERS = 4  # for each direction
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some bytes of a block, no more than a buffer holds, and where they are in the file."""
+    """Some bytes of a block, at most a buffer, and their offset in the file."""
 
     device: torch.Tensor
     offset: int
 
 
 def first_stream(stream: Stream) -> Stream:
-    """Where a copy of a queue begins."""
+    """Return the stream on which a queue's copy begins."""
     return Stream.READ if stream is Stream.DISK_IN else stream
 
 
 def last_stream(stream: Stream) -> Stream:
-    """Where a copy of a queue ends."""
+    """Return the stream on which a queue's copy ends."""
     return Stream.WRITE if stream is Stream.DISK_OUT else stream
 
 
 class _Ring:
-    """The buffers of one direction.
-
-    Attributes:
-        full: by buffer, when what is in it has arrived.
-        empty: by buffer, when what was in it has left.
-    """
+    """The buffers of one direction, with marks for each: when its contents have arrived and when they have left."""
 
     def __init__(self, driver: Driver, memory: torch.Tensor, size: int) -> None:
         self.buffers = [memory[at : at + size] for at in range(0, memory.numel(), size)]
@@ -58,27 +52,20 @@ class _Ring:
         self._turns = 0
 
     def begin(self) -> None:
-        """All buffers are empty: what was in them has left before the streams began."""
+        """Treat all buffers as empty: their contents left before the streams began."""
         self._turns = 0
 
     def next(self) -> tuple[int, bool]:
-        """The buffer whose turn it is, and whether it has been used since ``begin``."""
+        """Return the next buffer, and whether it has been used since ``begin``."""
         turn = self._turns
         self._turns += 1
         return turn % len(self.buffers), turn >= len(self.buffers)
 
 
 class Staging:
-    """Issues copies between one device and one file.
+    """Issues copies between one device and one file through ``buffers`` buffers of whole pages in each direction.
 
-    Args:
-        driver: the device.
-        home: the file.
-        buffer_bytes: of a buffer, whole pages.
-        buffers: for each direction.
-
-    Raises:
-        SpillError: the system has no memory for the buffers.
+    Raises ``SpillError`` if the system has no memory for the buffers.
     """
 
     def __init__(
@@ -93,19 +80,15 @@ class Staging:
         self._into = _Ring(driver, memory[half:], buffer_bytes)
 
     def parts(self, view: Callable[[int, int], torch.Tensor], at: int, offset: int, count: int) -> list[Part]:
-        """Bytes of the arena, and of the file, in parts that go through a buffer each.
+        """Cut a copy between arena and file into parts that fit a buffer.
 
-        Args:
-            view: of bytes of the arena, by their offset and number.
-            at: where they begin in the arena.
-            offset: where they begin in the file.
-            count: how many.
+        ``view`` gives bytes of the arena; the copy begins at ``at`` in the arena and at ``offset`` in the file.
         """
         cuts = range(0, count, self._size)
         return [Part(view(at + cut, min(self._size, count - cut)), offset + cut) for cut in cuts]
 
     def begin(self) -> None:
-        """Called when streams begin that have waited for all that was issued before."""
+        """Begin new streams that have waited for all that was issued before."""
         self._out.begin()
         self._into.begin()
 
@@ -126,11 +109,8 @@ class Staging:
     def into(self, index: int, parts: Sequence[Part], waits: Sequence[Mark], issuer: Issuer | None = None) -> None:
         """Issue a copy from the file: ``READ`` takes it to buffers, ``DISK_IN`` to the device.
 
-        Args:
-            index: of the instruction in the program.
-            parts: what to copy.
-            waits: for the room on the device; bytes may come as far as the buffers before.
-            issuer: to whom; None: to the device.
+        ``waits`` are for the room on the device; bytes may be read into the buffers before. The default issuer is the
+        device.
         """
         driver, ring, late = issuer or self._driver, self._into, list(waits)
         for part in parts:
@@ -153,14 +133,11 @@ def _pages(buffer: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def reads_after_writes(copies: Sequence[tuple[int, bool]], slots: Mapping[int, tuple[Piece, ...]]) -> dict[int, int]:
-    """For each read that has to wait for a write, which one.
+    """Return, for each read that has to wait for a write, that write, by instruction index.
 
-    Reads are done in order, and so are writes; a read that follows one that waits for the same write, or for a later
-    one, is not named. A write need not wait for a read: the program lets it wait until what was read is on the device.
-
-    Args:
-        copies: in the order of the program, the index of each copy and whether it writes to the file.
-        slots: by the index, where in the file.
+    Reads are done in order, and so are writes; a read is left out if an earlier one waits for the same write or a later
+    one. A write need not wait for a read: the program delays it until the bytes are on the device. ``copies`` are in
+    program order, with whether each writes to the file.
     """
     found: dict[int, int] = {}
     written: list[int] = []
@@ -177,7 +154,7 @@ def reads_after_writes(copies: Sequence[tuple[int, bool]], slots: Mapping[int, t
 
 
 class Transfer(ctypes.Structure):
-    """As ``Transfer`` in ``transfer.h``; to be kept until it has run."""
+    """As ``Transfer`` in ``transfer.h``; must be kept until it has run."""
 
     _fields_ = (
         ("address", ctypes.c_int64),
@@ -196,25 +173,15 @@ class Transfer(ctypes.Structure):
 def transfer_of(
     home: FileHome, offset: int, address: int, count: int, *, writes: bool, lane: int | None = None
 ) -> Transfer:
-    """A transfer that has yet to run.
+    """Build a transfer that has yet to run; address, offset and count are whole pages.
 
-    Args:
-        home: whose file it is.
-        offset: in the file.
-        address: of host memory.
-        count: bytes; with the address and the offset in whole pages.
-        writes: to the file, or from it.
-        lane: whose thread does it; None: the one that is told to.
+    ``lane`` selects the thread that does it; None: the one that runs it.
     """
     return Transfer(address, count, offset, home.descriptor, writes, not home.direct, 0, 0, lane)
 
 
 def check_transfers(transfers: Iterable[Transfer]) -> None:
-    """Refuse transfers that have run and failed.
-
-    Raises:
-        TransferError: the first that did.
-    """
+    """Raise the ``TransferError`` of the first transfer that has run and failed."""
     for transfer in transfers:
         if transfer.failure:
             verb = "write" if transfer.writes else "read"
