@@ -57,6 +57,8 @@ class Device {
 
   // Whether an op that runs again on the same operands gives the same bits.
   static bool repeats(const c10::OperatorHandle&) { return true; }
+  // Whether kernels treat a copy of a small storage like the storage, by where it lies.
+  static bool copies_alike(const c10::StorageImpl&) { return true; }
   // The order in which an op runs; while an ``InOrder`` lives, ops run in that order.
   struct Stream {};
   static Stream stream() { return {}; }

@@ -329,6 +329,8 @@ std::shared_ptr<Step> step_of(const c10::OperatorHandle& op, Again again, c10::D
       if (shapes) {
         replaced.emplace_back(element, geometry.as_argument(no_bytes(tensor.device())));
       } else if (static_cast<int64_t>(storage.nbytes()) < large) {
+        understood = tensor.is_cpu() || Device::copies_alike(storage);
+        if (!understood) return;
         replaced.emplace_back(element, geometry.as_argument(copy_of(storage)));
       } else {
         const std::shared_ptr<Origin> origin = origin_of(storage);

@@ -26,7 +26,7 @@ class Made:
 
 
 def worth_making_again(
-    made: Sequence[Made], bytes_per_second: float, *, enough: int | None = None, share: float = 1.0
+    made: Sequence[Made], bytes_per_second: float, *, enough: int | None = None
 ) -> tuple[int, ...]:
     """Choose storages that autograd need not keep.
 
@@ -39,26 +39,25 @@ def worth_making_again(
         made: what a step makes and saves.
         bytes_per_second: of the home, in one direction.
         enough: stop once so many bytes are chosen; None: choose all that pays.
-        share: of the time of the copies that making again may take.
 
     Returns:
         ids of storages, in the order of the choice, each followed by those that are made on the way.
 
     Raises:
-        ValueError: ``bytes_per_second`` or ``share`` is not positive.
+        ValueError: ``bytes_per_second`` is not positive.
 
     >>> hidden = Made(1, 1 << 20, 0.5, (0,), True)
     >>> active = Made(2, 1 << 20, 0.0001, (1,), True)  # an activation function of ``hidden``
     >>> worth_making_again([hidden, active], bytes_per_second=1e9)
     (2,)
     """
-    if not bytes_per_second > 0 or not share > 0:
-        raise ValueError(f"bytes_per_second and share must be positive, and are {bytes_per_second} and {share}")
+    if not bytes_per_second > 0:
+        raise ValueError(f"bytes_per_second must be positive, and is {bytes_per_second}")
     by_id = {one.storage: one for one in made}
     candidates: list[tuple[float, Made, _Way]] = []
     for one in made:
         way = _way_to(one, by_id, _DEEPEST) if one.saved and one.bytes > 0 else None
-        if way is not None and way.seconds / one.bytes < share * 2 / bytes_per_second:
+        if way is not None and way.seconds / one.bytes < 2 / bytes_per_second:
             candidates.append((way.seconds / one.bytes, one, way))
     candidates.sort(key=lambda candidate: (candidate[0], candidate[1].storage))
     chosen: dict[int, None] = {}  # in order, with what is made on the way
