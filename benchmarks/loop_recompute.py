@@ -1,9 +1,9 @@
 """Step times of loops under ``outofcore.budget`` on GPUs with and without recomputation, predicted without a GPU.
 
 Each loop runs in eager PyTorch on tensors without memory. A recorder notes what ``paging.cpp`` notes: the ops, the
-storages of 64 KiB and more that they touch, and when each storage is freed. Recomputation follows ``follow/recipes.h``: autograd
-holds a recipe in place of a saved tensor, and its ops run again when a backward node asks for the tensor. These ops are
-the ones that ``Device::repeats`` in ``follow/device_cuda.h`` allows, their inputs stay alive, and
+storages of 64 KiB and more that they touch, and when each storage is freed. Recomputation follows ``follow/recipes.h``:
+autograd holds a recipe in place of a saved tensor, and its ops run again when a backward node asks for the tensor. The
+ops are those that ``Device::repeats`` in ``follow/device_cuda.h`` allows, their inputs stay alive, and
 ``worth_making_again`` chooses the tensors, as in a loop. Both records are planned alike: a plan offloads or keeps.
 
 Costs come from ``outofcore.presets``, by a roofline; the host's time for an op is not counted. An optimizer's update is
@@ -503,7 +503,8 @@ def render(predictions: Iterable[dict[str, Any]]) -> str:
     lines = [
         "# Recomputation in loops on GPUs, predicted",
         "",
-        "*Simulated* by `python benchmarks/loop_recompute.py`, without a GPU: its text says what counts. Step times in ms.",
+        "*Simulated* by `python benchmarks/loop_recompute.py`, without a GPU: its text says what counts.",
+        "Step times in ms.",
         "",
         "| loop | device | budget, of in core | in core | offloads | also recomputes | saves | ops again "
         "| checkpointed by hand |",

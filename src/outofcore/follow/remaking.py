@@ -25,9 +25,7 @@ class Made:
     saved: bool
 
 
-def worth_making_again(
-    made: Sequence[Made], bytes_per_second: float, *, enough: int | None = None
-) -> tuple[int, ...]:
+def worth_making_again(made: Sequence[Made], bytes_per_second: float, *, enough: int | None = None) -> tuple[int, ...]:
     """Choose storages that autograd need not keep.
 
     One is chosen if its ops take less time than to copy it home and back, and if all that they start from is kept
