@@ -110,6 +110,19 @@ def test_recomputation_keeps_every_bit(name: str) -> None:
         assert stats.unkept_bytes > 0
 
 
+def test_products_are_not_recomputed() -> None:
+    """Their libraries may choose another kernel when less memory is free."""
+    with outofcore.budget(64 * MIB, device="cuda", policy=None, cache=False) as run:
+        assert run._space is not None
+        Recipes(run._space, Flavor.CUDA).everything()
+        x, weight = (torch.randn(256, 256, device="cuda", requires_grad=True) for _ in range(2))
+        product = (x @ weight) @ weight
+        product.sum().backward()
+        assert run.stats.recipes == 0
+        (x * 2 @ weight).sum().backward()
+        assert run.stats.recipes == 1
+
+
 def test_trial_recomputes_where_copies_hold_the_loop_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "_ENOUGH_BYTES", 1 << 60)  # the link is not measured,
     monkeypatch.setattr(records, "_USUAL_RATE", 1e7)  # and slow
