@@ -13,7 +13,7 @@ import pytest
 import torch
 from at_once import MOVES, PlannedAtOnce
 from following import Trained, budget_for, peak_of, trained
-from gpu_loops import LOOPS, OPTIMIZERS
+from gpu_loops import LOOPS, OPTIMIZERS, pinned
 from loops import adamw
 from torch import nn
 
@@ -22,8 +22,12 @@ from outofcore._torch_internals import storage_address
 from outofcore.errors import BudgetError, InputError, SpillError, StateError
 from outofcore.execution.native import Flavor
 from outofcore.follow import loop as module
+from outofcore.follow import records
 from outofcore.follow.gpu import Shares, make_workspaces, shares_of
 from outofcore.follow.native import call, is_followed, load_paging
+from outofcore.follow.recipes import Recipes
+from outofcore.planning import QUICK
+from outofcore.policies import Auto
 from outofcore.units import KIB, MIB
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -88,6 +92,48 @@ def test_steps_are_followed_by_a_plan(name: str) -> None:
     assert stats.plans > 0
     assert stats.planned_ops > 0
     assert stats.fetches_ahead > 0
+    assert stats.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_recomputation_keeps_every_bit(name: str) -> None:
+    def recompute(run: outofcore.Loop) -> None:
+        assert run._space is not None
+        Recipes(run._space, Flavor.CUDA).everything()
+
+    for share, stress in ((1.5, False), (0.5, False), (0.5, True)):
+        budget = int(share * peak(name)) + 256 * KIB
+        ours, stats = followed(name, budget, stress=stress, prepare=recompute)
+        assert ours.differs_from(plainly(name)) == "", (share, stress)
+        assert stats.peak_bytes <= budget
+        assert stats.reruns > 0
+        assert stats.unkept_bytes > 0
+
+
+def test_products_are_not_recomputed() -> None:
+    """Their libraries may choose another kernel when less memory is free."""
+    with outofcore.budget(64 * MIB, device="cuda", policy=None, cache=False) as run:
+        assert run._space is not None
+        Recipes(run._space, Flavor.CUDA).everything()
+        x, weight = (torch.randn(256, 256, device="cuda", requires_grad=True) for _ in range(2))
+        product = (x @ weight) @ weight
+        product.sum().backward()
+        assert run.stats.recipes == 0
+        (x * 2 @ weight).sum().backward()
+        assert run.stats.recipes == 1
+
+
+def test_trial_recomputes_where_copies_hold_the_loop_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_ENOUGH_BYTES", 1 << 60)  # the link is not measured,
+    monkeypatch.setattr(records, "_USUAL_RATE", 1e7)  # and slow
+    loop = functools.partial(pinned, steps=12, shape=(2048, 256)), LOOPS["tall"][1]
+    theirs, _ = trained(*loop)
+    budget = int(0.4 * peak("tall"))
+    ours, stats = trained(*loop, budget=budget, policy=Auto(QUICK), cache=False)
+    assert ours.differs_from(theirs) == ""
+    assert stats is not None
+    assert stats.plans >= 2  # of the step as it is, and as it recomputes
+    assert stats.reruns > 0
     assert stats.peak_bytes <= budget
 
 

@@ -570,7 +570,7 @@ def test_bad_modes_are_refused(run: outofcore.Loop) -> None:
 def test_ctrl_c_while_autograd_is_given_recipes_is_raised_in_the_loop(
     run: outofcore.Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_: Tensor) -> None:
+    def interrupted(_: Tensor, library: ctypes.CDLL) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 

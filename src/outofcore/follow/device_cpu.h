@@ -6,6 +6,7 @@
 #include "../execution/device_cpu.h"
 #include "homes.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/DispatchKey.h>
@@ -31,6 +32,7 @@ class Device {
  public:
   explicit Device(int) {}
 
+  static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
   static constexpr c10::DispatchKey kKernels = c10::DispatchKey::CPU;
   // Addresses for each byte of the budget: so many that no request fails for want of a hole that is large enough.
   static constexpr int64_t kAddresses = 64;
@@ -52,6 +54,18 @@ class Device {
   static c10::Allocator* stock_beneath(c10::Allocator*) { return c10::GetDefaultCPUAllocator(); }
   static bool is_stock(c10::Allocator* installed) { return installed == c10::GetDefaultCPUAllocator(); }
   static void enter() {}
+
+  // Whether an op that runs again on the same operands gives the same bits.
+  static bool repeats(const c10::OperatorHandle&) { return true; }
+  // Whether kernels treat a copy of a small storage like the storage, by where it lies.
+  static bool copies_alike(const c10::StorageImpl&) { return true; }
+  // The order in which an op runs; while an ``InOrder`` lives, ops run in that order.
+  struct Stream {};
+  static Stream stream() { return {}; }
+  struct InOrder {
+    explicit InOrder(Stream) {}
+    ~InOrder() {}  // which is no unused variable
+  };
 
   static bool picks_by_trying() { return false; }
   // What small requests take beside the arena is counted request by request.

@@ -16,6 +16,8 @@
 #include "streams.h"
 
 #include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/DispatchKey.h>
@@ -31,6 +33,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -90,6 +94,7 @@ class OwnStream {
 
 class Device {
  public:
+  static constexpr c10::DeviceType kType = c10::DeviceType::CUDA;
   static constexpr c10::DispatchKey kKernels = c10::DispatchKey::CUDA;
   // The arena is one allocation. Holes in it are joined by copies within the device.
   static constexpr int64_t kAddresses = 1;
@@ -131,6 +136,27 @@ class Device {
   static c10::Allocator* stock_beneath(c10::Allocator* installed) { return installed; }
   static bool is_stock(c10::Allocator* installed) { return dynamic_cast<::device::Allocator*>(installed) == nullptr; }
   void enter() const { followed() = index_; }
+
+  // Whether an op that runs again on the same operands gives the same bits, however much memory is free and whatever else
+  // runs. Products and convolutions are left out: their libraries choose among kernels, and share workspaces.
+  static bool repeats(const c10::OperatorHandle& op) {
+    static const std::unordered_set<std::string> known{
+        "aten::_fused_rms_norm", "aten::_log_softmax", "aten::_softmax", "aten::_to_copy", "aten::amax", "aten::amin",
+        "aten::bernoulli_", "aten::cat", "aten::clone", "aten::constant_pad_nd", "aten::copy_", "aten::cudnn_batch_norm",
+        "aten::embedding", "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::fill_", "aten::full_like",
+        "aten::max_pool2d_with_indices", "aten::max_pool3d_with_indices", "aten::mean", "aten::native_batch_norm",
+        "aten::native_dropout", "aten::native_group_norm", "aten::native_layer_norm", "aten::new_zeros",
+        "aten::ones_like", "aten::rand_like", "aten::repeat", "aten::stack", "aten::sum", "aten::uniform_", "aten::zero_",
+        "aten::zeros_like"};
+    return op.hasTag(at::Tag::pointwise) || known.count(op.schema().name()) != 0;
+  }
+  // Some kernels sum in another order where memory does not begin at such a multiple, as PyTorch's allocator's does.
+  static bool copies_alike(const c10::StorageImpl& storage) {
+    return reinterpret_cast<uintptr_t>(storage.data()) % 512 == 0;
+  }
+  using Stream = c10::cuda::CUDAStream;
+  Stream stream() const { return c10::cuda::getCurrentCUDAStream(index_); }
+  using InOrder = c10::cuda::CUDAStreamGuard;
 
   // Whether cuDNN finds its engines by trying (torch.backends.cudnn.benchmark).
   static bool picks_by_trying() { return at::globalContext().benchmarkCuDNN(); }

@@ -7,13 +7,11 @@
 
 #pragma once
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/ivalue.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
@@ -49,6 +47,12 @@ enum class Again {
   kFills,     // the same bytes in its first argument, whatever was there
 };
 
+// Those that change their running mean and variance, and in training do not look at them. Arguments 3 to 5 are these two and
+// whether it is training.
+inline bool is_batch_norm(const std::string& name) {
+  return name == "aten::native_batch_norm" || name == "aten::cudnn_batch_norm";
+}
+
 inline Again again_of(const c10::OperatorHandle& op) {
   // These read what lies outside of their arguments, or give other bits each time.
   static const std::unordered_set<std::string> refused{
@@ -68,8 +72,8 @@ inline Again again_of(const c10::OperatorHandle& op) {
   size_t written = 0, place = 0;
   for (const auto& argument : schema.arguments()) {
     written += argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-    // step_of() keeps native_batch_norm from its statistics.
-    if (writes_silently(name, argument.name(), place++) && name != "aten::native_batch_norm") return Again::kNo;
+    // step_of() keeps these from their statistics.
+    if (writes_silently(name, argument.name(), place++) && !is_batch_norm(name)) return Again::kNo;
   }
   if (written == 0) {
     for (const auto& result : schema.returns())
@@ -91,17 +95,18 @@ struct Geometry {
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;
   caffe2::TypeMeta type;
+  c10::DispatchKey kernels = Device::kKernels;
   bool requires_grad = false;  // some kernels look at it
   bool wrapped_number = false;
 
   static Geometry of(const at::Tensor& tensor) {
     const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
     return {tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(), tensor.dtype(),
+            tensor.is_cpu() ? c10::DispatchKey::CPU : Device::kKernels,
             is_differentiable(tensor) && tensor.requires_grad(), impl->is_wrapped_number()};
   }
   at::Tensor on(c10::Storage storage) const {
-    auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage),
-                                                           c10::DispatchKeySet(c10::DispatchKey::CPU), type);
+    auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(kernels), type);
     c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
     impl->set_sizes_and_strides(sizes, strides, offset);
     if (wrapped_number) impl->set_wrapped_number(true);
@@ -115,11 +120,12 @@ struct Geometry {
   }
 };
 
-// Whether a tensor is its storage and its geometry, and nothing else.
+// Whether a tensor is its storage and its geometry, and nothing else. Ops of a GPU take numbers in tensors of the CPU.
 inline bool is_plain(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  return impl->has_storage() && impl->device_type() == c10::kCPU && impl->layout() == c10::kStrided &&
-         impl->key_set().has(c10::DispatchKey::CPU) && !impl->is_python_dispatch() &&
+  const c10::DispatchKey kernels = tensor.is_cpu() ? c10::DispatchKey::CPU : Device::kKernels;
+  return impl->has_storage() && (tensor.is_cpu() || Device::is_ours(tensor.device())) &&
+         impl->layout() == c10::kStrided && impl->key_set().has(kernels) && !impl->is_python_dispatch() &&
          !impl->has_symbolic_sizes_strides() && !tensor.is_quantized() && !tensor.is_conj() && !tensor.is_neg() &&
          !tensor._is_zerotensor();
 }
@@ -210,9 +216,11 @@ struct Reference {
 inline uint32_t count_of(const c10::VariableVersion& counter) { return counter.enabled() ? counter.current_version() : 0; }
 
 struct Step {
-  Step(const c10::OperatorHandle& op, c10::DispatchKeySet below) : op(op), below(below) {}
+  Step(const c10::OperatorHandle& op, c10::DispatchKeySet below, Device::Stream stream)
+      : op(op), below(below), stream(stream) {}
   c10::OperatorHandle op;
   c10::DispatchKeySet below;
+  Device::Stream stream;
   std::vector<c10::IValue> arguments;  // undefined tensors where references belong
   std::vector<Reference> references;
   Settings settings;
@@ -220,6 +228,7 @@ struct Step {
   bool generator_given = false;            // the op takes it as its argument
   size_t generator_argument = 0;
   int64_t nanoseconds = 0;
+  size_t place = 0;  // among the ops of its loop's step, where a device times these
 };
 
 struct Recipe;
@@ -284,25 +293,24 @@ inline bool is_generator(const c10::Argument& argument) {
 }
 
 // The storage of a tensor that is only looked at for its shape.
-inline c10::Storage no_bytes() {
-  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0, at::DataPtr(),
-                                                            nullptr, false));
+inline c10::Storage no_bytes(c10::Device device) {
+  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
+                                                            at::DataPtr(nullptr, device), nullptr, false));
 }
 
 // Keeps what an op needs to run again, before it runs. `count` arguments are on top of the stack. `origin_of` tells of a
-// storage that is followed, and is asked of those that have at least `large` bytes; null: it cannot be relied upon. Null:
-// the op could not be run again.
-template <class OriginOf>
+// storage that is followed, and is asked of those that have at least `large` bytes; null: it cannot be relied upon.
+// `copy_of` copies a smaller one. Null: the op could not be run again.
+template <class OriginOf, class CopyOf>
 std::shared_ptr<Step> step_of(const c10::OperatorHandle& op, Again again, c10::DispatchKeySet below,
-                              const torch::jit::Stack& stack, size_t count, bool shapes, int64_t large,
-                              OriginOf&& origin_of) {
-  if (c10::InferenceMode::is_enabled()) return {};
-  auto step = std::make_shared<Step>(op, below);
+                              Device::Stream stream, const torch::jit::Stack& stack, size_t count, bool shapes,
+                              int64_t large, OriginOf&& origin_of, CopyOf&& copy_of) {
+  if (c10::InferenceMode::is_enabled() || !Device::is_current()) return {};
+  auto step = std::make_shared<Step>(op, below, stream);
   step->arguments.assign(stack.end() - static_cast<int64_t>(count), stack.end());
   const auto& schema = op.schema();
-  // Batch norm changes its running mean and variance, and in training does not look at them.
-  const bool norm = schema.name() == "aten::native_batch_norm";
-  if (norm && step->arguments[5].toBool()) step->arguments[3] = step->arguments[4] = at::Tensor();
+  if (is_batch_norm(schema.name()) && step->arguments[5].toBool())
+    step->arguments[3] = step->arguments[4] = at::Tensor();
   std::shared_ptr<Origin> self;
   for (size_t i = 0; i < count; ++i) {
     c10::IValue& argument = step->arguments[i];
@@ -319,12 +327,11 @@ std::shared_ptr<Step> step_of(const c10::OperatorHandle& op, Again again, c10::D
       Geometry geometry = Geometry::of(tensor);
       c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
       if (shapes) {
-        replaced.emplace_back(element, geometry.as_argument(no_bytes()));
+        replaced.emplace_back(element, geometry.as_argument(no_bytes(tensor.device())));
       } else if (static_cast<int64_t>(storage.nbytes()) < large) {
-        c10::Storage copy(c10::make_intrusive<c10::StorageImpl>(
-            c10::StorageImpl::use_byte_size_t(), storage.nbytes(), c10::GetCPUAllocator(), false));
-        if (storage.nbytes() > 0) std::memcpy(copy.mutable_data(), storage.data(), storage.nbytes());
-        replaced.emplace_back(element, geometry.as_argument(std::move(copy)));
+        understood = tensor.is_cpu() || Device::copies_alike(storage);
+        if (!understood) return;
+        replaced.emplace_back(element, geometry.as_argument(copy_of(storage)));
       } else {
         const std::shared_ptr<Origin> origin = origin_of(storage);
         if (!origin) {
@@ -352,14 +359,14 @@ std::shared_ptr<Step> step_of(const c10::OperatorHandle& op, Again again, c10::D
     argument = std::move(list);
   }
   if (op.hasTag(at::Tag::nondeterministic_seeded)) {
-    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    at::Generator generator = at::globalContext().defaultGenerator(Device::kType);
     for (size_t i = 0; i < count; ++i) {
       if (!is_generator(schema.arguments()[i])) continue;
       step->generator_given = true;
       step->generator_argument = i;
       if (step->arguments[i].isGenerator()) generator = step->arguments[i].toGenerator();
     }
-    if (generator.device().type() != c10::kCPU) return {};
+    if (!Device::is_ours(generator.device())) return {};
     const std::scoped_lock lock(generator.mutex());
     step->generator = generator.clone();
   }
@@ -385,6 +392,7 @@ torch::jit::Stack run_again(const Step& step, StorageOf&& storage_of, Run&& run)
     argument.toList().set(static_cast<size_t>(reference.element), c10::IValue(std::move(tensor)));
   }
   const WithSettings settings(step.settings);
+  const Device::InOrder in_order(step.stream);
   if (!step.generator) {
     run(step.op, step.below, &stack);
     return stack;
@@ -395,7 +403,7 @@ torch::jit::Stack run_again(const Step& step, StorageOf&& storage_of, Run&& run)
     return stack;
   }
   // It draws from the generator that everybody uses, who must not notice.
-  at::Generator everybodys = at::detail::getDefaultCPUGenerator();
+  at::Generator everybodys = at::globalContext().defaultGenerator(Device::kType);
   const auto put = [&](const at::Generator& from) {
     const at::Tensor state = from.get_state();
     const std::scoped_lock lock(everybodys.mutex());

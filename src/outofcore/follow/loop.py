@@ -269,8 +269,8 @@ class Loop:
                 self._planner = BackgroundPlanner(_NICENESS)
                 self._undo.callback(self._planner.close)
                 wanted = isinstance(self._policy, Auto) and self._policy.params.recompute_changes > 0
-                if wanted and not self._on_gpu and not missing(Feature.RECOMPUTE):
-                    self._trial = RecomputeTrial(Recipes(space))
+                if wanted and not missing(Feature.RECOMPUTE):
+                    self._trial = RecomputeTrial(Recipes(space, _FLAVORS[self._device.type]))
         except BaseException:
             self.end()
             raise

@@ -1778,6 +1778,7 @@ struct Operator {
   size_t results;
   std::vector<bool> writes;  // by argument
   follow::Again again;      // whether it can be run once more
+  follow::Again later;      // and as a part of a recipe
   bool certain = true;      // Python was asked, unless Ctrl-C came
 };
 
@@ -1841,6 +1842,7 @@ Operator describe(const c10::OperatorHandle& op) {
   found.communicates = starts(name, "c10d::");
   found.again = found.kind == Kind::kAtom || found.kind == Kind::kShape ? follow::again_of(op) : follow::Again::kNo;
   if (found.again != follow::Again::kNo && in_python() != 0) found.again = follow::Again::kNo;
+  found.later = Device::repeats(op) ? found.again : follow::Again::kNo;
   return found;
 }
 
@@ -2301,6 +2303,17 @@ struct OurPager final : follow::Pager {
     const Block* block = known(storage);
     return block == nullptr ? nullptr : block->origin;
   }
+  c10::Storage copy_of(const StorageImpl& storage) override {
+    const bool ours = Device::is_ours(storage.device());
+    c10::Storage copy(c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), storage.nbytes(),
+                                                       c10::GetAllocator(storage.device_type()), false));
+    const auto bytes = static_cast<int64_t>(storage.nbytes());
+    if (bytes == 0) return copy;
+    auto* to = static_cast<char*>(copy.mutable_data());
+    const auto* from = static_cast<const char*>(storage.data());
+    ours ? current.load()->device.copy(to, from, bytes) : static_cast<void>(std::memcpy(to, from, bytes));
+    return copy;
+  }
   void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) override {
     if (is_other()) return run_for_other(op, operator_of(op), below, stack);
     const Entered inside;
@@ -2345,7 +2358,7 @@ class Lineage {
   // Its operands are known; it has not run yet.
   void before(const std::vector<Operand>& operands, c10::DispatchKeySet below, const torch::jit::Stack& stack) {
     follow::Recipes& recipes = *space_.recipes;
-    const bool changes = about_.again == follow::Again::kChanges || about_.again == follow::Again::kFills;
+    const bool changes = about_.later == follow::Again::kChanges || about_.later == follow::Again::kFills;
     for (const auto& [block, written] : operands) {
       if (!block->origin) continue;
       offers_ |= block->origin->wanted && !block->origin->steps.empty();
@@ -2366,13 +2379,14 @@ class Lineage {
         differentiated_ |= tensor.defined() && tensor.requires_grad();
       });
     bool asked = changed_ != nullptr;
-    if (!changes && about_.again != follow::Again::kNo) {
+    if (!changes && about_.later != follow::Again::kNo) {
       asked = recipes.asks_for(-1);
       for (int32_t place = -1; !asked && place >= -kMostResults; --place)
         asked = recipes.asks_for(space_.history.twin(place));
     }
     if (asked)
-      step_ = recipes.step_before(op_, about_.again, below, stack, about_.writes.size(), about_.kind == Kind::kShape);
+      step_ = recipes.step_before(op_, about_.later, below, space_.device.stream(), stack, about_.writes.size(),
+                                  about_.kind == Kind::kShape);
     if (!step_) return;
     waited_ = space_.counters[kTransferMicros];
     start_ = std::chrono::steady_clock::now();
@@ -2382,6 +2396,7 @@ class Lineage {
     const auto took = std::chrono::steady_clock::now() - start_;
     step_->nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(took).count() -
                          1000 * (space_.counters[kTransferMicros] - waited_);
+    step_->place = space_.moments.size();  // which ``Timed`` adds to next
   }
   void made(Block& block, int32_t place) {
     if (!step_) space_.recipes->made_for_good(block.id, block.used);
@@ -2389,14 +2404,14 @@ class Lineage {
     StorageImpl& storage = *block.storage->_unsafe_get_target();
     const auto origin = our_pager.origin_of(storage);
     if (!origin) return;
-    space_.recipes->made_by(step_, about_.again, static_cast<size_t>(-place - 1), block.twin, block.used, *origin);
+    space_.recipes->made_by(step_, about_.later, static_cast<size_t>(-place - 1), block.twin, block.used, *origin);
     offers_ |= origin->wanted;
   }
   void after(const torch::jit::Stack& stack) {
     if (step_ && changed_ != nullptr)
       if (const StorageImpl& owner = *changed_->storage->_unsafe_get_target();  // an operand
           owns(owner, *changed_) && static_cast<int64_t>(owner.nbytes()) == changed_->used)
-        space_.recipes->changed_by(step_, about_.again, std::move(steps_), complete_, owner, *changed_->origin);
+        space_.recipes->changed_by(step_, about_.later, std::move(steps_), complete_, owner, *changed_->origin);
     if (!offers_ || !differentiated_ || offer_saved == nullptr || space_.recipes->mode == follow::Recompute::kOff) return;
     // Where somebody has hooks of their own for saved tensors, or does without any, it is left at that.
     if (!at::SavedTensorDefaultHooks::is_enabled() || !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return;
@@ -3639,7 +3654,10 @@ EXPORT int64_t follow_recompute(Space* space, int mode) noexcept {
     TORCH_CHECK(mode >= 0 && mode <= 3, "there is no mode ", mode);
     const Guard guard;
     space->recipes->mode = static_cast<follow::Recompute>(mode);
-    if (space->recipes->mode == follow::Recompute::kNoting) space->recipes->forget_notes();
+    if (space->recipes->mode == follow::Recompute::kNoting) {
+      space->recipes->forget_notes();
+      space->timing = space->timed;
+    }
     return 0;
   });
 }
@@ -3654,7 +3672,7 @@ EXPORT int64_t follow_recompute_set(Space* space, const int64_t* ids, int64_t co
 // What was noted, as far as there is room: of each storage its id, bytes, nanoseconds of the ops that made it (-1: they
 // cannot be run again), whether autograd saved it, and the number of storages that they start from, then those. Returns
 // how many numbers there are.
-EXPORT int64_t follow_notes(const Space* space, int64_t* numbers, int64_t capacity) noexcept {
+EXPORT int64_t follow_notes(Space* space, int64_t* numbers, int64_t capacity) noexcept {
   return guarded([&]() -> int64_t {
     const Guard guard;
     int64_t count = 0;
@@ -3662,8 +3680,16 @@ EXPORT int64_t follow_notes(const Space* space, int64_t* numbers, int64_t capaci
       if (count < capacity) numbers[count] = number;
       ++count;
     };
+    std::vector<int64_t> nanos;  // of the ops of the step that was noted
+    if (space->timed && !space->moments_before.empty()) nanos = space->device.nanos_between(space->moments_before);
     for (const auto& [id, note] : space->recipes->notes()) {
-      for (const int64_t number : {id, note.bytes, note.nanoseconds, static_cast<int64_t>(note.saved),
+      int64_t nanoseconds = note.nanoseconds;
+      if (Device::kStreams && nanoseconds >= 0) {
+        nanoseconds = 0;
+        for (const size_t place : note.places)
+          if (nanoseconds >= 0) nanoseconds = place < nanos.size() ? nanoseconds + nanos[place] : -1;
+      }
+      for (const int64_t number : {id, note.bytes, nanoseconds, static_cast<int64_t>(note.saved),
                                    static_cast<int64_t>(note.inputs.size())})
         tell(number);
       for (const int64_t input : note.inputs) tell(input);

@@ -41,6 +41,8 @@ struct Pager {
   virtual std::shared_ptr<Origin> origin_of(c10::StorageImpl& storage) = 0;
   // Of any storage that has one.
   virtual std::shared_ptr<Origin> known_origin(c10::StorageImpl& storage) = 0;
+  // Of one that is too small to be followed.
+  virtual c10::Storage copy_of(const c10::StorageImpl& storage) = 0;
   // Runs an op as if the loop had.
   virtual void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) = 0;
 };
@@ -112,6 +114,7 @@ struct Packed {
 // What was seen of a storage that could be made again.
 struct Note {
   int64_t bytes = 0, nanoseconds = 0;  // of the ops that made it
+  std::vector<size_t> places;          // of these ops, where a device times them
   bool saved = false;                  // by autograd
   std::vector<int64_t> inputs;         // the storages that they start from
 };
@@ -153,9 +156,11 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
 
   // An op is about to run. Null: it is not to be kept.
   std::shared_ptr<Step> step_before(const c10::OperatorHandle& op, Again again, c10::DispatchKeySet below,
-                                    const torch::jit::Stack& stack, size_t count, bool shapes) {
-    return step_of(op, again, below, stack, count, shapes, large_,
-                   [&](c10::StorageImpl& storage) { return pager_.origin_of(storage); });
+                                    Device::Stream stream, const torch::jit::Stack& stack, size_t count, bool shapes) {
+    return step_of(
+        op, again, below, stream, stack, count, shapes, large_,
+        [&](c10::StorageImpl& storage) { return pager_.origin_of(storage); },
+        [&](const c10::StorageImpl& storage) { return pager_.copy_of(storage); });
   }
 
   // It has made a storage, the one that has this number among the storages of its results.
@@ -231,8 +236,8 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   at::Tensor unpack(const Packed& packed) {
     const auto now = packed.counter.current_version();
     TORCH_CHECK(now == packed.version,
-                "one of the variables needed for gradient computation has been modified by an inplace operation: [CPU",
-                c10::scalarTypeToTypeMeta(packed.geometry.type.toScalarType()).name(), " ",
+                "one of the variables needed for gradient computation has been modified by an inplace operation: [",
+                c10::DeviceTypeName(Device::kType), c10::scalarTypeToTypeMeta(packed.geometry.type.toScalarType()).name(), " ",
                 c10::IntArrayRef(packed.geometry.sizes), "] is at version ", now, "; expected version ", packed.version,
                 " instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
                 "with torch.autograd.set_detect_anomaly(True).");
@@ -306,6 +311,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   void note(const Origin& origin, const Step& step, int64_t bytes) {
     Note& note = noted(origin.id, bytes);
     note.nanoseconds += step.nanoseconds;
+    note.places.push_back(step.place);
     for (const Reference& reference : step.references) {
       const auto from = reference.origin.lock();
       if (!reference.itself && from && std::find(note.inputs.begin(), note.inputs.end(), from->id) == note.inputs.end())

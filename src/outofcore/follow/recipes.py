@@ -17,6 +17,7 @@ import torch
 
 from outofcore._torch_internals import DisableTorchFunction, saved_tensors_of, tensor_at, tensor_impl
 from outofcore.compiling import native_callback
+from outofcore.execution.native import Flavor
 from outofcore.follow.native import call, load_paging
 from outofcore.follow.remaking import Made
 
@@ -35,11 +36,12 @@ class Recipes:
 
     Args:
         space: the loop's, as ``follow_new`` gave it.
+        flavor: of the loop's native code.
     """
 
-    def __init__(self, space: int) -> None:
-        self._space = space
-        _listen()
+    def __init__(self, space: int, flavor: Flavor = Flavor.CPU) -> None:
+        self._space, self._library = space, load_paging(flavor)
+        _listen(flavor)
 
     def off(self) -> None:
         """From now on autograd keeps what it saves. Recipes that it has already stay good."""
@@ -57,7 +59,7 @@ class Recipes:
         """
         chosen = list(storages)
         ids = (ctypes.c_int64 * len(chosen))(*chosen)
-        call(load_paging(), "follow_recompute_set", self._space, ids, len(chosen))
+        call(self._library, "follow_recompute_set", self._space, ids, len(chosen))
         self._switch(Recompute.CHOSEN)
 
     def note(self) -> None:
@@ -66,7 +68,7 @@ class Recipes:
 
     def noted(self) -> tuple[Made, ...]:
         """What was made since ``note`` was called, and what else autograd saved, in the order of their ids."""
-        library = load_paging()
+        library = self._library
         count = call(library, "follow_notes", self._space, None, 0)
         numbers = (ctypes.c_int64 * count)()
         count = min(count, call(library, "follow_notes", self._space, numbers, count))
@@ -80,26 +82,24 @@ class Recipes:
         return tuple(found)
 
     def _switch(self, mode: Recompute) -> None:
-        call(load_paging(), "follow_recompute", self._space, int(mode))
+        call(self._library, "follow_recompute", self._space, int(mode))
 
 
 class _Packed:
     """What autograd holds in place of a tensor: a reference to a recipe of the native code."""
 
-    __slots__ = ("_address", "_drop")
+    __slots__ = ("_address", "_library")
 
-    def __init__(self, address: int) -> None:
-        self._address = address
-        self._drop = load_paging().follow_drop
+    def __init__(self, address: int, library: ctypes.CDLL) -> None:
+        self._address, self._library = address, library
 
     def __del__(self) -> None:
-        self._drop(self._address)
+        self._library.follow_drop(self._address)
 
     def unpacked(self) -> torch.Tensor:
-        library = load_paging()
-        made = library.follow_unpack(self._address)
+        made = self._library.follow_unpack(self._address)
         if made is None:
-            raise RuntimeError(library.follow_failure().decode(errors="replace"))
+            raise RuntimeError(self._library.follow_failure().decode(errors="replace"))
         return tensor_at(made)
 
 
@@ -107,15 +107,8 @@ def _unpack(packed: _Packed) -> torch.Tensor:
     return packed.unpacked()
 
 
-def _offered(address: int) -> int:
-    """Replace the saved tensors of an op's autograd node by recipes where they can be recomputed. Always returns 0."""
-    with DisableTorchFunction():
-        _replace_saved(tensor_at(address))
-    return 0
-
-
-def _replace_saved(result: torch.Tensor) -> None:
-    library = load_paging()
+def _replace_saved(result: torch.Tensor, library: ctypes.CDLL) -> None:
+    """Replace the saved tensors of an op's autograd node by recipes where they can be recomputed."""
     for saved in saved_tensors_of(result.grad_fn):
         # An object that somebody may know again is not replaced by another one.
         tensor = saved.tensor
@@ -124,7 +117,7 @@ def _replace_saved(result: torch.Tensor) -> None:
         address = library.follow_pack(tensor_impl(tensor))
         if address is None:
             continue
-        packed = _Packed(address)
+        packed = _Packed(address, library)
         # What was changed since it was saved stays as it is: PyTorch refuses it when it is needed.
         if saved.is_unchanged():
             saved.replace(functools.partial(_instead, packed), _unpack)
@@ -134,9 +127,16 @@ def _instead(packed: _Packed, _: torch.Tensor) -> _Packed:
     return packed
 
 
-_OFFERED = native_callback(_offered, ctypes.c_void_p, failed=0)
-
-
 @functools.cache
-def _listen() -> None:
-    load_paging().follow_offer_to(_OFFERED)
+def _listen(flavor: Flavor) -> object:
+    """Have the native code offer results of ops. Returns what it calls, which must stay alive."""
+    library = load_paging(flavor)
+
+    def offered(address: int) -> int:
+        with DisableTorchFunction():
+            _replace_saved(tensor_at(address), library)
+        return 0
+
+    callback = native_callback(offered, ctypes.c_void_p, failed=0)
+    library.follow_offer_to(callback)
+    return callback

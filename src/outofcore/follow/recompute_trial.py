@@ -17,8 +17,8 @@ from outofcore.follow.remaking import Made, worth_making_again
 _log = logging.getLogger("outofcore")
 
 # Steps that copies hold up by less are left as they are, and so are those that it does not make so much quicker.
-_WORTH_TRYING = 0.03
-_WORTH_KEEPING = 0.01
+WORTH_TRYING = 0.03
+WORTH_KEEPING = 0.01
 
 
 class Phase(Enum):
@@ -65,7 +65,7 @@ class RecomputeTrial:
         """
         if self.phase is Phase.UNTRIED and not remade:
             held_up = seconds - compute_seconds
-            if held_up <= _WORTH_TRYING * compute_seconds:
+            if held_up <= WORTH_TRYING * compute_seconds:
                 return
             self._seconds, self._rate = seconds, bytes_per_second
             self._enough = int(held_up * bytes_per_second)
@@ -73,12 +73,12 @@ class RecomputeTrial:
             self.phase = Phase.NOTING
         elif self.phase is Phase.TRYING and remade:
             self.phase = Phase.SETTLED
-            kept = seconds < self._seconds * (1 - _WORTH_KEEPING)
+            kept = seconds < self._seconds * (1 - WORTH_KEEPING)
             _log.info(
-                "with some of it made again, a step is predicted to take %.3f s, and %.3f s without: it is %s",
+                "predicted step time with recomputation: %.3f s, without: %.3f s; recomputation is %s",
                 seconds,
                 self._seconds,
-                "made again" if kept else "kept",
+                "on" if kept else "off",
             )
             if not kept:
                 self._recipes.off()

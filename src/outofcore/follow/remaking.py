@@ -24,9 +24,7 @@ class Made:
     saved: bool
 
 
-def worth_making_again(
-    made: Sequence[Made], bytes_per_second: float, *, enough: int | None = None, share: float = 1.0
-) -> tuple[int, ...]:
+def worth_making_again(made: Sequence[Made], bytes_per_second: float, *, enough: int | None = None) -> tuple[int, ...]:
     """Choose storages that autograd need not keep; return their ids in order, each followed by intermediate ones.
 
     One is chosen if its ops take less time than to copy it home and back, and if all their inputs are kept anyway:
@@ -37,20 +35,19 @@ def worth_making_again(
     Args:
         bytes_per_second: of the home, in one direction.
         enough: stop once so many bytes are chosen; None: choose all that pays.
-        share: of the time of the copies that recomputing may take.
 
     >>> hidden = Made(1, 1 << 20, 0.5, (0,), True)
     >>> active = Made(2, 1 << 20, 0.0001, (1,), True)  # an activation function of ``hidden``
     >>> worth_making_again([hidden, active], bytes_per_second=1e9)
     (2,)
     """
-    if not bytes_per_second > 0 or not share > 0:
-        raise ValueError(f"bytes_per_second and share must be positive, and are {bytes_per_second} and {share}")
+    if not bytes_per_second > 0:
+        raise ValueError(f"bytes_per_second must be positive, and is {bytes_per_second}")
     by_id = {one.storage: one for one in made}
     candidates: list[tuple[float, Made, _Way]] = []
     for one in made:
         way = _way_to(one, by_id, _DEEPEST) if one.saved and one.bytes > 0 else None
-        if way is not None and way.seconds / one.bytes < share * 2 / bytes_per_second:
+        if way is not None and way.seconds / one.bytes < 2 / bytes_per_second:
             candidates.append((way.seconds / one.bytes, one, way))
     candidates.sort(key=lambda candidate: (candidate[0], candidate[1].storage))
     chosen: dict[int, None] = {}  # in order, with what is made on the way

@@ -1,0 +1,555 @@
+"""Step times of loops under ``outofcore.budget`` on GPUs with and without recomputation, predicted without a GPU.
+
+Each loop runs in eager PyTorch on tensors without memory. A recorder notes what ``paging.cpp`` notes: the ops, the
+storages of 64 KiB and more that they touch, and when each storage is freed. Recomputation follows ``follow/recipes.h``:
+autograd holds a recipe in place of a saved tensor, and its ops run again when a backward node asks for the tensor. The
+ops are those that ``Device::repeats`` in ``follow/device_cuda.h`` allows, their inputs stay alive, and
+``worth_making_again`` chooses the tensors, as in a loop. Both records are planned alike: a plan offloads or keeps.
+
+Costs come from ``outofcore.presets``, by a roofline; the host's time for an op is not counted. An optimizer's update is
+one op for each parameter. The last column is the same loop with ``torch.utils.checkpoint`` around each block.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import typer
+from _blocks import checkpoint_blocks
+from _common import write_result
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import outofcore
+from outofcore import planning, presets
+from outofcore.capture.captured import Call, Ref
+from outofcore.errors import BudgetError
+from outofcore.estimation.costing import operations_of
+from outofcore.follow.recompute_trial import WORTH_KEEPING, WORTH_TRYING
+from outofcore.follow.records import StepRecord, read_record
+from outofcore.follow.remaking import Made, worth_making_again
+from outofcore.graph import Op
+from outofcore.planning import QUICK
+from outofcore.presets import Device, Number, Work
+from outofcore.units import format_bytes
+from outofcore.zoo import workload
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from gpu_rows import Decoder
+
+LARGE = 1 << 16
+DEVICES = ("h100", "rtx4090")
+SHARES = (0.75, 0.5, 0.375, 0.25)
+_DEEPEST = 4  # as in lineage.h
+_MOST_STEPS = 8
+_FOLLOW = Path(outofcore.__file__).parent / "follow"
+# What ``Device::repeats`` lists; besides, ops that work element by element.
+_REPEAT = frozenset(
+    re.findall(r'"(aten::\w+)"', (_FOLLOW / "device_cuda.h").read_text(encoding="utf-8").partition("bool repeats")[2])
+)
+_ALLOCATE = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
+
+
+@dataclass(frozen=True)
+class Step:
+    """An op that can run again."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: dict[int, Making | None]  # by storage, how it was made, if that is known
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Making:
+    """How a storage came about."""
+
+    storage: int
+    steps: tuple[Step, ...]
+    result: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor as an argument: its storage and its geometry."""
+
+    storage: int
+    version: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=self.dtype, device="meta").set_(storage, self.offset, self.sizes, self.strides)
+
+
+class Recipe:
+    """What autograd holds in place of a tensor."""
+
+    def __init__(self, making: Making, original: StorageWeakRef | None) -> None:
+        self.making, self.original = making, original
+        self.again: StorageWeakRef | None = None
+        self.kept: dict[int, torch.UntypedStorage] = {}
+        self.recipes: dict[int, Recipe] = {}
+
+
+def _strong(weak: StorageWeakRef | None) -> torch.UntypedStorage | None:
+    return None if weak is None or weak.expired() else torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """Records what ops touch, in the numbers that ``read_record`` takes.
+
+    Args:
+        device: by whose rates ops cost.
+        chosen: storages that autograd gets recipes of, by the order in which they are first used.
+    """
+
+    device: Device
+    chosen: frozenset[int] = frozenset()
+    ids: dict[int, int] = field(default_factory=dict)  # of living storages, by their addresses
+    weak: dict[int, StorageWeakRef] = field(default_factory=dict)
+    rows: list[list[int]] = field(default_factory=list)  # bytes, freed, created, lasts
+    ops: list[tuple[str, float, list[tuple[int, int, int, int]]]] = field(default_factory=list)
+    versions: dict[int, int] = field(default_factory=dict)
+    makings: dict[int, Making] = field(default_factory=dict)
+    saved: set[int] = field(default_factory=set)
+    recipes: dict[int, weakref.ref[Recipe]] = field(default_factory=dict)
+    again_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._quiet = False
+
+    def lasting(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if (storage := self._id(tensor, created=False)) is not None:
+                self.rows[storage][3] = 1
+
+    def update(self, parameter: Tensor, states: int) -> None:
+        """One op that updates a parameter by its gradient, and so many tensors of state."""
+        if parameter.grad is None or (own := self._id(parameter, created=False)) is None:
+            return
+        gradient = self._id(parameter.grad, created=False)
+        self._free()
+        touches = [(1, own, 1, 0), (2, gradient, 0, 0)]
+        for place in range(states):
+            self.rows.append([self.rows[own][0], -1, 0, 1])
+            touches.append((3 + place, len(self.rows) - 1, 1, 0))
+        moved = self.rows[own][0] * (3 + 2 * states)
+        self.ops.append(("update", self.device.seconds(Work.STREAMING, Number.FP32, 0.0, moved), touches))
+
+    def numbers(self) -> tuple[list[int], list[str]]:
+        self._free()
+        names = list(dict.fromkeys(name for name, _, _ in self.ops))
+        found = [0, len(self.ops), len(self.rows), 0, 0, 0, 0, 0]
+        for row in self.rows:
+            found += row
+        for name, seconds, touches in self.ops:
+            found += [names.index(name), round(seconds * 1e9), 0, len(touches)]
+            for touch in touches:
+                found += touch
+        return found, names
+
+    def made(self) -> list[Made]:
+        """What ``Recipes.noted`` would tell."""
+        found = []
+        for storage, (count, _, created, _) in enumerate(self.rows):
+            making = self.makings.get(storage)
+            if making is not None and created:
+                inputs = dict.fromkeys(i for step in making.steps for i in step.inputs if i != storage)
+                seconds = sum(step.seconds for step in making.steps)
+                found.append(Made(storage, count, seconds, tuple(inputs), storage in self.saved))
+            elif created or storage in self.saved:
+                found.append(Made(storage, count, None, (), storage in self.saved))
+        return found
+
+    def pack(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage().nbytes() < LARGE:
+            return tensor
+        storage = self.ids.get(tensor.untyped_storage()._cdata)
+        if storage is None:
+            return tensor
+        self.saved.add(storage)
+        if storage not in self.chosen or storage not in self.makings or (tensor.is_leaf and tensor.requires_grad):
+            return tensor
+        recipe = self._recipe(self.makings[storage], self.weak[storage], _DEEPEST)
+        return tensor if recipe is None else (recipe, self._place(tensor, storage))
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        recipe, place = packed
+        return self._silently(lambda: place.on(self._bytes(recipe)))
+
+    def _recipe(self, making: Making, original: StorageWeakRef | None, deepest: int) -> Recipe | None:
+        if deepest <= 0:
+            return None
+        known = self.recipes.get(making.storage)
+        if known is not None and (live := known()) is not None and original is not None:
+            return live
+        recipe = Recipe(making, original)
+        for step in making.steps:
+            for storage, before in step.inputs.items():
+                if storage == making.storage or storage in recipe.kept or storage in recipe.recipes:
+                    continue
+                known = self.recipes.get(storage)
+                inner = None if known is None else known()
+                if inner is None and before is not None and storage in self.chosen:
+                    inner = self._recipe(before, self.weak.get(storage), deepest - 1)
+                if inner is not None:
+                    recipe.recipes[storage] = inner
+                    continue
+                kept = self._silently(lambda storage=storage: _strong(self.weak.get(storage)))
+                if kept is None:
+                    return None
+                recipe.kept[storage] = kept
+        self.recipes[making.storage] = weakref.ref(recipe)
+        return recipe
+
+    def _bytes(self, recipe: Recipe) -> torch.UntypedStorage:
+        there = _strong(recipe.original) or _strong(recipe.again)
+        if there is not None:
+            return there
+        held = dict(recipe.kept)
+        for storage, inner in recipe.recipes.items():
+            held[storage] = self._bytes(inner)
+        result: torch.UntypedStorage | None = None
+        for step in recipe.making.steps:
+            if result is not None:
+                held[recipe.making.storage] = result
+            args, kwargs = tree_map_only(Place, lambda place: place.on(held[place.storage]), (step.args, step.kwargs))
+            self._quiet = False
+            returned = step.func(*args, **kwargs)
+            self._quiet = True
+            self.again_seconds += step.seconds
+            if result is None:
+                fresh = [t.untyped_storage() for t in tree_leaves(returned) if isinstance(t, Tensor)]
+                result = fresh[recipe.making.result]
+        recipe.again = StorageWeakRef(result)
+        return result
+
+    def _silently(self, action: Callable[[], Any]) -> Any:
+        before, self._quiet = self._quiet, True
+        try:
+            return action()
+        finally:
+            self._quiet = before
+
+    def _id(self, tensor: Tensor, *, created: bool) -> int | None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < LARGE:
+            return None
+        address = storage._cdata
+        if address not in self.ids:
+            self.ids[address] = len(self.rows)
+            self.weak[len(self.rows)] = StorageWeakRef(storage)
+            self.rows.append([storage.nbytes(), -1, int(created), 0])
+        return self.ids[address]
+
+    def _free(self) -> None:
+        for address, storage in list(self.ids.items()):
+            if self.weak[storage].expired():
+                self.rows[storage][1] = len(self.ops)
+                del self.ids[address], self.weak[storage]
+
+    def _place(self, tensor: Tensor, storage: int) -> Place:
+        shape = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        return Place(storage, self.versions.get(storage, 0), tensor.dtype, *shape)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._quiet:
+            return func(*args, **kwargs)
+        self._free()
+        schema = func._schema
+        written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+        touches: dict[int, tuple[int, int, int, int]] = {}
+        given: dict[int, int] = {}
+        named = {a.name: i for i, a in enumerate(schema.arguments)}
+        values = [(i, v) for i, v in enumerate(args)] + [(named[n], v) for n, v in kwargs.items()]
+        for position, value in values:
+            for tensor in tree_leaves(value):
+                if not isinstance(tensor, Tensor) or (storage := self._id(tensor, created=False)) is None:
+                    continue
+                given[storage] = position
+                write = int(written[position]) | (touches[storage][2] if storage in touches else 0)
+                touches[storage] = (len(touches) + 1, storage, write, 0)
+        step = self._step(func, schema, written, args, kwargs)
+        returned = func(*args, **kwargs)
+        results = [t for t in tree_leaves(returned) if isinstance(t, Tensor)]
+        if func.is_view or (schema.name in ("aten::detach", "aten::_unsafe_view", "aten::alias")):
+            return returned
+        everything = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        seconds = self._seconds(func, schema, args, kwargs, everything, results)
+        fresh = []
+        for tensor in results:
+            known = tensor.untyped_storage()._cdata in self.ids
+            if (storage := self._id(tensor, created=True)) is None or known:
+                fresh.append(None)
+                continue
+            fresh.append(storage)
+            touches[storage] = (-len(fresh), storage, 1, 1)
+        if touches:
+            self.ops.append((schema.name, seconds, list(touches.values())))
+        self._lineage(step, written, touches, fresh, seconds, schema)
+        return returned
+
+    def _step(self, func: Any, schema: Any, written: list[bool], args: Any, kwargs: Any) -> Step | None:
+        if torch.Tag.pointwise not in func.tags and schema.name not in _REPEAT:
+            return None
+        writes = sum(written)
+        norm = schema.name == "aten::native_batch_norm"
+        if writes and not (writes == 1 and written[0] and schema.name.endswith("_") and len(schema.returns) == 1):
+            return None
+        if not writes and any(r.alias_info is not None for r in schema.returns):
+            return None
+        inputs: dict[int, Making | None] = {}
+
+        def place(tensor: Tensor) -> Any:
+            storage = self._id(tensor, created=False)
+            if storage is None:
+                return self._silently(tensor.detach)
+            making = self.makings.get(storage)
+            inputs[storage] = making if making is not None and making.depth < _DEEPEST else None
+            return self._place(tensor, storage)
+
+        args, kwargs = tree_map_only(Tensor, place, (tuple(args), kwargs))
+        if norm:
+            args = (*args[:3], None, None, *args[5:]) if args[5] else args
+        return Step(func, args, kwargs, inputs, 0.0)
+
+    def _lineage(
+        self, step: Step | None, written: list[bool], touches: Any, fresh: list[int | None], seconds: float, schema: Any
+    ) -> None:
+        step = None if step is None else replace(step, seconds=seconds)
+        changed = [s for _, s, writes, creates in touches.values() if writes and not creates]
+        for storage in changed:
+            self.versions[storage] = self.versions.get(storage, 0) + 1
+            before = self.makings.pop(storage, None)
+            if before is not None and step is not None and written[0] and len(before.steps) < _MOST_STEPS:
+                self.makings[storage] = replace(before, steps=(*before.steps, step))
+        if changed or step is None:
+            return
+        for result, storage in enumerate(fresh):
+            if storage is not None:
+                depth = max((m.depth + 1 for m in step.inputs.values() if m is not None), default=0)
+                self.makings[storage] = Making(storage, (step,), result, min(depth, _DEEPEST))
+
+    def _seconds(
+        self, func: Any, schema: Any, args: Any, kwargs: Any, given: list[Tensor], results: list[Tensor]
+    ) -> float:
+        if schema.name in _ALLOCATE:
+            return 0.0
+        tensors = list({id(t): t for t in [*given, *results]}.values())
+        numbers = {id(t): i for i, t in enumerate(tensors)}
+        values = [SimpleNamespace(dtype=t.dtype, shape=tuple(t.shape), stride=t.stride()) for t in tensors]
+        refs, named = tree_map_only(Tensor, lambda t: Ref(numbers[id(t)]), (tuple(args), kwargs))
+        call = Call(func, refs, named, tuple(numbers[id(t)] for t in results))
+        name = f"aten.{schema.name.partition('::')[2]}"
+        work, operations = operations_of(SimpleNamespace(values=values), Op(0, name, (), (), ()), call)
+        moved = 0
+        for value in values:
+            count = value.dtype.itemsize
+            for size, stride in zip(value.shape, value.stride, strict=True):
+                count *= size if stride else 1
+            moved += count
+        floating = [value.dtype for value in values if value.dtype.is_floating_point]
+        half = floating and floating[0] in (torch.bfloat16, torch.float16)
+        number = Number.HALF if half else Number.TF32 if work is Work.CONVOLUTION else Number.FP32
+        return self.device.seconds(work, number, operations, moved)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop: its model and its inputs are made without memory."""
+
+    title: str
+    make: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]
+    states: int  # tensors of optimizer state for each parameter
+    checkpointed: Callable[[nn.Module], None] = checkpoint_blocks
+
+
+def _zoo(name: str, dtype: torch.dtype, **options: Any) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    work = workload(name, **options)
+    model = work.network().to(dtype)
+    batch = [
+        torch.empty((options["batch"], *size), dtype=dtype if kind.is_floating_point else kind)
+        for size, kind in work.sample
+    ]
+    return model, lambda model: work.loss(model, *batch)
+
+
+def _llama(layers: int, tokens: int) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    model = Decoder(width=2048, layers=layers, heads=32, groups=8, head=64, inner=8192, vocab=128256).bfloat16()
+    for block in model.blocks:
+        block.attention.foretold = True
+    batch = torch.zeros((tokens // 2048, 2048), dtype=torch.int64)
+    return model, lambda model: model(batch)
+
+
+def _checkpoint_decoder(model: nn.Module) -> None:
+    model.again = True
+
+
+_GPT = partial(_zoo, "gpt", torch.bfloat16, context=1024, vocab=50304)
+LOOPS = {
+    "gpt-124m": Loop("GPT of 124 million, bf16, 64 x 1,024", partial(_GPT, batch=64, layers=12, width=768), 2),
+    "gpt-1b": Loop(
+        "GPT of 12 layers of width 2,048, bf16, 16 x 1,024", partial(_GPT, batch=16, layers=12, width=2048), 2
+    ),
+    "llama": Loop(
+        "Llama of 12 layers of Llama-3.2-1B's, bf16, 16 x 2,048",
+        partial(_llama, 12, 32768),
+        2,
+        _checkpoint_decoder,
+    ),
+    "resnet50": Loop(
+        "ResNet-50, bf16, batch 512",
+        partial(_zoo, "resnet", torch.bfloat16, batch=512, size=224, depth=50, images="generated"),
+        1,
+    ),
+    "unet3d": Loop("3D U-Net, fp32, 4 x 128^3", partial(_zoo, "unet3d", torch.float32, batch=4, size=128), 1),
+}
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+
+
+def record(
+    loop: Loop, device: Device, chosen: frozenset[int] = frozenset(), *, checkpointed: bool = False
+) -> tuple[StepRecord, Recorder]:
+    """Run one step of a loop without memory, and return what was recorded."""
+    with torch.device("meta"), mock.patch.object(F, "scaled_dot_product_attention", _attention):
+        model, loss_of = loop.make()
+        if checkpointed:
+            loop.checkpointed(model)
+        recorder = Recorder(device, chosen)
+        recorder.lasting([*model.parameters(), *model.buffers()])
+        with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+            loss_of(model).backward()
+            for parameter in model.parameters():
+                recorder.update(parameter, loop.states)
+            model.zero_grad()
+        found = read_record(*recorder.numbers())
+    return replace(found, costs=replace(found.costs, homes=(device.home(),))), recorder
+
+
+def _planned(record: StepRecord, budget: int) -> float | None:
+    try:
+        return planning.plan_step(record.graph, record.costs, budget, params=QUICK).timeline.step_seconds
+    except BudgetError:
+        return None
+
+
+def predict(name: str, key: str) -> dict[str, Any]:
+    """Predict the steps of a loop on a device, at shares of what it needs in core."""
+    loop, device = LOOPS[name], presets.device(key)
+    began = time.process_time()
+    plain, recorder = record(loop, device)
+    made, rate = recorder.made(), device.out_bytes_per_s
+    in_core = planning.in_core_budget(plain.graph, plain.costs)
+    by_hand, _ = record(loop, device, checkpointed=True)
+    compute = plain.costs.compute_seconds
+    rows: list[dict[str, Any]] = []
+    for share in SHARES:
+        budget = int(in_core * share)
+        offloaded = _planned(plain, budget)
+        row: dict[str, Any] = {"share": share, "budget": budget, "offloaded_s": offloaded}
+        if offloaded is not None:
+            held_up = offloaded - compute
+            row |= {"recomputed_s": offloaded, "again_s": 0.0}
+            if held_up > WORTH_TRYING * compute:
+                chosen = worth_making_again(made, rate, enough=int(held_up * rate))
+                remade, again = record(loop, device, frozenset(chosen))
+                recomputed = _planned(remade, budget)
+                if recomputed is not None and recomputed < offloaded * (1 - WORTH_KEEPING):
+                    row |= {"recomputed_s": recomputed, "again_s": again.again_seconds}
+        row["checkpointed_s"] = _planned(by_hand, budget)
+        rows.append(row)
+    return {
+        "loop": loop.title,
+        "device": device.name,
+        "ops": len(plain.graph.ops),
+        "in_core_bytes": in_core,
+        "in_core_s": compute,
+        "saved_bytes": sum(one.bytes for one in made if one.saved),
+        "rows": rows,
+        "processor_s": round(time.process_time() - began, 1),
+    }
+
+
+def render(predictions: Iterable[dict[str, Any]]) -> str:
+    """Return the predictions as a page."""
+    lines = [
+        "# Recomputation in loops on GPUs, predicted",
+        "",
+        "*Simulated* by `python benchmarks/loop_recompute.py`, without a GPU: its text says what counts.",
+        "Step times in ms.",
+        "",
+        "| loop | device | budget, of in core | in core | offloads | also recomputes | saves | ops again "
+        "| checkpointed by hand |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for found in predictions:
+        for row in found["rows"]:
+            offloaded = row["offloaded_s"]
+            cells = [
+                found["loop"],
+                found["device"],
+                f"{row['share']:g} ({format_bytes(row['budget'])})",
+                _milliseconds(found["in_core_s"]),
+                _milliseconds(offloaded),
+                *("-" if offloaded is None else text for text in _recomputed(row)),
+                _milliseconds(row["checkpointed_s"]),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "A dash: the budget does not hold the largest op."]
+    return "\n".join([*lines, ""])
+
+
+def _recomputed(row: dict[str, Any]) -> tuple[str, str, str]:
+    if row["offloaded_s"] is None:
+        return "", "", ""
+    saved = 1 - row["recomputed_s"] / row["offloaded_s"]
+    return _milliseconds(row["recomputed_s"]), f"{saved:.0%}", _milliseconds(row["again_s"])
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.4g}"
+
+
+def main(
+    loops: Annotated[str, typer.Option(help="Keys of loops, with commas.")] = ",".join(LOOPS),
+    devices: Annotated[str, typer.Option(help="Presets, with commas.")] = ",".join(DEVICES),
+    date: Annotated[str | None, typer.Option(help="Date for the result, ISO 8601.")] = None,
+) -> None:
+    """Predict step times of loops on GPUs with and without recomputation."""
+    found = [predict(name, key) for name in loops.split(",") for key in devices.split(",")]
+    page = render(found)
+    path = write_result("loop-recompute", {"predictions": found}, date)
+    path.with_suffix(".md").write_text(page, encoding="utf-8")
+    print(page)
+
+
+if __name__ == "__main__":
+    typer.run(main)
