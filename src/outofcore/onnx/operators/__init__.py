@@ -2,32 +2,14 @@
 
 # Each module registers its operators when it is imported.
 from outofcore.onnx.operators import (
-    attention,
-    control,
-    elementwise,
-    indexing,
-    networks,
-    quantization,
-    recurrent,
-    reductions,
-    resizing,
-    shapes,
+    attention as attention,
+    control as control,
+    elementwise as elementwise,
+    indexing as indexing,
+    networks as networks,
+    quantization as quantization,
+    recurrent as recurrent,
+    reductions as reductions,
+    resizing as resizing,
+    shapes as shapes,
 )
-from outofcore.onnx.operators.registry import Call, Operator, find, names
-
-__all__ = [
-    "Call",
-    "Operator",
-    "attention",
-    "control",
-    "elementwise",
-    "find",
-    "indexing",
-    "names",
-    "networks",
-    "quantization",
-    "recurrent",
-    "reductions",
-    "resizing",
-    "shapes",
-]
