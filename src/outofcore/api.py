@@ -1001,6 +1001,7 @@ __all__ = [
     "OpenHome",
     "Step",
     "StepStats",
+    "aligned",
     "budget",
     "build",
     "compile",

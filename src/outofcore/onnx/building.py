@@ -174,7 +174,7 @@ class Builder:
             return self._within(branch, inner, ChainMap({}, self._values))
         return self._controlled(node, operator, given, inner)
 
-    # ---- values ---------------------------------------------------------------------------------------------------------
+    # ---- values -----------------------------------------------------------------------------------------------------
 
     def _find(self, name: str) -> _Value | None:
         if name in self._values:
@@ -253,11 +253,16 @@ class Builder:
     def _host(self, value: _Value) -> fx.Node:
         return self._once(value, "cpu") if value.node is None else value.node
 
-    # ---- operators ------------------------------------------------------------------------------------------------------
+    # ---- operators --------------------------------------------------------------------------------------------------
 
     def _keywords(self, node: Node, operator: Operator) -> dict[str, Any]:
         wanted = [place for place, name in enumerate(node.outputs) if name]
-        own = {"version": node.version, "op": node.op, "outputs": len(node.outputs), "count": max(wanted, default=0) + 1}
+        own = {
+            "version": node.version,
+            "op": node.op,
+            "outputs": len(node.outputs),
+            "count": max(wanted, default=0) + 1,
+        }
         found: dict[str, Any] = {}
         for keyword, (name, default) in operator.parameters.items():
             value = node.attributes.get(name, default)

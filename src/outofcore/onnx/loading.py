@@ -9,8 +9,7 @@ from typing import Any
 from outofcore.errors import InputError
 from outofcore.onnx.contents import Model, Standard, read_model
 from outofcore.onnx.model import OnnxModel
-from outofcore.onnx import operators as operators  # each module registers its operators
-from outofcore.onnx.operators.registry import find
+from outofcore.onnx.operators import find
 
 
 def load(path: str | os.PathLike[str], *, contents: bool = True) -> OnnxModel:

@@ -35,8 +35,8 @@ class OnnxModel(fx.GraphModule):
     compute with what it gets.
 
     Its state has the names of the file's initialisers. Weights (fractions) are parameters; statistics, quantised
-    weights, scales and tables are buffers; single numbers, shapes and axes are neither. ``model.graph`` has the nodes of
-    the file by their names, and ``model.code`` is what runs.
+    weights, scales and tables are buffers; single numbers, shapes and axes are neither. ``model.graph`` has the nodes
+    by their names, and ``model.code`` is the Python code that runs.
     """
 
     def __init__(self, model: Model, *, has_contents: bool = True) -> None:
@@ -138,8 +138,8 @@ def _explained(error: BaseException) -> str | None:
     shapes = ", ".join(_described(values.get(one.name)) for one in node.all_input_nodes)
     line = (str(error).splitlines() or [""])[0]
     return (
-        f"{node.meta['onnx']} cannot be computed: {type(error).__name__}: {line} (its inputs: {shapes}); check the inputs "
-        "of the model, and the model"
+        f"{node.meta['onnx']} cannot be computed: {type(error).__name__}: {line} (its inputs: {shapes}); check the "
+        "inputs of the model, and the model"
     )
 
 

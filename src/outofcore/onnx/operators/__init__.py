@@ -1,15 +1,15 @@
 """What each operator of the standard computes, in PyTorch's own operators."""
 
-# Each module registers its operators when it is imported.
-from outofcore.onnx.operators import (
-    attention as attention,
-    control as control,
-    elementwise as elementwise,
-    indexing as indexing,
-    networks as networks,
-    quantization as quantization,
-    recurrent as recurrent,
-    reductions as reductions,
-    resizing as resizing,
-    shapes as shapes,
+from outofcore.onnx.operators import (  # noqa: F401 - each registers its operators
+    attention,
+    control,
+    elementwise,
+    indexing,
+    networks,
+    quantization,
+    recurrent,
+    reductions,
+    resizing,
+    shapes,
 )
+from outofcore.onnx.operators.registry import find as find

@@ -82,7 +82,7 @@ def _bias(mask: Tensor, scores: Tensor) -> Tensor:
 
 
 def _seen(scores: Tensor, first: Any, left: int, right: int) -> Tensor | None:
-    """Return the keys that a query may look at: up to ``left`` and ``right`` from its place; negative: without limit."""
+    """Return the keys that a query may look at: ``left`` and ``right`` of its place; negative: any."""
     if left < 0 and right < 0:
         return None
     row = torch.arange(scores.shape[-2], device=scores.device)[:, None]

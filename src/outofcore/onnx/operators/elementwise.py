@@ -145,11 +145,6 @@ def hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
     return torch.clamp(alpha * x + beta, 0, 1)
 
 
-@operator("Shrink")
-def shrink(x: Tensor, *, bias: float = 0.0, lambd: float = 0.5) -> Tensor:
-    return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, torch.zeros_like(x))).to(x.dtype)
-
-
 @operator("PRelu")
 def prelu(x: Tensor, slope: Tensor, *, version: int) -> Tensor:
     if version < 7 and slope.dim() == 1 and slope.numel() > 1:

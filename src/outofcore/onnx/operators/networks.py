@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from outofcore.onnx.operators.registry import Refused, axis_of, direct, operator
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-_MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _MEAN = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _Ints = tuple[int, ...] | None
 
@@ -78,6 +79,9 @@ def _numbers(name: str, given: _Ints, count: int, default: int) -> list[int]:
     return found
 
 
+WINDOW = ("auto_pad", "pads", "strides", "dilations")
+
+
 class _Window:
     """The windows of a convolution or of pooling.
 
@@ -86,19 +90,25 @@ class _Window:
     """
 
     def __init__(
-        self, sizes: list[int], kernel: list[int], auto_pad: str, pads: _Ints, strides: _Ints, dilations: _Ints
+        self,
+        sizes: Sequence[int],
+        kernel: Sequence[int],
+        auto_pad: str = "NOTSET",
+        pads: _Ints = None,
+        strides: _Ints = None,
+        dilations: _Ints = None,
     ) -> None:
         rank = len(kernel)
         if rank not in _CONV or len(sizes) != rank:
             raise Refused(f"windows in {rank} dimensions")
-        self.sizes, self.kernel = sizes, kernel
+        self.sizes, self.kernel = list(sizes), list(kernel)
         self.strides = _numbers("strides", strides, rank, 1)
         self.dilations = _numbers("dilations", dilations, rank, 1)
         if auto_pad in ("NOTSET", "", "VALID"):
             given = _numbers("pads", None if auto_pad == "VALID" else pads, 2 * rank, 0)
             self.pads = [(given[i], given[i + rank]) for i in range(rank)]
             return
-        self.pads = []
+        self.pads: list[tuple[int, int]] = []
         for size, width, by, wide in zip(sizes, kernel, self.strides, self.dilations, strict=True):
             missing = max((-(-size // by) - 1) * by + (width - 1) * wide + 1 - size, 0)
             less = missing // 2
@@ -128,7 +138,7 @@ class _Window:
         return found
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sums of a padded tensor within each window."""
+        """Return the sums of a padded tensor within each windows."""
         found: Tensor | None = None
         for place in itertools.product(*map(range, self.kernel)):
             part = x
@@ -148,52 +158,40 @@ def _padded(x: Tensor, pads: list[tuple[int, int]], value: float = 0.0) -> Tenso
     return F.pad(x, [amount for pair in reversed(pads) for amount in pair], value=value)
 
 
-@operator("Conv")
-def conv(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None = None,
-    *,
-    auto_pad: str = "NOTSET",
-    pads: _Ints = None,
-    strides: _Ints = None,
-    dilations: _Ints = None,
-    group: int = 1,
-) -> Tensor:
-    window = _Window(list(x.shape[2:]), list(w.shape[2:]), auto_pad, pads, strides, dilations)
-    before = window.before
-    if not window.is_even():
-        x, before = _padded(x, window.pads), [0] * len(before)
-    return _CONV[len(before)](x, w, b, window.strides, before, window.dilations, group)
+@operator("Conv", also=WINDOW)
+def conv(x: Tensor, w: Tensor, b: Tensor | None = None, *, group: int = 1, **window: Any) -> Tensor:
+    windows = _Window(x.shape[2:], w.shape[2:], **window)
+    before = windows.before
+    if not windows.is_even():
+        x, before = _padded(x, windows.pads), [0] * len(before)
+    return _CONV[len(before)](x, w, b, windows.strides, before, windows.dilations, group)
 
 
-@operator("ConvTranspose")
+@operator("ConvTranspose", also=WINDOW[1:])
 def conv_transpose(
     x: Tensor,
     w: Tensor,
     b: Tensor | None = None,
     *,
-    auto_pad: str = "NOTSET",
-    pads: _Ints = None,
-    strides: _Ints = None,
-    dilations: _Ints = None,
     output_padding: _Ints = None,
     output_shape: _Ints = None,
     group: int = 1,
+    auto_pad: str = "NOTSET",
+    **window: Any,
 ) -> Tensor:
-    window = _Window(list(x.shape[2:]), list(w.shape[2:]), auto_pad, pads, strides, dilations)
-    rank, by, wide = len(window.kernel), window.strides, window.dilations
+    windows = _Window(x.shape[2:], w.shape[2:], auto_pad, **window)
+    rank, by, wide = len(windows.kernel), windows.strides, windows.dilations
     more = _numbers("output_padding", output_padding, rank, 0)
-    whole = [(x.shape[2 + i] - 1) * by[i] + (window.kernel[i] - 1) * wide[i] + 1 + more[i] for i in range(rank)]
+    whole = [(x.shape[2 + i] - 1) * by[i] + (windows.kernel[i] - 1) * wide[i] + 1 + more[i] for i in range(rank)]
     wanted = None if output_shape is None else list(output_shape)[-rank:]
     if wanted is None and auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-        wanted = [size * step for size, step in zip(window.sizes, by, strict=True)]
+        wanted = [size * step for size, step in zip(windows.sizes, by, strict=True)]
     if wanted is not None:
-        window.pads = [((n - m) // 2, n - m - (n - m) // 2) for n, m in zip(whole, wanted, strict=True)]
+        windows.pads = [((n - m) // 2, n - m - (n - m) // 2) for n, m in zip(whole, wanted, strict=True)]
         if auto_pad in ("NOTSET", "", "SAME_LOWER"):
-            window.pads = [pair[::-1] for pair in window.pads]
-    if window.is_even() and all(one < max(pair) for one, pair in zip(more, zip(by, wide, strict=True), strict=True)):
-        return _TRANSPOSED[rank](x, w, b, by, window.before, more, group, wide)
+            windows.pads = [(behind, before) for before, behind in windows.pads]
+    if windows.is_even() and all(one < max(pair) for one, pair in zip(more, zip(by, wide, strict=True), strict=True)):
+        return _TRANSPOSED[rank](x, w, b, by, windows.before, more, group, wide)
     y = _TRANSPOSED[rank](x, w, b, by, 0, 0, group, wide)
     if any(more):
         y = _padded(y, [(0, one) for one in more])
@@ -201,35 +199,26 @@ def conv_transpose(
             inside = torch.zeros(whole, dtype=torch.bool, device=y.device)
             inside[tuple(slice(0, whole[i] - more[i]) for i in range(rank))] = True
             y = torch.where(inside, y, b.reshape(-1, *([1] * rank)))
-    return _padded(y, [(-before, -after) for before, after in window.pads])
+    return _padded(y, [(-before, -after) for before, after in windows.pads])
 
 
-@operator("MaxPool", many=True)
+@operator("MaxPool", also=WINDOW, many=True)
 def max_pool(
-    x: Tensor,
-    *,
-    count: int,
-    kernel_shape: tuple[int, ...],
-    auto_pad: str = "NOTSET",
-    pads: _Ints = None,
-    strides: _Ints = None,
-    dilations: _Ints = None,
-    ceil_mode: int = 0,
-    storage_order: int = 0,
+    x: Tensor, *, count: int, kernel_shape: tuple[int, ...], ceil_mode: int = 0, storage_order: int = 0, **window: Any
 ) -> tuple[Tensor, ...]:
-    window = _Window(list(x.shape[2:]), list(kernel_shape), auto_pad, pads, strides, dilations)
-    kernel, before, wants_places = window.kernel, window.before, count > 1
+    windows = _Window(x.shape[2:], kernel_shape, **window)
+    kernel, before, wants_places = windows.kernel, windows.before, count > 1
     wide = x if x.is_floating_point() else x.to(torch.float32)
-    if not window.is_small():
-        wide = _padded(wide, window.pads, -math.inf)
-        wide = _padded(wide, window.missing(), -math.inf) if ceil_mode else wide
+    if not windows.is_small():
+        wide = _padded(wide, windows.pads, -math.inf)
+        wide = _padded(wide, windows.missing(), -math.inf) if ceil_mode else wide
         before, ceil_mode = [0] * len(kernel), 0
     # Where a last window would begin behind the data, neither has one.
-    arguments = (kernel, window.strides, before, window.dilations, bool(ceil_mode))
+    arguments = (kernel, windows.strides, before, windows.dilations, bool(ceil_mode))
     found = _MAX[len(kernel)](wide, *arguments, return_indices=wants_places)
     if not wants_places:
         return (found.to(x.dtype),)
-    offset = [0] * len(kernel) if window.is_small() else window.before
+    offset = [0] * len(kernel) if windows.is_small() else windows.before
     places = _places(found[1], x, list(wide.shape[2:]), offset, by_column=bool(storage_order))
     return found[0].to(x.dtype), places
 
@@ -266,45 +255,27 @@ def max_unpool(
     return found if sizes is None else _padded(found, [(0, n - m) for n, m in zip(sizes[2:], inner, strict=True)])
 
 
-@operator("AveragePool")
+@operator("AveragePool", also=WINDOW)
 def average_pool(
-    x: Tensor,
-    *,
-    kernel_shape: tuple[int, ...],
-    auto_pad: str = "NOTSET",
-    pads: _Ints = None,
-    strides: _Ints = None,
-    dilations: _Ints = None,
-    ceil_mode: int = 0,
-    count_include_pad: int = 0,
+    x: Tensor, *, kernel_shape: tuple[int, ...], ceil_mode: int = 0, count_include_pad: int = 0, **window: Any
 ) -> Tensor:
-    window = _Window(list(x.shape[2:]), list(kernel_shape), auto_pad, pads, strides, dilations)
-    if window.is_small() and set(window.dilations) == {1}:
-        arguments = (window.kernel, window.strides, window.before, bool(ceil_mode), bool(count_include_pad))
+    windows = _Window(x.shape[2:], kernel_shape, **window)
+    if windows.is_small() and set(windows.dilations) == {1}:
+        arguments = (windows.kernel, windows.strides, windows.before, bool(ceil_mode), bool(count_include_pad))
         return _MEAN[len(kernel_shape)](x, *arguments)
     ones = torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device)
-    ones, x = _padded(ones, window.pads, 1.0 if count_include_pad else 0.0), _padded(x, window.pads)
+    ones, x = _padded(ones, windows.pads, 1.0 if count_include_pad else 0.0), _padded(x, windows.pads)
     if ceil_mode:
-        ones, x = _padded(ones, window.missing()), _padded(x, window.missing())
-    return window.sum(x) / window.sum(ones)
+        ones, x = _padded(ones, windows.missing()), _padded(x, windows.missing())
+    return windows.sum(x) / windows.sum(ones)
 
 
-@operator("LpPool")
-def lp_pool(
-    x: Tensor,
-    *,
-    kernel_shape: tuple[int, ...],
-    auto_pad: str = "NOTSET",
-    pads: _Ints = None,
-    strides: _Ints = None,
-    dilations: _Ints = None,
-    ceil_mode: int = 0,
-    p: int = 2,
-) -> Tensor:
-    window = _Window(list(x.shape[2:]), list(kernel_shape), auto_pad, pads, strides, dilations)
-    x = _padded(x, window.pads)
-    x = _padded(x, window.missing()) if ceil_mode else x
-    return window.sum(x.abs().pow(p)).pow(1 / p)
+@operator("LpPool", also=WINDOW)
+def lp_pool(x: Tensor, *, kernel_shape: tuple[int, ...], ceil_mode: int = 0, p: int = 2, **window: Any) -> Tensor:
+    windows = _Window(x.shape[2:], kernel_shape, **window)
+    x = _padded(x, windows.pads)
+    x = _padded(x, windows.missing()) if ceil_mode else x
+    return windows.sum(x.abs().pow(p)).pow(1 / p)
 
 
 @operator("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
@@ -352,14 +323,7 @@ def instance_normalization(x: Tensor, scale: Tensor, b: Tensor, *, epsilon: floa
 
 @operator("GroupNormalization")
 def group_normalization(
-    x: Tensor,
-    scale: Tensor,
-    b: Tensor,
-    *,
-    version: int,
-    num_groups: int,
-    epsilon: float = 1e-5,
-    stash_type: int = 1,
+    x: Tensor, scale: Tensor, b: Tensor, *, version: int, num_groups: int, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Tensor:
     if version < 21:  # one number a group, and not a channel
         each = x.shape[1] // num_groups
@@ -403,14 +367,6 @@ def rms_normalization(
     over = list(range(axis_of(axis, x.dim()), x.dim()))
     wide = x.to(torch.float32) if stash_type == 1 else x
     return (wide * torch.rsqrt(wide.square().mean(over, keepdim=True) + epsilon)).to(x.dtype) * scale
-
-
-@operator("MeanVarianceNormalization")
-def mean_variance(x: Tensor, *, axes: tuple[int, ...] = (0, 2, 3)) -> Tensor:
-    over = list(axes)
-    mean = x.mean(over, keepdim=True)
-    spread = (x.square().mean(over, keepdim=True) - mean.square()).sqrt()
-    return (x - mean) / (spread + 1e-9)
 
 
 @operator("LpNormalization")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outofcore.onnx.operators.elementwise import cast
-from outofcore.onnx.operators.networks import conv
+from outofcore.onnx.operators.networks import WINDOW, conv
 from outofcore.onnx.operators.registry import axis_of, operator
 from outofcore.onnx.storage import DTYPES
 
@@ -53,29 +53,13 @@ def quantize(
 
 @operator("DequantizeLinear")
 def dequantize(
-    x: Tensor,
-    scale: Tensor,
-    zero: Tensor | None = None,
-    *,
-    axis: int = 1,
-    block_size: int = 0,
-    output_dtype: int = 0,
+    x: Tensor, scale: Tensor, zero: Tensor | None = None, *, axis: int = 1, block_size: int = 0, output_dtype: int = 0
 ) -> Tensor:
     dtype = DTYPES[output_dtype] if output_dtype else scale.dtype
     found = x.to(dtype if x.dtype.is_floating_point else torch.int32)
     if zero is not None and not x.dtype.is_floating_point:
         found = found - _spread(zero.to(torch.int32), x, axis, block_size)
     return (found.to(scale.dtype) * _spread(scale, x, axis, block_size)).to(dtype)
-
-
-@operator("DynamicQuantizeLinear", many=True)
-def quantize_dynamically(x: Tensor) -> tuple[Tensor, ...]:
-    low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
-    scale = (high - low) / 255
-    zero = torch.clamp(torch.round(-low / scale), 0, 255)
-    zero = torch.where(scale == 0, torch.zeros_like(zero), zero)
-    y = torch.clamp(torch.round(x / scale) + zero, 0, 255)
-    return torch.where(scale == 0, torch.zeros_like(y), y).to(torch.uint8), scale, zero.to(torch.uint8)
 
 
 def _centred(x: Tensor, zero: Tensor | None, shape: list[int] | None = None, kind: Any = torch.int32) -> Tensor:
@@ -95,7 +79,9 @@ def matmul_integer(a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: T
     return torch.matmul(_centred(a, a_zero, _rows(a_zero)), _centred(b, b_zero))
 
 
-def _conv(x: Tensor, x_zero: Tensor | None, w: Tensor, w_zero: Tensor | None, b: Tensor | None, **window: Any) -> Tensor:
+def _conv(
+    x: Tensor, x_zero: Tensor | None, w: Tensor, w_zero: Tensor | None, b: Tensor | None, **window: Any
+) -> Tensor:
     # Sums of products of bytes are exact in double precision.
     wide = torch.float64
     shape = [-1, *([1] * (w.dim() - 1))]
@@ -103,20 +89,10 @@ def _conv(x: Tensor, x_zero: Tensor | None, w: Tensor, w_zero: Tensor | None, b:
     return conv(_centred(x, x_zero, kind=wide), _centred(w, w_zero, shape, wide), bias, **window)
 
 
-@operator("ConvInteger")
+@operator("ConvInteger", also=("group", *WINDOW))
 def conv_integer(
-    x: Tensor,
-    w: Tensor,
-    x_zero: Tensor | None = None,
-    w_zero: Tensor | None = None,
-    *,
-    auto_pad: str = "NOTSET",
-    pads: Any = None,
-    strides: Any = None,
-    dilations: Any = None,
-    group: int = 1,
+    x: Tensor, w: Tensor, x_zero: Tensor | None = None, w_zero: Tensor | None = None, **window: Any
 ) -> Tensor:
-    window: Any = {"auto_pad": auto_pad, "pads": pads, "strides": strides, "dilations": dilations, "group": group}
     return _conv(x, x_zero, w, w_zero, None, **window).to(torch.int32)
 
 
@@ -143,7 +119,7 @@ def quantized_matmul(
     return _requantized(product * (first.to(torch.float64) * b_scale.to(torch.float64)), y_scale, y_zero)
 
 
-@operator("QLinearConv")
+@operator("QLinearConv", also=("group", *WINDOW))
 def quantized_conv(
     x: Tensor,
     x_scale: Tensor,
@@ -154,14 +130,8 @@ def quantized_conv(
     y_scale: Tensor,
     y_zero: Tensor,
     b: Tensor | None = None,
-    *,
-    auto_pad: str = "NOTSET",
-    pads: Any = None,
-    strides: Any = None,
-    dilations: Any = None,
-    group: int = 1,
+    **window: Any,
 ) -> Tensor:
-    window: Any = {"auto_pad": auto_pad, "pads": pads, "strides": strides, "dilations": dilations, "group": group}
     y = _conv(x, x_zero, w, w_zero, b, **window)
     of_channel = w_scale.to(y.dtype).reshape([1, -1, *([1] * (w.dim() - 2))]) if w_scale.dim() else w_scale
     return _requantized(y * (x_scale.to(y.dtype) * of_channel), y_scale, y_zero)

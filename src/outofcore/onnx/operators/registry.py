@@ -24,8 +24,8 @@ class Operator:
         run: takes the inputs in the order of the standard, None for those left out, and attributes by keyword; or is a
             class of modules that run graphs.
         since: the first opset it holds for.
-        parameters: by keyword of ``run``: the attribute that it takes and its default, which is empty if ``run`` has one.
-            The builder itself gives ``device``, ``version``, ``op`` and ``count`` (of outputs).
+        parameters: by keyword of ``run``: the attribute that it takes and its default, or empty. The builder gives
+            ``device``, ``version``, ``op``, and ``outputs`` and ``count``: how many the node has and uses.
         read: places of inputs of which ``run`` takes the numbers, as a flat list.
         host: places of inputs that may be on the CPU, because ``run`` looks at their numbers.
         pure: the same inputs give the same outputs, and nothing else happens.
@@ -51,23 +51,28 @@ _OPERATORS: dict[tuple[str, str], list[Operator]] = {}
 
 
 def operator(
-    *names: str, domain: str = "", since: int = 1, read: Sequence[int] = (), host: Sequence[int] = (), **flags: Any
+    *names: str,
+    domain: str = "",
+    since: int = 1,
+    read: Sequence[int] = (),
+    host: Sequence[int] = (),
+    also: Sequence[str] = (),
+    **flags: Any,
 ) -> Callable[[Function], Function]:
-    """Register a function as one or several operators, from an opset on; its keywords are attributes."""
+    """Register a function as one or several operators, from an opset on; its keywords, and ``also``, are attributes."""
 
     def register(function: Function) -> Function:
-        parameters = {
-            one.name: (one.name, inspect.Parameter.empty)
-            for one in inspect.signature(function).parameters.values()
-            if one.kind is one.KEYWORD_ONLY
-        }
+        own = [one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
+        parameters = {name: (name, inspect.Parameter.empty) for name in (*own, *also)}
         add(names, Operator(function, since, parameters, frozenset(read), frozenset(host), **flags), domain)
         return function
 
     return register
 
 
-def direct(name: str, function: Function, *, since: int = 1, plain: bool = False, **attributes: tuple[str, Any]) -> None:
+def direct(
+    name: str, function: Function, *, since: int = 1, plain: bool = False, **attributes: tuple[str, Any]
+) -> None:
     """Register a function of PyTorch; ``attributes`` names the attribute and the default for each of its keywords."""
     add([name], Operator(function, since, attributes, is_plain=plain))
 

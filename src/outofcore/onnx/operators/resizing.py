@@ -104,7 +104,11 @@ def _by_pytorch(how: _How, x: Tensor, every: list[tuple[float, int]], *, given: 
     exact = all(size == scale * length for (scale, size), length in zip(every[2:], x.shape[2:], strict=True))
     if how.mode == "nearest":
         exact = exact and all(scale == int(scale) for scale, _ in every[2:])
-        return F.interpolate(x, size=whole) if (how.coordinates, how.nearest) == ("asymmetric", "floor") and exact else None
+        return (
+            F.interpolate(x, size=whole)
+            if (how.coordinates, how.nearest) == ("asymmetric", "floor") and exact
+            else None
+        )
     kind = {("linear", 1): "linear", ("linear", 2): "bilinear", ("linear", 3): "trilinear", ("cubic", 2): "bicubic"}
     if (how.mode, spatial) not in kind or (how.mode == "cubic" and how.cubic != -0.75):
         return None

@@ -281,5 +281,3 @@ def columns_to_image(
     for i in range(rank):
         found = found.narrow(2 + i, around[i], sizes[i])
     return found
-
-
