@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import PythonCode
 
 from outofcore.errors import InputError, OutOfCoreError
 from outofcore.onnx.building import RAISED, Builder
@@ -65,6 +66,12 @@ class OnnxModel(fx.GraphModule):
     def opset(self) -> int:
         """The version of the standard operators."""
         return self.meta["onnx"].opset
+
+    def recompile(self) -> PythonCode:
+        """Make the code of the graph. It is called without the wrapper of ``GraphModule``, which prints errors."""
+        code = super().recompile()
+        type(self).__call__ = OnnxModel.__call__
+        return code
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         given = self._given(args, named)
