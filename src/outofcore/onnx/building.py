@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import operator as builtin
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Flag, auto
 from itertools import zip_longest
 from typing import Any
 
@@ -130,10 +131,10 @@ class Builder:
         return list(self._imported)
 
     def _nodes(self, graph: Graph, prefix: str) -> list[_Value | None]:
-        uses = _Uses()
-        uses.learn(graph)
+        uses = defaultdict[str, _Use](lambda: _Use.NONE)
+        _learn_uses(graph, uses)
         for name, stored in graph.tensors.items():
-            self._values[name] = self._constant(prefix + name, stored, uses.of(name))
+            self._values[name] = self._constant(prefix + name, stored, uses[name])
         for node in graph.nodes:
             self._now = node
             stored = _constant_of(node)
@@ -141,7 +142,7 @@ class Builder:
                 found = self._outputs(node, prefix)
             else:
                 name = node.outputs[0]
-                found = [self._constant(prefix + name, stored, replace(uses.of(name), trained=False))]
+                found = [self._constant(prefix + name, stored, uses[name] & ~_Use.TRAINED)]
             self._values.update({name: one for name, one in zip(node.outputs, found, strict=False) if name})
         return [self._find(item.name) for item in graph.outputs]
 
@@ -204,7 +205,7 @@ class Builder:
         return node
 
     def _constant(self, name: str, stored: StoredTensor, use: _Use) -> _Value | None:
-        looked_at = use.read and not use.computed
+        looked_at = _Use.READ in use and _Use.COMPUTED not in use
         if is_mapped(stored) and not (self._has_contents or looked_at):
             tensor = torch.empty(stored.shape, dtype=DTYPES[stored.code], device="meta")
         else:
@@ -218,7 +219,7 @@ class Builder:
         if self._outer is not None:
             return self._import(self._outer._weight(name, tensor, stored, use))
         holder, leaf, target = _place(self._module, name)
-        if use.trained and tensor.dtype in _TRAINED:
+        if _Use.TRAINED in use and tensor.dtype in _TRAINED:
             holder.register_parameter(leaf, nn.Parameter(tensor))
         else:
             holder.register_buffer(leaf, tensor)
@@ -256,13 +257,8 @@ class Builder:
     # ---- operators --------------------------------------------------------------------------------------------------
 
     def _keywords(self, node: Node, operator: Operator) -> dict[str, Any]:
-        wanted = [place for place, name in enumerate(node.outputs) if name]
-        own = {
-            "version": node.version,
-            "op": node.op,
-            "outputs": len(node.outputs),
-            "count": max(wanted, default=0) + 1,
-        }
+        count = max((place + 1 for place, name in enumerate(node.outputs) if name), default=1)
+        own = {"version": node.version, "op": node.op, "outputs": len(node.outputs), "count": count}
         found: dict[str, Any] = {}
         for keyword, (name, default) in operator.parameters.items():
             value = node.attributes.get(name, default)
@@ -374,41 +370,28 @@ def _is_narrow(graph: Graph) -> bool:
     return any(DTYPES.get(code) in NARROW for code in codes if code is not None)
 
 
-@dataclass(frozen=True)
-class _Use:
-    """How nodes use a constant: some look at its value, some compute with it, some as with a weight."""
+class _Use(Flag):
+    """How nodes use a value: some look at its numbers, some compute with it, some as with a weight."""
 
-    read: bool
-    computed: bool
-    trained: bool
+    NONE = 0
+    READ = auto()
+    COMPUTED = auto()
+    TRAINED = auto()
 
 
-class _Uses:
-    """How all nodes of a graph, and of those within, use its constants."""
-
-    def __init__(self) -> None:
-        self._read: set[str] = set()
-        self._computed: set[str] = set()
-        self._trained: set[str] = set()
-
-    def learn(self, graph: Graph) -> None:
-        for node in graph.nodes:
-            operator = None if node.body is not None else find(node.domain, node.op, node.version)
-            spared = _NOT_TRAINED.get(node.op, frozenset())
-            for place, name in enumerate(node.inputs):
-                if operator is not None and place in operator.read | operator.host:
-                    self._read.add(name)
-                else:
-                    self._computed.add(name)
-                    if place not in spared:
-                        self._trained.add(name)
-            for inner in node.graphs():
-                self.learn(inner)
-        for item in graph.outputs:
-            self._computed.add(item.name)
-
-    def of(self, name: str) -> _Use:
-        return _Use(name in self._read, name in self._computed, name in self._trained)
+def _learn_uses(graph: Graph, uses: dict[str, _Use]) -> None:
+    """Add how the nodes of a graph, and of those within it, use values."""
+    for node in graph.nodes:
+        operator = None if node.body is not None else find(node.domain, node.op, node.version)
+        for place, name in enumerate(node.inputs):
+            is_trained = place not in _NOT_TRAINED.get(node.op, ())
+            use = _Use.COMPUTED | _Use.TRAINED if is_trained else _Use.COMPUTED
+            is_read = operator is not None and place in operator.read | operator.host
+            uses[name] |= _Use.READ if is_read else use
+        for inner in node.graphs():
+            _learn_uses(inner, uses)
+    for item in graph.outputs:
+        uses[item.name] |= _Use.COMPUTED
 
 
 def _constant_of(node: Node) -> StoredTensor | None:

@@ -42,7 +42,6 @@ DTYPES: dict[int, torch.dtype] = {
     21: torch.uint8,
     22: torch.int8,
 }
-CODES = {dtype: code for code, dtype in DTYPES.items() if BITS[code] >= 8}
 
 
 class Files:

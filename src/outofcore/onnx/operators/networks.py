@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -138,20 +137,11 @@ class _Window:
         return found
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sums of a padded tensor within each windows."""
-        found: Tensor | None = None
-        for place in itertools.product(*map(range, self.kernel)):
-            part = x
-            for i, (one, wide, by, width) in enumerate(
-                zip(place, self.dilations, self.strides, self.kernel, strict=True), 2
-            ):
-                count = (x.shape[i] - wide * (width - 1) - 1) // by + 1
-                begin = one * wide
-                part = part[(slice(None),) * i + (slice(begin, begin + (count - 1) * by + 1, by),)]
-            found = part if found is None else found + part
-        if found is None:
-            raise ValueError("a window without elements")
-        return found
+        """Return the sums of a padded tensor within each window."""
+        ones = x.new_ones(1, 1, *self.kernel)
+        flat = x.reshape(-1, 1, *x.shape[2:])
+        y = _CONV[len(self.kernel)](flat, ones, None, self.strides, 0, self.dilations)
+        return y.reshape(*x.shape[:2], *y.shape[2:])
 
 
 def _padded(x: Tensor, pads: list[tuple[int, int]], value: float = 0.0) -> Tensor:
