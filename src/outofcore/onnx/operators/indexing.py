@@ -11,6 +11,8 @@ from torch import Tensor
 from outofcore.onnx.operators.elementwise import NARROW
 from outofcore.onnx.operators.registry import Refused, axis_of, items, operator
 
+_Tensors = tuple[Tensor, ...]
+
 
 def _counted(index: Tensor, length: int) -> Tensor:
     """Indices counted from the front."""
@@ -97,19 +99,15 @@ def one_hot(index: Tensor, depth: list[float], values: Tensor, *, axis: int = -1
     return torch.where(torch.arange(count, device=index.device).reshape(shape) == at, values[1], values[0])
 
 
-@operator("TopK", many=True)
-def top_k_by_attribute(x: Tensor, *, k: int, axis: int = -1, largest: int = 1) -> tuple[Tensor, ...]:
-    if not 0 <= k <= x.shape[axis]:
-        raise Refused(f"the best {k} of {x.shape[axis]}")
+@operator("TopK", read=(1,), many=True)
+def top_k(x: Tensor, given: list[int] | None = None, *, k: int = 0, axis: int = -1, largest: int = 1) -> _Tensors:
+    (count,) = [k] if given is None else given
+    if not 0 <= count <= x.shape[axis]:
+        raise Refused(f"the best {count} of {x.shape[axis]}")
     # Of equals, the first one; PyTorch's topk takes any.
     wide = x.to(torch.int64) if x.dtype in NARROW else x
     values, places = torch.sort(wide, dim=axis, descending=bool(largest), stable=True)
-    return values.narrow(axis, 0, k).to(x.dtype), places.narrow(axis, 0, k)
-
-
-@operator("TopK", read=(1,), since=10, many=True)
-def top_k(x: Tensor, k: list[int], *, axis: int = -1, largest: int = 1) -> tuple[Tensor, ...]:
-    return top_k_by_attribute(x, k=int(k[0]), axis=axis, largest=largest)
+    return values.narrow(axis, 0, count).to(x.dtype), places.narrow(axis, 0, count)
 
 
 @operator("NonZero")
@@ -124,7 +122,7 @@ def compress(x: Tensor, condition: Tensor, *, axis: int | None = None) -> Tensor
 
 
 @operator("Unique", many=True)
-def unique(x: Tensor, *, axis: int | None = None, sorted: int = 1) -> tuple[Tensor, ...]:
+def unique(x: Tensor, *, axis: int | None = None, sorted: int = 1) -> _Tensors:
     values, places, counts = torch.unique(x, sorted=True, return_inverse=True, return_counts=True, dim=axis)
     along = places.reshape(-1)
     steps = torch.arange(along.numel(), device=x.device)

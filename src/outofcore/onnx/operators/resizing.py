@@ -25,19 +25,16 @@ class _How:
     exclude_outside: bool = False
 
 
-@operator("Upsample")
-def upsample(x: Tensor, *, scales: Sequence[float] = (), mode: str = "nearest") -> Tensor:
+@operator("Upsample", read=(1,))
+@operator("Resize", read=(1,), since=10)
+def upsample(
+    x: Tensor, given: list[float] | None = None, *, scales: Sequence[float] = (), mode: str = "nearest"
+) -> Tensor:
     how = _How({"bilinear": "linear", "trilinear": "linear"}.get(mode, mode), "asymmetric", "floor")
-    for axis, scale in enumerate(scales):
+    for axis, scale in enumerate(scales if given is None else given):
         if scale != 1:
             x = _along(how, x, axis, math.floor(x.shape[axis] * scale), scale, (0.0, 1.0))
     return x
-
-
-@operator("Upsample", read=(1,), since=9)
-@operator("Resize", read=(1,), since=10)
-def upsample_by(x: Tensor, scales: list[float], *, mode: str = "nearest") -> Tensor:
-    return upsample(x, scales=scales, mode=mode)
 
 
 @operator("Resize", read=(1, 2, 3), since=11)

@@ -46,13 +46,9 @@ def eye_like(x: Tensor, *, dtype: torch.dtype | None = None, k: int = 0) -> Tens
     return (torch.arange(columns, device=x.device)[None, :] - down == k).to(dtype or x.dtype)
 
 
-@operator("Reshape")
-def reshape_by_attribute(x: Tensor, *, shape: Sequence[int] = ()) -> Tensor:
-    return reshape(x, list(shape))
-
-
-@operator("Reshape", read=(1,), since=5)
-def reshape(x: Tensor, sizes: list[int], *, allowzero: int = 0) -> Tensor:
+@operator("Reshape", read=(1,))
+def reshape(x: Tensor, given: list[int] | None = None, *, shape: Sequence[int] = (), allowzero: int = 0) -> Tensor:
+    sizes = list(shape if given is None else given)
     if not allowzero:
         sizes = [x.shape[place] if one == 0 and place < x.dim() else one for place, one in enumerate(sizes)]
     if -1 in sizes and x.numel() == 0:
@@ -127,22 +123,22 @@ def split(
     return torch.split(x, list(given), axis)
 
 
-@operator("Slice")
-def slice_by_attributes(
-    x: Tensor, *, starts: Sequence[int] = (), ends: Sequence[int] = (), axes: Sequence[int] | None = None
-) -> Tensor:
-    return slice_tensor(x, starts, ends, axes)
-
-
-@operator("Slice", read=(1, 2, 3, 4), since=10)
+@operator("Slice", read=(1, 2, 3, 4))
 def slice_tensor(
     x: Tensor,
-    starts: Sequence[int],
-    ends: Sequence[int],
-    axes: Sequence[int] | None = None,
+    begins: Sequence[int] | None = None,
+    limits: Sequence[int] | None = None,
+    along: Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
+    *,
+    starts: Sequence[int] = (),
+    ends: Sequence[int] = (),
+    axes: Sequence[int] | None = None,
 ) -> Tensor:
-    places = range(len(starts)) if axes is None else axes
+    """Take a part along axes; before opset 10 starts, ends and axes were attributes."""
+    starts, ends = starts if begins is None else begins, ends if limits is None else limits
+    along = axes if along is None else along
+    places = range(len(starts)) if along is None else along
     by = [1] * len(starts) if steps is None else steps
     if not len(starts) == len(ends) == len(places) == len(by):
         raise Refused("its starts, ends, axes and steps are not equally many")
