@@ -96,6 +96,4 @@ class SearchParams:
         )
 
 
-QUICK = SearchParams(
-    relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, placed=4, polish_ops=0
-)
+QUICK = SearchParams(relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, placed=4, polish_ops=0)
