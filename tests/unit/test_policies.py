@@ -78,8 +78,8 @@ def costs(graph: StepGraph, homes: int = 1) -> Costs:
         ("window:reach=2", Window(reach=2)),
         ("window:reach=1e0,persist=false", Window(reach=1.0, persist=False)),
         (
-            "auto:polish_ops=0,shares=[0.5],copy_weight=2",
-            Auto(SearchParams(polish_ops=0, shares=(0.5,), copy_weight=2)),
+            "auto:polish_ops=0,shares=[0.5],recompute_changes=1",
+            Auto(SearchParams(polish_ops=0, shares=(0.5,), recompute_changes=1)),
         ),
     ],
 )

@@ -36,6 +36,11 @@ _ELSEWHERE = 0.3
 _EASINGS = 60
 # Of the ops that the schedules of one tuning may run through, the share for a candidate that has to leave bytes free.
 _RETUNED = 0.4
+# Seconds of a step that a second of copying counts for at least: of plans that are equally quick, the one that moves
+# less wins.
+_COPY_WEIGHT = 0.002
+# Ops that the schedules of one tuning may run through.
+_TUNING_OPS = 30_000
 # What it takes to schedule an op, about.
 _OP_SECONDS = 3.5e-6
 
@@ -223,7 +228,7 @@ class Candidate:
     @property
     def value(self) -> float:
         """Seconds by which candidates are compared: of the step, and a little for copies."""
-        return self.schedule.seconds + copy_weight(self.remainder.problem.costs, self.params) * self.schedule.copied
+        return self.schedule.seconds + copy_weight(self.remainder.problem.costs) * self.schedule.copied
 
     @property
     def plan(self) -> Plan:
@@ -249,7 +254,7 @@ class Candidate:
             return None
         problem, found = remainder.problem, list[Candidate]()
         passes = min(tuning_tries(problem, params), params.passes)
-        for shares in solve(problem, {}, params.margins, weight=copy_weight(problem.costs, params), spans=params.spans):
+        for shares in solve(problem, {}, params.margins, weight=copy_weight(problem.costs)):
             choice = shares.rounded(problem)
             choice = None if choice is None else _lightened(problem, choice, random.Random(0))
             if choice is None:
@@ -307,7 +312,7 @@ class _Tuning:
 
     def __init__(self, start: Candidate, *, may_recompute: bool = True, seed: int = 0) -> None:
         self.best, self.draw = start, random.Random(seed)
-        self.weight = copy_weight(start.remainder.problem.costs, start.params)
+        self.weight = copy_weight(start.remainder.problem.costs)
         self.choices = Choices(start.kept.problem, start.kept.contents, like=start.kept)
         self.may_recompute = may_recompute and bool(self.choices.free)
         if self.may_recompute:
@@ -375,14 +380,14 @@ class _Tuning:
         self.full[remainder.gaps] = changed
 
 
-def copy_weight(costs: Costs, params: SearchParams) -> float:
-    """What a second of copying counts for beside a second of the step."""
-    return max(params.copy_weight, *(home.compute_slowdown for home in costs.homes), 0.0)
+def copy_weight(costs: Costs) -> float:
+    """Return the seconds of a step that a second of copying counts for."""
+    return max(_COPY_WEIGHT, *(home.compute_slowdown for home in costs.homes))
 
 
 def tuning_tries(problem: Problem, params: SearchParams) -> int:
     """How many schedules one tuning may make."""
-    return min(params.tuning_ops // max(len(problem.graph.ops), 1), params.tunings)
+    return min(_TUNING_OPS // max(len(problem.graph.ops), 1), params.tunings)
 
 
 def further_tries(problem: Problem, params: SearchParams) -> int:

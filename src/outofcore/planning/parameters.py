@@ -17,23 +17,18 @@ class SearchParams:
     plan on every machine.
 
     Attributes:
-        relaxations: how often the linear program is asked what to compute again, each time with the seconds that the
-            chains of the last answer really take. 0: never.
+        relaxations: 1: the linear program is asked what to recompute. 0: it is not.
         shares: shares of the bytes above the limit that are offloaded, the rest being computed again, in the first
             candidates. With 0, the search for what to compute again also starts from greedy eviction and from recursive
             checkpoints, and the quickest is taken. Limited homes lower these shares to what
             they can hold. Empty: no candidates by share.
-        zooms: how often a share between the best ones is tried; halved for steps of more than ``long_ops`` ops.
-        long_ops: ops of a step above which less is tried.
+        zooms: how often a share between the best ones is tried; halved for steps of more than 3,000 ops.
         margins: shares of the limit that the linear program leaves free when it says what to keep, since copies hold
             whole blocks where it sees a flow of bytes; one candidate each, of which the schedule takes the best.
         slacks: how much earlier than just in time copies in may start, in multiples of their own seconds; each is
             tried.
         passes: how often a candidate's copies are scheduled again, at most, with the last schedule in mind.
-        copy_weight: seconds of a step that a second of copying counts for where the home's ``compute_slowdown`` is
-            smaller: of plans that are equally quick, the one that moves less wins.
         tuned: how many of the best candidates are tuned by random changes that the schedule judges.
-        tuning_ops: ops that the schedules of one tuning may run through.
         tunings: schedules of one tuning at most.
         further: how many of these are tuned further, the best first.
         further_ops: ops that the schedules of that may run through, for each.
@@ -44,28 +39,18 @@ class SearchParams:
         placed: candidates placed at addresses at most (of steps with more than 2,000 ops, in proportion fewer).
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
-        polish_longest: ops of a step above which it is left out: it then finds nothing for most of planning's time.
-        polish_tries: changes that it tries at most.
-        polish_runs: it makes no more changes than take as long as so many runs of the step, which could win it back.
-        polish_starts: how many of the best plans it starts from; beside them from the one in which everything leaves,
-            and from the best candidate where that promised more than was kept.
-        polish_rounds: how often it starts, from these in turn, each time with other draws.
         nested: where nothing can be offloaded, shares of what is left at an op beside what cannot leave that a chain of
             runs before it may take; one that would take more runs some ops several times (``remat.nesting``). Each is a
             way to plan of its own. Empty, and in steps of more than a thousand ops: chains run each op once.
-        spans: spans of time that the linear program of a long step is cut into.
     """
 
-    relaxations: int = 2
+    relaxations: int = 1
     shares: tuple[float, ...] = (0.0, 0.25, 0.5)
     zooms: int = 2
-    long_ops: int = 3000
     margins: tuple[float, ...] = (0.0, 0.03, 0.1)
     slacks: tuple[float, ...] = (1.5, 30.0)
     passes: int = 8
-    copy_weight: float = 0.002
     tuned: int = 4
-    tuning_ops: int = 30_000
     tunings: int = 600
     further: int = 2
     further_ops: int = 150_000
@@ -74,19 +59,13 @@ class SearchParams:
     rounds: int = 3
     placed: int = 16
     polish_ops: int = 24_000
-    polish_longest: int = 100
-    polish_tries: int = 800
-    polish_runs: int = 200
-    polish_starts: int = 1
-    polish_rounds: int = 4
     nested: tuple[float, ...] = (0.7, 1.0)
-    spans: int = 500
 
     def in_a_hurry(self) -> SearchParams:
         """The same techniques with the least effort: a fraction of a second for a few hundred ops."""
         return replace(
             self,
-            relaxations=0 if self.shares else min(self.relaxations, 1),
+            relaxations=0 if self.shares else self.relaxations,
             shares=self.shares[-1:],
             zooms=0,
             tuned=0,
@@ -96,4 +75,4 @@ class SearchParams:
         )
 
 
-QUICK = SearchParams(relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, placed=4, polish_ops=0)
+QUICK = SearchParams(shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, placed=4, polish_ops=0)

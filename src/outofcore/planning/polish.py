@@ -20,6 +20,11 @@ from outofcore.planning.problem import Problem
 from outofcore.planning.relaxation import lower_bound_seconds
 from outofcore.simulator import busiest_seconds
 
+# In steps of more ops it finds nothing for most of planning's time.
+_LONGEST = 100
+# Changes tried from each start at most; the starts, taken in turn with other draws; and the runs of
+# the step that the changes may take as long as: the plan can win their time back.
+_TRIES, _ROUNDS, _RUNS = 800, 4, 200
 # By how many ops times are moved.
 _SHIFTS = (-5, -3, -2, -1, -1, 1, 1, 2, 3, 5)
 # How many changes are made at once.
@@ -56,15 +61,15 @@ def polished(
         starts: plans to start from in turn; they need not fit.
         params: how hard to search.
     """
-    if len(problem.graph.ops) > params.polish_longest:
+    if len(problem.graph.ops) > _LONGEST:
         return None
-    worthwhile = int(params.polish_runs * problem.costs.compute_seconds / _TRY_SECONDS)
-    tries = min(params.polish_ops // max(len(problem.graph.ops), 1), params.polish_tries, worthwhile)
+    worthwhile = int(_RUNS * problem.costs.compute_seconds / _TRY_SECONDS)
+    tries = min(params.polish_ops // max(len(problem.graph.ops), 1), _TRIES, worthwhile)
     goal = (lower_bound_seconds(problem.graph, problem.costs, budget) or 0.0) * _GOOD
     if not tries or not starts or (best is not None and best.timeline.step_seconds <= goal):
         return None
     search = _Polish(problem, budget, goal)
-    found = [search.improve(starts[turn % len(starts)], tries, turn) for turn in range(params.polish_rounds)]
+    found = [search.improve(starts[turn % len(starts)], tries, turn) for turn in range(_ROUNDS)]
     found = [one for one in found if one is not None and one.program.arena_bytes <= budget]
     better = min(found, key=search.value, default=None)
     return better if better is not None and (best is None or search.value(better) < search.value(best)) else None

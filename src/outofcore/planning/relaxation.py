@@ -46,6 +46,8 @@ Floats = NDArray[np.float64]
 
 # The solver's answer may lie above the true minimum by its tolerance.
 _TOLERANCE = 1e-6
+# Spans of time that a step of more than three times as many ops is cut into: the program grows with their number.
+_SPANS = 500
 # A share that is so near to one is one.
 _WHOLE = 1 - 1e-6
 
@@ -139,7 +141,7 @@ class Shares:
 
 
 def solve(
-    problem: Problem, again: Mapping[int, float], margins: Sequence[float] = (0.0,), *, weight: float, spans: int
+    problem: Problem, again: Mapping[int, float], margins: Sequence[float] = (0.0,), *, weight: float
 ) -> Iterator[Shares]:
     """Solutions of the timed program.
 
@@ -148,14 +150,13 @@ def solve(
         again: for the gaps that may be computed again, the seconds that this takes.
         margins: shares of the limit to leave free: copies hold whole blocks where the program sees a flow of bytes.
         weight: what a second of copying costs beside a second of the step.
-        spans: of a step with more than three times as many ops, time is cut into about so many spans.
 
     Yields:
         One for each margin with which there is a solution.
     """
     if not problem.homes or not problem.is_feasible:
         return
-    program = Relaxation(problem, again, timed=True, weight=weight, spans=spans)
+    program = Relaxation(problem, again, timed=True, weight=weight)
     for margin in margins:
         found = program.solve(margin)
         if found is not None:
@@ -170,16 +171,13 @@ class Relaxation:
         again: for the gaps that may be computed again, the seconds that this takes.
         timed: which of the two forms.
         weight: what a second of copying costs beside a second of the step.
-        spans: see ``solve``.
     """
 
-    def __init__(
-        self, problem: Problem, again: Mapping[int, float], *, timed: bool, weight: float = 0.0, spans: int = 0
-    ) -> None:
+    def __init__(self, problem: Problem, again: Mapping[int, float], *, timed: bool, weight: float = 0.0) -> None:
         self.problem, self.again, self.timed, self.weight = problem, again, timed, weight
         self.program = LinearProgram()
         seconds = [cost.seconds for cost in problem.costs.ops]
-        self.span = _spans(seconds, spans) if timed else [0] * len(seconds)
+        self.span = _spans(seconds) if timed else [0] * len(seconds)
         count = self.span[-1] + 1 if seconds else 0
         self.seconds = [0.0] * count
         for at, own in zip(self.span, seconds, strict=True):
@@ -405,11 +403,11 @@ class Relaxation:
                     self.program.row({level: 1.0}, high=max(place.bytes - always, 0) / UNIT)
 
 
-def _spans(seconds: Sequence[float], spans: int) -> list[int]:
-    """For each op the number of its span."""
-    if len(seconds) <= 3 * spans:
+def _spans(seconds: Sequence[float]) -> list[int]:
+    """Return for each op the number of its span of time."""
+    if len(seconds) <= 3 * _SPANS:
         return list(range(len(seconds)))
-    longest, most = sum(seconds) / spans, -(-len(seconds) // spans)
+    longest, most = sum(seconds) / _SPANS, -(-len(seconds) // _SPANS)
     found: list[int] = []
     span, passed, ops = -1, 0.0, 0
     for own in seconds:

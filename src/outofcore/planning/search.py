@@ -40,6 +40,8 @@ from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore.planning")
 
+# In steps of more ops fewer candidates are tried: each takes longer.
+_LONG = 3000
 # A step that takes no longer than this, in multiples of its ops, is not worth more search; a long one, which takes much
 # longer to search, is worth no more than a first answer of the linear program where it takes no longer than the second;
 # and no step that does is worth a further look at its best candidates.
@@ -154,7 +156,7 @@ class _Search:
 
     @property
     def _is_long(self) -> bool:
-        return len(self.graph.ops) > self.params.long_ops
+        return len(self.graph.ops) > _LONG
 
     @property
     def _is_good_enough(self) -> bool:
@@ -177,23 +179,19 @@ class _Search:
         return candidate.value
 
     def _ask_relaxation(self, kept: Choices) -> None:
-        """Compute again what the linear program says, first as if all else were there, then after its last answer."""
-        seconds = _chain_seconds(kept)
-        weight = copy_weight(self.costs, self.params)
-        for turn in range(self.params.relaxations):
-            shares = next(solve(self.problem, seconds, weight=weight, spans=self.params.spans), None)
-            if shares is None:
-                return
-            choices = Choices(self.problem, self.contents, like=kept)
-            enough = choices.work + patience(len(choices.free))
-            for g in choices.free:
-                if shares.again[g] >= 0.5 and choices.work < enough:
-                    choices.set(g, AGAIN, choices.end[g])
-            Greedy(choices).settle(keep=False)
-            self._consider(f"relaxation {turn + 1}", choices)
-            if self._is_good_enough:
-                return
-            seconds = _chain_seconds(choices)
+        """Recompute what the linear program says, which takes each chain to start from what is resident."""
+        if not self.params.relaxations:
+            return
+        shares = next(solve(self.problem, _chain_seconds(kept), weight=copy_weight(self.costs)), None)
+        if shares is None:
+            return
+        choices = Choices(self.problem, self.contents, like=kept)
+        enough = choices.work + patience(len(choices.free))
+        for g in choices.free:
+            if shares.again[g] >= 0.5 and choices.work < enough:
+                choices.set(g, AGAIN, choices.end[g])
+        Greedy(choices).settle(keep=False)
+        self._consider("relaxation", choices)
 
     def _try_shares(self, kept: Choices) -> None:
         """Offload a share of the bytes that are too many, and compute the rest again."""
@@ -315,7 +313,7 @@ class _Search:
     def _polish(self) -> None:
         ranked = sorted((planned for _, planned in self.planned), key=lambda planned: worth(self.costs, planned))
         best = ranked[0] if ranked else None
-        starts = [planned.plan for planned in ranked[: self.params.polish_starts]]
+        starts = [planned.plan for planned in ranked[:1]]
         promised = min(self.candidates, key=lambda candidate: candidate.value, default=None)
         if promised is not None and best is not None and promised.value * _KEPT_PROMISE < worth(self.costs, best):
             starts.append(promised.plan)
@@ -344,14 +342,6 @@ def _share_name(share: float) -> str:
 
 
 def _chain_seconds(choices: Choices) -> Mapping[int, float]:
-    """For each gap that may be computed again, the seconds of that with everything else as it is."""
-    found: dict[int, float] = {}
-    for g in choices.free:
-        if choices.kind[g] == AGAIN:
-            at = choices.fetch[g]
-            found[g] = choices.chains[at].seconds / len(choices.targets[at])
-            continue
-        chain = choices.chain(choices.end[g], (g,))
-        if chain is not None:
-            found[g] = chain.seconds
-    return found
+    """Return for each gap that may be recomputed the seconds of that with everything else as it is."""
+    chains = {g: choices.chain(choices.end[g], (g,)) for g in choices.free}
+    return {g: chain.seconds for g, chain in chains.items() if chain is not None}
