@@ -1,5 +1,5 @@
 """The schedule of copies: when each eviction frees its room and when each prefetch takes it. The only place that
-decides so.
+decides so. ``lowering.waits`` then derives what each instruction waits for.
 
 It is found by running through the step once with times and bytes counted. Copies out start at once, one after the other
 on the link to their home; an op whose room they still take waits for them. Copies in go in the order in which they are
