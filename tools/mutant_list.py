@@ -492,8 +492,8 @@ MUTANTS = (
     Mutant(
         "average-pool-counts-padding",
         "onnx/operators/networks.py",
-        'counted = bool(call.get("count_include_pad", 0))',
-        'counted = bool(call.get("count_include_pad", 1))',
+        "ceil_mode: int = 0, count_include_pad: int = 0",
+        "ceil_mode: int = 0, count_include_pad: int = 1",
         "ONNX average pooling counts the padding when a model leaves that attribute out.",
         ("tests/torch_cpu/test_onnx.py",),
     ),

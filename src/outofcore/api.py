@@ -44,6 +44,7 @@ from outofcore.execution.opening import (
     open_homes,
 )
 from outofcore.execution.stats import StepStats
+from outofcore.follow.alignment import aligned
 from outofcore.follow.loop import Loop, stop_loops
 from outofcore.follow.native import load_paging
 from outofcore.follow.stats import LoopStats
@@ -948,6 +949,7 @@ __all__ = [
     "OpenHome",
     "Step",
     "StepStats",
+    "aligned",
     "budget",
     "build",
     "compile",

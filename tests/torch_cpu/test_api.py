@@ -173,8 +173,8 @@ def test_public_names() -> None:
         *("ArenaError", "BudgetError", "CaptureError", "CommunicationError", "DeviceError", "Elastic"),
         *("ElasticStats", "Estimate", "GraphError", "InputError"),
         *("Loop", "LoopStats", "OpenHome", "OutOfCoreError", "SpillError", "StateError", "Step", "StepStats"),
-        *("TransferError", "UnitError", "ValidationError", "VersionError", "budget", "build", "compile", "elastic"),
-        *("estimate", "load", "materialize", "open_home", "run", "save", "smallest_budget", "stop"),
+        *("TransferError", "UnitError", "ValidationError", "VersionError", "aligned", "budget", "build", "compile"),
+        *("elastic", "estimate", "load", "materialize", "open_home", "run", "save", "smallest_budget", "stop"),
     ]
     for name in outofcore.__all__:
         assert getattr(outofcore, name).__doc__

@@ -144,7 +144,7 @@ def test_weights_are_parameters_by_their_names_and_stay_in_the_file(tmp_path: Pa
     statistics = {name for node in proto.graph.node if node.op_type == "BatchNormalization" for name in node.input[3:]}
     assert statistics
     assert not statistics & named.keys()
-    assert all(node.name in dict(model.nodes.named_children()) for node in proto.graph.node)
+    assert {node.name for node in proto.graph.node} <= {node.name for node in model.graph.nodes}
     again = copy.deepcopy(model)
     again.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -178,6 +178,75 @@ def test_large_weights_take_no_memory_until_they_are_used(tmp_path: Path) -> Non
     grown, *counts = map(int, done.stdout.split())
     assert counts == [2 * 2048 * 2048] * 2
     assert grown < 8 << 20
+
+
+def test_weights_at_odd_addresses_have_the_bits_of_aligned_ones(tmp_path: Path) -> None:
+    g = Written(21)
+    x = g.input("x", g.random.standard_normal((3, 200)).astype(np.float32))
+    weight = g.weight(200, 200)
+    onnx.save(g.model(g.op("MatMul", x, weight)), tmp_path / "net.onnx")
+    model = outofcore.onnx.load(tmp_path / "net.onnx")
+    (mapped,) = model.parameters()
+    content = (tmp_path / "net.onnx").read_bytes()
+    offset = content.index(onnx.numpy_helper.to_array(g.tensors[0]).tobytes())
+    assert (mapped.data_ptr() % 64 == 0) == (offset % 64 == 0)
+    assert ("aligned" in model.code) == (offset % 64 != 0)
+    given = torch.from_numpy(g.arrays["x"])
+    assert outputs(model, given)[0].equal(given @ mapped.detach().clone())
+    shifted = torch.zeros(17)[1:]
+    assert outofcore.aligned(shifted).data_ptr() % 64 == 0
+    assert outofcore.aligned(shifted).data_ptr() != shifted.data_ptr()
+
+
+def test_constants_are_computed_when_the_model_is_loaded(tmp_path: Path) -> None:
+    g = Written(18)
+    x = g.input("x", np.ones((4, 6), np.float32), ["n", 6])
+    sizes = g.op("Concat", g.op("Mul", g.ints(3), g.ints(2)), g.ints(-1), axis=0)
+    taken = g.op("If", g.tensor(np.array(True)), **two_branches(g, g.op("Reshape", x, sizes), "Relu", "Neg"))
+    onnx.save(g.model(taken), tmp_path / "net.onnx")
+    model = outofcore.onnx.load(tmp_path / "net.onnx")
+    called = [node.name for node in model.graph.nodes if node.op != "placeholder" and "onnx" in node.meta]
+    assert called == ["Reshape_3", "Relu"]
+    assert outputs(model, torch.ones(4, 6))[0].shape == (6, 4)
+
+
+def two_branches(g: Written, x: str, first: str, second: str) -> dict[str, Any]:
+    made = [g.helper.make_tensor_value_info("y", g.types.FLOAT, None)]
+    names = (("then_branch", first), ("else_branch", second))
+    nodes = {name: [g.helper.make_node(kind, [x], ["y"], name=kind)] for name, kind in names}
+    return {name: g.helper.make_graph(nodes[name], name, [], made) for name, _ in names}
+
+
+def test_an_error_names_its_node_within_a_branch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    g = Written(18)
+    x = g.input("x", np.ones((4, 6), np.float32), ["n", "m"])
+    goes = g.input("goes", np.array(True))
+    inner = two_branches(g, x, "Relu", "Det")
+    onnx.save(g.model(g.op("If", goes, **inner)), tmp_path / "net.onnx")
+    model = outofcore.onnx.load(tmp_path / "net.onnx")
+    assert outputs(model, torch.ones(4, 6), torch.tensor(True))[0].shape == (4, 6)
+    with pytest.raises(InputError, match=r"node 'Det' \(ai.onnx::Det of opset 18\) .* \(its inputs: float32\[4, 6\]\)"):
+        model(torch.ones(4, 6), torch.tensor(False))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_refusal_names_the_node_that_needs_the_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, arrays = saved(tmp_path, "perceptron_20")
+    model = outofcore.onnx.load(path)
+    (x,) = tensors(model, arrays)
+
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        return outputs(model, x)
+
+    with (
+        outofcore.compile(forward, model, budget="100KiB", home="host") as step,
+        pytest.raises(outofcore.BudgetError, match=r"in module MatMul_2 \(.*test_onnx.py:"),
+    ):
+        step(x)
+    with pytest.raises(outofcore.BudgetError, match=r"in OnnxModel.MatMul_2 at .*test_onnx.py:"):  # noqa: SIM117
+        with outofcore.budget("100KiB", model, policy=None):
+            forward(x)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 # ---- what is damaged ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import linecache
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,8 @@ _PACKAGE = str(Path(__file__).parent.parent) + "/"
 _EXAMPLES = _PACKAGE + "zoo/"
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _SCRIPTS = str(Path(sysconfig.get_path("scripts"))) + "/"
+_GENERATED = "<eval_with_key>"  # code of torch.fx
+_MODULE_CALL = nn.Module.__call__.__code__
 _BEGINS_BACKWARD = ("backward", "grad")  # of torch.autograd
 _STANDARD = tuple(
     {str(Path(sysconfig.get_path(name))) + "/" for name in ("stdlib", "platstdlib")}
@@ -37,7 +40,7 @@ def is_users_file(name: str) -> bool:
 
     Third-party packages count as the user's: a model may well come from one.
     """
-    if name.startswith(("<frozen", "<string>", "<__array_function__")):
+    if name.startswith(("<frozen", "<string>", "<__array_function__", _GENERATED)):
         return False
     if name.startswith(_EXAMPLES):
         return True
@@ -64,6 +67,20 @@ def _frames() -> Iterator[FrameType]:
 def user_line() -> str:
     """Return the innermost ``file:line`` of user code on this thread's stack; empty if there is none."""
     return next((_line(frame) for frame in _frames() if is_users_file(frame.f_code.co_filename)), "")
+
+
+def graph_node(file: str, line: int) -> str:
+    """Return the name of the node that a line of a ``torch.fx.GraphModule`` computes; empty for other code."""
+    return linecache.getline(file, line).partition(" = ")[0].strip() if file.startswith(_GENERATED) else ""
+
+
+def _graph_node_here() -> str:
+    """Return the node of the innermost module that runs; empty if that is no ``torch.fx.GraphModule``."""
+    for frame in _frames():
+        node = graph_node(frame.f_code.co_filename, frame.f_lineno)
+        if node or frame.f_code is _MODULE_CALL:
+            return node
+    return ""
 
 
 def callers_line() -> str:
@@ -253,7 +270,7 @@ class Provenance:
         node = current_autograd_node()
         if node is not None and len(self._running) == self._outside_backward[-1]:
             return self._of_node(node)
-        origin = (self._running[-1], user_line()) if self._running else ("", callers_line())
+        origin = (join(self._running[-1], _graph_node_here()), user_line()) if self._running else ("", callers_line())
         self._origin.setdefault(autograd_sequence_number() - 1, origin)
         return origin
 

@@ -162,12 +162,6 @@ def open_paging(library: ctypes.CDLL, space: int, beside: bool) -> None:
         call(library, "follow_open", space, int(beside))
 
 
-def is_followed_tensor(tensor: torch.Tensor) -> bool:
-    """Return whether a loop moves a CPU tensor, so that ops see it at the beginning of a page."""
-    library = loaded_paging(Flavor.CPU)
-    return library is not None and library.follow_where(storage_address(tensor.untyped_storage())) != 0
-
-
 def _take_key(library: ctypes.CDLL) -> None:
     if call(library, "follow_load", _is_python) != 0:
         raise StateError(

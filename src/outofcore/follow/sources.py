@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from torch import nn
 
 from outofcore._torch_internals import BACKWARD_ENTRY_POINTS
-from outofcore.capture.provenance import is_users_file
+from outofcore.capture.provenance import graph_node, is_users_file, join
 from outofcore.compiling import native_callback
 
 # A frame, and which line it is at; the innermost first.
@@ -60,18 +60,20 @@ class Sources:
     def find(self, places: Iterable[Place], *, beyond_backward: bool = True) -> tuple[str, str]:
         """Return the path of an op's module, and the nearest ``file:line`` of the user; or empty.
 
-        The path is that in a model, or else in the outermost running module. Lines of installed packages, to which
-        models belong as well, count only where there is no other. ``beyond_backward``: look beyond what the autograd
-        engine has called.
+        The path is that in a model, or else in the outermost running module; it ends in the node where that is a
+        ``torch.fx.GraphModule``. Lines of installed packages, to which models belong as well, count only where there is
+        no other. ``beyond_backward``: look beyond what the autograd engine has called.
         """
         innermost = outermost = None
-        own = package = ""
+        own = package = node = ""
         in_backward = False
         for frame, number in places:
             code = frame.f_code
             in_backward |= code.co_name == _ENGINE
             if in_backward and not beyond_backward:
                 break
+            if innermost is None and not in_backward:
+                node = node or graph_node(code.co_filename, number)
             if code is _MODULE_CALL and not in_backward:
                 outermost = frame.f_locals["self"]
                 innermost = innermost or outermost
@@ -80,7 +82,7 @@ class Sources:
                 if not any(folder in code.co_filename for folder in _INSTALLED):
                     own = own or line
                 package = package or line
-        return self._path(innermost, outermost), own or package
+        return join(self._path(innermost, outermost), node), own or package
 
     def _path(self, module: nn.Module | None, outermost: nn.Module | None) -> str:
         if module is None or outermost is None:

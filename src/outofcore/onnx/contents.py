@@ -161,19 +161,6 @@ class Model:
     graph: Graph
 
 
-@dataclass(frozen=True)
-class Standard:
-    """What the reader asks about operators.
-
-    Attributes:
-        supported: whether there is one of this domain, name and version.
-        schema: its schema, or None.
-    """
-
-    supported: Callable[[str, str, int], bool]
-    schema: Callable[[str, str, int], Any]
-
-
 @dataclass
 class _Reading:
     """A file that is being read."""
@@ -181,7 +168,7 @@ class _Reading:
     onnx: Any
     path: Path
     slim: Slim
-    known: Standard
+    is_supported: Callable[[str, str, int], bool]
     functions: dict[tuple[str, str, str], Any] = field(default_factory=dict[tuple[str, str, str], Any])
     opsets: Mapping[str, int] = field(default_factory=dict[str, int])
     calls: tuple[Any, ...] = ()
@@ -189,13 +176,13 @@ class _Reading:
     nodes: list[int] = field(default_factory=lambda: [0])
 
 
-def read_model(path: Path, onnx: Any, known: Standard) -> Model:
+def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bool]) -> Model:
     """Read a file, and check all of it but the bytes of its tensors.
 
     Args:
         path: the file.
         onnx: the package.
-        known: what is known of operators.
+        is_supported: whether there is an operator of this domain, name and version.
 
     Raises:
         InputError: there is no such file, it is damaged, contradicts itself, or has an operator that is not known.
@@ -215,7 +202,7 @@ def read_model(path: Path, onnx: Any, known: Standard) -> Model:
         raise InputError(f"{path} is no whole ONNX file: {error}; take another copy of it") from error
     try:
         proto = onnx.ModelProto.FromString(slimmed.message)
-        return _model(_Reading(onnx, path, slimmed, known), proto)
+        return _model(_Reading(onnx, path, slimmed, is_supported), proto)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error.__cause__
     except (DecodeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
@@ -430,13 +417,12 @@ def _node(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) ->
         tuple(proto.output),
         attributes,
     )
-    schema = reading.known.schema(domain, proto.op_type, node.version)
-    if reading.known.supported(domain, proto.op_type, node.version):
+    schema = _schema(reading.onnx, domain, proto.op_type, node.version)
+    if reading.is_supported(domain, proto.op_type, node.version):
         if schema is not None:
             _check_schema(reading, node, schema)
         return node
-    function = None if schema is None else _body_of(reading, schema, node.version)
-    if function is None or schema is None:
+    if schema is None or not schema.has_function:
         raise InputError(
             f"{node} is not supported; write it with other operators before the export, or run this part of the model "
             "elsewhere"
@@ -448,14 +434,9 @@ def _node(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) ->
         for name, item in defaults.items()
         if item.type and name not in attributes
     }
-    return replace(node, attributes={}, body=_called(reading, proto, function, {**inner, **attributes}, depth))
-
-
-def _body_of(reading: _Reading, schema: Any, version: int) -> Any:
-    """The function that the standard writes an operator as, if there is one."""
-    if not schema.has_function:
-        return None
-    return schema.function_body
+    return replace(
+        node, attributes={}, body=_called(reading, proto, schema.function_body, {**inner, **attributes}, depth)
+    )
 
 
 def _called(reading: _Reading, proto: Any, function: Any, attributes: Mapping[str, Any], depth: int) -> Graph:
@@ -512,7 +493,6 @@ def _declared(item: Any) -> Declared:
 # By the number of the type in AttributeProto: the field that has the value.
 _VALUES = {1: "f", 2: "i", 3: "s", 4: "t", 5: "g", 6: "floats", 7: "ints", 8: "strings", 9: "tensors", 10: "graphs"}
 _VALUES[11] = "sparse_tensor"
-_TENSOR, _GRAPH, _STRING_KIND, _SPARSE = 4, 5, 3, 11
 
 
 def _attributes(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) -> dict[str, Any]:
@@ -555,6 +535,13 @@ def _attribute(reading: _Reading, whose: str, item: Any, visible: frozenset[str]
 
 def _text(value: bytes) -> str:
     return value.decode("utf-8", errors="replace")
+
+
+def _schema(package: Any, domain: str, name: str, version: int) -> Any:
+    try:
+        return package.defs.get_schema(name, max_inclusive_version=version, domain=domain)
+    except package.defs.SchemaError:
+        return None
 
 
 def _check_schema(reading: _Reading, node: Node, schema: Any) -> None:

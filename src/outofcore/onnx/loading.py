@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outofcore.errors import InputError
-from outofcore.onnx.contents import Model, Standard, read_model
+from outofcore.onnx.contents import read_model
 from outofcore.onnx.model import OnnxModel
 from outofcore.onnx.operators import find
 
@@ -45,12 +45,7 @@ def load(path: str | os.PathLike[str], *, contents: bool = True) -> OnnxModel:
     >>> model(torch.ones(1, 4)).tolist(), [name for name, _ in model.named_parameters()]
     ([[4.0, 4.0]], ['weight'])
     """
-    return OnnxModel(_read(path), has_contents=contents)
-
-
-def _read(path: str | os.PathLike[str]) -> Model:
-    package = _package()
-    return read_model(Path(path), package, Standard(_supported, lambda *key: _schema(package, *key)))
+    return OnnxModel(read_model(Path(path), _package(), _is_supported), has_contents=contents)
 
 
 def _package() -> Any:
@@ -66,12 +61,5 @@ def _package() -> Any:
     return onnx
 
 
-def _supported(domain: str, name: str, version: int) -> bool:
+def _is_supported(domain: str, name: str, version: int) -> bool:
     return (domain, name) == ("", "Constant") or find(domain, name, version) is not None
-
-
-def _schema(package: Any, domain: str, name: str, version: int) -> Any:
-    try:
-        return package.defs.get_schema(name, max_inclusive_version=version, domain=domain)
-    except package.defs.SchemaError:
-        return None

@@ -12,10 +12,9 @@ import secrets
 from dataclasses import dataclass, field
 
 from outofcore.errors import InputError
-from outofcore.units import KIB
 
 # Raw bytes of a tensor from here on stay in the file.
-LARGE_BYTES = 64 * KIB
+LARGE_BYTES = 64 << 10
 # Graphs within graphs; what is deeper is left as it is, and refused by protobuf.
 _DEEPEST = 32
 

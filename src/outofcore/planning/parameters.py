@@ -41,8 +41,6 @@ class SearchParams:
         recompute_changes: share of the changes of a tuning that are about what is computed again.
         rounds: how often candidates are looked for, from the second time on with more bytes left free, where blocks do
             not fit.
-        also: how many candidates are placed at addresses that look a little worse than the best placed plan: one may be
-            quicker than its schedule.
         placed: candidates placed at addresses at most (of steps with more than 2,000 ops, in proportion fewer).
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
@@ -52,7 +50,6 @@ class SearchParams:
         polish_starts: how many of the best plans it starts from; beside them from the one in which everything leaves,
             and from the best candidate where that promised more than was kept.
         polish_rounds: how often it starts, from these in turn, each time with other draws.
-        annealing: changes to what is computed again, for each gap, where nothing can be offloaded.
         nested: where nothing can be offloaded, shares of what is left at an op beside what cannot leave that a chain of
             runs before it may take; one that would take more runs some ops several times (``remat.nesting``). Each is a
             way to plan of its own. Empty, and in steps of more than a thousand ops: chains run each op once.
@@ -75,7 +72,6 @@ class SearchParams:
     further_runs: int = 20
     recompute_changes: float = 0.5
     rounds: int = 3
-    also: int = 3
     placed: int = 16
     polish_ops: int = 24_000
     polish_longest: int = 100
@@ -83,7 +79,6 @@ class SearchParams:
     polish_runs: int = 200
     polish_starts: int = 1
     polish_rounds: int = 4
-    annealing: int = 600
     nested: tuple[float, ...] = (0.7, 1.0)
     spans: int = 500
 
@@ -96,12 +91,9 @@ class SearchParams:
             zooms=0,
             tuned=0,
             further=0,
-            also=0,
             placed=min(self.placed, 4),
             polish_ops=0,
         )
 
 
-QUICK = SearchParams(
-    relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, also=0, placed=4, polish_ops=0, annealing=20
-)
+QUICK = SearchParams(relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, placed=4, polish_ops=0)

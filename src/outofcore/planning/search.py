@@ -47,8 +47,6 @@ _GOOD, _NEARLY_GOOD = 1.0005, 1.01
 # A plan that is no slower than its candidate promised, times this, ends the rounds; each leaves at least this fraction
 # of the limit free.
 _KEPT_PROMISE, _LEAST_FREED = 1.02, 64
-# Candidates that look no worse than the best placed plan, times this, look a little worse.
-_ABOUT = 1.02
 # How much of limited homes the bytes above the limit may fill: each part is tried if the one before has no candidate.
 _FILLED = (0.9, 0.75, 0.6)
 # Candidates whose value is no worse, times this, are looked for again in later rounds.
@@ -282,15 +280,11 @@ class _Search:
 
         for number, candidate in enumerate(candidates):
             enter(number, candidate, Attempts(self.graph, self.costs, self.budget))
-        best, made, also = inf, 0, self.params.also
-        enough = self.costs.compute_seconds * _NEARLY_GOOD
+        best, made = inf, 0
         while heap and made < (most if self.planned else self.params.placed):
             value, number, found, tried, candidate = heapq.heappop(heap)
             if value >= best:
-                # A placed plan may be quicker than its schedule, as well as slower.
-                if best <= enough or value > best * _ABOUT or not also:
-                    break
-                also -= 1
+                break
             planned = self._place(f"{candidate.how}, attempt {tried.made + 1}", found.plan, tried)
             made += not tried.repeated
             if planned is None:

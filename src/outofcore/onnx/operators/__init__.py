@@ -1,7 +1,6 @@
 """What each operator of the standard computes, in PyTorch's own operators."""
 
-# Each module registers its operators when it is imported.
-from outofcore.onnx.operators import (
+from outofcore.onnx.operators import (  # noqa: F401 - each registers its operators
     attention,
     control,
     elementwise,
@@ -13,21 +12,4 @@ from outofcore.onnx.operators import (
     resizing,
     shapes,
 )
-from outofcore.onnx.operators.registry import Call, Operator, find, names
-
-__all__ = [
-    "Call",
-    "Operator",
-    "attention",
-    "control",
-    "elementwise",
-    "find",
-    "indexing",
-    "names",
-    "networks",
-    "quantization",
-    "recurrent",
-    "reductions",
-    "resizing",
-    "shapes",
-]
+from outofcore.onnx.operators.registry import find as find

@@ -1,63 +1,83 @@
-"""Operators that run graphs of their own."""
+"""Operators that run graphs of their own: modules, because values decide at run time what runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from outofcore.onnx.operators.registry import Call, axis_of, known, number, operator
+from outofcore.onnx.operators.registry import Refused, axis_of, operator
 
-_MOST_TURNS = 1 << 62
-
-
-@operator("If", read=(0,), pure=False)
-def branch(call: Call, condition: torch.Tensor) -> Any:
-    name = "then_branch" if bool(number(condition)) else "else_branch"
-    return tuple(call.within(call.get(name), []))
+_NO_TURN = "it runs no turn, so what it collects has no shape"
 
 
-@operator("Loop", read=(0, 1), pure=False)
-def loop(call: Call, most: torch.Tensor | None, condition: torch.Tensor | None, *carried: Any) -> Any:
-    body = call.get("body")
-    limit = _MOST_TURNS if most is None else int(number(most))
-    goes = True if condition is None else bool(number(condition))
-    values = list(carried)
-    scanned: list[list[Any]] = [[] for _ in range(len(body.outputs) - 1 - len(values))]
-    turn = 0
-    while turn < limit and goes:
-        found = call.within(body, [known(turn, torch.int64), known(goes, torch.bool), *values])
-        goes = bool(number(found[0]))
-        values = found[1 : 1 + len(values)]
-        for items, item in zip(scanned, found[1 + len(values) :], strict=True):
-            items.append(item)
-        turn += 1
-    if not turn and scanned:
-        raise call.refuse("it runs no turn, so what it collects has no shape")
-    return (*values, *(torch.stack(items) for items in scanned))
+class Control(nn.Module):
+    """A node with graphs. ``forward`` takes a device, the node's inputs, and what each graph uses from around it."""
+
+    def __init__(self, graphs: dict[str, Any], attributes: dict[str, Any], states: int) -> None:
+        super().__init__()
+        self.attributes = attributes
+        self.states = states
+        for name, graph in graphs.items():
+            self.add_module(name, graph)
+
+    def run(self, name: str, values: list[Any], outer: dict[str, list[Any]], device: torch.device) -> list[Any]:
+        """Run a graph on values, and return its outputs."""
+        return self.get_submodule(name).forward(*values, *outer[name], device)
 
 
-@operator("Scan", pure=False, since=9)
-def scan(call: Call, *inputs: torch.Tensor) -> Any:
-    body, count = call.get("body"), call.get("num_scan_inputs")
-    states, given = list(inputs[: len(inputs) - count]), inputs[len(inputs) - count :]
-    made = len(body.outputs) - len(states)
-    axes = call.get("scan_input_axes", (0,) * count)
-    turned = call.get("scan_input_directions", (0,) * count)
-    out_axes = call.get("scan_output_axes", (0,) * made)
-    out_turned = call.get("scan_output_directions", (0,) * made)
-    parts = [list(x.unbind(axis_of(axis, x.dim()))) for x, axis in zip(given, axes, strict=True)]
-    parts = [items[::-1] if back else items for items, back in zip(parts, turned, strict=True)]
-    collected: list[list[torch.Tensor]] = [[] for _ in range(made)]
-    for now in zip(*parts, strict=True):
-        found = call.within(body, [*states, *now])
-        states = found[: len(states)]
-        for items, item in zip(collected, found[len(states) :], strict=True):
-            items.append(item)
-    if not parts[0] and made:
-        raise call.refuse("it runs no turn, so what it collects has no shape")
-    stacked = [
-        torch.stack(items[::-1] if back else items, axis_of(axis, items[0].dim() + 1))
-        for items, axis, back in zip(collected, out_axes, out_turned, strict=True)
-    ]
-    return (*states, *stacked)
+@operator("If", read=(0,), pure=False, many=True)
+class Branch(Control):
+    """One of two graphs."""
+
+    def forward(self, device: torch.device, inputs: list[Any], outer: dict[str, list[Any]]) -> list[Any]:
+        ((condition,),) = inputs
+        return self.run("then_branch" if condition else "else_branch", [], outer, device)
+
+
+@operator("Loop", read=(0, 1), pure=False, many=True)
+class Loop(Control):
+    """A graph that runs a number of times, or until its first output is false."""
+
+    def forward(self, device: torch.device, inputs: list[Any], outer: dict[str, list[Any]]) -> list[Any]:
+        most, condition, *values = inputs
+        goes = condition is None or bool(condition[0])
+        scanned: list[list[Tensor]] = []
+        turn = 0
+        while goes and (most is None or turn < most[0]):
+            now, going = torch.tensor(turn), torch.tensor(goes)
+            found = self.run("body", [now, going, *values], outer, device)
+            goes, values = bool(found[0].item()), found[1 : 1 + len(values)]
+            scanned.append(found[1 + len(values) :])
+            turn += 1
+        if not turn and self.states > len(values):
+            raise Refused(_NO_TURN)
+        return [*values, *(torch.stack(parts) for parts in zip(*scanned, strict=True))]
+
+
+@operator("Scan", pure=False, many=True, since=9)
+class Scan(Control):
+    """A graph that runs for each part of its inputs along an axis."""
+
+    def forward(self, device: torch.device, inputs: list[Any], outer: dict[str, list[Any]]) -> list[Any]:
+        given = self.attributes
+        count: int = given["num_scan_inputs"]
+        states = inputs[: len(inputs) - count]
+        made = self.states - len(states)
+        axes, turned = given.get("scan_input_axes", (0,) * count), given.get("scan_input_directions", (0,) * count)
+        parts = [x.unbind(axis_of(axis, x.dim())) for x, axis in zip(inputs[len(states) :], axes, strict=True)]
+        parts = [items[::-1] if back else items for items, back in zip(parts, turned, strict=True)]
+        collected: list[list[Tensor]] = []
+        for now in zip(*parts, strict=True):
+            found = self.run("body", [*states, *now], outer, device)
+            states = found[: len(states)]
+            collected.append(found[len(states) :])
+        if not collected and made:
+            raise Refused(_NO_TURN)
+        axes, turned = given.get("scan_output_axes", (0,) * made), given.get("scan_output_directions", (0,) * made)
+        stacked = [
+            torch.stack(items[::-1] if back else items, axis)
+            for items, axis, back in zip(zip(*collected, strict=True), axes, turned, strict=True)
+        ]
+        return [*states, *stacked]

@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from outofcore.onnx.operators.registry import Call, axis_of, numbers, operator
+from outofcore.onnx.operators.registry import Refused, axis_of, direct, operator
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-_MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _MEAN = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+_Ints = tuple[int, ...] | None
 
-
-@operator("MatMul")
-def matmul(call: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.matmul(a, b)
+direct("MatMul", torch.matmul)
+direct("Det", torch.linalg.det)
 
 
 @operator("FusedMatMul", domain="com.microsoft")
-def fused_matmul(call: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if call.get("transBatchA", 0) or call.get("transBatchB", 0):
-        raise call.refuse("it turns batches, which is not supported")
-    a = a.transpose(-1, -2) if call.get("transA", 0) else a
-    b = b.transpose(-1, -2) if call.get("transB", 0) else b
-    found = torch.matmul(a, b)
-    return found if call.get("alpha", 1.0) == 1.0 else found * call.get("alpha")
+def fused_matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    transA: int = 0,  # noqa: N803 - as the standard has them, here and below
+    transB: int = 0,  # noqa: N803
+    transBatchA: int = 0,  # noqa: N803
+    transBatchB: int = 0,  # noqa: N803
+    alpha: float = 1.0,
+) -> Tensor:
+    if transBatchA or transBatchB:
+        raise Refused("it turns batches, which is not supported")
+    found = torch.matmul(a.transpose(-1, -2) if transA else a, b.transpose(-1, -2) if transB else b)
+    return found if alpha == 1.0 else found * alpha
 
 
 @operator("Gemm")
-def gemm(call: Call, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> torch.Tensor:
-    a = a.t() if call.get("transA", 0) else a
-    alpha, beta = call.get("alpha", 1.0), call.get("beta", 1.0)
-    if alpha == beta == 1.0 and call.get("transB", 0) and c is not None and c.dim() == 1 and c.numel() == b.shape[0]:
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    transA: int = 0,  # noqa: N803
+    transB: int = 0,  # noqa: N803
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> Tensor:
+    a = a.t() if transA else a
+    if alpha == beta == 1.0 and transB and c is not None and c.dim() == 1 and c.numel() == b.shape[0]:
         return F.linear(a, b, c)
-    b = b.t() if call.get("transB", 0) else b
+    b = b.t() if transB else b
     if not a.is_floating_point():
         found = torch.matmul(a, b) * int(alpha)
         return found if c is None else found + c * int(beta)
@@ -49,376 +64,344 @@ def gemm(call: Call, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = 
 
 
 @operator("Einsum")
-def einsum(call: Call, *tensors: torch.Tensor) -> torch.Tensor:
-    return torch.einsum(call.get("equation").replace(" ", ""), *tensors)
-
-
-@operator("Det")
-def determinant(call: Call, x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.det(x)
+def einsum(*tensors: Tensor, equation: str) -> Tensor:
+    return torch.einsum(equation.replace(" ", ""), *tensors)
 
 
 # ---- windows that move over space -----------------------------------------------------------------------------------
 
 
-def _spatial(call: Call, name: str, rank: int, default: int) -> list[int]:
-    given = list(call.get(name, (default,) * rank))
-    if len(given) != rank:
-        raise call.refuse(f"it has {len(given)} {name} for {rank} dimensions")
-    return given
-
-
-def _pads(call: Call, sizes: list[int], kernel: list[int], strides: list[int], dilations: list[int]) -> list[list[int]]:
-    """How much is put before and behind each dimension."""
-    rank, mode = len(sizes), call.get("auto_pad", "NOTSET")
-    if mode in ("NOTSET", ""):
-        given = _spatial(call, "pads", 2 * rank, 0)
-        return [[given[i], given[i + rank]] for i in range(rank)]
-    if mode == "VALID":
-        return [[0, 0] for _ in sizes]
-    found: list[list[int]] = []
-    for size, width, by, wide in zip(sizes, kernel, strides, dilations, strict=True):
-        missing = max((-(-size // by) - 1) * by + (width - 1) * wide + 1 - size, 0)
-        less = missing // 2
-        found.append([less, missing - less] if mode == "SAME_UPPER" else [missing - less, less])
+def _numbers(name: str, given: _Ints, count: int, default: int) -> list[int]:
+    found = [default] * count if given is None else list(given)
+    if len(found) != count:
+        raise Refused(f"it has {len(found)} {name} for {count} dimensions")
     return found
 
 
-def _flat(pads: list[list[int]]) -> list[int]:
-    return [amount for pair in reversed(pads) for amount in pair]
+WINDOW = ("auto_pad", "pads", "strides", "dilations")
 
 
-def _even(pads: list[list[int]]) -> bool:
-    return all(before == after >= 0 for before, after in pads)
+class _Window:
+    """The windows of a convolution or of pooling.
+
+    Attributes:
+        pads: how much is put before and behind each dimension.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        kernel: Sequence[int],
+        auto_pad: str = "NOTSET",
+        pads: _Ints = None,
+        strides: _Ints = None,
+        dilations: _Ints = None,
+    ) -> None:
+        rank = len(kernel)
+        if rank not in _CONV or len(sizes) != rank:
+            raise Refused(f"windows in {rank} dimensions")
+        self.sizes, self.kernel = list(sizes), list(kernel)
+        self.strides = _numbers("strides", strides, rank, 1)
+        self.dilations = _numbers("dilations", dilations, rank, 1)
+        if auto_pad in ("NOTSET", "", "VALID"):
+            given = _numbers("pads", None if auto_pad == "VALID" else pads, 2 * rank, 0)
+            self.pads = [(given[i], given[i + rank]) for i in range(rank)]
+            return
+        self.pads: list[tuple[int, int]] = []
+        for size, width, by, wide in zip(sizes, kernel, self.strides, self.dilations, strict=True):
+            missing = max((-(-size // by) - 1) * by + (width - 1) * wide + 1 - size, 0)
+            less = missing // 2
+            self.pads.append((less, missing - less) if auto_pad == "SAME_UPPER" else (missing - less, less))
+
+    @property
+    def before(self) -> list[int]:
+        return [pair[0] for pair in self.pads]
+
+    def is_even(self) -> bool:
+        """Whether PyTorch pads so: as much before as behind."""
+        return all(before == after >= 0 for before, after in self.pads)
+
+    def is_small(self) -> bool:
+        """Whether PyTorch pools with such pads."""
+        return self.is_even() and all(2 * p[0] <= width for p, width in zip(self.pads, self.kernel, strict=True))
+
+    def missing(self) -> list[tuple[int, int]]:
+        """Return how much more must be put behind, so that as many windows fit as when rounded up."""
+        found: list[tuple[int, int]] = []
+        for i, (before, after) in enumerate(self.pads):
+            free = self.sizes[i] + before + after - (self.dilations[i] * (self.kernel[i] - 1) + 1)
+            windows = -(-free // self.strides[i]) + 1
+            if (windows - 1) * self.strides[i] >= self.sizes[i] + before:  # it would begin behind the data
+                windows -= 1
+            found.append((0, max((windows - 1) * self.strides[i] - free, 0)))
+        return found
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sums of a padded tensor within each window."""
+        ones = x.new_ones(1, 1, *self.kernel)
+        flat = x.reshape(-1, 1, *x.shape[2:])
+        y = _CONV[len(self.kernel)](flat, ones, None, self.strides, 0, self.dilations)
+        return y.reshape(*x.shape[:2], *y.shape[2:])
 
 
-@operator("Conv")
-def conv(call: Call, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
-    return convolved(call, x, w, b)
+def _padded(x: Tensor, pads: list[tuple[int, int]], value: float = 0.0) -> Tensor:
+    return F.pad(x, [amount for pair in reversed(pads) for amount in pair], value=value)
 
 
-def convolved(call: Call, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    rank = x.dim() - 2
-    if rank not in _CONV:
-        raise call.refuse(f"a convolution in {rank} dimensions")
-    strides, dilations = _spatial(call, "strides", rank, 1), _spatial(call, "dilations", rank, 1)
-    pads = _pads(call, list(x.shape[2:]), list(w.shape[2:]), strides, dilations)
-    if not _even(pads):
-        x, pads = F.pad(x, _flat(pads)), [[0, 0]] * rank
-    return _CONV[rank](x, w, b, strides, [pair[0] for pair in pads], dilations, call.get("group", 1))
+@operator("Conv", also=WINDOW)
+def conv(x: Tensor, w: Tensor, b: Tensor | None = None, *, group: int = 1, **window: Any) -> Tensor:
+    windows = _Window(x.shape[2:], w.shape[2:], **window)
+    before = windows.before
+    if not windows.is_even():
+        x, before = _padded(x, windows.pads), [0] * len(before)
+    return _CONV[len(before)](x, w, b, windows.strides, before, windows.dilations, group)
 
 
-@operator("ConvTranspose")
-def conv_transpose(call: Call, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
-    rank = x.dim() - 2
-    if rank not in _TRANSPOSED:
-        raise call.refuse(f"a convolution in {rank} dimensions")
-    strides, dilations = _spatial(call, "strides", rank, 1), _spatial(call, "dilations", rank, 1)
-    more = _spatial(call, "output_padding", rank, 0)
-    kernel, mode = list(w.shape[2:]), call.get("auto_pad", "NOTSET")
-    whole = [(x.shape[2 + i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 + more[i] for i in range(rank)]
-    wanted = call.get("output_shape")
-    if wanted is None and mode in ("SAME_UPPER", "SAME_LOWER"):
-        wanted = [x.shape[2 + i] * strides[i] for i in range(rank)]
+@operator("ConvTranspose", also=WINDOW[1:])
+def conv_transpose(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None = None,
+    *,
+    output_padding: _Ints = None,
+    output_shape: _Ints = None,
+    group: int = 1,
+    auto_pad: str = "NOTSET",
+    **window: Any,
+) -> Tensor:
+    windows = _Window(x.shape[2:], w.shape[2:], auto_pad, **window)
+    rank, by, wide = len(windows.kernel), windows.strides, windows.dilations
+    more = _numbers("output_padding", output_padding, rank, 0)
+    whole = [(x.shape[2 + i] - 1) * by[i] + (windows.kernel[i] - 1) * wide[i] + 1 + more[i] for i in range(rank)]
+    wanted = None if output_shape is None else list(output_shape)[-rank:]
+    if wanted is None and auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+        wanted = [size * step for size, step in zip(windows.sizes, by, strict=True)]
     if wanted is not None:
-        wanted = list(wanted)[-rank:]
-        cut = [whole[i] - wanted[i] for i in range(rank)]
-        pads = [[one // 2, one - one // 2] if mode != "SAME_LOWER" else [one - one // 2, one // 2] for one in cut]
-        if mode in ("NOTSET", ""):
-            pads = [[one - one // 2, one // 2] for one in cut]
-    else:
-        pads = _pads(call, list(x.shape[2:]), kernel, strides, dilations)
-    if _even(pads) and all(one < max(by, wide) for one, by, wide in zip(more, strides, dilations, strict=True)):
-        before = [pair[0] for pair in pads]
-        return _TRANSPOSED[rank](x, w, b, strides, before, more, call.get("group", 1), dilations)
-    y = _TRANSPOSED[rank](x, w, b, strides, 0, 0, call.get("group", 1), dilations)
+        windows.pads = [((n - m) // 2, n - m - (n - m) // 2) for n, m in zip(whole, wanted, strict=True)]
+        if auto_pad in ("NOTSET", "", "SAME_LOWER"):
+            windows.pads = [(behind, before) for before, behind in windows.pads]
+    if windows.is_even() and all(one < max(pair) for one, pair in zip(more, zip(by, wide, strict=True), strict=True)):
+        return _TRANSPOSED[rank](x, w, b, by, windows.before, more, group, wide)
+    y = _TRANSPOSED[rank](x, w, b, by, 0, 0, group, wide)
     if any(more):
-        y = F.pad(y, _flat([[0, one] for one in more]))
+        y = _padded(y, [(0, one) for one in more])
         if b is not None:  # what is added holds the bias and nothing else
             inside = torch.zeros(whole, dtype=torch.bool, device=y.device)
             inside[tuple(slice(0, whole[i] - more[i]) for i in range(rank))] = True
             y = torch.where(inside, y, b.reshape(-1, *([1] * rank)))
-    return F.pad(y, _flat([[-before, -after] for before, after in pads]))
+    return _padded(y, [(-before, -after) for before, after in windows.pads])
 
 
-@operator("MaxPool")
-def max_pool(call: Call, x: torch.Tensor) -> Any:
-    kernel = list(call.get("kernel_shape"))
-    rank = len(kernel)
-    if rank not in _MAX:
-        raise call.refuse(f"pooling in {rank} dimensions")
-    strides, dilations = _spatial(call, "strides", rank, 1), _spatial(call, "dilations", rank, 1)
+@operator("MaxPool", also=WINDOW, many=True)
+def max_pool(
+    x: Tensor, *, count: int, kernel_shape: tuple[int, ...], ceil_mode: int = 0, storage_order: int = 0, **window: Any
+) -> tuple[Tensor, ...]:
+    windows = _Window(x.shape[2:], kernel_shape, **window)
+    kernel, before, wants_places = windows.kernel, windows.before, count > 1
+    wide = x if x.is_floating_point() else x.to(torch.float32)
+    if not windows.is_small():
+        wide = _padded(wide, windows.pads, -math.inf)
+        wide = _padded(wide, windows.missing(), -math.inf) if ceil_mode else wide
+        before, ceil_mode = [0] * len(kernel), 0
+    # Where a last window would begin behind the data, neither has one.
+    arguments = (kernel, windows.strides, before, windows.dilations, bool(ceil_mode))
+    found = _MAX[len(kernel)](wide, *arguments, return_indices=wants_places)
+    if not wants_places:
+        return (found.to(x.dtype),)
+    offset = [0] * len(kernel) if windows.is_small() else windows.before
+    places = _places(found[1], x, list(wide.shape[2:]), offset, by_column=bool(storage_order))
+    return found[0].to(x.dtype), places
+
+
+def _places(places: Tensor, x: Tensor, padded: list[int], offset: list[int], *, by_column: bool) -> Tensor:
+    """Return indices into the whole tensor; PyTorch counts within a channel, padding included."""
     sizes = list(x.shape[2:])
-    pads = _pads(call, sizes, kernel, strides, dilations)
-    up = bool(call.get("ceil_mode", 0))
-    narrow = not x.is_floating_point()
-    kind, plain = x.dtype, x
-    if narrow:
-        x = x.to(torch.float32)
-    if _even(pads) and all(2 * pair[0] <= width for pair, width in zip(pads, kernel, strict=True)):
-        # Where a last window would begin behind the data, neither has one.
-        found = _MAX[rank](x, kernel, strides, [p[0] for p in pads], dilations, up, return_indices=call.wants(1))
-        offset = [0] * rank
-    else:
-        offset = [pair[0] for pair in pads]
-        if up:
-            _round_up(pads, sizes, kernel, strides, dilations)
-        x = F.pad(x, _flat(pads), value=-math.inf)
-        found = _MAX[rank](x, kernel, strides, 0, dilations, False, return_indices=call.wants(1))
-    values, places = found if isinstance(found, tuple) else (found, None)
-    values = values.to(kind) if narrow else values
-    if places is None:
-        return values
-    return values, _places(call, places, plain, list(x.shape[2:]), offset)
-
-
-def _round_up(
-    pads: list[list[int]], sizes: list[int], kernel: list[int], strides: list[int], dilations: list[int]
-) -> None:
-    """Put more behind, so that as many windows fit as when rounded up."""
-    for i, (before, after) in enumerate(pads):
-        free = sizes[i] + before + after - (dilations[i] * (kernel[i] - 1) + 1)
-        windows = -(-free // strides[i]) + 1
-        if (windows - 1) * strides[i] >= sizes[i] + before:  # it would begin behind the data
-            windows -= 1
-        pads[i] = [before, after + max((windows - 1) * strides[i] - free, 0)]
-
-
-def _places(call: Call, places: torch.Tensor, x: torch.Tensor, padded: list[int], offset: list[int]) -> torch.Tensor:
-    """Indices into the whole tensor, where PyTorch counts within a channel, padding included."""
-    sizes = list(x.shape[2:])
-    parts: list[torch.Tensor] = []
-    for i in reversed(range(len(sizes))):
-        parts.insert(0, places.remainder(padded[i]) - offset[i])
-        places = places.div(padded[i], rounding_mode="floor")
+    parts: list[Tensor] = []
+    for size, before in zip(reversed(padded), reversed(offset), strict=True):
+        parts.insert(0, places.remainder(size) - before)
+        places = places.div(size, rounding_mode="floor")
     at = torch.zeros_like(places)
-    order = range(len(sizes)) if not call.get("storage_order", 0) else reversed(range(len(sizes)))
-    for i in order:
+    for i in reversed(range(len(sizes))) if by_column else range(len(sizes)):
         at = at * sizes[i] + parts[i]
     channels = torch.arange(x.shape[0] * x.shape[1], device=x.device)
     return at + (channels * math.prod(sizes)).reshape(x.shape[0], x.shape[1], *([1] * len(sizes)))
 
 
 @operator("MaxUnpool", read=(2,))
-def max_unpool(call: Call, x: torch.Tensor, places: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor:
-    kernel = list(call.get("kernel_shape"))
-    rank = len(kernel)
-    strides, pads = _spatial(call, "strides", rank, 1), _spatial(call, "pads", 2 * rank, 0)
-    inner = [(x.shape[2 + i] - 1) * strides[i] - pads[i] - pads[i + rank] + kernel[i] for i in range(rank)]
+def max_unpool(
+    x: Tensor,
+    places: Tensor,
+    sizes: list[int] | None = None,
+    *,
+    kernel_shape: tuple[int, ...],
+    pads: _Ints = None,
+    strides: _Ints = None,
+) -> Tensor:
+    rank = len(kernel_shape)
+    by, around = _numbers("strides", strides, rank, 1), _numbers("pads", pads, 2 * rank, 0)
+    inner = [(x.shape[2 + i] - 1) * by[i] - around[i] - around[i + rank] + kernel_shape[i] for i in range(rank)]
     shape = [*x.shape[:2], *inner]
     found = x.new_zeros(math.prod(shape)).scatter(0, places.reshape(-1), x.reshape(-1)).reshape(shape)
-    if sizes is None:
-        return found
-    wanted = numbers(sizes)
-    return F.pad(found, _flat([[0, wanted[2 + i] - inner[i]] for i in range(rank)]))
+    return found if sizes is None else _padded(found, [(0, n - m) for n, m in zip(sizes[2:], inner, strict=True)])
 
 
-@operator("AveragePool")
-def average_pool(call: Call, x: torch.Tensor) -> torch.Tensor:
-    kernel = list(call.get("kernel_shape"))
-    rank = len(kernel)
-    if rank not in _MEAN:
-        raise call.refuse(f"pooling in {rank} dimensions")
-    strides, dilations = _spatial(call, "strides", rank, 1), _spatial(call, "dilations", rank, 1)
-    pads = _pads(call, list(x.shape[2:]), kernel, strides, dilations)
-    counted = bool(call.get("count_include_pad", 0))
-    up = bool(call.get("ceil_mode", 0))
-    small = all(2 * pair[0] <= width for pair, width in zip(pads, kernel, strict=True))
-    if _even(pads) and small and set(dilations) == {1}:
-        return _MEAN[rank](x, kernel, strides, [pair[0] for pair in pads], up, counted)
+@operator("AveragePool", also=WINDOW)
+def average_pool(
+    x: Tensor, *, kernel_shape: tuple[int, ...], ceil_mode: int = 0, count_include_pad: int = 0, **window: Any
+) -> Tensor:
+    windows = _Window(x.shape[2:], kernel_shape, **window)
+    if windows.is_small() and set(windows.dilations) == {1}:
+        arguments = (windows.kernel, windows.strides, windows.before, bool(ceil_mode), bool(count_include_pad))
+        return _MEAN[len(kernel_shape)](x, *arguments)
     ones = torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device)
-    ones = F.pad(ones, _flat(pads), value=1.0 if counted else 0.0)
-    x = F.pad(x, _flat(pads))
-    if up:
-        wider = [list(pair) for pair in pads]
-        _round_up(
-            wider, [one - a - b for one, (a, b) in zip(x.shape[2:], pads, strict=True)], kernel, strides, dilations
-        )
-        extra = _flat([[0, new[1] - old[1]] for new, old in zip(wider, pads, strict=True)])
-        ones, x = F.pad(ones, extra), F.pad(x, extra)
-    return _window_sum(x, kernel, strides, dilations) / _window_sum(ones, kernel, strides, dilations)
+    ones, x = _padded(ones, windows.pads, 1.0 if count_include_pad else 0.0), _padded(x, windows.pads)
+    if ceil_mode:
+        ones, x = _padded(ones, windows.missing()), _padded(x, windows.missing())
+    return windows.sum(x) / windows.sum(ones)
 
 
-def _window_sum(x: torch.Tensor, kernel: list[int], strides: list[int], dilations: list[int]) -> torch.Tensor:
-    counts = [(x.shape[2 + i] - dilations[i] * (kernel[i] - 1) - 1) // strides[i] + 1 for i in range(len(kernel))]
-    found: torch.Tensor | None = None
-    for place in itertools.product(*map(range, kernel)):
-        part = x
-        for i, one in enumerate(place):
-            begin = one * dilations[i]
-            part = part[
-                (slice(None),) * (2 + i) + (slice(begin, begin + (counts[i] - 1) * strides[i] + 1, strides[i]),)
-            ]
-        found = part if found is None else found + part
-    if found is None:
-        raise ValueError("a window without elements")
-    return found
+@operator("LpPool", also=WINDOW)
+def lp_pool(x: Tensor, *, kernel_shape: tuple[int, ...], ceil_mode: int = 0, p: int = 2, **window: Any) -> Tensor:
+    windows = _Window(x.shape[2:], kernel_shape, **window)
+    x = _padded(x, windows.pads)
+    x = _padded(x, windows.missing()) if ceil_mode else x
+    return windows.sum(x.abs().pow(p)).pow(1 / p)
 
 
-@operator("LpPool")
-def lp_pool(call: Call, x: torch.Tensor) -> torch.Tensor:
-    kernel, p = list(call.get("kernel_shape")), call.get("p", 2)
-    rank = len(kernel)
-    strides, dilations = _spatial(call, "strides", rank, 1), _spatial(call, "dilations", rank, 1)
-    pads = _pads(call, list(x.shape[2:]), kernel, strides, dilations)
-    if call.get("ceil_mode", 0):
-        _round_up(pads, list(x.shape[2:]), kernel, strides, dilations)
-    x = F.pad(x, _flat(pads))
-    return _window_sum(x.abs().pow(p), kernel, strides, dilations).pow(1 / p)
-
-
-def _space(x: torch.Tensor) -> list[int]:
-    return list(range(2, x.dim()))
-
-
-@operator("GlobalAveragePool")
-def global_average(call: Call, x: torch.Tensor) -> torch.Tensor:
-    return x.mean(_space(x), keepdim=True)
-
-
-@operator("GlobalMaxPool")
-def global_max(call: Call, x: torch.Tensor) -> torch.Tensor:
-    return x.amax(_space(x), keepdim=True)
-
-
-@operator("GlobalLpPool")
-def global_lp(call: Call, x: torch.Tensor) -> torch.Tensor:
-    p = call.get("p", 2)
-    return x.abs().pow(p).sum(_space(x), keepdim=True).pow(1 / p)
+@operator("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
+def global_pool(x: Tensor, *, op: str, p: int = 2) -> Tensor:
+    space = list(range(2, x.dim()))
+    if op == "GlobalLpPool":
+        return x.abs().pow(p).sum(space, keepdim=True).pow(1 / p)
+    return x.mean(space, keepdim=True) if op == "GlobalAveragePool" else x.amax(space, keepdim=True)
 
 
 # ---- normalizations -------------------------------------------------------------------------------------------------
 
 
-@operator("BatchNormalization")
+@operator("BatchNormalization", many=True)
 def batch_normalization(
-    call: Call, x: torch.Tensor, scale: torch.Tensor, b: torch.Tensor, mean: torch.Tensor, var: torch.Tensor
-) -> Any:
-    epsilon = call.get("epsilon", 1e-5)
-    if call.version < 9 and not call.get("spatial", 1):
-        raise call.refuse("it normalizes each place by itself (spatial=0), which is not supported")
-    trains = call.get("training_mode", 0) if call.version >= 14 else 0
-    if not trains:
-        y = F.batch_norm(x, mean.to(x.dtype), var.to(x.dtype), scale.to(x.dtype), b.to(x.dtype), eps=epsilon)
-        return y if not call.wants(1) else (y, mean, var)
-    share = call.get("momentum", 0.9)
-    axes = [0, *_space(x)]
-    wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+    x: Tensor,
+    scale: Tensor,
+    b: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    *,
+    version: int,
+    epsilon: float = 1e-5,
+    momentum: float = 0.9,
+    spatial: int = 1,
+    training_mode: int = 0,
+) -> tuple[Tensor, ...]:
+    if version < 9 and not spatial:
+        raise Refused("it normalizes each place by itself (spatial=0), which is not supported")
+    kind = x.dtype
+    if version < 14 or not training_mode:
+        return F.batch_norm(x, mean.to(kind), var.to(kind), scale.to(kind), b.to(kind), eps=epsilon), mean, var
+    axes = [0, *range(2, x.dim())]
+    wide = x.to(torch.float32) if kind in (torch.float16, torch.bfloat16) else x
     now, spread = wide.mean(axes), wide.var(axes, correction=0)
-    y = F.batch_norm(x, None, None, scale.to(x.dtype), b.to(x.dtype), training=True, eps=epsilon)
-    return y, mean * share + now.to(mean.dtype) * (1 - share), var * share + spread.to(var.dtype) * (1 - share)
+    y = F.batch_norm(x, None, None, scale.to(kind), b.to(kind), training=True, eps=epsilon)
+    rest = 1 - momentum
+    return y, mean * momentum + now.to(mean.dtype) * rest, var * momentum + spread.to(var.dtype) * rest
 
 
 @operator("InstanceNormalization")
-def instance_normalization(call: Call, x: torch.Tensor, scale: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return F.instance_norm(x, weight=scale, bias=b, eps=call.get("epsilon", 1e-5))
+def instance_normalization(x: Tensor, scale: Tensor, b: Tensor, *, epsilon: float = 1e-5) -> Tensor:
+    return F.instance_norm(x, weight=scale, bias=b, eps=epsilon)
 
 
 @operator("GroupNormalization")
-def group_normalization(call: Call, x: torch.Tensor, scale: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    groups, each = call.get("num_groups"), x.shape[1] // call.get("num_groups")
-    if call.version < 21:  # one number a group, and not a channel
+def group_normalization(
+    x: Tensor, scale: Tensor, b: Tensor, *, version: int, num_groups: int, epsilon: float = 1e-5, stash_type: int = 1
+) -> Tensor:
+    if version < 21:  # one number a group, and not a channel
+        each = x.shape[1] // num_groups
         scale, b = scale.repeat_interleave(each), b.repeat_interleave(each)
-    kind = x.dtype
-    if call.version >= 21 and kind in (torch.float16, torch.bfloat16) and call.get("stash_type", 1) == 1:
-        y = F.group_norm(x.to(torch.float32), groups, None, None, call.get("epsilon", 1e-5)).to(kind)
+    elif x.dtype in (torch.float16, torch.bfloat16) and stash_type == 1:
+        y = F.group_norm(x.to(torch.float32), num_groups, None, None, epsilon).to(x.dtype)
         shape = (-1, *([1] * (x.dim() - 2)))
         return y * scale.reshape(shape) + b.reshape(shape)
-    return F.group_norm(x, groups, scale, b, call.get("epsilon", 1e-5))
+    return F.group_norm(x, num_groups, scale, b, epsilon)
 
 
-@operator("LayerNormalization")
-def layer_normalization(call: Call, x: torch.Tensor, scale: torch.Tensor, b: torch.Tensor | None = None) -> Any:
-    axis, epsilon = axis_of(call.get("axis", -1), x.dim()), call.get("epsilon", 1e-5)
-    over = list(range(axis, x.dim()))
-    if list(scale.shape) == list(x.shape[axis:]) and (b is None or b.shape == scale.shape):
+@operator("LayerNormalization", many=True)
+def layer_normalization(
+    x: Tensor,
+    scale: Tensor,
+    b: Tensor | None = None,
+    *,
+    count: int,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    stash_type: int = 1,
+) -> tuple[Tensor, ...]:
+    axis = axis_of(axis, x.dim())
+    if scale.shape == x.shape[axis:] and (b is None or b.shape == scale.shape):
         y = F.layer_norm(x, x.shape[axis:], scale, b, epsilon)
     else:
         y = F.layer_norm(x, x.shape[axis:], None, None, epsilon) * scale
         y = y if b is None else y + b
-    if not (call.wants(1) or call.wants(2)):
-        return y
-    wide = x.to(torch.float32) if call.get("stash_type", 1) == 1 else x
+    if count == 1:
+        return (y,)
+    over = list(range(axis, x.dim()))
+    wide = x.to(torch.float32) if stash_type == 1 else x
     return y, wide.mean(over, keepdim=True), torch.rsqrt(wide.var(over, correction=0, keepdim=True) + epsilon)
 
 
-@operator("RMSNormalization")
-def rms_normalization(call: Call, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    axis = axis_of(call.get("axis", -1), x.dim())
-    over = list(range(axis, x.dim()))
-    wide = x.to(torch.float32) if call.get("stash_type", 1) == 1 else x
-    y = wide * torch.rsqrt(wide.square().mean(over, keepdim=True) + call.get("epsilon", 1e-5))
-    return y.to(x.dtype) * scale
-
-
-@operator("SimplifiedLayerNormalization")
+@operator("RMSNormalization", "SimplifiedLayerNormalization")
 @operator("SimplifiedLayerNormalization", domain="com.microsoft")
-def simplified_layer_normalization(call: Call, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return rms_normalization(call, x, scale)
-
-
-@operator("MeanVarianceNormalization")
-def mean_variance(call: Call, x: torch.Tensor) -> torch.Tensor:
-    axes = list(call.get("axes", (0, 2, 3)))
-    mean = x.mean(axes, keepdim=True)
-    spread = (x.square().mean(axes, keepdim=True) - mean.square()).sqrt()
-    return (x - mean) / (spread + 1e-9)
+def rms_normalization(
+    x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+) -> Tensor:
+    over = list(range(axis_of(axis, x.dim()), x.dim()))
+    wide = x.to(torch.float32) if stash_type == 1 else x
+    return (wide * torch.rsqrt(wide.square().mean(over, keepdim=True) + epsilon)).to(x.dtype) * scale
 
 
 @operator("LpNormalization")
-def lp_normalization(call: Call, x: torch.Tensor) -> torch.Tensor:
-    length = torch.linalg.vector_norm(x, call.get("p", 2), dim=call.get("axis", -1), keepdim=True)
+def lp_normalization(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
+    length = torch.linalg.vector_norm(x, p, dim=axis, keepdim=True)
     return x / torch.where(length == 0, torch.ones_like(length), length)
 
 
 @operator("LRN")
-def local_response(call: Call, x: torch.Tensor) -> torch.Tensor:
-    size = call.get("size")
+def local_response(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
     before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
     flat = x.square().reshape(x.shape[0], 1, x.shape[1], -1)
     mean = F.avg_pool2d(F.pad(flat, (0, 0, before, after)), (size, 1), 1).reshape(x.shape)
-    return x / (call.get("bias", 1.0) + call.get("alpha", 1e-4) * mean).pow(call.get("beta", 0.75))
+    return x / (bias + alpha * mean).pow(beta)
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 
-def _kind(call: Call, default: torch.dtype) -> torch.dtype:
-    from outofcore.onnx.storage import DTYPES  # noqa: PLC0415
-
-    return DTYPES[call.get("dtype")] if call.get("dtype") else default
-
-
-@operator("RandomNormal", pure=False)
-def random_normal(call: Call) -> torch.Tensor:
-    made = torch.randn(call.get("shape"), dtype=_kind(call, torch.float32), device=call.device)
-    return made * call.get("scale", 1.0) + call.get("mean", 0.0)
-
-
-@operator("RandomNormalLike", pure=False)
-def random_normal_like(call: Call, x: torch.Tensor) -> torch.Tensor:
-    made = torch.randn(x.shape, dtype=_kind(call, x.dtype), device=x.device)
-    return made * call.get("scale", 1.0) + call.get("mean", 0.0)
-
-
-@operator("RandomUniform", pure=False)
-def random_uniform(call: Call) -> torch.Tensor:
-    low, high = call.get("low", 0.0), call.get("high", 1.0)
-    return torch.rand(call.get("shape"), dtype=_kind(call, torch.float32), device=call.device) * (high - low) + low
-
-
-@operator("RandomUniformLike", pure=False)
-def random_uniform_like(call: Call, x: torch.Tensor) -> torch.Tensor:
-    low, high = call.get("low", 0.0), call.get("high", 1.0)
-    return torch.rand(x.shape, dtype=_kind(call, x.dtype), device=x.device) * (high - low) + low
+@operator("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", pure=False)
+def random(
+    x: Tensor | None = None,
+    *,
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int, ...] = (),
+    mean: float = 0.0,
+    scale: float = 1.0,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> Tensor:
+    if x is not None:
+        shape, dtype = x.shape, dtype or x.dtype
+    if op.startswith("RandomNormal"):
+        return torch.randn(shape, dtype=dtype or torch.float32, device=device) * scale + mean
+    return torch.rand(shape, dtype=dtype or torch.float32, device=device) * (high - low) + low
 
 
 @operator("Bernoulli", pure=False)
-def bernoulli(call: Call, x: torch.Tensor) -> torch.Tensor:
-    return torch.bernoulli(x).to(_kind(call, x.dtype))
+def bernoulli(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.bernoulli(x).to(dtype or x.dtype)
 
 
 @operator("Multinomial", pure=False)
-def multinomial(call: Call, x: torch.Tensor) -> torch.Tensor:
-    picked = torch.multinomial(torch.softmax(x, -1), call.get("sample_size", 1), replacement=True)
-    return picked.to(_kind(call, torch.int32))
+def multinomial(x: Tensor, *, dtype: torch.dtype = torch.int32, sample_size: int = 1) -> Tensor:
+    picked: Any = torch.multinomial(torch.softmax(x, -1), sample_size, replacement=True)
+    return picked.to(dtype)

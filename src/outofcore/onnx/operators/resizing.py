@@ -3,201 +3,183 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from outofcore.onnx.operators.registry import Call, axis_of, numbers, operator, values
-
-
-@operator("Upsample")
-def upsample_by_attribute(call: Call, x: torch.Tensor) -> torch.Tensor:
-    return _upsampled(call, x, [float(one) for one in call.get("scales", ())])
+from outofcore.onnx.operators.registry import Refused, axis_of, operator
 
 
-@operator("Upsample", read=(1,), since=9)
-def upsample(call: Call, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return _upsampled(call, x, values(scales))
+@dataclass(frozen=True)
+class _How:
+    """How numbers between two places are found, as the attributes of Resize have it."""
+
+    mode: str
+    coordinates: str
+    nearest: str
+    cubic: float = -0.75
+    antialias: bool = False
+    exclude_outside: bool = False
 
 
+@operator("Upsample", read=(1,))
 @operator("Resize", read=(1,), since=10)
-def resize_of_opset_10(call: Call, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return _upsampled(call, x, values(scales))
-
-
-def _upsampled(call: Call, x: torch.Tensor, scales: list[float]) -> torch.Tensor:
-    asked: str = call.get("mode", "nearest")
-    mode = {"bilinear": "linear", "trilinear": "linear"}.get(asked, asked)
-    for axis, scale in enumerate(scales):
+def upsample(
+    x: Tensor, given: list[float] | None = None, *, scales: Sequence[float] = (), mode: str = "nearest"
+) -> Tensor:
+    how = _How({"bilinear": "linear", "trilinear": "linear"}.get(mode, mode), "asymmetric", "floor")
+    for axis, scale in enumerate(scales if given is None else given):
         if scale != 1:
-            size = math.floor(x.shape[axis] * scale)
-            x = _along(call, x, axis, size, scale, mode, "asymmetric", "floor", (0.0, 1.0))
+            x = _along(how, x, axis, math.floor(x.shape[axis] * scale), scale, (0.0, 1.0))
     return x
 
 
 @operator("Resize", read=(1, 2, 3), since=11)
 def resize(
-    call: Call,
-    x: torch.Tensor,
-    roi: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-    sizes: torch.Tensor | None = None,
-) -> torch.Tensor:
-    axes = [axis_of(one, x.dim()) for one in call.get("axes", tuple(range(x.dim())))]
-    by: list[float] | None = None if scales is None or not scales.numel() else [float(one) for one in values(scales)]
-    if by is None:
-        if sizes is None:
-            raise call.refuse("neither scales nor sizes")
-        wanted = numbers(sizes)
-        by = [one / x.shape[axis] for one, axis in zip(wanted, axes, strict=True)]
-        policy = call.get("keep_aspect_ratio_policy", "stretch")
-        if policy != "stretch":
-            common = min(by) if policy == "not_larger" else max(by)
-            by = [common] * len(by)
-            wanted = [math.floor(common * x.shape[axis] + 0.5) for axis in axes]
+    x: Tensor,
+    roi: list[float] | None = None,
+    scales: list[float] | None = None,
+    sizes: list[int] | None = None,
+    *,
+    axes: Sequence[int] | None = None,
+    keep_aspect_ratio_policy: str = "stretch",
+    mode: str = "nearest",
+    coordinate_transformation_mode: str = "half_pixel",
+    nearest_mode: str = "round_prefer_floor",
+    cubic_coeff_a: float = -0.75,
+    antialias: int = 0,
+    exclude_outside: int = 0,
+    extrapolation_value: float = 0.0,
+) -> Tensor:
+    axes = [axis_of(one, x.dim()) for one in axes or range(x.dim())]
+    if scales:
+        by, wanted = scales, [math.floor(x.shape[axis] * one) for one, axis in zip(scales, axes, strict=True)]
+    elif sizes is None:
+        raise Refused("neither scales nor sizes")
     else:
-        wanted = [math.floor(x.shape[axis] * one) for one, axis in zip(by, axes, strict=True)]
-    mode = call.get("mode", "nearest")
-    how = call.get("coordinate_transformation_mode", "half_pixel")
-    if how == "tf_half_pixel_for_nn":
-        how = "half_pixel_for_nn"
-    nearest = call.get("nearest_mode", "round_prefer_floor")
-    window = [] if roi is None else values(roi)
-    quick = _by_pytorch(call, x, axes, by, wanted, mode, how, nearest, given=scales is not None and scales.numel() > 0)
+        by, wanted = [one / x.shape[axis] for one, axis in zip(sizes, axes, strict=True)], sizes
+        if keep_aspect_ratio_policy != "stretch":
+            by = [min(by) if keep_aspect_ratio_policy == "not_larger" else max(by)] * len(by)
+            wanted = [math.floor(by[0] * x.shape[axis] + 0.5) for axis in axes]
+    named = coordinate_transformation_mode
+    named = "half_pixel_for_nn" if named == "tf_half_pixel_for_nn" else named
+    how = _How(mode, named, nearest_mode, cubic_coeff_a, bool(antialias), bool(exclude_outside))
+    every = dict(zip(axes, zip(by, wanted, strict=True), strict=True))
+    quick = _by_pytorch(how, x, [every.get(i, (1.0, n)) for i, n in enumerate(x.shape)], given=bool(scales))
     if quick is not None:
         return quick
+    crops, window = named == "tf_crop_and_resize", roi or []
     outside = torch.zeros((), dtype=torch.bool, device=x.device)
-    for place, axis in enumerate(axes):
+    for place, (axis, (scale, size)) in enumerate(every.items()):
         of = (window[place], window[place + len(axes)]) if len(window) == 2 * len(axes) else (0.0, 1.0)
-        if by[place] == 1 and wanted[place] == x.shape[axis] and how != "tf_crop_and_resize":
+        if scale == 1 and size == x.shape[axis] and not crops:
             continue
-        if how == "tf_crop_and_resize":
-            at = _coordinates(x.shape[axis], wanted[place], by[place], how, of, x.device)
+        if crops:
+            at = _coordinates(how, x.shape[axis], size, scale, of, x.device)
             beyond = (at < 0) | (at > x.shape[axis] - 1)
             outside = outside | beyond.reshape([-1 if i == axis else 1 for i in range(x.dim())])
-        x = _along(call, x, axis, wanted[place], by[place], mode, how, nearest, of)
-    if how == "tf_crop_and_resize":
-        x = torch.where(outside, torch.full_like(x, call.get("extrapolation_value", 0.0)), x)
-    return x
+        x = _along(how, x, axis, size, scale, of)
+    return torch.where(outside, torch.full_like(x, extrapolation_value), x) if crops else x
 
 
-def _by_pytorch(
-    call: Call,
-    x: torch.Tensor,
-    axes: list[int],
-    scales: list[float],
-    sizes: list[int],
-    mode: str,
-    how: str,
-    nearest: str,
-    *,
-    given: bool,
-) -> torch.Tensor | None:
-    """What one function of PyTorch does the same as; None: there is none."""
+def _by_pytorch(how: _How, x: Tensor, every: list[tuple[float, int]], *, given: bool) -> Tensor | None:
+    """Resize by one function of PyTorch; None: none does the same.
+
+    Args:
+        every: scale and size of each axis.
+        given: whether scales are given, and not sizes.
+    """
     spatial = x.dim() - 2
-    every = dict(zip(axes, zip(scales, sizes, strict=True), strict=True))
-    if spatial < 1 or spatial > 3 or any(every.get(i, (1.0, x.shape[i])) != (1.0, x.shape[i]) for i in (0, 1)):
+    if not 1 <= spatial <= 3 or any(every[i] != (1.0, x.shape[i]) for i in (0, 1)):
         return None
-    if call.get("antialias", 0) or call.get("exclude_outside", 0) or not x.is_floating_point():
+    if how.antialias or how.exclude_outside or not x.is_floating_point():
         return None
-    inner = [every.get(2 + i, (1.0, x.shape[2 + i])) for i in range(spatial)]
-    whole = [one[1] for one in inner]
-    if mode == "nearest":
-        exact = all(
-            scale == int(scale) and size == int(scale) * x.shape[2 + i] for i, (scale, size) in enumerate(inner)
+    whole = [size for _, size in every[2:]]
+    exact = all(size == scale * length for (scale, size), length in zip(every[2:], x.shape[2:], strict=True))
+    if how.mode == "nearest":
+        exact = exact and all(scale == int(scale) for scale, _ in every[2:])
+        return (
+            F.interpolate(x, size=whole)
+            if (how.coordinates, how.nearest) == ("asymmetric", "floor") and exact
+            else None
         )
-        return F.interpolate(x, size=whole) if how == "asymmetric" and nearest == "floor" and exact else None
     kind = {("linear", 1): "linear", ("linear", 2): "bilinear", ("linear", 3): "trilinear", ("cubic", 2): "bicubic"}
-    if (mode, spatial) not in kind or (mode == "cubic" and call.get("cubic_coeff_a", -0.75) != -0.75):
+    if (how.mode, spatial) not in kind or (how.mode == "cubic" and how.cubic != -0.75):
         return None
-    if how not in ("half_pixel", "align_corners") and not (how == "pytorch_half_pixel" and min(whole) > 1):
+    named = how.coordinates
+    if named not in ("half_pixel", "align_corners") and not (named == "pytorch_half_pixel" and min(whole) > 1):
         return None
     # Coordinates follow from the scales where these are given, and from the sizes where not.
-    if given and any(size != scale * x.shape[2 + i] for i, (scale, size) in enumerate(inner)):
+    if given and not exact:
         return None
-    return F.interpolate(x, size=whole, mode=kind[mode, spatial], align_corners=how == "align_corners")
+    return F.interpolate(x, size=whole, mode=kind[how.mode, spatial], align_corners=named == "align_corners")
 
 
 def _coordinates(
-    length: int, size: int, scale: float, how: str, window: tuple[float, float], device: torch.device
-) -> torch.Tensor:
-    """Where in the input each element of the output lies."""
+    how: _How, length: int, size: int, scale: float, window: tuple[float, float], device: torch.device
+) -> Tensor:
+    """Return where in the input each element of the output lies."""
     # Half a bit in a coordinate makes another neighbour the nearest.
     at = torch.arange(size, dtype=torch.float64, device=device)
-    if how == "half_pixel":
+    named, exact = how.coordinates, scale * length  # the length before it is rounded
+    if named == "half_pixel" or (named == "pytorch_half_pixel" and size > 1):
         return (at + 0.5) / scale - 0.5
-    if how == "half_pixel_for_nn":
+    if named == "half_pixel_for_nn":
         return (at + 0.5) / scale
-    if how == "pytorch_half_pixel":
-        return (at + 0.5) / scale - 0.5 if size > 1 else torch.zeros_like(at)
-    if how == "half_pixel_symmetric":
-        # As if the output had the length that the scale gives it before it is rounded.
-        exact = scale * length
-        middle = length / 2
-        return middle * (1 - size / exact) + (at + 0.5) / scale - 0.5
-    if how == "align_corners":
-        exact = scale * length
-        return at * ((length - 1) / (exact - 1)) if exact > 1 else torch.zeros_like(at)
-    if how == "tf_crop_and_resize":
+    if named == "half_pixel_symmetric":
+        return length / 2 * (1 - size / exact) + (at + 0.5) / scale - 0.5
+    if named == "align_corners" and exact > 1:
+        return at * ((length - 1) / (exact - 1))
+    if named in ("pytorch_half_pixel", "align_corners"):
+        return torch.zeros_like(at)
+    if named == "tf_crop_and_resize":
         begin, end = window
         if size > 1:
             return begin * (length - 1) + at * ((end - begin) * (length - 1) / (size - 1))
         return torch.full_like(at, 0.5 * (begin + end) * (length - 1))
-    if how == "asymmetric":
+    if named == "asymmetric":
         return at / scale
-    raise ValueError(f"the coordinates {how!r} are not known")
+    raise Refused(f"the coordinates {named!r} are not known")
 
 
-def _along(
-    call: Call,
-    x: torch.Tensor,
-    axis: int,
-    size: int,
-    scale: float,
-    mode: str,
-    how: str,
-    nearest: str,
-    window: tuple[float, float],
-) -> torch.Tensor:
+_NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "round_prefer_floor": lambda at: torch.ceil(at - 0.5),
+    "round_prefer_ceil": lambda at: torch.floor(at + 0.5),
+}
+
+
+def _along(how: _How, x: Tensor, axis: int, size: int, scale: float, window: tuple[float, float]) -> Tensor:
     length = x.shape[axis]
-    at = _coordinates(length, size, scale, how, window, x.device)
-    if mode == "nearest":
-        places = {
-            "floor": torch.floor,
-            "ceil": torch.ceil,
-            "round_prefer_floor": lambda one: torch.ceil(one - 0.5),
-            "round_prefer_ceil": lambda one: torch.floor(one + 0.5),
-        }[nearest](at)
-        return x.index_select(axis, places.clamp(0, length - 1).to(torch.int64))
-    kind = x.dtype
+    at = _coordinates(how, length, size, scale, window, x.device)
+    if how.mode == "nearest":
+        return x.index_select(axis, _NEAREST[how.nearest](at).clamp(0, length - 1).to(torch.int64))
     y = x if x.is_floating_point() else x.to(torch.float32)
-    narrow = min(scale, 1.0) if call.get("antialias", 0) else 1.0
-    support = {"linear": 1.0, "cubic": 2.0}[mode] / narrow
-    found: torch.Tensor | None = None
+    narrow = min(scale, 1.0) if how.antialias else 1.0
+    reach = math.ceil({"linear": 1.0, "cubic": 2.0}[how.mode] / narrow)
     left = torch.floor(at)
-    reach = math.ceil(support)
-    steps = range(1 - reach, reach + 1)
-    weights: list[torch.Tensor] = []
-    places: Any = []
-    for step in steps:
+    weights: list[Tensor] = []
+    places: list[Tensor] = []
+    for step in range(1 - reach, reach + 1):
         where = left + step
-        weight = _weight(mode, (where - at) * narrow, call.get("cubic_coeff_a", -0.75))
-        if call.get("exclude_outside", 0):
+        weight = _weight(how.mode, (where - at) * narrow, how.cubic)
+        if how.exclude_outside:
             weight = torch.where((where < 0) | (where > length - 1), torch.zeros_like(weight), weight)
         weights.append(weight)
         places.append(where.clamp(0, length - 1).to(torch.int64))
     total = torch.stack(weights).sum(0)
     shape = [-1 if i == axis else 1 for i in range(x.dim())]
-    for weight, place in zip(weights, places, strict=True):
-        part = y.index_select(axis, place) * (weight / total).to(y.dtype).reshape(shape)
-        found = part if found is None else found + part
-    if found is None:
-        raise ValueError("a filter of no width")
-    return found if kind is y.dtype else found.round().to(kind)
+    found = y.index_select(axis, places[0]) * (weights[0] / total).to(y.dtype).reshape(shape)
+    for weight, place in zip(weights[1:], places[1:], strict=True):
+        found = found + y.index_select(axis, place) * (weight / total).to(y.dtype).reshape(shape)
+    return found if x.dtype is y.dtype else found.round().to(x.dtype)
 
 
-def _weight(mode: str, distance: torch.Tensor, a: float) -> torch.Tensor:
+def _weight(mode: str, distance: Tensor, a: float) -> Tensor:
     d = distance.abs()
     if mode == "linear":
         return (1 - d).clamp(min=0)
@@ -207,47 +189,50 @@ def _weight(mode: str, distance: torch.Tensor, a: float) -> torch.Tensor:
 
 
 @operator("GridSample")
-def grid_sample(call: Call, x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    asked: str = call.get("mode", "linear")
-    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(asked, asked)
-    return F.grid_sample(
-        x,
-        grid,
-        mode=mode,
-        padding_mode=call.get("padding_mode", "zeros"),
-        align_corners=bool(call.get("align_corners", 0)),
-    )
+def grid_sample(
+    x: Tensor, grid: Tensor, *, mode: str = "linear", padding_mode: str = "zeros", align_corners: int = 0
+) -> Tensor:
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
+    return F.grid_sample(x, grid, mode=mode, padding_mode=padding_mode, align_corners=bool(align_corners))
 
 
 @operator("RoiAlign")
-def roi_align(call: Call, x: torch.Tensor, rois: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-    """Means, or maxima, of samples between pixels, in each cell of each region."""
-    high, wide = call.get("output_height", 1), call.get("output_width", 1)
-    scale, ratio = call.get("spatial_scale", 1.0), call.get("sampling_ratio", 0)
-    halves = call.get("coordinate_transformation_mode", "half_pixel" if call.version >= 16 else "output_half_pixel")
-    if not ratio:
-        raise call.refuse("the number of samples follows from the regions (sampling_ratio=0), which is not supported")
-    corners = rois * scale - (0.5 if halves == "half_pixel" else 0.0)
+def roi_align(
+    x: Tensor,
+    rois: Tensor,
+    images: Tensor,
+    *,
+    version: int,
+    coordinate_transformation_mode: str | None = None,
+    mode: str = "avg",
+    output_height: int = 1,
+    output_width: int = 1,
+    sampling_ratio: int = 0,
+    spatial_scale: float = 1.0,
+) -> Tensor:
+    """Return means, or maxima, of samples between pixels, in each cell of each region."""
+    if not sampling_ratio:
+        raise Refused("the number of samples follows from the regions (sampling_ratio=0), which is not supported")
+    halves = coordinate_transformation_mode or ("half_pixel" if version >= 16 else "output_half_pixel")
+    corners = rois * spatial_scale - (0.5 if halves == "half_pixel" else 0.0)
     extent = corners[:, 2:] - corners[:, :2]
     if halves != "half_pixel":
         extent = extent.clamp(min=1.0)
 
-    def samples(begin: torch.Tensor, length: torch.Tensor, cells: int) -> torch.Tensor:
-        steps = (torch.arange(cells * ratio, device=x.device, dtype=x.dtype) + 0.5) / (cells * ratio)
-        return begin[:, None] + steps[None, :] * length[:, None]
-
-    def neighbours(at: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    def neighbours(place: int, cells: int) -> tuple[Tensor, ...]:
+        count, size = cells * sampling_ratio, x.shape[3 - place]
+        steps = (torch.arange(count, device=x.device, dtype=x.dtype) + 0.5) / count
+        at = corners[:, place, None] + steps[None, :] * extent[:, place, None]
         inside = (at >= -1) & (at <= size)
         at = at.clamp(0, size - 1)
         low = at.floor().to(torch.int64)
-        share = at - low
-        return low, (low + 1).clamp(max=size - 1), share, inside
+        return low, (low + 1).clamp(max=size - 1), at - low, inside
 
-    y0, y1, fy, in_y = neighbours(samples(corners[:, 1], extent[:, 1], high), x.shape[2])
-    x0, x1, fx, in_x = neighbours(samples(corners[:, 0], extent[:, 0], wide), x.shape[3])
+    y0, y1, fy, in_y = neighbours(1, output_height)
+    x0, x1, fx, in_x = neighbours(0, output_width)
     flat = x.reshape(x.shape[0], x.shape[1], -1)[images.to(torch.int64)]
 
-    def taken(rows: torch.Tensor, columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def taken(rows: Tensor, columns: Tensor, weight: Tensor) -> Tensor:
         at = (rows[:, :, None] * x.shape[3] + columns[:, None, :]).flatten(1)
         found = flat.gather(2, at[:, None, :].expand(-1, x.shape[1], -1))
         return found.reshape(len(rois), x.shape[1], rows.shape[1], columns.shape[1]) * weight[:, None]
@@ -258,8 +243,7 @@ def roi_align(call: Call, x: torch.Tensor, rois: torch.Tensor, images: torch.Ten
         for rows, wy in ((y0, 1 - fy), (y1, fy))
         for columns, wx in ((x0, 1 - fx), (x1, fx))
     ]
-    shape = (len(rois), x.shape[1], high, ratio, wide, ratio)
-    if call.get("mode", "avg") == "max":
-        best = torch.stack(parts).amax(0)
-        return best.reshape(shape).amax((3, 5))
+    shape = (len(rois), x.shape[1], output_height, sampling_ratio, output_width, sampling_ratio)
+    if mode == "max":
+        return torch.stack(parts).amax(0).reshape(shape).amax((3, 5))
     return (parts[0] + parts[1] + parts[2] + parts[3]).reshape(shape).mean((3, 5))

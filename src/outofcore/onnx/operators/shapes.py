@@ -3,73 +3,53 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from outofcore.onnx.operators.registry import Call, Known, axis_of, number, numbers, operator
-from outofcore.onnx.storage import DTYPES
+from outofcore.onnx.operators.registry import Refused, axis_of, operator
 
 
 @operator("Shape", by_shape=True)
-def shape(call: Call, x: torch.Tensor) -> torch.Tensor:
-    begin, end = call.get("start", 0), call.get("end")
-    return torch.tensor(list(x.shape)[slice(begin, end)], dtype=torch.int64)
+def shape(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
+    return torch.tensor(x.shape[start:end], dtype=torch.int64)
 
 
 @operator("Size", by_shape=True)
-def size(call: Call, x: torch.Tensor) -> torch.Tensor:
+def size(x: Tensor) -> Tensor:
     return torch.tensor(x.numel(), dtype=torch.int64)
 
 
-def _product(call: Call, *tensors: torch.Tensor) -> int:
-    return math.prod(numbers(tensors[-1]))
+@operator("ConstantOfShape", read=(0,), size=math.prod)
+def constant_of_shape(sizes: list[int], *, device: torch.device, value: Any = (0.0, torch.float32)) -> Tensor:
+    return torch.full(sizes, value[0], dtype=value[1], device=device)
 
 
-@operator("ConstantOfShape", read=(0,), size=_product)
-def constant_of_shape(call: Call, sizes: torch.Tensor) -> torch.Tensor:
-    stored = call.get("value")
-    value = Known(torch.zeros(1)) if stored is None else call.tensor(stored)
-    return torch.full(numbers(sizes), number(value), dtype=value.dtype, device=call.device)
+def _range_length(start: Tensor, limit: Tensor, delta: Tensor) -> int:
+    return max(math.ceil((limit.item() - start.item()) / delta.item()), 0)
 
 
-def _range_length(call: Call, start: torch.Tensor, limit: torch.Tensor, delta: torch.Tensor) -> int:
-    by = number(delta)
-    if by == 0:
-        raise call.refuse("a range in steps of zero")
-    return max(math.ceil((number(limit) - number(start)) / by), 0)
-
-
-@operator("Range", read=(0, 1, 2), size=_range_length)
-def value_range(call: Call, start: torch.Tensor, limit: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    count = _range_length(call, start, limit, delta)
-    steps = torch.arange(count, device=call.device)
-    if not start.is_floating_point():
-        return (steps * number(delta) + number(start)).to(start.dtype)
-    return steps.to(start.dtype) * number(delta) + number(start)
+@operator("Range", host=(0, 1, 2), size=_range_length)
+def value_range(start: Tensor, limit: Tensor, delta: Tensor, *, device: torch.device) -> Tensor:
+    steps = torch.arange(_range_length(start, limit, delta), device=device)
+    steps = steps.to(start.dtype) if start.is_floating_point() else steps
+    return (steps * delta.item() + start.item()).to(start.dtype)
 
 
 @operator("EyeLike")
-def eye_like(call: Call, x: torch.Tensor) -> torch.Tensor:
-    dtype = DTYPES[call.get("dtype")] if "dtype" in call.node.attributes else x.dtype
+def eye_like(x: Tensor, *, dtype: torch.dtype | None = None, k: int = 0) -> Tensor:
     rows, columns = x.shape
     down = torch.arange(rows, device=x.device)[:, None]
-    return (torch.arange(columns, device=x.device)[None, :] - down == call.get("k", 0)).to(dtype)
+    return (torch.arange(columns, device=x.device)[None, :] - down == k).to(dtype or x.dtype)
 
 
-@operator("Reshape", read=(1,), since=5)
-def reshape(call: Call, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    return _reshaped(call, x, numbers(sizes))
-
-
-@operator("Reshape")
-def reshape_by_attribute(call: Call, x: torch.Tensor) -> torch.Tensor:
-    return _reshaped(call, x, list(call.get("shape", ())))
-
-
-def _reshaped(call: Call, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    if not call.get("allowzero", 0):
+@operator("Reshape", read=(1,))
+def reshape(x: Tensor, given: list[int] | None = None, *, shape: Sequence[int] = (), allowzero: int = 0) -> Tensor:
+    sizes = list(shape if given is None else given)
+    if not allowzero:
         sizes = [x.shape[place] if one == 0 and place < x.dim() else one for place, one in enumerate(sizes)]
     if -1 in sizes and x.numel() == 0:
         rest = math.prod(one for one in sizes if one != -1)
@@ -78,145 +58,133 @@ def _reshaped(call: Call, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 
 @operator("Flatten")
-def flatten(call: Call, x: torch.Tensor) -> torch.Tensor:
-    axis = call.get("axis", 1)
+def flatten(x: Tensor, *, axis: int = 1) -> Tensor:
     axis = axis + x.dim() if axis < 0 else axis
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
 @operator("Squeeze", read=(1,))
-def squeeze(call: Call, x: torch.Tensor, axes: torch.Tensor | None = None) -> torch.Tensor:
-    given = numbers(axes) if axes is not None else call.get("axes")
-    if given is None:
+def squeeze(x: Tensor, given: list[int] | None = None, *, axes: Sequence[int] | None = None) -> Tensor:
+    axes = given if given is not None else axes
+    if axes is None:
         return x.reshape([one for one in x.shape if one != 1])
-    places = {axis_of(axis, x.dim()) for axis in given}
+    places = {axis_of(axis, x.dim()) for axis in axes}
     if any(x.shape[place] != 1 for place in places):
-        raise call.refuse(f"it takes away axes of {tuple(x.shape)} that are not of size 1")
+        raise Refused(f"it takes away axes of {tuple(x.shape)} that are not of size 1")
     return x.reshape([one for place, one in enumerate(x.shape) if place not in places])
 
 
 @operator("Unsqueeze", read=(1,))
-def unsqueeze(call: Call, x: torch.Tensor, axes: torch.Tensor | None = None) -> torch.Tensor:
-    given = numbers(axes) if axes is not None else list(call.get("axes", ()))
-    rank = x.dim() + len(given)
-    for axis in sorted(axis_of(one, rank) for one in given):
+def unsqueeze(x: Tensor, given: list[int] | None = None, *, axes: Sequence[int] = ()) -> Tensor:
+    axes = given if given is not None else axes
+    for axis in sorted(axis_of(one, x.dim() + len(axes)) for one in axes):
         x = x.unsqueeze(axis)
     return x
 
 
 @operator("Transpose")
-def transpose(call: Call, x: torch.Tensor) -> torch.Tensor:
-    return x.permute(call.get("perm", tuple(reversed(range(x.dim())))))
+def transpose(x: Tensor, *, perm: Sequence[int] | None = None) -> Tensor:
+    return x.permute(tuple(perm if perm is not None else reversed(range(x.dim()))))
 
 
 @operator("Concat")
-def concat(call: Call, *tensors: torch.Tensor) -> torch.Tensor:
-    return torch.cat(tensors, call.get("axis", 1))
+def concat(*tensors: Tensor, axis: int = 1) -> Tensor:
+    return torch.cat(tensors, axis)
 
 
-@operator("Expand", read=(1,), size=_product)
-def expand(call: Call, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    wanted = numbers(sizes)
-    rank = max(x.dim(), len(wanted))
+@operator("Expand", read=(1,), size=lambda x, sizes: x.numel() * math.prod(sizes))
+def expand(x: Tensor, sizes: list[int]) -> Tensor:
     # Each of the two may have ones where the other has more.
-    own, other = [1] * (rank - x.dim()) + list(x.shape), [1] * (rank - len(wanted)) + wanted
+    own = [1] * (len(sizes) - x.dim()) + list(x.shape)
+    other = [1] * (x.dim() - len(sizes)) + sizes
     return x.expand([b if a == 1 else a for a, b in zip(own, other, strict=True)])
 
 
-def _tiled_size(call: Call, x: torch.Tensor, *repeats: torch.Tensor) -> int:
-    return x.numel() * math.prod(numbers(repeats[0]))
+@operator("Tile", read=(1,), size=lambda x, repeats: x.numel() * math.prod(repeats), since=6)
+def tile(x: Tensor, repeats: list[int]) -> Tensor:
+    return x.repeat(repeats)
 
 
-@operator("Tile", read=(1,), size=_tiled_size, since=6)
-def tile(call: Call, x: torch.Tensor, repeats: torch.Tensor) -> torch.Tensor:
-    return x.repeat(numbers(repeats))
-
-
-@operator("Split", read=(1,))
-def split(call: Call, x: torch.Tensor, sizes: torch.Tensor | None = None) -> Any:
-    axis = axis_of(call.get("axis", 0), x.dim())
-    given = numbers(sizes) if sizes is not None else call.get("split")
+@operator("Split", read=(1,), many=True)
+def split(
+    x: Tensor,
+    sizes: list[int] | None = None,
+    *,
+    outputs: int,
+    axis: int = 0,
+    num_outputs: int | None = None,
+    split: Sequence[int] | None = None,
+) -> tuple[Tensor, ...]:
+    given = sizes if sizes is not None else split
     if given is None:
-        parts = call.get("num_outputs", len(call.node.outputs))
+        parts = num_outputs or outputs
         each = -(-x.shape[axis] // parts)
-        given = [each] * parts
-        given[-1] = x.shape[axis] - each * (parts - 1)
-    return tuple(torch.split(x, list(given), axis))
+        given = [*[each] * (parts - 1), x.shape[axis] - each * (parts - 1)]
+    return torch.split(x, list(given), axis)
 
 
-@operator("Slice")
-def slice_by_attributes(call: Call, x: torch.Tensor) -> torch.Tensor:
-    starts, ends = call.get("starts", ()), call.get("ends", ())
-    return _sliced(call, x, list(starts), list(ends), call.get("axes"), None)
-
-
-@operator("Slice", read=(1, 2, 3, 4), since=10)
+@operator("Slice", read=(1, 2, 3, 4))
 def slice_tensor(
-    call: Call,
-    x: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-    axes: torch.Tensor | None = None,
-    steps: torch.Tensor | None = None,
-) -> torch.Tensor:
-    places = None if axes is None else numbers(axes)
-    return _sliced(call, x, numbers(starts), numbers(ends), places, None if steps is None else numbers(steps))
-
-
-def _sliced(
-    call: Call, x: torch.Tensor, starts: list[int], ends: list[int], axes: Any, steps: list[int] | None
-) -> torch.Tensor:
-    places = list(range(len(starts))) if axes is None else list(axes)
+    x: Tensor,
+    begins: Sequence[int] | None = None,
+    limits: Sequence[int] | None = None,
+    along: Sequence[int] | None = None,
+    steps: Sequence[int] | None = None,
+    *,
+    starts: Sequence[int] = (),
+    ends: Sequence[int] = (),
+    axes: Sequence[int] | None = None,
+) -> Tensor:
+    """Take a part along axes; before opset 10 starts, ends and axes were attributes."""
+    starts, ends = starts if begins is None else begins, ends if limits is None else limits
+    along = axes if along is None else along
+    places = range(len(starts)) if along is None else along
     by = [1] * len(starts) if steps is None else steps
     if not len(starts) == len(ends) == len(places) == len(by):
-        raise call.refuse("its starts, ends, axes and steps are not equally many")
+        raise Refused("its starts, ends, axes and steps are not equally many")
     for start, end, axis, step in zip(starts, ends, places, by, strict=True):
         place = axis_of(axis, x.dim())
         if step == 0:
-            raise call.refuse("a slice in steps of zero")
+            raise Refused("a slice in steps of zero")
         taken = range(x.shape[place])[slice(start, end, step)]
-        if step > 0:
-            found = slice(taken.start, max(taken.stop, taken.start), step)
-            x = x[(slice(None),) * place + (found,)]
-        else:
-            rising = taken[::-1]
-            x = x[(slice(None),) * place + (slice(rising.start, max(rising.stop, rising.start), -step),)].flip(place)
+        rising = taken if step > 0 else taken[::-1]
+        part = slice(rising.start, max(rising.stop, rising.start), abs(step))
+        x = x[(slice(None),) * place + (part,)]
+        x = x if step > 0 else x.flip(place)
     return x
 
 
 @operator("Pad", read=(1, 3))
 def pad(
-    call: Call,
-    x: torch.Tensor,
-    pads: torch.Tensor | None = None,
-    value: torch.Tensor | None = None,
-    axes: torch.Tensor | None = None,
-) -> torch.Tensor:
-    given = numbers(pads) if pads is not None else list(call.get("pads", call.get("paddings", ())))
-    places = list(range(x.dim())) if axes is None else [axis_of(one, x.dim()) for one in numbers(axes)]
+    x: Tensor,
+    amounts: list[int] | None = None,
+    filling: Tensor | None = None,
+    axes: list[int] | None = None,
+    *,
+    mode: str = "constant",
+    pads: Sequence[int] = (),
+    paddings: Sequence[int] = (),
+    value: float = 0.0,
+) -> Tensor:
+    given = amounts if amounts is not None else pads or paddings
+    places = range(x.dim()) if axes is None else [axis_of(one, x.dim()) for one in axes]
     if len(given) != 2 * len(places):
-        raise call.refuse(f"it has {len(given)} pads for {len(places)} axes")
-    amounts = {place: (given[order], given[order + len(places)]) for order, place in enumerate(places)}
-    mode = call.get("mode", "constant")
-    if mode == "constant":
-        flat = [amount for place in reversed(range(x.dim())) for amount in amounts.get(place, (0, 0))]
-        if value is None:
-            return F.pad(x, flat, value=call.get("value", 0) if x.is_floating_point() else int(call.get("value", 0)))
-        return _filled(x, flat, value)
-    for place, (before, after) in amounts.items():
-        if before or after:
-            x = _mirrored(call, x, place, before, after, mode)
-    return x
-
-
-def _filled(x: torch.Tensor, flat: list[int], value: torch.Tensor) -> torch.Tensor:
-    """Padded with what a tensor holds, which need not be known before the step runs."""
+        raise Refused(f"it has {len(given)} pads for {len(places)} axes")
+    pairs = {place: (given[order], given[order + len(places)]) for order, place in enumerate(places)}
+    if mode != "constant":
+        for place, (before, after) in pairs.items():
+            x = _mirrored(x, place, before, after, mode) if before or after else x
+        return x
+    flat = [amount for place in reversed(range(x.dim())) for amount in pairs.get(place, (0, 0))]
+    if filling is None:
+        return F.pad(x, flat, value=value if x.is_floating_point() else int(value))
+    # What the tensor holds need not be known before the step runs.
     zeros = F.pad(x.to(torch.uint8) if x.dtype is torch.bool else x, flat)
     outside = F.pad(torch.zeros_like(x, dtype=torch.uint8), flat, value=1) != 0
-    return torch.where(outside, value.reshape(()).to(x.dtype), zeros.to(x.dtype))
+    return torch.where(outside, filling.reshape(()).to(x.dtype), zeros.to(x.dtype))
 
 
-def _mirrored(call: Call, x: torch.Tensor, axis: int, before: int, after: int, mode: str) -> torch.Tensor:
+def _mirrored(x: Tensor, axis: int, before: int, after: int, mode: str) -> Tensor:
     length = x.shape[axis]
     at = torch.arange(-before, length + after, device=x.device)
     if mode == "edge":
@@ -228,89 +196,84 @@ def _mirrored(call: Call, x: torch.Tensor, axis: int, before: int, after: int, m
         at = at.remainder(period)
         at = torch.where(at < length, at, period - at)
     else:
-        raise call.refuse(f"it pads in the mode {mode!r}, which is not known")
+        raise Refused(f"it pads in the mode {mode!r}, which is not known")
     return x.index_select(axis, at)
 
 
 @operator("DepthToSpace")
-def depth_to_space(call: Call, x: torch.Tensor) -> torch.Tensor:
-    block = call.get("blocksize")
+def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
     count, channels, height, width = x.shape
-    inner = channels // (block * block)
-    if call.get("mode", "DCR") == "DCR":
-        y = x.reshape(count, block, block, inner, height, width).permute(0, 3, 4, 1, 5, 2)
+    inner = channels // (blocksize * blocksize)
+    if mode == "DCR":
+        y = x.reshape(count, blocksize, blocksize, inner, height, width).permute(0, 3, 4, 1, 5, 2)
     else:
-        y = x.reshape(count, inner, block, block, height, width).permute(0, 1, 4, 2, 5, 3)
-    return y.reshape(count, inner, height * block, width * block)
+        y = x.reshape(count, inner, blocksize, blocksize, height, width).permute(0, 1, 4, 2, 5, 3)
+    return y.reshape(count, inner, height * blocksize, width * blocksize)
 
 
 @operator("SpaceToDepth")
-def space_to_depth(call: Call, x: torch.Tensor) -> torch.Tensor:
-    block = call.get("blocksize")
+def space_to_depth(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
     count, channels, height, width = x.shape
-    y = x.reshape(count, channels, height // block, block, width // block, block)
-    y = y.permute(0, 3, 5, 1, 2, 4) if call.get("mode", "DCR") == "DCR" else y.permute(0, 1, 3, 5, 2, 4)
-    return y.reshape(count, channels * block * block, height // block, width // block)
+    y = x.reshape(count, channels, height // blocksize, blocksize, width // blocksize, blocksize)
+    y = y.permute(0, 3, 5, 1, 2, 4) if mode == "DCR" else y.permute(0, 1, 3, 5, 2, 4)
+    return y.reshape(count, channels * blocksize * blocksize, height // blocksize, width // blocksize)
 
 
 @operator("Trilu", read=(1,))
-def triangle(call: Call, x: torch.Tensor, k: torch.Tensor | None = None) -> torch.Tensor:
-    by = 0 if k is None else int(number(k))
-    return torch.triu(x, by) if call.get("upper", 1) else torch.tril(x, by)
+def triangle(x: Tensor, k: list[int] | None = None, *, upper: int = 1) -> Tensor:
+    return (torch.triu if upper else torch.tril)(x, 0 if k is None else int(k[0]))
 
 
 @operator("CenterCropPad", read=(1,))
-def center_crop_pad(call: Call, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    axes = [axis_of(one, x.dim()) for one in call.get("axes", tuple(range(x.dim())))]
-    for axis, wanted in zip(axes, numbers(sizes), strict=True):
+def center_crop_pad(x: Tensor, sizes: list[int], *, axes: Sequence[int] | None = None) -> Tensor:
+    for one, wanted in zip(range(x.dim()) if axes is None else axes, sizes, strict=True):
+        axis = axis_of(one, x.dim())
         over = x.shape[axis] - wanted
         if over > 0:
             x = x.narrow(axis, over // 2, wanted)
         elif over < 0:
-            flat = [0] * (2 * (x.dim() - axis))
-            flat[-2], flat[-1] = -over // 2, -over - (-over // 2)
-            x = F.pad(x, flat)
+            x = F.pad(x, [*[0] * (2 * (x.dim() - axis - 1)), -over // 2, -over - (-over // 2)])
     return x
 
 
 @operator("ReverseSequence")
-def reverse_sequence(call: Call, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    time, batch = call.get("time_axis", 0), call.get("batch_axis", 1)
-    y = x.transpose(0, time) if time == 0 else x.transpose(0, 1)
-    if {time, batch} != {0, 1}:
-        raise call.refuse("the axes of time and batch must be the first two")
+def reverse_sequence(x: Tensor, lengths: Tensor, *, time_axis: int = 0, batch_axis: int = 1) -> Tensor:
+    if {time_axis, batch_axis} != {0, 1}:
+        raise Refused("the axes of time and batch must be the first two")
+    y = x.transpose(0, time_axis)
     steps = torch.arange(y.shape[0], device=x.device)[:, None]
     turned = lengths[None, :] - 1 - steps
     at = torch.where(turned >= 0, turned, steps)
     at = at.reshape(*at.shape, *([1] * (y.dim() - 2))).expand(y.shape)
-    found = y.gather(0, at)
-    return found if time == 0 else found.transpose(0, 1)
+    return y.gather(0, at).transpose(0, time_axis)
 
 
 @operator("Col2Im", read=(1, 2))
-def columns_to_image(call: Call, x: torch.Tensor, image: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    sizes, kernel = numbers(image), numbers(block)
+def columns_to_image(
+    x: Tensor,
+    sizes: list[int],
+    kernel: list[int],
+    *,
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Tensor:
     rank = len(sizes)
-    strides = call.get("strides", (1,) * rank)
-    dilations = call.get("dilations", (1,) * rank)
-    pads = call.get("pads", (0,) * (2 * rank))
+    by, wide, around = strides or (1,) * rank, dilations or (1,) * rank, pads or (0,) * (2 * rank)
     channels = x.shape[1] // math.prod(kernel)
-    padded = [one + pads[i] + pads[i + rank] for i, one in enumerate(sizes)]
-    counts = [(padded[i] - dilations[i] * (kernel[i] - 1) - 1) // strides[i] + 1 for i in range(rank)]
+    padded = [one + around[i] + around[i + rank] for i, one in enumerate(sizes)]
+    counts = [(padded[i] - wide[i] * (kernel[i] - 1) - 1) // by[i] + 1 for i in range(rank)]
     y = x.reshape(x.shape[0], channels, *kernel, *counts)
     # Where each element of a block lands, counted through the padded image.
     at = torch.zeros((), dtype=torch.int64, device=x.device)
     for i in range(rank):
-        of_kernel = (torch.arange(kernel[i], device=x.device) * dilations[i]).reshape(
-            [-1 if j == i else 1 for j in range(2 * rank)]
-        )
-        of_block = (torch.arange(counts[i], device=x.device) * strides[i]).reshape(
-            [-1 if j == rank + i else 1 for j in range(2 * rank)]
-        )
-        at = at * padded[i] + of_kernel + of_block
+        of_kernel = torch.arange(kernel[i], device=x.device) * wide[i]
+        of_block = torch.arange(counts[i], device=x.device) * by[i]
+        at = at * padded[i] + of_kernel.reshape([-1 if j == i else 1 for j in range(2 * rank)])
+        at = at + of_block.reshape([-1 if j == rank + i else 1 for j in range(2 * rank)])
     flat = x.new_zeros(x.shape[0], channels, math.prod(padded))
     where = at.reshape(-1).expand(x.shape[0], channels, -1)
     found = flat.scatter_add(2, where, y.reshape(x.shape[0], channels, -1)).reshape(x.shape[0], channels, *padded)
     for i in range(rank):
-        found = found.narrow(2 + i, pads[i], sizes[i])
+        found = found.narrow(2 + i, around[i], sizes[i])
     return found
