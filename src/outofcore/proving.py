@@ -1,7 +1,8 @@
-"""Prove a plan before it runs.
+"""Decide whether a new plan may run: only if ``validator.validate`` passes it.
 
-Every program passes through ``proved`` before it runs. The validator shares no code with planning and lowering, so a
-plan that fails is a fault of this library: it is reported with a file to send, and the next candidate is tried.
+The validator shares no code with planning and lowering, so a plan that fails is a fault of this library: it is reported
+with a file to send, and the next candidate is tried. Plans from disk (``step_plans``) and from other processes
+(``session``) go to the validator directly, as there is no next candidate.
 """
 
 from __future__ import annotations

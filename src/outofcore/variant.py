@@ -1,4 +1,4 @@
-"""The variants of a step, and the choice among them: ``choose_variant``.
+"""Decide in which variant a step runs, and how finely its ops are split: ``choose_variant``.
 
 A captured step can run in several variants. All compute the same bits; they differ in memory and in time:
 

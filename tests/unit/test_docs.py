@@ -16,6 +16,7 @@ from outofcore.cli.app import app
 from outofcore.graphfile import read_graph
 
 DOCS = Path(__file__).parents[2] / "docs"
+SOURCE = DOCS.parent / "src" / "outofcore"
 
 
 def example(tmp_path: Path) -> Path:
@@ -78,12 +79,22 @@ def test_the_site_names_every_page() -> None:
     assert named == {str(page.relative_to(DOCS)) for page in PAGES[1:]}
 
 
+def test_maps_of_the_source_name_code_that_exists() -> None:
+    maps = [page.read_text(encoding="utf-8") for page in sorted((DOCS / "internals").glob("*.md"))]
+    contributing = (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    maps.append(contributing.partition("## Where is it decided?")[2].partition("\n## ")[0])
+    for path, name in re.findall(r"`([\w/]+\.(?:py|h|cpp))(?:::(\w+))?`", "\n".join(maps)):
+        file = next((root / path for root in (SOURCE, DOCS.parent) if (root / path).is_file()), None)
+        assert file is not None, path
+        defined = rf"^ *(def|class) {name}\b|^{name}\b.* = " if path.endswith(".py") else rf"\b{name}\b"
+        assert re.search(defined, file.read_text(encoding="utf-8"), re.MULTILINE), f"{path}::{name}"
+
+
 def test_contributing_names_every_module_and_package_once() -> None:
     table = (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## The rooms")[2]
     rooms = [line.split("|")[1] for line in table.partition("\n## ")[0].splitlines() if line.startswith("| `")]
     named = sorted(name for room in rooms for name in re.findall(r"`([\w/]+(?:/|\.py))`", room))
-    source = DOCS.parent / "src" / "outofcore"
-    paths = [path for path in source.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
-    packages = [path for path in (source / "planning").iterdir() if (path / "__init__.py").is_file()]
+    paths = [path for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
+    packages = [path for path in (SOURCE / "planning").iterdir() if (path / "__init__.py").is_file()]
     there = [p.name if p.suffix else f"{p.name}/" for p in (*paths, *packages)]
     assert named == sorted({*there, "execution/cuda/"} - {"__init__.py"})

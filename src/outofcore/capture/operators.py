@@ -2,7 +2,8 @@
 
 The strides, dtype and memory of a result decide which kernels run after it, so a captured step is exact only if the
 fakes are right. The corrections were found by running operators on real and fake tensors side by side with torch 2.13;
-where a later release corrects a fake, the repair changes nothing.
+where a later release corrects a fake, the repair changes nothing. docs/internals/add-an-operator.md lists all tables
+that know operators.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The user's tensors on persistent state: which tensors share bytes, and how they are changed.
+"""The user's tensors on persistent state: which tensors share bytes, where those may be, and how tensors are changed.
+
+``Place`` and ``TRANSITIONS`` decide where a state may be and how it moves; ``model_state`` moves it. In ``execution``
+and ``follow``, only ``set_data`` writes ``tensor.data``; CONTRIBUTING.md lists the writers elsewhere.
 
 A *state* is one storage that persists. A *window* is one of the user's tensors on it; tied parameters are several. A
 *face* is a tensor over a slot at a home, by which the slot is recognised and given back. Gradients and optimizer state
@@ -72,7 +75,7 @@ TRANSITIONS: Mapping[tuple[Place, Place], str] = {
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Point one of the user's tensors at other bytes; all moves of a model pass through here."""
+    """Point one of the user's tensors at other bytes; once a step exists, all moves of its states pass through here."""
     tensor.data = data
 
 

@@ -1,4 +1,7 @@
-"""Where steps run: the CPU, or a CUDA device; all differences between the two for those who compile a step."""
+"""Where steps run: the CPU, or a CUDA device. ``Backend`` is what a compiled step needs of a device.
+
+docs/internals/add-a-device.md lists what else asks for a device's type.
+"""
 
 from __future__ import annotations
 

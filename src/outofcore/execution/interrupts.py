@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM during a step: the step ends first, so that the model is never part old and part new."""
+"""Decide what Ctrl-C and SIGTERM do during a step: the step ends first, so the model is never part old and part new.
+
+``session.Outcome`` says what an exception did to the model.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """Run somebody else's loop within a byte budget: ``outofcore.budget``.
 
-``paging.cpp`` sees every op below autograd and keeps its storages in an arena. It uses ``extents.h`` (stretches of
-addresses), ``homes.h`` (homes of evicted storages) and ``history.h`` (what the loop did before, and so what it needs
-next). ``native.py`` builds and loads it; ``loop.py`` is the context in which a loop runs, ``addresses.py`` notices who
-takes the address of a tensor, ``stats.py`` has the counters, and ``calls.py`` follows single calls of a compiled step.
+``paging.cpp`` sees every op below autograd and keeps its storages in an arena: ``make_room`` decides what is evicted,
+``follow_plan`` and ``copy_ahead`` when copies start. docs/internals/eager-loop.md follows one op through it. It uses
+``extents.h`` (stretches of addresses), ``homes.h`` (homes of evicted storages) and ``history.h`` (what the loop did
+before, and so what it needs next). ``native.py`` builds and loads it; ``loop.py`` is the context in which a loop runs,
+``addresses.py`` notices who takes the address of a tensor, ``stats.py`` has the counters, and ``calls.py`` follows
+single calls of a compiled step.
 
 ``device_cpu.h`` and ``device_cuda.h`` hold the differences between devices; each is compiled into a library of its own.
 On a GPU ``streams.h`` orders work, ``pinned.h`` is the home, and ``gpu.py`` prepares PyTorch.

@@ -1,4 +1,8 @@
-"""A followed loop: the context that ``outofcore.budget`` opens, and its statistics."""
+"""Decide when a step of an eager loop ends (``Sign``) and when it is planned (``Loop.end_of_step``).
+
+``Loop`` is the context that ``outofcore.budget`` opens. What is evicted and when copies start is decided in
+``paging.cpp``: ``make_room``, ``follow_plan`` and, without a plan, ``copy_ahead``.
+"""
 
 from __future__ import annotations
 

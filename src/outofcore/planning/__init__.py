@@ -21,7 +21,7 @@ The modules, from the outside in:
 - ``remat``: what to compute again: contents, chains, the search for what is cheapest; greedy eviction; checkpoints.
 - ``relaxation``: the linear program that says what to keep and what goes where, and a bound for all plans
   (``linear_program`` has the solver). ``problem``: a step in arrays.
-- ``schedule``: when copies run: the only place that decides so.
+- ``schedule``: when copies run under ``auto``.
 - ``placing``: lowered, placed, wired and simulated, and what plans are compared by. ``placement``: addresses.
 - ``repair``: which bytes to leave free where blocks stick out. ``polish``: a local search over placed plans.
 - ``resident_gradients``: which gradients stay when a step ends.

@@ -1,11 +1,13 @@
-"""The schedule of copies: when each eviction frees its room and when each prefetch takes it. The only place that
-decides so.
+"""Decide when copies run under ``auto``: when each eviction frees its room and when each prefetch takes it.
 
-It is found by running through the step once with times and bytes counted. Copies out start at once, one after the other
-on the link to their home; an op whose room they still take waits for them. Copies in go in the order in which they are
-needed, each before the first op from which on its room is free up to its use; what is still flowing out then keeps its
-room. So a prefetch never makes an op wait that would not have waited anyway, and a link is idle only where there is no
-room.
+``polish`` may change single copies of a small step afterwards; other policies decide for themselves. ``lowering.waits``
+then derives what each instruction waits for.
+
+The schedule is found by running through the step once with times and bytes counted. Copies out start at once, one after
+the other on the link to their home; an op whose room they still take waits for them. Copies in go in the order in which
+they are needed, each before the first op from which on its room is free up to its use; what is still flowing out then
+keeps its room. So a prefetch never makes an op wait that would not have waited anyway, and a link is idle only where
+there is no room.
 
 When each op starts, and what still flows out then, is not known before the end. So the step is run through twice, the
 second time with the first in mind: prefetches then start no earlier than they need to, with some slack.

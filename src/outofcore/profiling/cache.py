@@ -5,7 +5,7 @@ machine, its threads, the version of PyTorch): other facts, another file.
 
 Safe under concurrent use: a file is replaced as a whole, so a reader finds the old or the new one; a writer adds to it
 under a lock, so that two writers lose nothing. Damaged files, or those of another format, are ignored, logged, and
-rewritten. A folder that cannot be written to costs time and nothing else.
+rewritten. A folder that cannot be written to costs time and nothing else. docs/internals/caches.md lists all caches.
 """
 
 from __future__ import annotations
