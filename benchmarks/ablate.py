@@ -43,10 +43,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "further": {"further": 0},
     "recompute_changes": {"recompute_changes": 0.0},
     "rounds": {"rounds": 1},
-    "also": {"also": 0},
     "polish": {"polish_ops": 0},
-    "polish_starts": {"polish_starts": 0},
-    "annealing": {"annealing": 0},
 }
 SHARES = (0.5, 0.25, 0.133)
 # A ratio of step times that is further from 1 than this counts.

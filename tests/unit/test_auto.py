@@ -23,12 +23,14 @@ from outofcore.planning import (
     POLICIES,
     QUICK,
     SearchParams,
+    candidates,
     in_core_budget,
     lower_bound_seconds,
     plan_step,
     plans_of_step,
     smallest_budget,
 )
+from outofcore.planning.candidates import Candidate
 from outofcore.planning.placing import keep_all, room_for_large, worth
 from outofcore.planning.polish import polished
 from outofcore.planning.problem import Problem
@@ -43,7 +45,7 @@ LIMITS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, He
 # All techniques, whatever the tier.
 FULL = SearchParams()
 # With little of the local search, which takes most of the time.
-BRIEF = replace(FULL, polish_tries=40, further_ops=3000)
+BRIEF = replace(FULL, polish_ops=600)
 # What switches a technique off.
 OFF = {
     "relaxations": 0,
@@ -54,12 +56,9 @@ OFF = {
     "passes": 1,
     "tuned": 0,
     "further": 0,
-    "also": 0,
     "recompute_changes": 0.0,
     "rounds": 1,
     "polish_ops": 0,
-    "polish_starts": 0,
-    "annealing": 0,
 }
 
 
@@ -120,18 +119,27 @@ def test_a_home_that_is_too_slow_to_be_used_costs_nothing() -> None:
     assert planned.timeline.step_seconds <= 222
 
 
-def test_the_best_candidates_are_tuned_further_where_that_could_win() -> None:
+def test_best_candidates_are_tuned_further(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = network(24)
     tight, budget = network_costs(graph, copy=3.0), 9 * MIB
+    seeds: list[int] = []
+    tuned = Candidate.tuned
+    monkeypatch.setattr(candidates, "_FURTHER_OPS", 3000)
+    monkeypatch.setattr(
+        Candidate, "tuned", lambda self, tries, seed=0: (seeds.append(seed), tuned(self, tries, seed))[1]
+    )
 
-    def tuned_further(params: SearchParams, budget: int) -> list[str]:
-        found = plan_step(graph, tight, budget, params=params).candidates
-        return [outcome.how for outcome in found if "tuned further" in outcome.how]
+    def further(params: SearchParams, budget: int) -> int:
+        seeds.clear()
+        plan_step(graph, tight, budget, params=params)
+        return sum(seeds)
 
-    assert tuned_further(BRIEF, budget)
-    assert not tuned_further(replace(BRIEF, further=0), budget)
-    assert not tuned_further(replace(BRIEF, further_runs=0), budget)
-    assert not tuned_further(BRIEF, in_core_budget(graph, tight))
+    assert further(BRIEF, budget) == BRIEF.further
+    assert not further(replace(BRIEF, further=0), budget)
+    assert not further(BRIEF, in_core_budget(graph, tight))
+    with monkeypatch.context() as short:
+        short.setattr(candidates, "_FURTHER_RUNS", 0)
+        assert not further(BRIEF, budget)
 
 
 def test_bytes_that_no_block_fills_are_not_counted_on() -> None:
@@ -186,7 +194,7 @@ def test_plans_come_best_first_and_say_what_they_were_chosen_from(caplog: pytest
 @pytest.mark.parametrize("technique", sorted(OFF))
 def test_each_technique_can_be_switched_off(technique: str) -> None:
     graph = chain(6)
-    params = replace(BRIEF, tunings=60, annealing=60)
+    params = replace(BRIEF, tunings=60)
     params = replace(params, **{technique: OFF[technique]})
     for given_ in (costs(graph, home(3.0)), costs(graph)):
         planned = plan_step(graph, given_, 4 * SIZE, Auto(params))
@@ -205,11 +213,11 @@ def test_what_is_polished_is_valid_and_quicker_and_the_same_each_time() -> None:
     budget = smallest_budget(graph, given_) + SIZE
     start = plan_step(graph, given_, budget, "offload-all")
     problem = Problem.of(graph, given_, room_for_large(graph, given_, budget))
-    better = polished(problem, budget, start, [start.plan], replace(FULL, polish_tries=200))
+    better = polished(problem, budget, start, [start.plan], FULL)
     assert better is not None
     assert better.timeline.step_seconds < start.timeline.step_seconds
     validate(graph, better.program, budget, given_)
-    assert polished(problem, budget, start, [start.plan], replace(FULL, polish_tries=200)) == better
+    assert polished(problem, budget, start, [start.plan], FULL) == better
 
 
 def test_a_tiny_step_is_not_polished_for_longer_than_its_runs_could_win_back() -> None:
@@ -218,7 +226,7 @@ def test_a_tiny_step_is_not_polished_for_longer_than_its_runs_could_win_back() -
     budget = smallest_budget(graph, quick) + SIZE
     start = plan_step(graph, quick, budget, "offload-all")
     problem = Problem.of(graph, quick, room_for_large(graph, quick, budget))
-    assert polished(problem, budget, start, [start.plan], replace(FULL, polish_tries=200)) is None
+    assert polished(problem, budget, start, [start.plan], FULL) is None
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ _RETUNED = 0.4
 _COPY_WEIGHT = 0.002
 # Ops that the schedules of one tuning may run through.
 _TUNING_OPS = 30_000
+# The same of further tuning; and how many runs of the step it may take as long as, since the plan has to win that back.
+_FURTHER_OPS, _FURTHER_RUNS = 150_000, 20
 # What it takes to schedule an op, about.
 _OP_SECONDS = 3.5e-6
 
@@ -390,10 +392,10 @@ def tuning_tries(problem: Problem, params: SearchParams) -> int:
     return min(_TUNING_OPS // max(len(problem.graph.ops), 1), params.tunings)
 
 
-def further_tries(problem: Problem, params: SearchParams) -> int:
-    """How many schedules the further tuning of one of the best candidates may make."""
-    worthwhile = params.further_runs * problem.costs.compute_seconds / _OP_SECONDS
-    return int(min(params.further_ops, worthwhile) // max(len(problem.graph.ops), 1))
+def further_tries(problem: Problem) -> int:
+    """Return how many schedules the further tuning of one of the best candidates may make."""
+    worthwhile = _FURTHER_RUNS * problem.costs.compute_seconds / _OP_SECONDS
+    return int(min(_FURTHER_OPS, worthwhile) // max(len(problem.graph.ops), 1))
 
 
 def _changed(problem: Problem, choice: Ints, g: int, draw: random.Random) -> Ints | None:

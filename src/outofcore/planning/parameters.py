@@ -30,9 +30,7 @@ class SearchParams:
         passes: how often a candidate's copies are scheduled again, at most, with the last schedule in mind.
         tuned: how many of the best candidates are tuned by random changes that the schedule judges.
         tunings: schedules of one tuning at most.
-        further: how many of these are tuned further, the best first.
-        further_ops: ops that the schedules of that may run through, for each.
-        further_runs: each takes about as long as so many runs of the step at most, which could win it back.
+        further: how many of these are tuned further, the best first: for as long as 20 runs of the step take, at most.
         recompute_changes: share of the changes of a tuning that are about what is computed again.
         rounds: how often candidates are looked for, from the second time on with more bytes left free, where blocks do
             not fit.
@@ -50,13 +48,11 @@ class SearchParams:
     margins: tuple[float, ...] = (0.0, 0.03, 0.1)
     slacks: tuple[float, ...] = (1.5, 30.0)
     passes: int = 8
-    tuned: int = 4
+    tuned: int = 2
     tunings: int = 600
     further: int = 2
-    further_ops: int = 150_000
-    further_runs: int = 20
     recompute_changes: float = 0.5
-    rounds: int = 3
+    rounds: int = 2
     placed: int = 16
     polish_ops: int = 24_000
     nested: tuple[float, ...] = (0.7, 1.0)

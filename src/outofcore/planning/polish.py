@@ -22,8 +22,8 @@ from outofcore.simulator import busiest_seconds
 
 # In steps of more ops it finds nothing for most of planning's time.
 _LONGEST = 100
-# Changes tried from each start at most; the starts, taken in turn with other draws; and the runs of
-# the step that the changes may take as long as: the plan can win their time back.
+# Changes tried from each start at most; starts, taken in turn with other draws; and how many runs of the step the
+# changes may take as long as, since the plan has to win their time back.
 _TRIES, _ROUNDS, _RUNS = 800, 4, 200
 # By how many ops times are moved.
 _SHIFTS = (-5, -3, -2, -1, -1, 1, 1, 2, 3, 5)

@@ -126,7 +126,7 @@ class _Search:
         self._race([*tuned, *self.candidates])
 
     def _tuned_further(self, tuned: list[Candidate]) -> list[Candidate]:
-        tries = further_tries(self.problem, self.params)
+        tries = further_tries(self.problem)
         best = sorted(tuned, key=lambda candidate: candidate.value)
         if not tries or not best or best[0].value <= self.costs.compute_seconds * _NEARLY_GOOD:
             return []
