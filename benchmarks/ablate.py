@@ -44,6 +44,8 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "recompute_changes": {"recompute_changes": 0.0},
     "rounds": {"rounds": 1},
     "polish": {"polish_ops": 0},
+    "annealing": {"annealing": 0},
+    "nested": {"nested": ()},
 }
 SHARES = (0.5, 0.25, 0.133)
 # A ratio of step times that is further from 1 than this counts.

@@ -29,7 +29,6 @@ NAMES = ("gpt", "gan", "resnet")
 # How each technique is switched off: options of ``compile``, and names of the library that are replaced.
 PLANNER: dict[str, dict[str, Any]] = {
     **{name: fields for name, fields in TECHNIQUES.items() if fields},
-    "nested": {"nested": ()},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "replay": {"replay": False},

@@ -59,6 +59,7 @@ OFF = {
     "recompute_changes": 0.0,
     "rounds": 1,
     "polish_ops": 0,
+    "annealing": 0,
 }
 
 
@@ -194,7 +195,7 @@ def test_plans_come_best_first_and_say_what_they_were_chosen_from(caplog: pytest
 @pytest.mark.parametrize("technique", sorted(OFF))
 def test_each_technique_can_be_switched_off(technique: str) -> None:
     graph = chain(6)
-    params = replace(BRIEF, tunings=60)
+    params = replace(BRIEF, tunings=60, annealing=60)
     params = replace(params, **{technique: OFF[technique]})
     for given_ in (costs(graph, home(3.0)), costs(graph)):
         planned = plan_step(graph, given_, 4 * SIZE, Auto(params))

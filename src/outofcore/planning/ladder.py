@@ -42,8 +42,12 @@ from outofcore.units import PAGE_BYTES, format_bytes, round_up
 _RUNGS = 64
 # Every so many rungs everything is tried; on the others greedy eviction and the best of the rung below.
 _SEARCHED_EVERY = 4
+# Every so many the best is annealed.
+_ANNEALED_EVERY = 6
 # In steps of more ops chains run each op once: to nest them there takes minutes.
 _MOST_NESTED_OPS = 1000
+# Random changes there at most.
+_CHANGES = 6_000
 # Random changes where nothing fits otherwise: for each gap, and at most. They say what the smallest budget is, so they
 # are the same for all params.
 _SEARCHED_EACH, _SEARCHED = 200, 20_000
@@ -190,7 +194,11 @@ class Ladder:
         """What random changes lead to where nothing else fits: they pass through states that do not, and come back."""
         choices = self._choices(rung, share)
         Greedy(choices).drop()
-        if not anneal(choices, min(_SEARCHED_EACH * len(choices.free), _SEARCHED)):
+        return self._annealed(rung, choices, min(_SEARCHED_EACH * len(choices.free), _SEARCHED), share)
+
+    def _annealed(self, rung: int, choices: Choices, changes: int, share: float | None) -> Found | None:
+        """What random changes to these choices lead to; None if nothing fits."""
+        if not anneal(choices, changes):
             return None
         Greedy(choices).settle()
         return self._found("annealed", rung, choices, share)
@@ -333,6 +341,7 @@ class Ladder:
         """What is found in some ways on the rungs up to one, the best of each rung after what it comes from."""
         first, found = lowest.rung, list(lowest.below)
         best: Found | None = None
+        each = self.params.annealing
         for k in range(first, rung + 1):
             here: list[Found] = []
             for share in ways:
@@ -348,5 +357,12 @@ class Ladder:
             if not here:
                 continue
             best = min(here, key=lambda each: each.seconds)
+            if k > first and k % _ANNEALED_EVERY == 0 and self.params.annealing:
+                choices = self._from(k, best.snapshot, best.share)
+                count = min(each * len(self.like.free), _CHANGES)
+                changed = None if choices is None else self._annealed(k, choices, count, best.share)
+                if changed is not None:
+                    here.append(changed)
+                    best = min(here, key=lambda each: each.seconds)
             found += here
         return found

@@ -37,6 +37,7 @@ class SearchParams:
         placed: candidates placed at addresses at most (of steps with more than 2,000 ops, in proportion fewer).
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
+        annealing: changes to what is recomputed, for each gap, where nothing can be offloaded.
         nested: where nothing can be offloaded, shares of what is left at an op beside what cannot leave that a chain of
             runs before it may take; one that would take more runs some ops several times (``remat.nesting``). Each is a
             way to plan of its own. Empty, and in steps of more than a thousand ops: chains run each op once.
@@ -52,9 +53,10 @@ class SearchParams:
     tunings: int = 600
     further: int = 2
     recompute_changes: float = 0.5
-    rounds: int = 2
+    rounds: int = 3
     placed: int = 16
     polish_ops: int = 24_000
+    annealing: int = 600
     nested: tuple[float, ...] = (0.7, 1.0)
 
     def in_a_hurry(self) -> SearchParams:
@@ -71,4 +73,4 @@ class SearchParams:
         )
 
 
-QUICK = SearchParams(shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, placed=4, polish_ops=0)
+QUICK = SearchParams(shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, placed=4, polish_ops=0, annealing=20)
