@@ -40,13 +40,13 @@ from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.helpers import packed, received, started
 from outofcore.capture.operators import by_name, traits, written_arguments
 from outofcore.capture.patching import TURN
-from outofcore.capture.split_rules import Cut, Name, is_elementwise
-from outofcore.capture.tiles import ALIGNED, Claim, dense_like
 from outofcore.execution.backend import Backend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import op_shelf
 from outofcore.profiling.scratch import fit
 from outofcore.report.machine import available_memory_bytes
+from outofcore.transforms.split_rules import Cut, Name, is_elementwise
+from outofcore.transforms.tiles import ALIGNED, Claim, dense_like
 
 _log = logging.getLogger("outofcore.profiling")
 

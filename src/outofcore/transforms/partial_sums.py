@@ -23,12 +23,12 @@ import torch
 
 from outofcore._torch_internals import OpOverload
 from outofcore.capture.assembly import compacted
-from outofcore.capture.captured import Call, Captured, Ref, Value
+from outofcore.capture.captured import Call, Captured, Ref, Value, with_ops
 from outofcore.capture.operators import by_name, family_text, traits
-from outofcore.capture.passes import halves_of_convolution, halves_of_norm, with_ops
-from outofcore.capture.split_rules import Cut, Given, Name, Settle
 from outofcore.capture.tables import covers, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.transforms.passes import halves_of_convolution, halves_of_norm
+from outofcore.transforms.split_rules import Cut, Given, Name, Settle
 from outofcore.units import MIB
 
 _aten = torch.ops.aten

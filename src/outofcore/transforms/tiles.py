@@ -51,15 +51,15 @@ from outofcore.analysis.boxes import (
 )
 from outofcore.analysis.chunks import is_dense
 from outofcore.capture.assembly import compacted
-from outofcore.capture.captured import Call, Captured, Ref, StateBinding, StateRange, Value
+from outofcore.capture.captured import Call, Captured, Ref, StateBinding, StateRange, Value, with_ops
 from outofcore.capture.operators import by_name, family_text, made_up, repaired, traits, written_arguments
 from outofcore.capture.optimizer_steps import call_of_update, family_of_update
 from outofcore.capture.optimizers import OptimizerUpdate
-from outofcore.capture.passes import PASSING, by_shape, halves_of_norm, split, with_ops
-from outofcore.capture.split_rules import Cut, Name, Way, is_elementwise, rebased, ways_of
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.lowering.slots import slot_bytes
+from outofcore.transforms.passes import PASSING, by_shape, halves_of_norm, split
+from outofcore.transforms.split_rules import Cut, Name, Way, is_elementwise, rebased, ways_of
 from outofcore.units import PAGE_BYTES
 
 T = TypeVar("T")
