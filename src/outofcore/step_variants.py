@@ -24,7 +24,7 @@ from outofcore.profiling.cache import Cache
 from outofcore.profiling.equality import refuted
 from outofcore.profiling.ops import OpProfile, profile_some
 from outofcore.transforms.passes import fastest, lean, leanest
-from outofcore.transforms.tiles import Tiled, tiled
+from outofcore.transforms.split import Tiled, tiled
 from outofcore.units import MIB
 from outofcore.variant import LOWEST_MEMORY, Form, Variant
 
@@ -68,7 +68,7 @@ class StepVariants:
             exact and ops need no scratch memory.
         cache: where measurements are kept.
         split: whether ops may be split.
-        home_bytes: capacity of the first home; None: unlimited (see ``transforms.tiles``).
+        home_bytes: capacity of the first home; None: unlimited (see ``transforms.split``).
         is_later: whether it is the step as later calls run it.
     """
 

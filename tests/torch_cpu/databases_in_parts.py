@@ -39,7 +39,7 @@ from outofcore.execution.backend import CpuBackend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.equality import refuted
 from outofcore.transforms.passes import hoisting, reordered, reuse
-from outofcore.transforms.tiles import tiled
+from outofcore.transforms.split import tiled
 
 ROOM = 1 << 30
 

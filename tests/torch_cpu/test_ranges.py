@@ -22,7 +22,7 @@ import outofcore
 from outofcore.capture import Captured, capture_step
 from outofcore.graph import StorageKind
 from outofcore.profiling.cache import Cache
-from outofcore.transforms.tiles import tiled
+from outofcore.transforms.split import tiled
 from outofcore.units import MIB, PAGE_BYTES
 
 

@@ -35,8 +35,9 @@ from outofcore.profiling import equality
 from outofcore.profiling.cache import Cache, Shelf
 from outofcore.profiling.equality import Stretch, Trial, refuted, stretches_of
 from outofcore.profiling.ops import op_shelf
-from outofcore.transforms.split_rules import Cut, Way, ways_of
-from outofcore.transforms.tiles import Claim, tiled
+from outofcore.transforms.split import Claim, tiled
+from outofcore.transforms.split.rules import ways_of
+from outofcore.transforms.split.ways import Cut, Way
 
 
 @pytest.fixture(scope="module")

@@ -45,8 +45,10 @@ from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import op_shelf
 from outofcore.profiling.scratch import fit
 from outofcore.report.machine import available_memory_bytes
-from outofcore.transforms.split_rules import Cut, Name, is_elementwise
-from outofcore.transforms.tiles import ALIGNED, Claim, dense_like
+from outofcore.transforms.split.exactness import ALIGNED, Claim
+from outofcore.transforms.split.rules import is_elementwise
+from outofcore.transforms.split.tensors import dense_like
+from outofcore.transforms.split.ways import Cut, Name
 
 _log = logging.getLogger("outofcore.profiling")
 

@@ -6,7 +6,7 @@ storages. ``passes`` keep every bit:
     fastest    by_shape → together → reuse                                 where memory is plentiful
     leanest    by_shape → recompute_casts → split → reuse → reordered      where memory is short
 
-``tiles`` splits ops that need more memory than there is, along the axes in ``split_rules``. The bits stay the same
+``split`` splits ops that need more memory than there is, along axes on which they do not mix. The bits stay the same
 where ``profiling.equality`` confirms it.
 
 Two optional transforms come first and do change bits: ``fusing`` turns the ops between products into kernels
