@@ -52,11 +52,9 @@ def claims_of_gathered(captured: Captured, cell_map: CellMap, chosen: Iterable[i
     """Yield claims that whole ops compute the same if their arguments, gathered from cells, have other layouts."""
     cut = set(chosen)
     for op in captured.graph.ops:
-        laid = (
-            {}
-            if op.id in cut or cell_map.cuts.keys().isdisjoint(op.touched)
-            else _laid(captured, cell_map, op.id, None)
-        )
+        if op.id in cut or cell_map.cuts.keys().isdisjoint(op.touched):
+            continue
+        laid = _laid(captured, cell_map, op.id, None)
         if laid:
             key = f"{op.family} as one{_lies(captured, op.id, laid)}"
             yield op, Claim(key, captured.calls[op.id], AS_ONE, (0, 1), laid=laid)
