@@ -2,7 +2,7 @@
 
 Where memory is short, each parameter is updated as soon as its gradient is there, so that the gradient can go. Updates
 whose gradients come soon after one another are made together, up to a share of the room and so many bytes of parameters
-(``capture.passes.lean``). Here one process holds the step in core and, at parts of plain PyTorch's peak, with other
+(``transforms.passes.lean``). Here one process holds the step in core and, at parts of plain PyTorch's peak, with other
 shares and bytes; all take turns step by step, and all losses are the same, or it fails. Medians of quotients over the
 step in core, round by round, and quotients of the quickest fifths of steps.
 """
@@ -21,7 +21,7 @@ from _unseen import UNSEEN
 from rich.table import Table
 
 import outofcore
-from outofcore.capture import passes
+from outofcore.transforms import passes
 from outofcore.units import MIB, format_bytes, format_seconds
 
 _EAGER_STEPS = 4  # of plain PyTorch, after which its peak is read

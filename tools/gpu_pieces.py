@@ -774,7 +774,6 @@ def fakes(name: str, small: bool) -> Found:
 
     from outofcore import _torch_internals as internals
     from outofcore.capture import capture_step
-    from outofcore.capture.passes import leanest
     from outofcore.errors import CaptureError
     from outofcore.execution.binding import unseen_results
     from outofcore.execution.cuda.backend import CudaBackend
@@ -782,6 +781,7 @@ def fakes(name: str, small: bool) -> Found:
     from outofcore.profiling.faithfulness import differences
     from outofcore.profiling.ops import _Bench
     from outofcore.profiling.scratch import contents_to_try
+    from outofcore.transforms.passes import leanest
 
     backend = CudaBackend(torch.device("cuda", 0))
     backend.prepare()
@@ -1014,7 +1014,7 @@ def _bits_with_kernels(name: str, small: bool) -> Found:
 
 
 def _about_kernels(step: Any) -> Found:
-    from outofcore.capture.kernels import Kernel
+    from outofcore.transforms.kernels import Kernel
 
     kernels = [call.func for call in step.captured.calls if isinstance(call.func, Kernel)]
     return {

@@ -196,7 +196,7 @@ MUTANTS = (
     ),
     Mutant(
         "split-without-trailing-halo",
-        "capture/split_rules.py",
+        "transforms/split/ways.py",
         "return low * self.scale - self.before, high * self.scale + self.after",
         "return low * self.scale - self.before, self.scale * high",
         "A part of a convolution lacks the rows behind it that its last rows read.",

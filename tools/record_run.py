@@ -32,7 +32,6 @@ import outofcore
 from outofcore.analysis import is_large
 from outofcore.analysis.gaps import gaps_of
 from outofcore.capture import capture_step
-from outofcore.capture.passes import leanest
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Residency
@@ -41,6 +40,7 @@ from outofcore.policies import Auto
 from outofcore.profiling.ops import profile_ops
 from outofcore.program import CopyIn, CopyOut, Program, Run
 from outofcore.report.machine import this_machine
+from outofcore.transforms.passes import leanest
 from outofcore.units import parse_bytes
 
 # Of a compiled step; a loop is recorded, planned and then follows its plan.

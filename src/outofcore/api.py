@@ -16,11 +16,8 @@ from torch.optim import Optimizer
 
 from outofcore import presets
 from outofcore._torch_internals import Feature, require, tree_flatten
-from outofcore.capture.fusing import fusing
 from outofcore.capture.guard import check_modules
 from outofcore.capture.kernel_layouts import KernelLayouts
-from outofcore.capture.kernels import Kernels
-from outofcore.capture.partial_sums import summing
 from outofcore.capture.replicas import check_supported
 from outofcore.capture.shards import Shards
 from outofcore.capture.step import capture_step
@@ -54,6 +51,9 @@ from outofcore.profiling.cache import open_cache
 from outofcore.progress import following
 from outofcore.step import P, R, Step
 from outofcore.step_variants import Split, StepVariants, split_of
+from outofcore.transforms.fusing import fusing
+from outofcore.transforms.kernels import Kernels
+from outofcore.transforms.partial_sums import summing
 from outofcore.units import parse_bytes
 from outofcore.variant import LOWEST_MEMORY, smallest_variant
 

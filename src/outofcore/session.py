@@ -28,11 +28,8 @@ from outofcore.background import Answer, BackgroundPlanner, plan_job
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.captured import StateBinding
 from outofcore.capture.collectives import Collective
-from outofcore.capture.fusing import fused, fusing
 from outofcore.capture.kernel_layouts import KernelLayouts
-from outofcore.capture.kernels import Kernels
 from outofcore.capture.optimizers import OptimizerUpdate
-from outofcore.capture.partial_sums import in_partial_sums, summing
 from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.capture.snapshot import Snapshot
@@ -88,6 +85,9 @@ from outofcore.progress import Tell, following, silent
 from outofcore.replanning import MEASURED_STEPS, Watch, calm_of
 from outofcore.step_plans import StepPlans
 from outofcore.step_variants import Split, StepVariants, VariantPlans
+from outofcore.transforms.fusing import fused, fusing
+from outofcore.transforms.kernels import Kernels
+from outofcore.transforms.partial_sums import in_partial_sums, summing
 from outofcore.units import MIB, format_bytes
 from outofcore.validator import validate
 from outofcore.variant import Variant, choose_variant

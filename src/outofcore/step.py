@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore.capture import Captured
-from outofcore.capture.kernels import Kernels
 from outofcore.capture.shards import Shards
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
@@ -35,6 +34,7 @@ from outofcore.progress import Tell
 from outofcore.report import ReportPath, facts_html
 from outofcore.session import Outcome, Ranks, Session, versions
 from outofcore.step_variants import Split
+from outofcore.transforms.kernels import Kernels
 from outofcore.units import format_bytes, format_seconds
 
 P = ParamSpec("P")

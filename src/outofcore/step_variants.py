@@ -14,9 +14,7 @@ from functools import cached_property
 from outofcore import planning
 from outofcore.analysis import SMALL_ALIGNMENT, live_bytes
 from outofcore.capture import Captured
-from outofcore.capture.passes import fastest, lean, leanest
 from outofcore.capture.step import gradients_from_now_on
-from outofcore.capture.tiles import Tiled, tiled
 from outofcore.costs import SOMEWHERE, Costs, OpCost
 from outofcore.errors import BudgetError, InputError
 from outofcore.execution.backend import Backend
@@ -25,6 +23,8 @@ from outofcore.planned_step import PlannedStep, describer, plan_in_core
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.equality import refuted
 from outofcore.profiling.ops import OpProfile, profile_some
+from outofcore.transforms.passes import fastest, lean, leanest
+from outofcore.transforms.split import Tiled, tiled
 from outofcore.units import MIB
 from outofcore.variant import LOWEST_MEMORY, Form, Variant
 
@@ -68,7 +68,7 @@ class StepVariants:
             exact and ops need no scratch memory.
         cache: where measurements are kept.
         split: whether ops may be split.
-        home_bytes: capacity of the first home; None: unlimited (see ``capture.tiles``).
+        home_bytes: capacity of the first home; None: unlimited (see ``transforms.split``).
         is_later: whether it is the step as later calls run it.
     """
 

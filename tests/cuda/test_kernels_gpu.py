@@ -14,9 +14,9 @@ from worlds import CPU, WORLDS, World, same
 
 import outofcore
 from outofcore._torch_internals import compile_traced
-from outofcore.capture.kernels import Kernel
 from outofcore.errors import BudgetError
 from outofcore.execution.cuda.backend import CudaBackend
+from outofcore.transforms.kernels import Kernel
 from outofcore.units import GIB, KIB, MIB
 
 pytestmark = [

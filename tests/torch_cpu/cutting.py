@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from outofcore.capture import Captured
-from outofcore.capture.passes import hoisting, reordered, reuse
-from outofcore.capture.tiles import tiled
 from outofcore.execution.backend import CpuBackend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.equality import refuted
+from outofcore.transforms.passes import hoisting, reordered, reuse
+from outofcore.transforms.split import tiled
 
 ROOM = 1 << 30  # bytes that a trial may take
 

@@ -35,11 +35,11 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from outofcore.capture import Captured, capture_step
-from outofcore.capture.passes import hoisting, reordered, reuse
-from outofcore.capture.tiles import tiled
 from outofcore.execution.backend import CpuBackend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.equality import refuted
+from outofcore.transforms.passes import hoisting, reordered, reuse
+from outofcore.transforms.split import tiled
 
 ROOM = 1 << 30
 

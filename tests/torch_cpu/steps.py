@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 import outofcore
 from outofcore import zoo
 from outofcore.capture import Captured
-from outofcore.capture.passes import leanest
 from outofcore.capture.step import capture_step
 from outofcore.planning import in_core_budget
+from outofcore.transforms.passes import leanest
 
 ZOO: dict[str, dict[str, Any]] = {
     "resnet": {"depth": 18, "size": 64, "batch": 2},

@@ -13,7 +13,7 @@ from capture_cases import Case
 from exactness import CASES, check_exact
 
 from outofcore.capture import Captured
-from outofcore.capture.passes import hoisting, reordered, reuse, split
+from outofcore.transforms.passes import hoisting, reordered, reuse, split
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),

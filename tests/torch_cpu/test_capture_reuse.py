@@ -9,7 +9,7 @@ import torch
 from replay import Replay
 
 from outofcore.capture import Captured, capture_step
-from outofcore.capture.passes import reuse
+from outofcore.transforms.passes import reuse
 
 SHAPE = (6, 5)
 

@@ -18,8 +18,8 @@ from torch import nn
 
 import outofcore
 from outofcore.capture import Captured, capture_step
-from outofcore.capture.partial_sums import in_partial_sums
 from outofcore.errors import InputError
+from outofcore.transforms.partial_sums import in_partial_sums
 from outofcore.zoo.gpt import GPT, GPTShape
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from outofcore.capture import compiled_ahead, kernels
-from outofcore.capture.compiled_ahead import compiling_ahead, serve
-from outofcore.capture.fusing import fused
 from outofcore.capture.helpers import packed
 from outofcore.capture.step import capture_step
 from outofcore.progress import Tell, silent
+from outofcore.transforms import compiled_ahead, kernels
+from outofcore.transforms.compiled_ahead import compiling_ahead, serve
+from outofcore.transforms.fusing import fused
 
 
 class _Recipes(kernels.Kernels):

@@ -22,15 +22,15 @@ from replay import Replay
 import outofcore
 from outofcore import _torch_internals as internals
 from outofcore.analysis.windows import Window, derivation
-from outofcore.capture import kernels
 from outofcore.capture.captured import Value
-from outofcore.capture.fusing import fused
-from outofcore.capture.kernels import Kernel, Kernels, derived
 from outofcore.capture.step import capture_step
 from outofcore.compiling import COMPILERS
 from outofcore.errors import InputError
 from outofcore.execution.native import load_native
 from outofcore.program import Run
+from outofcore.transforms import kernels
+from outofcore.transforms.fusing import fused
+from outofcore.transforms.kernels import Kernel, Kernels, derived
 
 pytestmark = [
     pytest.mark.skipif(load_native().library is None, reason="there is no C++ compiler"),

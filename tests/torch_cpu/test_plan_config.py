@@ -17,12 +17,12 @@ from typer.testing import CliRunner, Result
 import outofcore
 from outofcore import planning
 from outofcore.capture import capture_step
-from outofcore.capture.passes import leanest
 from outofcore.cli.app import app
 from outofcore.cli.config_fields import check_sizes
 from outofcore.estimation.costing import estimated_costs
 from outofcore.graph import StorageKind
 from outofcore.presets import device
+from outofcore.transforms.passes import leanest
 
 transformers = pytest.importorskip("transformers")
 configs = pytest.importorskip("outofcore.cli.configs")

@@ -20,9 +20,9 @@ from torch import nn
 
 import outofcore
 from outofcore.capture import Captured, capture_step
-from outofcore.capture.tiles import tiled
 from outofcore.graph import StorageKind
 from outofcore.profiling.cache import Cache
+from outofcore.transforms.split import tiled
 from outofcore.units import MIB, PAGE_BYTES
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import outofcore
 from outofcore.analysis import fullest_op, live_bytes
 from outofcore.capture import Captured, capture_step
-from outofcore.capture.passes import leanest, recompute_casts
+from outofcore.transforms.passes import leanest, recompute_casts
 
 ROWS, WIDTH, LAYERS = 1024, 128, 5
 NARROW, WIDE = ROWS * WIDTH * 2, ROWS * WIDTH * 4

@@ -28,15 +28,16 @@ from outofcore._torch_internals import OpOverload, result_leaves
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.operators import by_name, family_text
-from outofcore.capture.split_rules import Cut, Way, ways_of
 from outofcore.capture.tables import map_leaves
-from outofcore.capture.tiles import Claim, tiled
 from outofcore.errors import BudgetError, InputError
 from outofcore.execution.backend import CpuBackend
 from outofcore.profiling import equality
 from outofcore.profiling.cache import Cache, Shelf
 from outofcore.profiling.equality import Stretch, Trial, refuted, stretches_of
 from outofcore.profiling.ops import op_shelf
+from outofcore.transforms.split import Claim, tiled
+from outofcore.transforms.split.rules import ways_of
+from outofcore.transforms.split.ways import Cut, Way
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ from torch import nn
 
 import outofcore
 from outofcore.capture.optimizers import UpdateOn
-from outofcore.capture.passes import leanest
 from outofcore.capture.value_errors import ops_that_may_raise
 from outofcore.errors import BudgetError
 from outofcore.execution.interrupts import Deferred
 from outofcore.session import Outcome
+from outofcore.transforms.passes import leanest
 
 WIDTH, WORDS = 160, 400
 LIMIT = [float("inf")]

@@ -13,7 +13,7 @@ from exactness import CASES, check_exact
 from outofcore.analysis import live_bytes
 from outofcore.capture import OptimizerUpdate, capture_step
 from outofcore.capture.captured import Captured
-from outofcore.capture.passes import TOGETHER_BYTES, delayed, lean, leanest, together
+from outofcore.transforms.passes import TOGETHER_BYTES, delayed, lean, leanest, together
 
 
 def captured_with(optimizer: type[torch.optim.Optimizer], twice: bool = False, **settings: Any) -> Captured:
@@ -64,7 +64,7 @@ def test_the_second_update_of_a_parameter_stays_the_second() -> None:
 
 def test_an_op_of_updates_takes_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     before = captured_with(torch.optim.SGD)
-    monkeypatch.setattr("outofcore.capture.passes.TOGETHER_BYTES", 2 * (300 * 300 + 300) * 4)
+    monkeypatch.setattr("outofcore.transforms.passes.TOGETHER_BYTES", 2 * (300 * 300 + 300) * 4)
     assert 1 < len(updates(together(before))) < len(updates(before))
 
 
@@ -80,9 +80,9 @@ def test_on_a_device_those_that_go_over_all_at_once_are_joined_as_well() -> None
 def test_where_nothing_is_said_the_device_of_the_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not where the parameters are when it is captured."""
     before = captured_with(torch.optim.AdamW)
-    monkeypatch.setattr("outofcore.capture.passes.TOGETHER_BYTES", 1)
-    monkeypatch.setattr("outofcore.capture.passes.DEVICE_TOGETHER_BYTES", 1 << 30)
-    monkeypatch.setattr("outofcore.capture.passes._SMALL_PART", 1)
+    monkeypatch.setattr("outofcore.transforms.passes.TOGETHER_BYTES", 1)
+    monkeypatch.setattr("outofcore.transforms.passes.DEVICE_TOGETHER_BYTES", 1 << 30)
+    monkeypatch.setattr("outofcore.transforms.passes._SMALL_PART", 1)
     assert len(updates(together(before))) == len(updates(before))
     assert len(updates(together(replace(before, device=torch.device("cuda"))))) == 1
 

@@ -9,14 +9,7 @@
    ``operators`` describes operators, ``kernel_layouts`` corrects the layouts of results, ``provenance`` finds lines.
 4. ``assembly`` reads how the step ends and builds a ``Captured`` (``captured``).
 
-Then passes rewrite the graph without changing a bit (``passes``):
-
-    fastest    by_shape → together → reuse                                 where memory is plentiful
-    leanest    by_shape → recompute_casts → split → reuse → reordered      where memory is short
-
-``tiles`` splits ops that need more memory than there is, along the axes in ``split_rules``. The bits stay the same
-where ``profiling.equality`` confirms it. Two optional passes come first and do change bits: ``fusing`` turns the ops
-between products into kernels (``kernels``), and ``partial_sums`` splits large sums.
+The package ``transforms`` rewrites the graph afterwards.
 
 ``collectives`` and ``replicas`` record collectives and ``DistributedDataParallel``. ``signature`` decides whether a
 captured step fits a call, ``refusals`` words the errors, and ``patching`` replaces functions of PyTorch meanwhile.

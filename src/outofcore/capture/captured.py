@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
@@ -15,7 +15,7 @@ from outofcore.analysis import SMALL_ALIGNMENT, is_large
 from outofcore.capture.effects import Effect
 from outofcore.capture.reads import Reads
 from outofcore.capture.replicas import ReplicaEnd
-from outofcore.graph import StepGraph, StorageKind
+from outofcore.graph import Op, StepGraph, StorageKind
 from outofcore.units import round_up
 
 CPU = torch.device("cpu")
@@ -190,3 +190,13 @@ class Captured:
         )
         graph = StepGraph(storages, self.graph.ops, self.graph.outputs)
         return replace(self, graph=graph, alignment=alignment, exact=exact)
+
+
+def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
+    """Return the capture with other ops, numbered in their order."""
+    found = list(pairs)
+    graph = captured.graph
+    ops = tuple(replace(op, id=index) for index, (op, _) in enumerate(found))
+    return replace(
+        captured, graph=StepGraph(graph.storages, ops, graph.outputs), calls=tuple(call for _, call in found)
+    )

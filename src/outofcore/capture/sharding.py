@@ -21,7 +21,7 @@ from torch import nn
 
 from outofcore._torch_internals import FakeTensorMode, at_the_end_of_backward
 from outofcore.analysis.chunks import Chunks
-from outofcore.capture.captured import Call, Ref, Value
+from outofcore.capture.captured import Call, Captured, Ref, Value, with_ops
 from outofcore.capture.collectives import Collective, Kind
 from outofcore.capture.shards import Shard, Shards
 from outofcore.capture.tables import Tables
@@ -340,3 +340,27 @@ def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
             "sparse=False"
         )
     return gradient
+
+
+def gathered_late(captured: Captured) -> Captured:
+    """Move gatherings of sharded parameters from the step's beginning to where they are needed.
+
+    Each gathering starts where the one before it is needed, so it overlaps with the ops in between, and at most two
+    gathered parameters wait for their use.
+    """
+    graph = captured.graph
+    first = [op for op in graph.ops if op.communicates and op.creates and graph.persistent.issuperset(op.reads)]
+    if not first:
+        return captured
+    needed = {op.id: graph.uses[op.creates[0]][1] for op in first}
+    before: dict[int, list[int]] = {}
+    place = 0
+    for gathering in sorted(needed, key=lambda op: (needed[op], op)):
+        before.setdefault(place, []).append(gathering)
+        place = needed[gathering]
+    order: list[int] = before.pop(0, [])
+    for op in graph.ops:
+        order += before.get(op.id, [])
+        if op.id not in needed:
+            order.append(op.id)
+    return with_ops(captured, [(graph.ops[old], captured.calls[old]) for old in order])

@@ -26,14 +26,13 @@ from outofcore.capture.guard import Guard, check_modules
 from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.mirror import Mirror
 from outofcore.capture.optimizer_steps import StepRecorder
-from outofcore.capture.passes import gathered_late
 from outofcore.capture.patching import TURN, patched
 from outofcore.capture.provenance import Provenance, users_part
 from outofcore.capture.reads import Reads
 from outofcore.capture.recorder import Recorder, recorded_generators
 from outofcore.capture.refusals import pointed_to_loops, translated
 from outofcore.capture.replicas import Replicas, check_supported
-from outofcore.capture.sharding import Sharding
+from outofcore.capture.sharding import Sharding, gathered_late
 from outofcore.capture.shards import Shards
 from outofcore.capture.substitute import Substitute, average_counts, uncompiled
 from outofcore.capture.tables import Tables

@@ -23,11 +23,8 @@ from torch.optim import Optimizer
 from outofcore._torch_internals import OpOverload
 from outofcore.capture.captured import Call, Captured, Ref
 from outofcore.capture.collectives import Collective
-from outofcore.capture.fusing import fusing
 from outofcore.capture.kernel_layouts import KernelLayouts
-from outofcore.capture.kernels import Kernels
 from outofcore.capture.operators import by_name
-from outofcore.capture.partial_sums import summing
 from outofcore.capture.shards import AssumedGroup, Shards
 from outofcore.capture.step import capture_step
 from outofcore.capture.tables import leaves_in
@@ -41,6 +38,9 @@ from outofcore.profiling.groups import GroupCost
 from outofcore.profiling.links import links_to
 from outofcore.progress import Tell
 from outofcore.step_variants import Split, StepVariants
+from outofcore.transforms.fusing import fusing
+from outofcore.transforms.kernels import Kernels
+from outofcore.transforms.partial_sums import summing
 from outofcore.units import MIB
 from outofcore.variant import LOWEST_MEMORY, Variant, smallest_variant
 

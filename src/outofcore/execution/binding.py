@@ -16,13 +16,13 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.capture.captured import Captured, Ref, Value
 from outofcore.capture.optimizers import OptimizerUpdate
-from outofcore.capture.passes import Over
 from outofcore.capture.tables import map_leaves
 from outofcore.errors import GraphError
 from outofcore.execution.arena import STOCK, Memory
 from outofcore.graph import StepGraph
 from outofcore.planning.placement.requests import Requests, Result, Scratch
 from outofcore.program import Block, Program, Queue, Run, Wait, lane_of
+from outofcore.transforms.passes import Over
 
 # Queues are numbered: ops first, then for each home copies out and copies in; collectives are the last, however many
 # homes there are, as a list counts from its end.

@@ -42,13 +42,15 @@ from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.helpers import packed, received, started
 from outofcore.capture.operators import by_name, traits, written_arguments
 from outofcore.capture.patching import TURN
-from outofcore.capture.split_rules import Cut, Name, is_elementwise
-from outofcore.capture.tiles import ALIGNED, Claim, dense_like
 from outofcore.execution.backend import Backend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import op_shelf
 from outofcore.profiling.scratch import fit
 from outofcore.report.machine import available_memory_bytes
+from outofcore.transforms.split.exactness import ALIGNED, Claim
+from outofcore.transforms.split.rules import is_elementwise
+from outofcore.transforms.split.tensors import dense_like
+from outofcore.transforms.split.ways import Cut, Name
 
 _log = logging.getLogger("outofcore.profiling")
 

@@ -22,11 +22,11 @@ import torch
 from outofcore._torch_internals import CompilerMissingError, OpOverload, compile_traced, force_strides
 from outofcore.analysis.windows import Derivation, Window, derivation
 from outofcore.capture.captured import Call, Ref, Value
-from outofcore.capture.compiled_ahead import compiling_ahead
 from outofcore.capture.operators import by_name, value_text, written_arguments
 from outofcore.capture.patching import TURN
 from outofcore.capture.tables import map_leaves
 from outofcore.progress import Tell, silent
+from outofcore.transforms.compiled_ahead import compiling_ahead
 
 _log = logging.getLogger("outofcore")
 _aten = torch.ops.aten

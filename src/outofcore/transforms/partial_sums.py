@@ -1,7 +1,7 @@
 """Sums over rows or samples computed in parts that are added up: the pass behind ``split="close"``.
 
 The gradients of a weight, a norm's scale or a bias are sums over all rows or samples of a batch. One op needs
-everything that it adds up on the device at once; several ops need one part at a time (``tiles``). Another order of
+everything that it adds up on the device at once; several ops need one part at a time (``split``). Another order of
 additions rounds differently, so such a step is close to plain PyTorch and not equal to the bit. The number of parts
 depends on tensor sizes alone, and the pass precedes all that depend on the budget or the machine: the bits of a step
 are the same at every budget.
@@ -23,12 +23,12 @@ import torch
 
 from outofcore._torch_internals import OpOverload
 from outofcore.capture.assembly import compacted
-from outofcore.capture.captured import Call, Captured, Ref, Value
+from outofcore.capture.captured import Call, Captured, Ref, Value, with_ops
 from outofcore.capture.operators import by_name, family_text, traits
-from outofcore.capture.passes import halves_of_convolution, halves_of_norm, with_ops
-from outofcore.capture.split_rules import Cut, Given, Name, Settle
 from outofcore.capture.tables import covers, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
+from outofcore.transforms.passes import halves_of_convolution, halves_of_norm
+from outofcore.transforms.split.ways import Cut, Given, Name, Settle
 from outofcore.units import MIB
 
 _aten = torch.ops.aten

@@ -21,7 +21,7 @@ import torch
 from outofcore.capture.helpers import packed, received, started
 
 if TYPE_CHECKING:
-    from outofcore.capture.kernels import Recipe
+    from outofcore.transforms.kernels import Recipe
 
 # A helper imports PyTorch and its compiler first, which takes as long as two or three kernels do.
 _EACH = 4
@@ -54,7 +54,7 @@ def compiling_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None =
 def serve() -> None:
     """Compile the recipes that come in by standard input: the main function of a helper."""
     # What writes down recipes does not start helpers that compile them, so neither imports the other at once.
-    from outofcore.capture.kernels import compiled  # noqa: PLC0415
+    from outofcore.transforms.kernels import compiled  # noqa: PLC0415
 
     for recipe in received():
         # The process that asked for it compiles it as well, and tells of the error.

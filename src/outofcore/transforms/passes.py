@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -25,13 +25,13 @@ from outofcore._torch_internals import OpOverload, OpOverloadPacket
 from outofcore.analysis import LARGE_BYTES, fullest_op, is_large, live_bytes
 from outofcore.analysis.hoisting import hoisted_order
 from outofcore.capture.assembly import compacted
-from outofcore.capture.captured import Call, Captured, Ref
+from outofcore.capture.captured import Call, Captured, Ref, with_ops
 from outofcore.capture.operators import by_name, family_text, traits
 from outofcore.capture.optimizer_steps import call_of_update
 from outofcore.capture.optimizers import OptimizerUpdate, is_torchs_own
 from outofcore.capture.tables import covers, map_leaves
 from outofcore.capture.value_errors import ops_that_may_raise
-from outofcore.graph import Op, StepGraph, StorageKind
+from outofcore.graph import Op, StorageKind
 from outofcore.units import MIB
 
 _aten = torch.ops.aten
@@ -39,16 +39,6 @@ _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _NORMS_BACKWARD = frozenset({"aten::native_group_norm_backward", "aten::native_layer_norm_backward"})
 _INPUT = 1  # the place of the input among the arguments
 _MASK = 10  # the place of ``output_mask`` among the arguments
-
-
-def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
-    """Return the capture with other ops, numbered in their order."""
-    found = list(pairs)
-    graph = captured.graph
-    ops = tuple(replace(op, id=index) for index, (op, _) in enumerate(found))
-    return replace(
-        captured, graph=StepGraph(graph.storages, ops, graph.outputs), calls=tuple(call for _, call in found)
-    )
 
 
 def split(captured: Captured) -> Captured:
@@ -338,30 +328,6 @@ def hoisting(captured: Captured) -> tuple[int, ...]:
 def reordered(captured: Captured, order: Sequence[int]) -> Captured:
     """Return the step with its ops in another order, which must respect all dependencies."""
     return with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
-
-
-def gathered_late(captured: Captured) -> Captured:
-    """Move gatherings of sharded parameters from the step's beginning to where they are needed.
-
-    Each gathering starts where the one before it is needed, so it overlaps with the ops in between, and at most two
-    gathered parameters wait for their use.
-    """
-    graph = captured.graph
-    first = [op for op in graph.ops if op.communicates and op.creates and graph.persistent.issuperset(op.reads)]
-    if not first:
-        return captured
-    needed = {op.id: graph.uses[op.creates[0]][1] for op in first}
-    before: dict[int, list[int]] = {}
-    place = 0
-    for gathering in sorted(needed, key=lambda op: (needed[op], op)):
-        before.setdefault(place, []).append(gathering)
-        place = needed[gathering]
-    order: list[int] = before.pop(0, [])
-    for op in graph.ops:
-        order += before.get(op.id, [])
-        if op.id not in needed:
-            order.append(op.id)
-    return reordered(captured, order)
 
 
 # An op of so many bytes of parameters has no fixed price to speak of, and is still measured in little memory.

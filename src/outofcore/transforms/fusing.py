@@ -21,13 +21,13 @@ from outofcore._torch_internals import OpOverload
 from outofcore.analysis.fusing import ops_to_fuse
 from outofcore.analysis.gaps import LARGE_BYTES
 from outofcore.capture.assembly import compacted
-from outofcore.capture.captured import Call, Captured, Ref, Value
-from outofcore.capture.kernels import BATCH_NORM, REWRITTEN, Kernels, Recipe, described, functional_of
+from outofcore.capture.captured import Call, Captured, Ref, Value, with_ops
 from outofcore.capture.operators import by_name, written_arguments
-from outofcore.capture.passes import PASSING, with_ops
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op
 from outofcore.progress import Tell, silent
+from outofcore.transforms.kernels import BATCH_NORM, REWRITTEN, Kernels, Recipe, described, functional_of
+from outofcore.transforms.passes import PASSING
 
 _DTYPES = frozenset(
     {

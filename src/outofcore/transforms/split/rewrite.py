@@ -1,0 +1,391 @@
+"""Build the split step from the choices of ``search``.
+
+Each op becomes pieces: itself if it stays whole, else a piece for each part, with the ops around it that gather and
+copy (``writer``). Updates of ranges and lookups in parts of a table have parts of their own kind.
+
+Pieces run depth first: the next op's part as soon as its arguments exist. So in a chain of ops that are cut alike no
+tensor ever exists as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from math import prod
+from typing import Any
+
+import torch
+
+from outofcore._torch_internals import FakeTensorMode, OpOverload, result_leaves
+from outofcore.capture.assembly import compacted
+from outofcore.capture.captured import Call, Captured, Ref, Value
+from outofcore.capture.operators import by_name, family_text, made_up, repaired, traits, written_arguments
+from outofcore.capture.optimizer_steps import call_of_update, family_of_update
+from outofcore.capture.optimizers import OptimizerUpdate
+from outofcore.capture.tables import covers, leaves_in, map_leaves
+from outofcore.graph import Op, StepGraph
+from outofcore.transforms.split.cells import CellMap
+from outofcore.transforms.split.rules import rebased
+from outofcore.transforms.split.tensors import dense_like, named_refs, refs_of
+from outofcore.transforms.split.ways import Choice, Cut, Name
+from outofcore.transforms.split.writer import Piece, StepWriter, UnfitError, part_shape, required
+
+_aten = torch.ops.aten
+
+
+class Builder:
+    """Builds the ops of the split step."""
+
+    def __init__(
+        self, captured: Captured, cell_map: CellMap, chosen: Mapping[int, Choice], limit: int | None = None
+    ) -> None:
+        self.old, self.cell_map, self.chosen = captured, cell_map, chosen
+        self.writer = StepWriter(captured, cell_map, limit)
+        self.mode = FakeTensorMode()
+        self._looked_up: dict[int, Value] = {}  # by op, where what is looked up part by part comes together
+        self._shapes: dict[str, list[tuple[Value, int] | None]] = {}
+
+    def built(self) -> Captured:
+        """Build the step; raises ``LimitError`` for too many ops, ``UnfitError`` if an op cannot be cut as chosen."""
+        rows: list[list[Piece]] = []
+        for op in self.old.graph.ops:
+            choice = self.chosen.get(op.id)
+            pieces = (
+                [self._whole(op)]
+                if choice is None
+                else [self._part(op, choice, number) for number in range(len(choice.ends) - 1)]
+            )
+            if choice is not None and rows and rows[-1][-1].op in self.chosen:
+                rows[-1] += pieces
+            else:
+                rows.append(pieces)
+        ordered = [piece for row in rows for piece in _depth_first(row)]
+        pairs = [pair for piece in ordered for pair in piece.ops]
+        ops = tuple(replace(op, id=number) for number, (op, _) in enumerate(pairs))
+        graph = StepGraph(tuple(self.writer.storages), ops, self.old.graph.outputs)
+        return compacted(
+            replace(
+                self.old,
+                graph=graph,
+                calls=tuple(call for _, call in pairs),
+                values=tuple(self.writer.values),
+                ranges=self.writer.ranges,
+            )
+        )
+
+    def _whole(self, op: Op) -> Piece:
+        piece = self.writer.begin(op)
+        call, cuts = self.old.calls[op.id], self.cell_map.cuts
+        if not any(s in cuts for s in op.touched):
+            for storage in op.mutates:
+                self.writer.forget(storage)
+            piece.ops.append((op, call))
+            return piece
+        instead: dict[int, int] = {}  # values
+        moved: dict[int, int] = {}  # storages
+        made: list[tuple[int, int]] = []
+        for index in dict.fromkeys(ref.value for ref in refs_of(call)):
+            value = self.old.values[index]
+            if value.storage in cuts and value.storage not in op.creates:
+                part = self.writer.argument(op, index, None, 0, 0)
+                instead[index] = self.writer.index_of(part)
+                moved.setdefault(value.storage, part.storage)
+                if value.storage in op.reads:
+                    made.append((value.storage, part.storage))
+        reads = [s for s in op.reads if s not in cuts] + [new for _, new in made]
+        for index in (v for v in call.results if v is not None):
+            value = self.old.values[index]
+            if value.storage in cuts:
+                if value.storage not in moved:
+                    moved[value.storage] = self.writer.new_storage(
+                        self.writer.storages[value.storage].bytes, self.writer.storages[value.storage].name
+                    )
+                instead[index] = self.writer.index_of(replace(value, storage=moved[value.storage]))
+        for ref in refs_of(call):  # of what is created here: stands in for its shape alone
+            index = ref.value
+            value = self.old.values[index]
+            if index not in instead and value.storage in moved:
+                instead[index] = self.writer.index_of(replace(value, storage=moved[value.storage]))
+
+        def moved_ref(ref: Ref) -> Ref:
+            return Ref(instead.get(ref.value, ref.value))
+
+        args, kwargs = map_leaves((call.args, call.kwargs), moved_ref, Ref)
+        results = tuple(None if v is None else instead.get(v, v) for v in call.results)
+        new = replace(
+            op,
+            reads=tuple(dict.fromkeys(reads)),
+            creates=tuple(moved.get(s, s) for s in op.creates),
+            family=family_text(op.name, args, kwargs, self.writer.values),
+        )
+        piece.ops.append((new, replace(call, args=args, kwargs=kwargs, results=results)))
+        for storage in op.creates:
+            if storage in cuts:
+                dtype = next(v.dtype for v in self.old.values if v.storage == storage)
+                box = self.cell_map.axes[storage].whole()
+                self.writer.scatter(op, storage, dtype, box, moved[storage])
+                self.writer.fresh[storage, box] = moved[storage], op.id
+        return piece
+
+    def _part(self, op: Op, choice: Choice, number: int) -> Piece:
+        if choice.way.updates:
+            return self._part_of_update(op, choice, number)
+        if choice.way.looks_up:
+            return self._part_of_lookup(op, choice, number)
+        piece = self.writer.begin(op)
+        way, call = choice.way, self.old.calls[op.id]
+        low, high = choice.ends[number : number + 2]
+        func: Any = call.func  # ways are those of PyTorch's operators
+        named = dict(by_name(func, call.args, call.kwargs))
+        written = written_arguments(func, named)
+        parts: dict[Name, Value] = {}
+        reads: list[int] = []
+        mutates: list[int] = []
+        discards: list[int] = []
+        back: list[tuple[int, Cut | None, Value]] = []
+        standing: list[Name] = []
+        for name, index in named_refs(call):
+            old = self.old.values[index]
+            cut = way.given.get(name)
+            if name[0] in way.unread or old.storage in op.creates:
+                standing.append(name)
+                parts[name] = self._shape_of(old, cut, low, high)
+                continue
+            part = parts[name] = self.writer.argument(op, index, cut, low, high)
+            if old.storage in op.reads or (name[0] in written and not self._is_all(part)):
+                reads.append(part.storage)
+            if name[0] in written:
+                mutates.append(part.storage)
+                if old.storage in op.discards:
+                    discards.append(part.storage)
+                back.append((index, cut, part))
+        for name, item in named.items():
+            if (name, -1) in parts:
+                named[name] = parts[name, -1]
+            elif isinstance(item, list | tuple) and any(isinstance(i, Ref) for i in item):
+                named[name] = [parts.get((name, place), i) for place, i in enumerate(item)]
+        if way.rebased:
+            index = by_name(func, call.args, call.kwargs)[way.rebased].value
+            parts[way.rebased, -1] = named[way.rebased] = self._rebased(op, index, low, high, named["padding_idx"])
+            reads = [part.storage for name, part in parts.items() if name not in standing]
+        if way.settle is not None:
+            way.settle(named, low, high)
+        try:
+            shapes = self._results(func, call, named)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise UnfitError(op.id) from error
+        results: list[int | None] = []
+        done: list[tuple[int, Cut | None, Value]] = []
+        for place, index in enumerate(call.results):
+            shape = shapes[place] if place < len(shapes) else None
+            if index is None or shape is None or (place not in way.made and number):
+                results.append(None)
+                continue
+            results.append(self.writer.result_of(op, index, way.made.get(place), shape, low, high, done))
+        # Where only a shape matters, the result stands in that has it; else memory that nobody fills.
+        for name in standing:
+            want = parts[name]
+            same = (v for v in results if v is not None and _alike(self.writer.values[v], want))
+            index = next(same, None)
+            if index is None:
+                made = self.writer.new_storage(prod(want.shape) * want.dtype.itemsize, "shape")
+                index = self.writer.make_empty(op, replace(want, storage=made))
+                reads.append(made)
+            parts[name] = self.writer.values[index]
+            if name[1] < 0:
+                named[name[0]] = parts[name]
+            else:
+                named[name[0]] = [parts[name] if p == name[1] else i for p, i in enumerate(named[name[0]])]
+        args, kwargs = self._placed_call(func, call, named)
+        self.writer.emit(op, func, args, kwargs, tuple(results), reads, mutates, discards, op.name)
+        for index, cut, part in back:
+            self.writer.put_back(op, index, cut, part, low, high)
+        for index, cut, made in done:
+            self.writer.put(op, index, cut, made, low, high)
+        return piece
+
+    def _part_of_update(self, op: Op, choice: Choice, number: int) -> Piece:
+        piece = self.writer.begin(op)
+        way, call = choice.way, self.old.calls[op.id]
+        whole: Any = call.func
+        low, high = choice.ends[number : number + 2]
+        is_last = number == len(choice.ends) - 2
+        update: OptimizerUpdate = whole.of_range(low, is_last=is_last)
+        parts: list[Value] = []
+        reads: list[int] = []
+        mutates: list[int] = []
+        for name, index in named_refs(call):
+            old = self.old.values[index]
+            part = self.writer.argument(op, index, way.given.get(name), low, high)
+            parts.append(part)
+            reads.append(part.storage)
+            if old.storage in op.mutates and (old.shape or is_last):
+                mutates.append(part.storage)
+        refs = [Ref(self.writer.index_of(part)) for part in parts]
+        args = ([refs[0]], [refs[1]], [refs[2:]])
+        made = replace(
+            op,
+            reads=tuple(dict.fromkeys(reads)),
+            mutates=tuple(dict.fromkeys(mutates)),
+            family=family_of_update(op.name, update, args, self.writer.values),
+        )
+        piece.ops.append((made, call_of_update(update, args)))
+        for (name, index), part in zip(named_refs(call), parts, strict=True):
+            if part.storage in mutates:
+                self.writer.put_back(op, index, way.given.get(name), part, low, high)
+        return piece
+
+    def _part_of_lookup(self, op: Op, choice: Choice, number: int) -> Piece:
+        """Look up the rows that are in a part of a table.
+
+        The first and last part also look up indices out of range, which the operator refuses.
+        """
+        piece = self.writer.begin(op)
+        call, (low, high) = self.old.calls[op.id], choice.ends[number : number + 2]
+        func: Any = call.func
+        named = by_name(func, call.args, call.kwargs)
+        table = self.writer.argument(op, named["weight"].value, choice.way.given["weight", -1], low, high)
+        places = self.writer.argument(op, named["indices"].value, None, 0, 0)
+        counted = self._run(op, _aten.sub.Scalar, (places, low), places.shape, places.dtype)
+        last = number == len(choice.ends) - 2
+        bounds = (0 if number else None, None if last else high - low - 1)
+        inside = self._run(op, _aten.clamp.default, (counted, *bounds), places.shape, places.dtype)
+        index: Any = call.results[0]
+        whole = self.old.values[index]
+        rows = self._run(op, _aten.embedding.default, (table, inside), whole.shape, whole.dtype)
+        target = self._looked_up.get(op.id)
+        if target is None:
+            target = whole
+            if whole.storage in self.cell_map.cuts:
+                target = replace(
+                    whole, storage=self.writer.new_storage(self.writer.storages[whole.storage].bytes, "looked up")
+                )
+            self._looked_up[op.id] = target
+            self.writer.make_empty(op, target)
+            self.writer.copy(op, target, rows)
+        else:
+            here = self._run(op, _aten.eq.Tensor, (counted, inside), places.shape, torch.bool)
+            column = replace(here, shape=(*here.shape, 1), stride=(*here.stride, 1))
+            chosen = self._run(op, _aten.where.self, (column, rows, target), whole.shape, whole.dtype)
+            self.writer.copy(op, target, chosen)
+        if last and target.storage != whole.storage:
+            box = required(self.cell_map.axes[whole.storage].box_of(self.cell_map.places[index]), op)
+            self.writer.scatter(op, whole.storage, whole.dtype, box, target.storage)
+            self.writer.fresh[whole.storage, box] = target.storage, op.id
+        return piece
+
+    def _rebased(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
+        """Count indices into a table from the beginning of a part."""
+        places = self.writer.argument(op, index, None, 0, 0)
+
+        def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
+            is_question = func in (_aten.ne.Tensor, _aten.eq.Scalar)
+            return self._run(op, func, args, places.shape, torch.bool if is_question else places.dtype)
+
+        return rebased(places, low, high, left_out, run)
+
+    def _run(
+        self, like: Op, func: OpOverload, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Value:
+        """Add an op on values; its result has memory of its own."""
+        made = Value(
+            self.writer.new_storage(prod(shape) * dtype.itemsize, f"{like.module} part".strip()),
+            dtype,
+            shape,
+            dense_like(shape, tuple(range(len(shape), 0, -1))),
+        )
+        given = map_leaves(args, lambda value: Ref(self.writer.index_of(value)), Value)
+        reads = [value.storage for value in leaves_in(args, Value)]
+        self.writer.emit(like, func, given, {}, (self.writer.index_of(made),), reads)
+        return made
+
+    def _is_all(self, value: Value) -> bool:
+        return covers(value, self.writer.storages[value.storage].bytes)
+
+    def _shape_of(self, value: Value, cut: Cut | None, low: int, high: int) -> Value:
+        """Return a value without a storage for an argument, or a part of it, of which only the shape matters."""
+        shape = value.shape if cut is None else part_shape(value, cut, low, high)
+        whole = value if cut is None else value.merged(cut.dims)
+        stride = dense_like(shape, whole.stride if whole is not None else value.stride)
+        return Value(-1, value.dtype, shape, stride)
+
+    def _results(self, func: Any, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
+        """Return a part's results as its kernel makes them: values without storages, and the storages' bytes."""
+        args, kwargs = self._placed_call(func, call, named, refs=False)
+        texts: tuple[Any, dict[str, Any]] = _texts((args, kwargs))
+        key = family_text(str(func), texts[0], texts[1], [])
+        if key not in self._shapes:
+
+            def fake(value: Value) -> torch.Tensor:
+                return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self.old.device)
+
+            with self.mode, torch.no_grad():
+                given, more = map_leaves((args, kwargs), fake, Value)
+                there = by_name(func, given, more)
+                result = made_up(func, there)
+                if result is None:
+                    result = repaired(func, there, func(*given, **more))
+                leaves = result_leaves(result)
+            self._shapes[key] = [
+                (Value(-1, t.dtype, tuple(t.shape), t.stride()), t.untyped_storage().nbytes())
+                if isinstance(t, torch.Tensor)
+                else None
+                for t in leaves
+            ]
+        return self._shapes[key]
+
+    def _placed_call(
+        self, func: Any, call: Call, named: dict[str, Any], *, refs: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put named arguments back where the call had them; with refs in place of values."""
+
+        def ref(value: Value) -> Any:
+            return Ref(self.writer.index_of(value)) if refs else value
+
+        names = traits(func).names[: len(call.args)]
+        args = tuple(map_leaves(named[name], ref, Value) for name in names)
+        return args, {name: map_leaves(named[name], ref, Value) for name in call.kwargs}
+
+
+def _depth_first(pieces: Sequence[Piece]) -> list[Piece]:
+    """Order pieces so that each finds its arguments: of those that can run, one of the last op's."""
+    last_write: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    after: list[list[int]] = [[] for _ in pieces]
+    waits = [0] * len(pieces)
+    for number, piece in enumerate(pieces):
+        touched = {s for op, _ in piece.ops for s in op.touched}
+        writes = {s for op, _ in piece.ops for s in op.mutates + op.creates}
+        before = {last_write[s] for s in touched if s in last_write}
+        before |= {reader for s in writes for reader in readers.get(s, ())}
+        for other in before:
+            after[other].append(number)
+        waits[number] = len(before)
+        for storage in touched:
+            if storage in writes:
+                last_write[storage] = number
+                readers[storage] = []
+            else:
+                readers.setdefault(storage, []).append(number)
+    ready: list[tuple[int, int]] = []
+    for number, piece in enumerate(pieces):
+        if not waits[number]:
+            heappush(ready, (-piece.op, number))
+    found: list[Piece] = []
+    while ready:
+        _, number = heappop(ready)
+        found.append(pieces[number])
+        for other in after[number]:
+            waits[other] -= 1
+            if not waits[other]:
+                heappush(ready, (-pieces[other].op, other))
+    return found
+
+
+def _alike(one: Value, other: Value) -> bool:
+    return (one.dtype, one.shape, one.stride) == (other.dtype, other.shape, other.stride)
+
+
+def _texts(tree: Any) -> Any:
+    return map_leaves(tree, lambda value: f"{value.dtype}{value.shape}{value.stride}", Value)

@@ -1,0 +1,111 @@
+"""Ranges of parameters and optimizer state: whole pages that are at home between steps and fetched one by one.
+
+A parameter that takes most of the budget, and the optimizer state of any that is updated in parts, need not be on the
+device at once. Their cells are storages of kind ``STATE_RANGE``, fetched in each step like inputs and written back if
+they change. Updates are split by elements.
+
+Limits: updates are of optimizers of ``torch.optim`` that go element by element, in float32 and float64, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, prod
+
+from outofcore.analysis import LARGE_BYTES
+from outofcore.capture.captured import Captured, StateBinding, Value
+from outofcore.capture.optimizers import OptimizerUpdate
+from outofcore.capture.tables import covers
+from outofcore.graph import StorageKind
+from outofcore.lowering.slots import slot_bytes
+from outofcore.transforms.split.cells import WORTH
+from outofcore.transforms.split.tensors import named_refs
+from outofcore.transforms.split.ways import Cut, Way
+from outofcore.units import PAGE_BYTES
+
+
+def rangeable(captured: Captured, most: int, parts: int | None, home: int | None) -> frozenset[int]:
+    """Return the storages of parameters and optimizer state that may be at home and come range by range.
+
+    Parameters only where one by itself takes what an op may need. ``home`` is the capacity of the first home in bytes,
+    None without limit.
+    """
+    graph = captured.graph
+    bound: dict[int, list[StateBinding]] = {}
+    for binding in captured.states:
+        bound.setdefault(captured.values[binding.value].storage, []).append(binding)
+    left = inf if home is None else home
+    left -= sum(slot_bytes(s.bytes) for s in graph.storages if s.arrives or s.id in graph.outputs)
+    found: set[int] = set()
+    for storage, bindings in sorted(bound.items(), key=lambda item: (-graph.storages[item[0]].bytes, item[0])):
+        uses, count = graph.uses[storage], graph.storages[storage].bytes
+        if (
+            len(bindings) > 1
+            or slot_bytes(count) > left
+            or not uses
+            or storage in graph.outputs
+            or count < 2 * LARGE_BYTES
+            or not _is_flat(captured.values[bindings[0].value], captured.own_bytes(storage))
+            or any(graph.ops[op].communicates for op in uses)
+        ):
+            continue
+        updated = len(uses) == 1 and is_update(captured, uses[0], home)
+        needed = parts is not None or count + count // WORTH > most
+        kind = bindings[0].kind
+        if (kind is StorageKind.OPTIMIZER_STATE and updated) or (kind is StorageKind.PARAMETER and needed):
+            found.add(storage)
+            left -= slot_bytes(count)
+    return frozenset(found)
+
+
+def is_update(captured: Captured, op: int, home: int | None) -> bool:
+    """Return whether an op updates a parameter that may be updated range by range."""
+    call = captured.calls[op]
+    return (
+        isinstance(call.func, OptimizerUpdate)
+        and call.func.has_ranges()
+        and captured.device.type == "cpu"
+        and home != 0
+        and call.args[1][0] is not None
+    )
+
+
+def ways_of_update(captured: Captured, op: int) -> list[Way]:
+    """Return the ways to update element ranges of the parameter, its gradient and all state but counts."""
+    named = [(name, captured.values[index]) for name, index in named_refs(captured.calls[op])]
+    whole = named[0][1]
+    cut = Cut((0, len(whole.shape)))
+    if any(value.shape not in (whole.shape, ()) or value.dtype != whole.dtype for _, value in named if value.shape):
+        return []
+    size = whole.dtype.itemsize
+    return [
+        Way(
+            "elements",
+            prod(whole.shape),
+            {name: cut for name, value in named if value.shape},
+            {},
+            grain=PAGE_BYTES // size,
+            strict=True,
+            updates=True,
+            # What is smaller has no place of its own at home.
+            least=2 * LARGE_BYTES // size,
+        )
+    ]
+
+
+def page_ends(ends: Sequence[int], size: int) -> list[int]:
+    """Return the range ends that are page ends and far enough apart, for elements of ``size`` bytes."""
+    found = [0]
+    for end in ends[1:-1]:
+        far = min(end - found[-1], ends[-1] - end) * size >= LARGE_BYTES
+        if far and not end * size % PAGE_BYTES:
+            found.append(end)
+    return [*found, ends[-1]]
+
+
+def _is_flat(value: Value, count: int) -> bool:
+    """Return whether a value is all of a storage of ``count`` bytes, element after element."""
+    dense = tuple(prod(value.shape[dim + 1 :]) for dim in range(len(value.shape)))
+    return covers(value, count) and all(
+        n == 1 or a == b for n, a, b in zip(value.shape, value.stride, dense, strict=True)
+    )

@@ -1,0 +1,47 @@
+"""The tensors of a call by argument, and their layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outofcore._torch_internals import OpOverload
+from outofcore.capture.captured import Call, Ref
+from outofcore.capture.operators import by_name
+from outofcore.capture.tables import leaves_in
+from outofcore.transforms.split.ways import Name
+
+
+def refs_of(call: Call) -> list[Ref]:
+    return leaves_in((call.args, call.kwargs), Ref)
+
+
+def named_refs(call: Call) -> list[tuple[Name, int]]:
+    func = call.func
+    if not isinstance(func, OpOverload):
+        return [(("", place), ref.value) for place, ref in enumerate(refs_of(call))]
+    found: list[tuple[Name, int]] = []
+    for name, item in by_name(func, call.args, call.kwargs).items():
+        if isinstance(item, Ref):
+            found.append(((name, -1), item.value))
+        elif isinstance(item, list | tuple):
+            found += [((name, place), ref.value) for place, ref in enumerate(item) if isinstance(ref, Ref)]
+    return found
+
+
+def ref_at(call: Call, name: Name) -> Ref:
+    func: Any = call.func
+    if not isinstance(func, OpOverload):
+        return refs_of(call)[name[1]]
+    item = by_name(func, call.args, call.kwargs)[name[0]]
+    return item if name[1] < 0 else item[name[1]]
+
+
+def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return strides without gaps, in the order of other strides."""
+    found = [0] * len(shape)
+    step = 1
+    for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
+        found[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(found)

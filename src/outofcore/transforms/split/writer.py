@@ -1,0 +1,328 @@
+"""Write the ops of a split step, with those that gather arguments from cells and copy results to them.
+
+``StepWriter`` has the growing lists of storages, values and ops. ``argument`` returns the value that a part of an op
+reads: a cell, or a copy gathered from several. ``result_of`` returns the value that it makes; ``put`` and ``put_back``
+copy that to the cells that others read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+
+from outofcore.analysis.boxes import Box, Window, cells, clipped, elements, window_within
+from outofcore.analysis.chunks import is_dense
+from outofcore.capture.captured import Call, Captured, Ref, StateRange, Value
+from outofcore.capture.operators import family_text
+from outofcore.capture.tables import covers
+from outofcore.graph import Op, Storage, StorageKind
+from outofcore.transforms.split.cells import CellMap
+from outofcore.transforms.split.tensors import dense_like
+from outofcore.transforms.split.ways import Cut
+
+T = TypeVar("T")
+
+_aten = torch.ops.aten
+# A result that was made whole, and is gathered again so few ops later, is used as it is.
+_SOON = 6
+
+
+class LimitError(Exception):
+    """The split step would have too many ops."""
+
+
+class UnfitError(Exception):
+    """An operator refuses a part of its arguments; never reaches the user."""
+
+    def __init__(self, op: int) -> None:
+        super().__init__(op)
+        self.op = op
+
+
+def required(item: T | None, op: Op) -> T:
+    if item is None:
+        raise UnfitError(op.id)
+    return item
+
+
+@dataclass
+class Piece:
+    """A part of an op, preceded by the ops that gather its arguments."""
+
+    op: int  # of the step before
+    ops: list[tuple[Op, Call]] = field(default_factory=list[tuple[Op, Call]])
+
+
+class StepWriter:
+    """Adds ops, storages and values to a step that is being split.
+
+    ``fresh`` has boxes of cut storages that were made as a whole: the storage that holds the box, and the op.
+    """
+
+    def __init__(self, captured: Captured, cell_map: CellMap, limit: int | None) -> None:
+        self.old, self.cell_map, self.limit = captured, cell_map, limit
+        self.storages: list[Storage] = list(captured.graph.storages)
+        self.values: list[Value] = list(captured.values)
+        self.ranges: dict[int, StateRange] = {}
+        self.fresh: dict[tuple[int, Box], tuple[int, int]] = {}
+        self._index: dict[Value, int] = {}
+        for index, value in enumerate(self.values):
+            self._index.setdefault(value, index)
+        self._cells: dict[tuple[int, Box], int] = {}
+        self._begun: set[int] = set()  # whole results of which a part exists
+        self._piece = Piece(-1)
+        self._emitted = 0
+
+    def begin(self, op: Op) -> Piece:
+        """Begin a part of an op; ops are added to it from now on."""
+        self._piece = Piece(op.id)
+        return self._piece
+
+    def index_of(self, value: Value) -> int:
+        """Return the index of a value in the split step; add it if it is new."""
+        if value not in self._index:
+            self._index[value] = len(self.values)
+            self.values.append(value)
+        return self._index[value]
+
+    def new_storage(self, count: int, name: str) -> int:
+        """Add a storage of ``count`` bytes."""
+        self.storages.append(Storage(len(self.storages), count, StorageKind.ACTIVATION, name))
+        return len(self.storages) - 1
+
+    def _cell(self, storage: int, box: Box) -> int:
+        if (storage, box) not in self._cells:
+            old = self.storages[storage]
+            size = old.bytes // prod(self.cell_map.axes[storage].sizes)
+            made = self.new_storage(elements(box) * size, old.name)
+            kind = old.kind
+            if storage in self.cell_map.ranged:
+                (low, high), *inner = box
+                row = size * elements(tuple(inner))
+                kind, self.ranges[made] = StorageKind.STATE_RANGE, StateRange(storage, low * row)
+                self.storages[made] = replace(self.storages[made], name=f"{old.name} [{low}:{high}]")
+            self.storages[made] = replace(self.storages[made], kind=kind)
+            self._cells[storage, box] = made
+        return self._cells[storage, box]
+
+    def emit(
+        self,
+        like: Op,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: tuple[int | None, ...],
+        reads: Iterable[int] = (),
+        mutates: Iterable[int] = (),
+        discards: Iterable[int] = (),
+        name: str = "",
+    ) -> None:
+        """Add an op: a part with its ``name``, or a copy without one."""
+        creates = dict.fromkeys(self.values[v].storage for v in results if v is not None)
+        op = Op(
+            -1,
+            name or str(func),
+            tuple(dict.fromkeys(reads)),
+            tuple(dict.fromkeys(mutates)),
+            tuple(creates),
+            like.rerunnable or not name,
+            family=family_text(name or str(func), args, kwargs, self.values),
+            module=like.module,
+            source=like.source,
+            discards=tuple(dict.fromkeys(discards)),
+        )
+        self._piece.ops.append((op, Call(func, args, kwargs, results)))
+        self._emitted += 1
+        if self.limit is not None and self._emitted > self.limit:
+            raise LimitError
+
+    def make_empty(self, like: Op, value: Value) -> int:
+        """Create a storage, and the value that covers it."""
+        index = self.index_of(value)
+        kwargs = {"dtype": value.dtype, "device": self.old.device, "pin_memory": False}
+        self.emit(like, _aten.empty_strided.default, (list(value.shape), list(value.stride)), kwargs, (index,))
+        return index
+
+    def copy(self, like: Op, target: Value, source: Value) -> None:
+        """Copy a value to one of the same shape; the rest of the target's storage is kept."""
+        whole = covers(target, self.storages[target.storage].bytes)
+        reads = [source.storage] if whole else [source.storage, target.storage]
+        args = (Ref(self.index_of(target)), Ref(self.index_of(source)))
+        self.emit(like, _aten.copy_.default, args, {}, (None,), reads, [target.storage])
+
+    def _gathered(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, again: bool) -> int:
+        """Return a storage with a box of a cut storage: a cell, or a copy that is zero beyond the edges.
+
+        With ``again`` other parts of the same op reuse the copy.
+        """
+        axes = self.cell_map.axes[storage]
+        inside = clipped(box, axes.whole())
+        found = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
+        if len(found) == 1 and found[0] == box:
+            return self._cell(storage, box)
+        known = self.fresh.get((storage, box))
+        if known is not None and like.id - known[1] <= _SOON:
+            return known[0]
+        made = self.new_storage(elements(box) * dtype.itemsize, f"{self.storages[storage].name} part".strip())
+        index = self.make_empty(like, Value(made, dtype, *_flat(box)))
+        if inside != box:
+            self.emit(like, _aten.zero_.default, (Ref(index),), {}, (None,), (), [made])
+        for cell in found:
+            part = clipped(cell, box)
+            if part is not None:
+                target, source = window_within(box, part), window_within(cell, part)
+                self.copy(like, _windowed(made, dtype, target), _windowed(self._cell(storage, cell), dtype, source))
+        if again or storage in self.cell_map.ranged:
+            self.fresh[storage, box] = made, like.id
+        return made
+
+    def scatter(self, like: Op, storage: int, dtype: torch.dtype, box: Box, source: int) -> None:
+        """Copy a storage that holds a box into the cells."""
+        written: set[int] = set()
+        for cell in cells(self.cell_map.cuts[storage], box):
+            part = clipped(cell, box)
+            if part is None:
+                continue
+            target = self._cell(storage, cell)
+            if target == source:
+                continue
+            if target not in written and not self._exists(target):
+                self.make_empty(like, Value(target, dtype, *_flat(cell)))
+            written.add(target)
+            self.copy(
+                like,
+                _windowed(target, dtype, window_within(cell, part)),
+                _windowed(source, dtype, window_within(box, part)),
+            )
+
+    def _exists(self, storage: int) -> bool:
+        """Return whether a storage exists; from now on it does."""
+        if storage in self._begun or storage in self.ranges:
+            return True
+        self._begun.add(storage)
+        return False
+
+    def forget(self, storage: int) -> None:
+        """Use no earlier copy of a storage's boxes, as it is written to."""
+        self.fresh = {key: made for key, made in self.fresh.items() if key[0] != storage}
+
+    def argument(self, op: Op, index: int, cut: Cut | None, low: int, high: int) -> Value:
+        """Return a value, or the part of it for a part of an op, gathered if needed."""
+        value, cell_map = self.old.values[index], self.cell_map
+        storage = value.storage
+        if storage in cell_map.cuts:
+            axes, place = cell_map.axes[storage], cell_map.places[index]
+            box = required(cell_map.box(storage, index, cut, low, high), op)
+            dims, shape = (None, value.shape) if cut is None else (cut.dims, part_shape(value, cut, low, high))
+            stride = required(axes.strides(place, shape, box, dims), op)
+            made = self._gathered(op, storage, value.dtype, box, again=cut is None)
+            return Value(made, value.dtype, shape, stride)
+        if cut is None:
+            return value
+        first, last = cut.ends(low, high)
+        whole = required(value.merged(cut.dims), op)
+        dim = cut.dims[0]
+        inside = max(first, 0), min(last, whole.shape[dim])
+        part = whole.narrowed(dim, *inside)
+        dense = is_dense(part.shape, part.stride) or not is_dense(whole.shape, whole.stride)
+        if inside == (first, last) and dense:
+            return part
+        shape = (*part.shape[:dim], last - first, *part.shape[dim + 1 :])
+        made = self.new_storage(prod(shape) * value.dtype.itemsize, f"{self.storages[storage].name} part".strip())
+        copy = Value(made, value.dtype, shape, dense_like(shape, whole.stride))
+        filled = self.make_empty(op, copy)
+        if inside != (first, last):
+            self.emit(op, _aten.zero_.default, (Ref(filled),), {}, (None,), (), [made])
+        if inside[1] > inside[0]:
+            self.copy(op, copy.narrowed(dim, inside[0] - first, inside[1] - first), part)
+        return copy
+
+    def result_of(
+        self,
+        op: Op,
+        index: int,
+        cut: Cut | None,
+        shape: tuple[Value, int],
+        low: int,
+        high: int,
+        done: list[tuple[int, Cut | None, Value]],
+    ) -> int:
+        """Return where a part puts a result: in its cell if it is one, or in memory of its own."""
+        old, (value, count) = self.old.values[index], shape
+        cell_map = self.cell_map
+        if cut is None and old.storage not in cell_map.cuts:
+            return index
+        if old.storage in cell_map.cuts:
+            axes, place = cell_map.axes[old.storage], cell_map.places[index]
+            if cut is None:
+                box, stride = axes.box_of(place), axes.strides(place, value.shape, axes.whole())
+            else:
+                box = axes.part(place, cut.dims, *cut.ends(low, high))
+                stride = axes.strides(place, value.shape, box, cut.dims) if box else None
+            box = required(box, op)
+            one = list(cells(cell_map.cuts[old.storage], box)) == [box]
+            full = elements(box) * old.dtype.itemsize == count
+            if one and full and stride == value.stride and not self._exists(self._cell(old.storage, box)):
+                return self.index_of(replace(value, storage=self._cell(old.storage, box)))
+        made = self.new_storage(count, self.storages[old.storage].name)
+        found = replace(value, storage=made)
+        done.append((index, cut, found))
+        return self.index_of(found)
+
+    def put(self, op: Op, index: int, cut: Cut | None, made: Value, low: int, high: int) -> None:
+        """Copy a part's result to where others read it."""
+        old, cell_map = self.old.values[index], self.cell_map
+        storage = old.storage
+        if storage not in cell_map.cuts:
+            cut = required(cut, op)
+            if not self._exists(storage):
+                self.make_empty(op, old)
+            whole = required(old.merged(cut.dims), op)
+            self.copy(op, whole.narrowed(cut.dims[0], *cut.ends(low, high)), made)
+            return
+        axes, place = cell_map.axes[storage], cell_map.places[index]
+        dims = None if cut is None else cut.dims
+        box = required(cell_map.box(storage, index, cut, low, high), op)
+        stride = required(axes.strides(place, made.shape, box, dims), op)
+        source = made
+        if made.stride != stride or not covers(made, self.storages[made.storage].bytes):
+            laid = self.new_storage(elements(box) * made.dtype.itemsize, self.storages[storage].name)
+            source = Value(laid, made.dtype, made.shape, stride)
+            self.make_empty(op, source)
+            self.copy(op, source, made)
+        self.scatter(op, storage, made.dtype, box, source.storage)
+        self.fresh[storage, box] = source.storage, op.id
+
+    def put_back(self, op: Op, index: int, cut: Cut | None, part: Value, low: int, high: int) -> None:
+        """Copy what was written in place to where it was gathered from."""
+        old, cell_map = self.old.values[index], self.cell_map
+        self.forget(old.storage)
+        if part.storage == old.storage:
+            return
+        if old.storage in cell_map.cuts:
+            box = required(cell_map.box(old.storage, index, cut, low, high), op)
+            self.scatter(op, old.storage, part.dtype, box, part.storage)
+            return
+        cut = required(cut, op)
+        whole = required(old.merged(cut.dims), op)
+        self.copy(op, whole.narrowed(cut.dims[0], *cut.ends(low, high)), part)
+
+
+def part_shape(value: Value, cut: Cut, low: int, high: int) -> tuple[int, ...]:
+    """Return the shape of a value's part for a part of an op, which may reach beyond its edges."""
+    first, last = cut.ends(low, high)
+    return (*value.shape[: cut.dims[0]], last - first, *value.shape[cut.dims[1] :])
+
+
+def _windowed(storage: int, dtype: torch.dtype, window: Window) -> Value:
+    return Value(storage, dtype, window.shape, window.stride, window.offset)
+
+
+def _flat(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides of memory that holds a box."""
+    window = window_within(box, box)
+    return window.shape, window.stride
