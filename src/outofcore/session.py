@@ -7,16 +7,15 @@ session makes the runner of a planned step when it first brings the step's progr
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,25 +24,15 @@ from torch.optim import Optimizer
 from outofcore._torch_internals import function_modes, tree_flatten
 from outofcore.analysis import placed_bytes
 from outofcore.background import Answer, BackgroundPlanner, plan_job
-from outofcore.capture import Captured, capture_step
-from outofcore.capture.captured import StateBinding
-from outofcore.capture.collectives import Collective
-from outofcore.capture.fusing import fused, fusing
-from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.kernels import Kernels
-from outofcore.capture.optimizers import OptimizerUpdate
-from outofcore.capture.partial_sums import in_partial_sums, summing
 from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.capture.snapshot import Snapshot
 from outofcore.capture.variants import Variants
-from outofcore.costs import Costs, Home
 from outofcore.errors import (
     ArenaError,
     BudgetError,
     CaptureError,
-    GraphError,
-    InputError,
     SpillError,
     StateError,
     TransferError,
@@ -51,7 +40,7 @@ from outofcore.errors import (
 )
 from outofcore.execution.aliases import State, fits
 from outofcore.execution.arena import Memory
-from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
+from outofcore.execution.backend import Backend, in_terms_of_the_budget
 from outofcore.execution.demand_eviction import describe
 from outofcore.execution.interrupts import Deferred
 from outofcore.execution.memory import new_garbage_collected, trim_heap
@@ -60,37 +49,27 @@ from outofcore.execution.opening import OpenHome
 from outofcore.execution.runner import Runner, UpdateError
 from outofcore.follow.calls import FollowedCalls
 from outofcore.follow.loop import Loop
-from outofcore.graph import StorageKind
+from outofcore.peers import Peers, Ranks, StepFacts
 from outofcore.planned_step import (
-    Cause,
     PlannedStep,
-    check_spill,
     grown_requests,
-    is_wrong,
     job_of,
-    measured_costs,
     plan,
     quick_policy,
     remember_requests,
     with_answer,
-    with_requests,
-    with_times,
 )
-from outofcore.planning import Planned, Policy
+from outofcore.planning import Policy
 from outofcore.planning.placement.requests import Requests
-from outofcore.policies import OffloadAll, ProfileGuided
 from outofcore.profiling.cache import Cache
-from outofcore.profiling.groups import GroupCost, collectives_of, with_collectives
-from outofcore.profiling.links import keep_link, links_to
-from outofcore.profiling.ops import OpProfile, keep_profiles, profile_some
+from outofcore.profiling.links import keep_link
+from outofcore.profiling.ops import keep_profiles
 from outofcore.program import Timeline
-from outofcore.progress import Tell, following, silent
+from outofcore.progress import Tell, following
 from outofcore.replanning import MEASURED_STEPS, Watch, calm_of
-from outofcore.step_plans import StepPlans
-from outofcore.step_variants import Split, StepVariants, VariantPlans
-from outofcore.units import MIB, format_bytes
-from outofcore.validator import validate
-from outofcore.variant import Variant, choose_variant
+from outofcore.step_planner import StepPlanner
+from outofcore.step_variants import Split
+from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
 
@@ -144,71 +123,6 @@ class Outcome(Enum):
     TORN = "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a process says of itself to those that run the step as well.
-
-    Attributes:
-        versions: of this library and of PyTorch.
-        budget: in words.
-        policy: its name.
-        states: of each parameter and buffer its key, and its dtype and shape in words.
-        collectives: of the step, in order, in words.
-        orders: of each ``DistributedDataParallel``, the numbers of its parameters in the order of their gradients.
-        graph: a digest of the captured step.
-        is_new: whether it has no plan for this call yet.
-        error: why it cannot go on; empty: it can.
-    """
-
-    versions: str
-    budget: str
-    policy: str
-    states: tuple[tuple[str, str], ...] = ()
-    collectives: tuple[str, ...] = ()
-    orders: tuple[tuple[int, ...], ...] = ()
-    graph: str = ""
-    is_new: bool = False
-    error: str = ""
-
-
-class Ranks(Protocol):
-    """The processes that run a step together: see ``distributed.agreement``."""
-
-    @property
-    def joined(self) -> bool:
-        """Whether there are others, as far as is known."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-        ...
-
-    def join(self, collectives: Sequence[Collective]) -> None:
-        """Take note of the collectives of a step."""
-        ...
-
-    def meet(self, facts: Facts | None, device: torch.device) -> bool:
-        """Whether all have a plan for the call that begins now."""
-        ...
-
-    def compare(self, facts: Facts) -> tuple[Facts, ...]:
-        """What all say of themselves, by rank; raises where they cannot go on together."""
-        ...
-
-    def costs(self, collectives: Sequence[Collective], device: torch.device) -> dict[int, GroupCost]:
-        """Of the groups of collectives, by their number of processes."""
-        ...
-
-    def from_leader(self, leader: int, make: Callable[[], Any]) -> Any:
-        """What one process makes, in all of them."""
-        ...
-
-    def settle(self, error: BaseException | None) -> None:
-        """Raise if one of them cannot go on."""
-        ...
-
-
 @dataclass
 class _Known:
     """A planned step, and what has come of its runs.
@@ -220,6 +134,7 @@ class _Known:
         measured: the timelines by which its prediction is to be judged, where others run the step as well.
         watch: what its steps tell of the plan; None: not begun.
         facts: for other processes, where there are any.
+        is_judged: whether its prediction has been judged, where others run the step as well.
         surges: how many of those that the session knows its plan has taken up.
         wanted: the step with what its ops have asked for, for which no plan has been found yet; None: it is ``step``.
         too_small: why no plan has room for what an op has asked for; None: there is one, or nothing is known.
@@ -227,7 +142,7 @@ class _Known:
     """
 
     step: PlannedStep
-    facts: Facts | None = None
+    facts: StepFacts | None = None
     runner: Runner | None = None
     runs: int = 0
     measured: list[Timeline] = field(default_factory=list[Timeline])
@@ -236,6 +151,7 @@ class _Known:
     wanted: PlannedStep | None = None
     too_small: BudgetError | None = None
     has_overflowed: bool = False
+    is_judged: bool = False
 
     @property
     def arena_bytes(self) -> int:
@@ -277,7 +193,7 @@ class Session:
         timeline: of the last call.
         began_ns: when it began, since 1970.
         arena: where the active program's blocks are.
-        links: the homes as they were measured.
+        planner: makes the first plans.
     """
 
     def __init__(
@@ -299,12 +215,6 @@ class Session:
         kernels: Kernels | None = None,
         split: Split = Split.EXACT,
     ) -> None:
-        self._split = split
-        self._ranks = ranks
-        self._kernels = kernels
-        self._shards = shards
-        self._apart = ""  # why this process is out of step with the others; empty: it is not
-        self._group_costs: dict[int, GroupCost] = {}
         self._step, self._models, self._optimizers = step, list(models), list(optimizers)
         self.budget, self.home, self.policy = budget, home, policy
         self._cache, self.backend, self._on_vacate = cache, backend, vacate
@@ -315,31 +225,41 @@ class Session:
         self._signer = Signer(self._models, self._optimizers, backend.device)
         self._variants = Variants()
         self._known: dict[Signature, _Known] = {}
-        self._orders: dict[int, tuple[int, ...]] = {}  # see ``capture_step``
-        self._layouts = KernelLayouts()
         self._active: _Known | None = None  # whose states are in the arena
         self._signature: Signature | None = None  # of the last call
         self.shown: PlannedStep | None = None
         self.timeline: Timeline | None = None
         self.began_ns = 0
         self.arena: Memory | None = None
-        self.links: tuple[Home, ...] = ()
+        self.planner = StepPlanner(
+            step,
+            self._models,
+            self._optimizers,
+            budget,
+            home.stores,
+            policy,
+            cache,
+            backend,
+            self._leave_arena,
+            alternating,
+            shards,
+            kernels,
+            split,
+        )
+        self._peers = None if ranks is None else Peers(ranks, shards, self.planner)
         self._dynamic, self._loop = dynamic, loop
         self._alternating = alternating
         self.followed: FollowedCalls | None = None
         self.why_followed = "it was asked for" if dynamic else ""
         self._off_plan = 0  # requests counted in arenas that are gone
         self._planning_seconds: list[float] = []  # of each kind of inputs
-        self._plans = StepPlans(None if cache is None else cache.folder)
         self._planner: BackgroundPlanner[tuple[_Known, PlannedStep]] = BackgroundPlanner(_NICENESS)
         weakref.finalize(self, self._planner.close).atexit = False
-        self._is_ahead = False  # whether a step is planned for which nobody waits
         self._clock = time.perf_counter
         self._surges: dict[str, Requests] = {}  # by family: what ops have asked for beyond their plans
         self._surge_count = 0
         self.torn = ""
         self.outcome = Outcome.UNCHANGED
-        self._tell: Tell = silent
 
     @property
     def kinds(self) -> int:
@@ -359,11 +279,8 @@ class Session:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> Any:
         """Run one step; ``outcome`` tells at any time what an exception would mean."""
         self.outcome = Outcome.UNCHANGED
-        if self._apart:
-            raise StateError(
-                f"an earlier call of this step failed while others ran it as well ({self._apart}), so that this "
-                "process is out of step with them; end it, and let torchrun start all of them again"
-            )
+        if self._peers is not None:
+            self._peers.check()
         if self.why_followed:
             return self._call_followed(args, kwargs)
         self.spread()
@@ -404,22 +321,16 @@ class Session:
         self.outcome = Outcome.UNCHANGED
         self.spread()
         signature, change = self._variants.find(self._signer(args, kwargs))
-        self._is_ahead = True
+        self.planner.is_ahead = True
         try:
             return self._known_or_built(signature, args, kwargs, on_progress, change).step
         finally:
-            self._is_ahead = False
+            self.planner.is_ahead = False
 
     def spread(self) -> None:
-        """Spread the models over the processes, or see what has become of them since they were."""
-        shards = self._shards
-        if shards is None:
-            return
-        if shards.is_spread:
-            shards.check()
-            return
-        with Deferred("the spreading of the model over the processes"):
-            shards.spread()
+        """Spread the models over the processes that share them, or see what has become of them since they were."""
+        if self._peers is not None:
+            self._peers.spread()
 
     def _known_or_built(
         self,
@@ -444,20 +355,19 @@ class Session:
             known = None
             del self._known[signature]
             self._variants.forget(signature)
-        together = self._ranks if self._ranks is not None and self._ranks.joined else None
         agreed = known is not None
-        if together is not None:
-            agreed = together.meet(None if known is None else known.facts, self.backend.device)
+        if self._peers is not None:
+            agreed = self._peers.meet(None if known is None else known.facts)
         if known is not None and agreed:
             return known
-        if together is None and self._signature is not None:
+        if self._joined is None and self._signature is not None:
             what = change or self._signer.describe_change(self._signature, signature, args, kwargs)
             _log.info("capturing again: %s", what)
         begin = time.perf_counter()
         others = [self._known[other].step for other in self._variants.others(signature) if other in self._known]
         # What capturing and planning use would otherwise stay with the process beside its budget.
-        with new_garbage_collected(), following(on_progress) as self._tell:
-            known = self._known[signature] = self._learn(known, self._ranks, args, kwargs, others)
+        with new_garbage_collected(), following(on_progress) as self.planner.tell:
+            known = self._known[signature] = self._learn(known, args, kwargs, others)
             self._note_reads(signature, known)
         if not change:
             self._count_kinds(time.perf_counter() - begin)
@@ -493,8 +403,8 @@ class Session:
             try:
                 with Deferred("the step that runs", may_stop=partial(self._may_stop, known)):
                     result = self._run(known, leaves)
-                    if self._shards is not None:
-                        self._shards.show_gradients()
+                    if self._peers is not None:
+                        self._peers.show_gradients()
                     for effect in known.step.captured.effects:
                         effect()
             except ArenaError as error:
@@ -510,7 +420,7 @@ class Session:
     def _note_surges(self, known: _Known) -> bool:
         """Remember what ops have asked for in the last run beyond their plan; whether any has."""
         runner = known.runner
-        if runner is None or self._shards is not None:
+        if runner is None or self._follows_one_plan:
             return False
         seen = runner.surprises()
         step = known.wanted or known.step
@@ -576,7 +486,7 @@ class Session:
             again.planned.plan.policy,
         )
         known.wanted, known.too_small, known.has_overflowed = None, None, False
-        self._exchange(known, replace(again, causes=before.causes, variant=before.variant))
+        self._exchange(known, replace(again, variant=before.variant))
 
     def _too_small(self, step: PlannedStep, error: Exception) -> BudgetError:
         if isinstance(error, BudgetError):
@@ -600,7 +510,7 @@ class Session:
 
     def _call_beyond(self, refusal: BudgetError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a step that no plan has room for any more: as an eager loop, op by op, if that is possible."""
-        alone = not self.home.shared and not self._trains_with_others
+        alone = not self.home.shared and self._joined is None
         if self._loop is None or not alone or self._dynamic is False:
             raise refusal
         _log.warning("the step runs as an eager loop from now on: %s", refusal)
@@ -612,8 +522,13 @@ class Session:
     # Calls that are followed
 
     @property
-    def _trains_with_others(self) -> bool:
-        return self._ranks is not None and self._ranks.joined
+    def _joined(self) -> Peers | None:
+        """The processes that run the step as well, as far as is known; None: there are none."""
+        return self._peers if self._peers is not None and self._peers.joined else None
+
+    @property
+    def _follows_one_plan(self) -> bool:
+        return self._peers is not None and self._peers.follow_one_plan
 
     @property
     def _may_follow(self) -> bool:
@@ -621,7 +536,7 @@ class Session:
             self._dynamic is None
             and self._loop is not None
             and not self.home.shared  # others find the model there
-            and not self._trains_with_others  # all would have to do so at once
+            and self._joined is None  # all would have to do so at once
         )
 
     def _passes_over(self, signature: Signature, change: str) -> bool:
@@ -728,14 +643,8 @@ class Session:
             whole: whether to gather what is spread over processes; all of them do so at once, or none.
         """
         self._close()
-        shards = self._shards
-        if shards is None or not shards.is_spread or not whole:
-            return
-        if self._apart:
-            _log.warning("the model stays spread over the processes, of which one has ended; load a checkpoint")
-            return
-        with Deferred("the gathering of the model from the processes"):
-            shards.gather()
+        if whole and self._peers is not None:
+            self._peers.gather()
 
     def _close(self) -> None:
         self._planner.close()
@@ -762,254 +671,22 @@ class Session:
     # Planning
 
     def _learn(
-        self,
-        known: _Known | None,
-        ranks: Ranks | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        others: Sequence[PlannedStep],
+        self, known: _Known | None, args: tuple[Any, ...], kwargs: dict[str, Any], others: Sequence[PlannedStep]
     ) -> _Known:
-        """Capture, profile and plan, together with others if there are any; nothing of the user's is changed.
+        """Capture, measure and plan, together with other processes if there are any.
 
         Args:
             known: where others have no plan for the call, and this process has one.
-            ranks: those that may have to do with it.
             others: as it was planned where it had read other values.
         """
-        if ranks is None:
-            return _Known(self._planned_alone(*self._traced(args, kwargs), others))
-        return self._learn_with(ranks, known, args, kwargs, others)
-
-    def _planned_alone(
-        self, traced: Captured, capture: Callable[..., Captured], others: Sequence[PlannedStep]
-    ) -> PlannedStep:
-        alike = self._planned_alike(traced, others)
-        return alike or self._planned(traced, capture)
-
-    def _planned_alike(self, traced: Captured, others: Sequence[PlannedStep]) -> PlannedStep | None:
-        """The step with a plan that was made where it had read other values, if only numbers in its ops differ."""
-        for other in others:
-            captured = self._variants_of(traced).captured(other.variant)
-            if captured is not None and captured.is_alike(other.captured):
-                _log.info("its plan holds for the step as it is now")
-                return replace(other, captured=captured)
-        return None
-
-    def _learn_with(
-        self,
-        ranks: Ranks,
-        known: _Known | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        others: Sequence[PlannedStep],
-    ) -> _Known:
-        """As ``_learn``, where there may be other processes."""
-        own = Facts(versions(), format_bytes(self.budget), self.policy.name)
+        peers = self._peers
+        if peers is None:
+            return _Known(self.planner.plan_alone(*self.planner.capture(args, kwargs), others))
         if known is not None and known.facts is not None:
-            own = replace(known.facts, is_new=False)
-        traced: Captured | None = None
-        capture: Callable[..., Captured] | None = None
-        error: BaseException | None = None
-        if known is None:
-            try:
-                traced, capture = self._traced(args, kwargs)
-                ranks.join(collectives_of(traced))
-                own = replace(own, is_new=True, **_told_of(traced, self._shards))
-            except BaseException as raised:
-                error = raised
-                own = replace(own, error=f"{type(raised).__name__}: {raised}")
-        if not ranks.joined:
-            if error is not None or traced is None or capture is None:
-                raise error or RuntimeError("a step was neither captured nor refused; please report it")
-            return _Known(self._planned_alone(traced, capture, others), own)
-        try:
-            everyone = ranks.compare(own)
-        except BaseException as refused:
-            raise error or refused from None
-        if error is not None:
-            raise error
-        if self._shards is not None:
-            check_one_plan(everyone)
-        own_step = known.step.captured if known is not None else traced
-        collectives = () if own_step is None else collectives_of(own_step)
-        self._group_costs = ranks.costs(collectives, self.backend.device)
-        leader = next(rank for rank, facts in enumerate(everyone) if facts.is_new)
-        if known is not None:
-            ranks.from_leader(leader, lambda: None)
-            ranks.settle(None)
+            peers.confirm(known.step, known.facts)
             return known
-        if traced is None or capture is None:
-            raise RuntimeError("a step was neither captured nor refused; please report it")
-        return _Known(self._planned_by(leader, ranks, everyone, traced, capture), own)
-
-    def _planned_by(
-        self,
-        leader: int,
-        ranks: Ranks,
-        everyone: Sequence[Facts],
-        traced: Captured,
-        capture: Callable[..., Captured],
-    ) -> PlannedStep:
-        """The step as one process has measured and planned it for all, as far as their graphs are the same."""
-        made: list[PlannedStep] = []
-
-        def make() -> Any:
-            found = self._planned(traced, capture)
-            made.append(found)
-            return found.costs, found.planned, found.profiles, found.budget, found.variant
-
-        costs, planned, profiles, room, variant = ranks.from_leader(leader, make)
-        failure: BaseException | None = None
-        if not made:
-            try:
-                mine = None
-                if everyone[leader].graph == everyone[ranks.rank].graph:
-                    mine = self._taken_over(traced, costs, planned, profiles, room, variant)
-                if mine is None and self._shards is not None:
-                    raise StateError(
-                        "the plan of another process does not hold here, and processes that share a model follow one "
-                        "plan: run them on machines that are alike, with the same versions and budget"
-                    )
-                made.append(mine or self._planned(traced, capture))
-            except BaseException as error:
-                failure = error
-        ranks.settle(failure)
-        return made[0]
-
-    def _taken_over(
-        self,
-        traced: Captured,
-        costs: Costs,
-        planned: Planned,
-        profiles: tuple[OpProfile, ...],
-        room: int,
-        variant: Variant,
-    ) -> PlannedStep | None:
-        """The step with the plan of another process; None if it does not hold here."""
-        self._leave_arena()
-        self.backend.prepare()
-        if room_for_arena(traced, self.backend, self.budget) != room:
-            return None
-        captured = self._variants_of(traced).captured(variant)
-        if captured is not None and self._holds(captured, room, costs, planned):
-            check_spill(captured.graph, costs, planned, self.home.stores)
-            self.links = costs.homes
-            own = profile_some(
-                captured, self._shorter(captured), measure_time=False, cache=self._cache, backend=self.backend
-            )
-            if all(own[op].cost.workspace_bytes <= costs.ops[op].workspace_bytes for op in own):
-                profiles = _with_own_requests(profiles, own)
-                return PlannedStep(captured, room, costs, planned, profiles, variant=variant)
-        _log.warning("the plan of another process does not hold in this one, which plans by itself")
-        return None
-
-    @staticmethod
-    def _holds(captured: Captured, room: int, costs: Costs, planned: Planned) -> bool:
-        """Return whether the plan of another process is one of this step."""
-        if len(captured.graph.ops) != len(costs.ops):
-            return False
-        try:
-            validate(captured.graph, planned.program, room, costs)
-        except (ValidationError, GraphError):
-            return False
-        return True
-
-    def _shorter(self, captured: Captured) -> list[int]:
-        """The updates of ranges that are shorter here than in rank 0, so that they ask for less memory."""
-        shards = self._shards
-        if shards is None:
-            return []
-        short = {id(shard.parameter) for shard in shards.all if shard.count < shard.chunks.count(0)}
-        return [
-            index
-            for index, call in enumerate(captured.calls)
-            if isinstance(call.func, OptimizerUpdate) and any(id(m.parameter) in short for m in call.func.members)
-        ]
-
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Callable[..., Captured]]:
-        """The step as captured, and what captures it again."""
-        self._tell("capture", 0, 1)
-        # It puts stand-ins where the model has its tensors.
-        device = self.backend.device
-        capture = partial(
-            capture_step,
-            self._step,
-            self._models,
-            self._optimizers,
-            args,
-            kwargs,
-            device,
-            orders=self._orders,
-            shards=self._shards,
-            layouts=self._layouts,
-        )
-        with Deferred("the capture of the step", stops=3):
-            traced = capture()
-            for end in traced.replicas:
-                if end.reduced:
-                    self._orders.setdefault(id(end.model), end.order)
-        kernels, is_close = self._kernels, self._split is Split.CLOSE
-        traced = traced if kernels is None else fused(traced, kernels, self._tell)
-        traced = in_partial_sums(traced) if is_close else traced
-        return traced, summing(fusing(capture, kernels), is_on=is_close)
-
-    def _planned(self, traced: Captured, capture: Callable[..., Captured]) -> PlannedStep:
-        self._tell("capture", 1, 1)
-        # The device is to be profiled on alone.
-        self._leave_arena()
-        self.backend.prepare()
-        room = room_for_arena(traced, self.backend, self.budget)
-        plans = VariantPlans(
-            self._variants_of(traced, capture),
-            room,
-            may_stay=not isinstance(self.policy, OffloadAll | ProfileGuided),
-            repeats=not self._alternating,
-            measure=self._measured,
-            plan_whole=partial(self._plan, room=room),
-            stores=self.home.stores,
-        )
-        try:
-            found = choose_variant(plans, room)
-        except BudgetError as refusal:
-            raise in_terms_of_the_budget(refusal, self.budget, room) from None
-        self._tell("plan", 1, 1)
-        _log.info(
-            "planned %d ops (%s) in %s of %s by %s: %s predicted, %s of them ops",
-            len(found.graph.ops),
-            found.variant,
-            format_bytes(found.arena_bytes),
-            format_bytes(self.budget),
-            found.planned.plan.policy,
-            f"{found.seconds:.3f} s",
-            f"{found.costs.compute_seconds:.3f} s",
-        )
-        return found
-
-    def _variants_of(self, traced: Captured, capture: Callable[..., Captured] | None = None) -> StepVariants:
-        """Return the variants of a step; without ``capture``, those of this call alone."""
-        home_bytes = self.home.stores[0].capacity
-        again = capture or _not_captured_again
-        return StepVariants(traced, again, self.backend, self._cache, self._split, home_bytes)
-
-    def _plan(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], room: int) -> PlannedStep:
-        """The step with its first plan: of an earlier process, or quickly made if a call waits for it.
-
-        Processes that run a step together follow this plan for long, so it is worth the whole search.
-        """
-        together = self._shards is not None or self._trains_with_others
-        quickly, kept = not self._is_ahead and not together, None if together else self._plans
-        return plan(captured, costs, profiles, room, self.policy, self.home.stores, quickly=quickly, kept=kept)
-
-    def _measured(self, step: StepVariants, variant: Variant) -> tuple[Costs, tuple[OpProfile, ...]]:
-        """Measure a variant of a step, and the links to its homes."""
-        cache, backend = self._cache, self.backend
-        profiles = step.profiles(variant, timed=True, advance=partial(self._tell, "profile"))
-        profiles = with_collectives(step.made(variant), profiles, self._group_costs)
-        if not self.links:
-            self._tell("measure the home", 0, 1)
-            self.links = links_to(self.home.stores, cache, backend, min(64 * MIB, max(self.budget // 8, MIB)))
-        self._tell("plan", 0, 1)
-        return Costs(tuple(profile.cost for profile in profiles), self.links), profiles
+        facts = StepFacts(versions(), format_bytes(self.budget), self.policy.name)
+        return _Known(*peers.learn(args, kwargs, facts, others))
 
     def _count_kinds(self, seconds: float) -> None:
         """Say once what it costs that inputs come in many shapes."""
@@ -1027,8 +704,8 @@ class Session:
         """Plan again where the runs of a plan have shown that it was wrong."""
         if known.runner is None or self.timeline is None:
             return
-        if self._shards is not None and self._ranks is not None:
-            self._judge_together(known, self._ranks)
+        if self._follows_one_plan:
+            self._judge_together(known)
             return
         if self._note_surges(known):
             return  # the next call has a plan with it
@@ -1051,7 +728,7 @@ class Session:
 
     def _plan_for_times(self, known: _Known, watch: Watch) -> None:
         """Have a plan made with the times that ops and copies took; in another process, or else if that is quick."""
-        if self._trains_with_others:  # they would wait for this process, and each would search beside the steps
+        if self._joined is not None:  # they would wait for this process, and each would search beside the steps
             known.watch = watch.kept()
             return
         step, begin = known.step, self._clock()
@@ -1105,51 +782,30 @@ class Session:
             if step.is_quick:
                 self._leave_arena()
                 best = plan(step.captured, step.costs, step.profiles, step.budget, self.policy, self.home.stores)
-                self._exchange(known, replace(best, causes=step.causes, variant=step.variant))
+                self._exchange(known, replace(best, variant=step.variant))
 
-    def _judge_together(self, known: _Known, ranks: Ranks) -> None:
+    def _judge_together(self, known: _Known) -> None:
         """The same, once, where all processes have to follow one plan: what rank 0 has measured decides for all."""
-        runner, timeline = known.runner, self.timeline
-        if runner is None or timeline is None:
+        peers, runner, timeline = self._peers, known.runner, self.timeline
+        if peers is None or runner is None or timeline is None or known.is_judged:
             return
         known.runs += 1
         if known.runs > 1:
             known.measured.append(timeline)
         before, measured = known.step, known.measured
-        if len(measured) < MEASURED_STEPS or Cause.TIMES in before.causes:
+        if len(measured) < MEASURED_STEPS:
             return
-        known.step, known.measured = replace(before, causes=before.causes | set(Cause)), []
-        surprises, stores = runner.surprises(), self.home.stores
+        known.is_judged, known.measured = True, []
+        surprises = runner.surprises()
         if before.leaves_device:
             self._leave_arena()
 
-        def decide() -> Any:
-            again, wrong = known.step, is_wrong(known.step, measured)
-            if surprises:
-                again = with_requests(again, surprises, self.policy, stores, quickly=False) or again
-            if wrong:
-                costs, seconds = measured_costs(again, measured), measured[-1].step_seconds
-                again = with_times(again, costs, seconds, self.policy, stores) or again
-            if again is known.step:
-                return None
-            self._keep(before, again, None if wrong else surprises.keys())
-            return again.costs, again.planned, again.profiles
+        def keep(again: PlannedStep, times_were_wrong: bool) -> None:
+            self._keep(before, again, None if times_were_wrong else surprises.keys())
 
-        found = ranks.from_leader(0, decide)
-        if found is None:
-            return
-        costs, planned, profiles = found
-        own = {op: before.profiles[op] for op in self._shorter(before.captured)}
-        profiles = _with_own_requests(profiles, own)
-        again = replace(known.step, costs=costs, planned=planned, profiles=profiles)
-        failure: BaseException | None = None
-        try:
-            validate(again.graph, planned.program, again.budget, costs)
-            check_spill(again.graph, costs, planned, stores)
-        except BaseException as error:
-            failure = error
-        ranks.settle(failure)
-        self._exchange(known, again)
+        again = peers.replan(before, measured, surprises, keep)
+        if again is not None:
+            self._exchange(known, again)
 
     def _exchange(self, known: _Known, again: PlannedStep) -> None:
         """Go on with another plan of a step."""
@@ -1174,7 +830,7 @@ class Session:
             self._keep_plan(again)
 
     def _keep_plan(self, step: PlannedStep) -> None:
-        self._plans.keep(step.graph, step.costs, step.budget, self.policy, step.planned)
+        self.planner.plans.keep(step.graph, step.costs, step.budget, self.policy, step.planned)
 
     # The arena
 
@@ -1202,19 +858,19 @@ class Session:
             raise RuntimeError("a step without a runner was activated; please report it")
         self.outcome = Outcome.TORN
         try:
-            together = self._trains_with_others
-            result, self.timeline = runner.run(self.engine, leaves, may_refuse=not together)
+            result, self.timeline = runner.run(self.engine, leaves, may_refuse=self._joined is None)
             self.outcome = Outcome.MADE
         except UpdateError as error:
             self.outcome = Outcome.UPDATE_STOPPED
             raise (error.__cause__ or error) from None
         except BaseException as error:
             self.torn, self.outcome = f"{type(error).__name__}: {error}", Outcome.TORN
-            if self._trains_with_others:
-                self._apart = self.torn
+            peers = self._joined
+            if peers is not None:
+                peers.failure = self.torn
             if self._undone(runner, error):
-                self.torn, self.outcome = "", Outcome.APART if self._apart else Outcome.UNDONE
-            elif self._stopped(runner, error):
+                self.torn, self.outcome = "", Outcome.UNDONE if peers is None else Outcome.APART
+            elif peers is None and self._stopped(runner, error):  # else others have gone on
                 self.torn, self.outcome = "", Outcome.STOPPED
             raise
         return result
@@ -1230,8 +886,6 @@ class Session:
             return False
 
     def _stopped(self, runner: Runner, error: BaseException) -> bool:
-        if self._apart:  # others have gone on
-            return False
         try:
             return runner.stop(self.engine)
         except TransferError as another:
@@ -1294,46 +948,3 @@ def versions() -> str:
     except metadata.PackageNotFoundError:  # run from its source, without being installed
         own = "(not installed)"
     return f"outofcore {own}, PyTorch {torch.__version__} with {torch.get_num_threads()} threads"
-
-
-def _with_own_requests(profiles: Sequence[OpProfile], own: Mapping[int, OpProfile]) -> tuple[OpProfile, ...]:
-    """The profiles of another process, with what some ops ask for in this one."""
-    return tuple(
-        replace(p, requests=own[op].requests, first_requests=own[op].first_requests) if op in own else p
-        for op, p in enumerate(profiles)
-    )
-
-
-def _not_captured_again(**_: object) -> Captured:
-    raise RuntimeError("a step was captured again for a plan that is known; please report it")
-
-
-def check_one_plan(everyone: Sequence[Facts]) -> None:
-    """Refuse processes that are about to run different steps, where all have to follow one plan.
-
-    Raises:
-        InputError: they are.
-    """
-    for rank, other in enumerate(everyone[1:], 1):
-        if (other.graph, other.is_new) != (everyone[0].graph, everyone[0].is_new):
-            raise InputError(
-                f"rank {rank} and rank 0 are about to run different steps, and processes that share a model follow one "
-                "plan: give all of them batches of the same shapes, and the same plain arguments"
-            )
-
-
-def _told_of(traced: Captured, shards: Shards | None) -> dict[str, Any]:
-    """What other processes are told of a captured step."""
-    values = traced.values
-    spread = {} if shards is None else {shard.key: shard for shard in shards.all}
-
-    def told(binding: StateBinding) -> str:
-        value = spread.get(binding.key) or values[binding.value]
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-
-    states = tuple((b.key, told(b)) for b in traced.states if b.kind in (StorageKind.PARAMETER, StorageKind.BUFFER))
-    # The last ranges of what is spread may be shorter than others, which is no matter to a plan.
-    ops = [replace(op, source="", family="" if spread else op.family) for op in traced.graph.ops]
-    graph = hashlib.sha256(repr((traced.graph.storages, ops, traced.graph.outputs)).encode()).hexdigest()
-    orders = tuple(end.order for end in traced.replicas)
-    return {"states": states, "collectives": tuple(map(str, collectives_of(traced))), "orders": orders, "graph": graph}

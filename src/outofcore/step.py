@@ -27,13 +27,14 @@ from outofcore.execution.opening import OpenHome
 from outofcore.execution.stats import StepStats, measure_step, step_facts
 from outofcore.follow.loop import Loop
 from outofcore.follow.native import is_followed
+from outofcore.peers import Ranks
 from outofcore.planned_step import PlannedStep
 from outofcore.planning import Planned, Policy
 from outofcore.profiling.cache import Cache
 from outofcore.program import Timeline
 from outofcore.progress import Tell
 from outofcore.report import ReportPath, facts_html
-from outofcore.session import Outcome, Ranks, Session, versions
+from outofcore.session import Outcome, Session, versions
 from outofcore.step_variants import Split
 from outofcore.units import format_bytes, format_seconds
 

@@ -133,7 +133,7 @@ def compiled(
     step = Step(world.step, [world.model], [world.optimizer], budget, home, policy, None, FakeBackend(driver))
     rate = driver.bytes_per_s
     # Known: it is not what is tested here.
-    step._session.links = tuple(
+    step._session.planner.links = tuple(
         Home(store.name, store.capacity, rate / 2**n, rate / 2**n) for n, store in enumerate(stores)
     )
     return step

@@ -150,7 +150,7 @@ def test_what_the_first_step_asks_for_is_planned_for(caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "outofcore")
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget="256MiB", cache=False) as compiled:
-        original = profiling_ops.profile_ops
+        original = profiling_ops.profile_some
 
         def then_grow(*args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
@@ -158,7 +158,7 @@ def test_what_the_first_step_asks_for_is_planned_for(caplog: pytest.LogCaptureFi
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("outofcore.session.profile_ops", then_grow)
+            patch.setattr("outofcore.step_variants.profile_some", then_grow)
             compiled(torch.ones(256, 256))
         losses(compiled, [128 * KIB, MIB])
         assert compiled.stats.off_plan == 2
