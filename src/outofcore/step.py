@@ -264,9 +264,9 @@ class Step(Generic[P, R]):
         return self._shown("profiled").costs
 
     def _shown(self, what: str) -> PlannedStep:
-        if self._session.shown is None:
+        if self._session.steps.shown is None:
             raise StateError(self._nothing_to_show(f"it is {what} at its first call"))
-        return self._session.shown
+        return self._session.steps.shown
 
     @property
     def timeline(self) -> Timeline:
@@ -294,13 +294,13 @@ class Step(Generic[P, R]):
                 last.seconds - last.waited_seconds,
                 last.bytes_out,
                 last.bytes_in,
-                session.off_plan,
+                session.steps.off_plan,
                 0.0,
                 session.followed.count,
                 session.why_followed,
                 session.followed.stats.peak_bytes,
             )
-        return measure_step(self.captured, self.planned, self.timeline, session.off_plan)
+        return measure_step(self.captured, self.planned, self.timeline, session.steps.off_plan)
 
     def _nothing_to_show(self, otherwise: str) -> str:
         followed = self._session.followed

@@ -179,7 +179,7 @@ def test_the_new_need_of_an_operator_of_pytorch_is_kept(tmp_path: Path) -> None:
     cache, x = Cache(tmp_path), torch.ones(4, 16, 32, 32)
     with outofcore.compile(step, model, budget="256MiB", cache=tmp_path) as compiled:
         compiled(x)
-        graph, profiles = compiled.captured.graph, compiled._session.shown.profiles  # type: ignore[index]
+        graph, profiles = compiled.captured.graph, compiled._session.steps.shown.profiles  # type: ignore[index]
     known = [i for i, p in enumerate(profiles) if p.cost.workspace_bytes >= MIB // 8 and p.first_requests is None]
     if not known:
         pytest.skip("no op of this step needs scratch memory on this machine")
@@ -233,8 +233,8 @@ def test_the_pages_of_the_arena_are_gone_before_another_plan_is_made(
         moods = [usual] * 2 + [usual if cause == "times" else more] * 4
         expected = losses(make()[0], moods)
         found = losses(compiled, moods[:1])
-        assert compiled._session.arena is not None
-        regions.append(weakref.ref(compiled._session.arena.region))
+        assert compiled._session.steps.arena is not None
+        regions.append(weakref.ref(compiled._session.steps.arena.region))
         found += losses(compiled, moods[1:])
         assert found == expected
     assert any("planned again" in r.getMessage() for r in caplog.records)
