@@ -21,7 +21,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import function_modes, tree_flatten
-from outofcore.capture.kernels import Kernels
 from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.capture.snapshot import Snapshot
@@ -33,26 +32,21 @@ from outofcore.errors import (
     StateError,
     TransferError,
 )
-from outofcore.execution.backend import Backend
 from outofcore.execution.interrupts import Deferred
 from outofcore.execution.memory import new_garbage_collected
 from outofcore.execution.model_state import StateKeeper
-from outofcore.execution.opening import OpenHome
 from outofcore.execution.runner import Runner, UpdateError
 from outofcore.follow.calls import FollowedCalls
-from outofcore.follow.loop import Loop
 from outofcore.known_steps import KnownStep, KnownSteps
+from outofcore.options import MemoryOptions, PlanOptions, RunOptions
 from outofcore.peers import Peers, Ranks, StepFacts
 from outofcore.plan_updates import PlanKeeper, TooSmallError
 from outofcore.planned_step import (
     PlannedStep,
 )
-from outofcore.planning import Policy
-from outofcore.profiling.cache import Cache
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following
 from outofcore.step_planner import StepPlanner
-from outofcore.step_variants import Split
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
@@ -94,25 +88,18 @@ class Outcome(Enum):
 
 
 class Session:
-    """Captures, plans and runs one user's step over one set of models.
+    """Runs each call of one user's step: captured and planned at the first call of its kind, or else followed.
 
     Args:
         step: the user's own.
         models: all that it uses.
         optimizers: likewise.
-        budget: device bytes.
-        home: where bytes live that are not on the device.
-        policy: how to plan.
-        cache: where measurements are kept, if anywhere.
-        backend: where the step runs.
-        vacate: called when another step over the home is to have the model; by it ``vacate`` here.
-        dynamic: whether calls are followed and not captured: always, never, or (None) from the second shape on.
-        loop: makes the loop that they are followed in; None: they cannot be.
-        alternating: whether calls of one kind never find the gradients that another of that kind has left.
+        memory: its device and home memory.
+        planning: how it is planned.
+        running: how it runs.
         ranks: the processes that run it together; None: this one alone.
         shards: what of the models is spread over them; None: nothing is.
-        kernels: with which ops that become one are compiled; None: all run by PyTorch's own, one by one.
-        split: whether ops that need more memory than there is may run in parts.
+        vacate: called when another step over the home is to have the model; by it ``vacate`` here.
 
     Attributes:
         followed: the calls that are followed; None: there were none yet.
@@ -131,54 +118,35 @@ class Session:
         step: Callable[..., Any],
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        budget: int,
-        home: OpenHome,
-        policy: Policy,
-        cache: Cache | None,
-        backend: Backend,
+        memory: MemoryOptions,
+        planning: PlanOptions,
+        running: RunOptions,
+        ranks: Ranks | None,
+        shards: Shards | None,
         vacate: Callable[[], None],
-        dynamic: bool | None = False,
-        loop: Callable[[], Loop] | None = None,
-        alternating: bool = False,
-        ranks: Ranks | None = None,
-        shards: Shards | None = None,
-        kernels: Kernels | None = None,
-        split: Split = Split.EXACT,
     ) -> None:
         self._step, self._models, self._optimizers = step, list(models), list(optimizers)
-        self.budget, self.home, self.policy = budget, home, policy
-        self._cache, self.backend, self._on_vacate = cache, backend, vacate
-        self.keeper = StateKeeper(home.faces)
-        self.engine = backend.engine(home.stores)
+        self._budget, self.home, self._policy = memory.budget, memory.home, planning.policy
+        self._on_vacate = vacate
+        self.keeper = StateKeeper(self.home.faces)
+        self.engine = running.backend.engine(self.home.stores)
         # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
         weakref.finalize(self, self.engine.close).atexit = False
-        self._signer = Signer(self._models, self._optimizers, backend.device)
+        self._signer = Signer(self._models, self._optimizers, running.backend.device)
         self._variants = Variants()
-        self.steps = KnownSteps(self.engine, self.keeper, backend, budget)
+        self.steps = KnownSteps(self.engine, self.keeper, running.backend, memory.budget)
         self._signature: Signature | None = None  # of the last call
         self.timeline: Timeline | None = None
         self.began_ns = 0
         self.planner = StepPlanner(
-            step,
-            self._models,
-            self._optimizers,
-            budget,
-            home.stores,
-            policy,
-            cache,
-            backend,
-            self.steps.leave_arena,
-            alternating,
-            shards,
-            kernels,
-            split,
+            step, self._models, self._optimizers, memory, planning, running, shards, self.steps.leave_arena
         )
         self._peers = None if ranks is None else Peers(ranks, shards, self.planner)
         self.updates = PlanKeeper(self.steps, self.planner, self._peers)
-        self._dynamic, self._loop = dynamic, loop
-        self._alternating = alternating
+        self._dynamic, self._loop = running.dynamic, running.loop
+        self._alternating = planning.is_alternating
         self.followed: FollowedCalls | None = None
-        self.why_followed = "it was asked for" if dynamic else ""
+        self.why_followed = "it was asked for" if running.dynamic else ""
         self._planning_seconds: list[float] = []  # of each kind of inputs
         self.torn = ""
         self.outcome = Outcome.UNCHANGED
@@ -495,7 +463,7 @@ class Session:
         if known is not None and known.facts is not None:
             peers.confirm(known.step, known.facts)
             return known
-        facts = StepFacts(versions(), format_bytes(self.budget), self.policy.name)
+        facts = StepFacts(versions(), format_bytes(self._budget), self._policy.name)
         return KnownStep(*peers.learn(args, kwargs, facts, others))
 
     def _count_kinds(self, seconds: float) -> None:

@@ -14,18 +14,15 @@ from torch.optim import Optimizer
 from outofcore.capture import Captured, capture_step
 from outofcore.capture.fusing import fused, fusing
 from outofcore.capture.kernel_layouts import KernelLayouts
-from outofcore.capture.kernels import Kernels
 from outofcore.capture.partial_sums import in_partial_sums, summing
 from outofcore.capture.shards import Shards
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError
-from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
-from outofcore.execution.homes import HomeStore
+from outofcore.execution.backend import in_terms_of_the_budget, room_for_arena
 from outofcore.execution.interrupts import Deferred
+from outofcore.options import MemoryOptions, PlanOptions, RunOptions
 from outofcore.planned_step import PlannedStep, plan
-from outofcore.planning import Policy
 from outofcore.policies import OffloadAll, ProfileGuided
-from outofcore.profiling.cache import Cache
 from outofcore.profiling.groups import GroupCost, with_collectives
 from outofcore.profiling.links import links_to
 from outofcore.profiling.ops import OpProfile
@@ -46,7 +43,6 @@ class StepPlanner:
 
     Args:
         empty_device: brings the model home, so that ops are measured on the device alone.
-        alternating: as for ``Session``.
 
     Attributes:
         links: the homes as measured.
@@ -59,24 +55,21 @@ class StepPlanner:
         step: Callable[..., Any],
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        budget: int,
-        stores: Sequence[HomeStore],
-        policy: Policy,
-        cache: Cache | None,
-        backend: Backend,
-        empty_device: Callable[[], None],
-        alternating: bool,
+        memory: MemoryOptions,
+        planning: PlanOptions,
+        running: RunOptions,
         shards: Shards | None,
-        kernels: Kernels | None,
-        split: Split,
+        empty_device: Callable[[], None],
     ) -> None:
         self._step, self._models, self._optimizers = step, models, optimizers
-        self.budget, self.stores, self.policy, self.cache, self.backend = budget, stores, policy, cache, backend
-        self._empty_device, self._alternating = empty_device, alternating
-        self._shards, self._kernels, self._split = shards, kernels, split
+        self.budget, self.stores = memory.budget, memory.home.stores
+        self.policy, self._split, self.cache = planning.policy, planning.split, planning.cache
+        self.backend, self._kernels = running.backend, running.kernels
+        self._repeats = not planning.is_alternating
+        self._shards, self._empty_device = shards, empty_device
         self._orders: dict[int, tuple[int, ...]] = {}  # see ``capture_step``
         self._layouts = KernelLayouts()
-        self.plans = StepPlans(None if cache is None else cache.folder)
+        self.plans = StepPlans(None if self.cache is None else self.cache.folder)
         self.links: tuple[Home, ...] = ()
         self.is_ahead = False
         self.tell: Tell = silent
@@ -135,7 +128,7 @@ class StepPlanner:
             self.variants_of(traced, recapture),
             room,
             may_stay=not isinstance(self.policy, OffloadAll | ProfileGuided),
-            repeats=not self._alternating,
+            repeats=self._repeats,
             measure=partial(self._measure, groups=groups or {}),
             plan_whole=partial(
                 plan,

@@ -229,7 +229,7 @@ def test_the_pages_of_the_arena_are_gone_before_another_plan_is_made(
     monkeypatch.setattr(planning, "plans_of_step", plans_of_step)
     budget = smallest + MIB
     with outofcore.compile(step, model, optimizer, budget=budget, policy="offload-all", cache=False) as compiled:
-        monkeypatch.setattr(compiled._session.backend, "reserve", lambda _: more + MIB)
+        monkeypatch.setattr(compiled._session.planner.backend, "reserve", lambda _: more + MIB)
         moods = [usual] * 2 + [usual if cause == "times" else more] * 4
         expected = losses(make()[0], moods)
         found = losses(compiled, moods[:1])
@@ -287,9 +287,9 @@ def test_a_step_is_planned_again_within_the_room_that_it_has(monkeypatch: pytest
     step, model, optimizer = make()
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), split="off")
     with outofcore.compile(step, model, optimizer, budget=smallest + 4 * MIB, policy="window") as compiled:
-        monkeypatch.setattr(compiled._session.backend, "beside", lambda *_: MIB)
+        monkeypatch.setattr(compiled._session.planner.backend, "beside", lambda *_: MIB)
         compiled(torch.ones(256, 256))
-        monkeypatch.setattr(compiled._session.backend, "beside", lambda *_: 3 * MIB)
+        monkeypatch.setattr(compiled._session.planner.backend, "beside", lambda *_: 3 * MIB)
         compiled(torch.ones(128, 256))
         first, second = budgets
         assert first == second + 2 * MIB
