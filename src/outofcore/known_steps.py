@@ -168,13 +168,7 @@ class KnownSteps:
 
 
 def runner_of(step: PlannedStep, keeper: StateKeeper, states: dict[int, State] | None = None) -> Runner:
-    """What runs a planned step.
-
-    Args:
-        step: planned.
-        keeper: which takes note of the user's tensors that the step works on.
-        states: that it knows them by, where it has taken note of this capture's before.
-    """
+    """Return what runs a planned step; ``states`` are the user's tensors, if its runner before has noted them."""
     requests = [profile.requests for profile in step.profiles]
     first = {i: p.first_requests for i, p in enumerate(step.profiles) if p.first_requests is not None}
     return Runner(step.captured, step.planned.program, step.costs, requests, first, keeper, states, step.budget)

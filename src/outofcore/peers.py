@@ -23,7 +23,7 @@ from outofcore.costs import Costs
 from outofcore.errors import GraphError, StateError, ValidationError
 from outofcore.execution.interrupts import Deferred
 from outofcore.graph import StorageKind
-from outofcore.planned_step import PlannedStep, check_spill, is_wrong, measured_costs, with_requests, with_times
+from outofcore.planned_step import PlannedStep, check_spill, is_wrong, with_requests, with_times
 from outofcore.planning import Planned
 from outofcore.planning.placement.requests import Requests
 from outofcore.profiling.groups import GroupCost, collectives_of
@@ -64,41 +64,16 @@ class StepFacts:
 
 
 class Ranks(Protocol):
-    """The processes that run a step together: see ``distributed.agreement``."""
+    """How the processes of a step talk to each other: see ``distributed.agreement.Agreement``."""
 
     @property
-    def joined(self) -> bool:
-        """Whether there are others, as far as is known."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process."""
-        ...
-
-    def join(self, collectives: Sequence[Collective]) -> None:
-        """Record the collectives of a step."""
-        ...
-
-    def meet(self, facts: StepFacts | None, device: torch.device) -> bool:
-        """Return whether all have a plan for the call that begins now."""
-        ...
-
-    def compare(self, facts: StepFacts) -> tuple[StepFacts, ...]:
-        """Return the facts of all by rank; raise where they cannot go on together."""
-        ...
-
-    def costs(self, collectives: Sequence[Collective], device: torch.device) -> dict[int, GroupCost]:
-        """Return the costs of the groups of collectives by their number of processes."""
-        ...
-
-    def from_leader(self, leader: int, make: Callable[[], Any]) -> Any:
-        """Run ``make`` in one process, and return its result in all."""
-        ...
-
-    def settle(self, error: BaseException | None) -> None:
-        """Raise if one of them cannot go on."""
-        ...
+    def joined(self) -> bool: ...
+    def join(self, collectives: Sequence[Collective]) -> None: ...
+    def meet(self, facts: StepFacts | None, device: torch.device) -> bool: ...
+    def compare(self, facts: StepFacts) -> tuple[StepFacts, ...]: ...
+    def costs(self, collectives: Sequence[Collective], device: torch.device) -> dict[int, GroupCost]: ...
+    def from_leader(self, leader: int, make: Callable[[], Any]) -> Any: ...
+    def settle(self, error: BaseException | None) -> None: ...
 
 
 class Peers:
@@ -281,8 +256,7 @@ class Peers:
             if surprises:
                 again = with_requests(again, surprises, policy, stores) or again
             if wrong:
-                costs, seconds = measured_costs(again, measured), measured[-1].step_seconds
-                again = with_times(again, costs, seconds, policy, stores) or again
+                again = with_times(again, measured, policy, stores) or again
             if again is step:
                 return None
             keep(again, wrong)

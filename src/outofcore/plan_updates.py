@@ -44,11 +44,7 @@ _NICENESS = 19
 
 
 class TooSmallError(Exception):
-    """No plan of a step has room for what its ops ask for: nothing has been touched.
-
-    Args:
-        refusal: what the user is told.
-    """
+    """No plan of a step has room for what its ops ask for, as the ``refusal`` says; nothing has been touched."""
 
     def __init__(self, refusal: BudgetError) -> None:
         super().__init__(refusal)
@@ -227,12 +223,7 @@ class PlanKeeper:
     def plan_for_surges(self, known: KnownStep, *, must_grow: bool) -> None:
         """Plan a step again that has not taken up what ops have asked for, in it or with inputs of another kind.
 
-        Args:
-            known: the step.
-            must_grow: whether it cannot go on with the plan that it has.
-
-        Raises:
-            TooSmallError: it cannot, and no plan has room for what was asked for.
+        Raises ``TooSmallError`` if it ``must_grow``, and no plan has room for what was asked for.
         """
         if known.surges != self._surge_count:
             is_own, known.surges = known.surges < 0, self._surge_count

@@ -223,35 +223,22 @@ def with_plan(step: PlannedStep, costs: Costs, planned: Planned) -> PlannedStep:
     return replace(step, costs=costs, planned=planned, profiles=profiles, is_quick=False)
 
 
-def measured_costs(step: PlannedStep, measured: Sequence[Timeline]) -> Costs:
-    """The costs of a step with the times that ops and copies took in it."""
-    families = [op.family for op in step.graph.ops]
-    return refined(step.costs, step.planned.program, measured, step.spilled, families)
-
-
 def with_times(
     step: PlannedStep,
-    costs: Costs,
-    seconds: float,
+    measured: Sequence[Timeline],
     policy: Policy,
     stores: Sequence[HomeStore],
 ) -> PlannedStep | None:
-    """The step planned with the times that ops and copies took in steps; None where there is no such plan.
-
-    Args:
-        step: as it was planned.
-        costs: as measured.
-        seconds: that steps took.
-        policy: how to plan.
-        stores: the homes, nearest first.
-    """
+    """Return the step planned with the times that ops and copies took in steps; None where there is no such plan."""
+    families = [op.family for op in step.graph.ops]
+    costs = refined(step.costs, step.planned.program, measured, step.spilled, families)
     profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
     try:
         again = plan(step.captured, costs, profiles, step.budget, policy, stores)
     except (BudgetError, SpillError, ValidationError) as error:
         _log.warning("the plan stays as it is, although its prediction was off: %s", error)
         return None
-    _say_times(step, again, seconds)
+    _say_times(step, again, measured[-1].step_seconds)
     return replace(again, variant=step.variant)
 
 
@@ -311,14 +298,7 @@ def with_requests(
     policy: Policy,
     stores: Sequence[HomeStore],
 ) -> PlannedStep | None:
-    """The step planned with the requests that ops turned out to make; None where there is no such plan.
-
-    Args:
-        step: as it was planned.
-        surprises: the requests, by op.
-        policy: how to plan.
-        stores: the homes, nearest first.
-    """
+    """Return the step planned with the requests that ops turned out to make; None where there is no such plan."""
     wanted = remember_requests(step, surprises)
     try:
         again = plan(wanted.captured, wanted.costs, wanted.profiles, step.budget, policy, stores)

@@ -1,7 +1,7 @@
-"""What a compiled step keeps from call to call: its planned steps, the arena, and which of them is in it.
+"""The calls of a compiled step: which are captured, which are followed, and what one that raises has made of the model.
 
-A call with inputs of a kind that is not known is captured, measured and planned; the planned step is frozen data. The
-session makes the runner of a planned step when it first brings the step's program into the arena.
+A call with inputs of a kind that is not known is captured, measured and planned by ``step_planner``, beside ``peers``.
+``known_steps`` has the planned steps and the arena, ``plan_updates`` replaces plans that were wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -25,28 +24,22 @@ from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.capture.snapshot import Snapshot
 from outofcore.capture.variants import Variants
-from outofcore.errors import (
-    ArenaError,
-    BudgetError,
-    CaptureError,
-    StateError,
-    TransferError,
-)
+from outofcore.errors import ArenaError, BudgetError, CaptureError, StateError, TransferError
+from outofcore.execution.engines import Engine
 from outofcore.execution.interrupts import Deferred
 from outofcore.execution.memory import new_garbage_collected
 from outofcore.execution.model_state import StateKeeper
-from outofcore.execution.runner import Runner, UpdateError
+from outofcore.execution.runner import UpdateError
 from outofcore.follow.calls import FollowedCalls
 from outofcore.known_steps import KnownStep, KnownSteps
 from outofcore.options import MemoryOptions, PlanOptions, RunOptions
 from outofcore.peers import Peers, Ranks, StepFacts
 from outofcore.plan_updates import PlanKeeper, TooSmallError
-from outofcore.planned_step import (
-    PlannedStep,
-)
+from outofcore.planned_step import PlannedStep
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following
 from outofcore.step_planner import StepPlanner
+from outofcore.step_plans import library_version
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
@@ -88,30 +81,7 @@ class Outcome(Enum):
 
 
 class Session:
-    """Runs each call of one user's step: captured and planned at the first call of its kind, or else followed.
-
-    Args:
-        step: the user's own.
-        models: all that it uses.
-        optimizers: likewise.
-        memory: its device and home memory.
-        planning: how it is planned.
-        running: how it runs.
-        ranks: the processes that run it together; None: this one alone.
-        shards: what of the models is spread over them; None: nothing is.
-        vacate: called when another step over the home is to have the model; by it ``vacate`` here.
-
-    Attributes:
-        followed: the calls that are followed; None: there were none yet.
-        why_followed: why that is so; empty: it is not.
-        torn: why the model is part old and part new; empty: it is not.
-        outcome: of the call that runs, if it raised now.
-        timeline: of the last call.
-        began_ns: when it began, since 1970.
-        steps: with plans, and the arena.
-        planner: makes the first plans.
-        updates: replaces them.
-    """
+    """Runs each call of one user's step: captured and planned at the first call of its kind, or else followed."""
 
     def __init__(
         self,
@@ -127,7 +97,7 @@ class Session:
     ) -> None:
         self._step, self._models, self._optimizers = step, list(models), list(optimizers)
         self._budget, self.home, self._policy = memory.budget, memory.home, planning.policy
-        self._on_vacate = vacate
+        self._on_vacate = vacate  # another step over the home is to have the model; it calls ``vacate``
         self.keeper = StateKeeper(self.home.faces)
         self.engine = running.backend.engine(self.home.stores)
         # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
@@ -136,8 +106,8 @@ class Session:
         self._variants = Variants()
         self.steps = KnownSteps(self.engine, self.keeper, running.backend, memory.budget)
         self._signature: Signature | None = None  # of the last call
-        self.timeline: Timeline | None = None
-        self.began_ns = 0
+        self.timeline: Timeline | None = None  # of the last call
+        self.began_ns = 0  # when it began, since 1970
         self.planner = StepPlanner(
             step, self._models, self._optimizers, memory, planning, running, shards, self.steps.leave_arena
         )
@@ -146,10 +116,10 @@ class Session:
         self._dynamic, self._loop = running.dynamic, running.loop
         self._alternating = planning.is_alternating
         self.followed: FollowedCalls | None = None
-        self.why_followed = "it was asked for" if running.dynamic else ""
+        self.why_followed = "it was asked for" if running.dynamic else ""  # why calls are followed; empty: they are not
         self._planning_seconds: list[float] = []  # of each kind of inputs
-        self.torn = ""
-        self.outcome = Outcome.UNCHANGED
+        self.torn = ""  # why the model is part old and part new; empty: it is not
+        self.outcome = Outcome.UNCHANGED  # of the call that runs, if it raised now
 
     @property
     def kinds(self) -> int:
@@ -495,9 +465,9 @@ class Session:
             peers = self._joined
             if peers is not None:
                 peers.failure = self.torn
-            if self._undone(runner, error):
+            if self._recovers("undone", runner.undo, error):
                 self.torn, self.outcome = "", Outcome.UNDONE if peers is None else Outcome.APART
-            elif peers is None and self._stopped(runner, error):  # else others have gone on
+            elif peers is None and self._recovers("stopped", runner.stop, error):  # peers have gone on
                 self.torn, self.outcome = "", Outcome.STOPPED
             raise
         return result
@@ -505,25 +475,15 @@ class Session:
     def _may_stop(self, known: KnownStep) -> bool:
         return known.runner is None or known.runner.may_stop(self.engine)
 
-    def _undone(self, runner: Runner, error: BaseException) -> bool:
+    def _recovers(self, way: str, recover: Callable[[Engine], bool], error: BaseException) -> bool:
         try:
-            return runner.undo(self.engine)
+            return recover(self.engine)
         except TransferError as another:
-            error.add_note(f"It could not be undone: {another}")
-            return False
-
-    def _stopped(self, runner: Runner, error: BaseException) -> bool:
-        try:
-            return runner.stop(self.engine)
-        except TransferError as another:
-            error.add_note(f"It could not be stopped: {another}")
+            error.add_note(f"It could not be {way}: {another}")
             return False
 
 
 def versions() -> str:
-    """What a measurement was taken with, and a step runs with."""
-    try:
-        own = metadata.version("outofcore")
-    except metadata.PackageNotFoundError:  # run from its source, without being installed
-        own = "(not installed)"
+    """Return what a measurement was taken with, and a step runs with."""
+    own = library_version() or "(not installed)"
     return f"outofcore {own}, PyTorch {torch.__version__} with {torch.get_num_threads()} threads"
