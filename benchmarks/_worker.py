@@ -122,7 +122,7 @@ class _Training:
             told = step_report(graph, planned.plan, planned.program, self._step.timeline, self._step.budget)
             moved = [{**asdict(m), "kind": m.kind.value} for m in told.moved]
             answer["plan"] = {**asdict(told), "moved": moved}
-            arena = self._step._session.arena
+            arena = self._step._session.steps.arena
             if isinstance(arena, Arena):
                 answer["arena_rss"] = _resident_bytes(arena.address, arena.bytes)
         return answer

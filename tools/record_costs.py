@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from outofcore import planned_step, session
+from outofcore import plan_updates, planned_step
 from outofcore.background import Answer, BackgroundPlanner, PlanJob, plan_job
 from outofcore.capture import Captured
 from outofcore.costs import Costs, Home, OpCost
@@ -105,7 +105,7 @@ def fixed_costs() -> Iterator[Observed]:
         (links, "measure_link", _fixed_link),
         (DiskHome, "capacity", property(lambda _: DISK_BYTES)),
         (agreement, "group_cost", lambda *_: GROUP),
-        (session.Session, "_judge", _judged_as_predicted(session.Session._judge)),
+        (plan_updates.PlanKeeper, "judge", _judged_as_predicted(plan_updates.PlanKeeper.judge)),
         (loop, "read_record", _fixed_record),
         (loop, "BackgroundPlanner", _planner_at_once(observed)),
         (planned_step, "quick_policy", lambda policy: policy),
@@ -146,12 +146,8 @@ def _fixed_link(home: HomeStore, **_: object) -> LinkReport:
 
 
 def _judged_as_predicted(judge: Callable[..., None]) -> Callable[..., None]:
-    def judged(self: Any, known: Any) -> None:
-        measured, self.timeline = self.timeline, known.step.planned.timeline
-        try:
-            judge(self, known)
-        finally:
-            self.timeline = measured
+    def judged(self: Any, known: Any, _: Any) -> None:
+        judge(self, known, known.step.planned.timeline)
 
     return judged
 

@@ -119,7 +119,7 @@ class Recorder:
             )
             torch.manual_seed(SEED)
             losses = [step(*next(training.batches)).detach().clone() for _ in range(STEPS)]
-            shown = step._session.shown
+            shown = step._session.steps.shown
             assert shown is not None
             entry = {
                 "variant": variant_of(shown),

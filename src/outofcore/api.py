@@ -46,6 +46,7 @@ from outofcore.follow.loop import Loop, stop_loops
 from outofcore.follow.native import load_paging
 from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
+from outofcore.options import MemoryOptions, PlanOptions, RunOptions
 from outofcore.policies import Policy, PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.progress import following
@@ -305,7 +306,7 @@ def _compiled(
     kernels: KernelsName = "eager",
     split: SplitName = "exact",
 ) -> Step[P, R]:
-    """What ``compile`` returns; ``alternating`` as for ``Session``."""
+    """What ``compile`` returns; ``alternating`` as for ``PlanOptions``."""
     require(Feature.COMPILE)
     count = parse_bytes(budget)
     chosen = policy_of(policy)
@@ -338,23 +339,10 @@ def _compiled(
             limit = host_limit(host_budget)
             plans = None if kept is None else kept.folder / _PLANS
             loop = partial(Loop, count, (), home=home, host_limit=limit, plans=plans, check=Check(check), beside=True)
-    return Step(
-        step,
-        models,
-        optimizers,
-        count,
-        opened,
-        chosen,
-        kept,
-        backend,
-        dynamic,
-        loop,
-        alternating,
-        ranks,
-        shards,
-        made,
-        splits,
-    )
+    memory = MemoryOptions(count, opened)
+    planning = PlanOptions(chosen, splits, kept, alternating)
+    running = RunOptions(backend, made, dynamic, loop)
+    return Step(step, models, optimizers, memory, planning, running, ranks, shards)
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:

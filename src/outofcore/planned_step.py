@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import chain
 
 from outofcore import planning
@@ -36,13 +35,6 @@ from outofcore.variant import LOWEST_MEMORY, Variant
 _log = logging.getLogger("outofcore")
 
 
-class Cause(Enum):
-    """Why a step is planned again."""
-
-    TIMES = "times"  # steps took longer or shorter than predicted
-    MEMORY = "memory"  # an op asked for memory that no plan foresaw
-
-
 @dataclass(frozen=True)
 class PlannedStep:
     """A captured step, planned and proved.
@@ -53,7 +45,6 @@ class PlannedStep:
         costs: that it was planned with.
         planned: the plan, with its program and the simulated timeline.
         profiles: of each op.
-        causes: why it was planned again so far, or nearly was.
         variant: of the step.
         is_quick: whether the plan was found by a quick search, so that another may be better.
         planning_seconds: that the search took; 0: an earlier process has made the plan.
@@ -64,7 +55,6 @@ class PlannedStep:
     costs: Costs
     planned: Planned
     profiles: tuple[OpProfile, ...]
-    causes: frozenset[Cause] = frozenset()
     variant: Variant = LOWEST_MEMORY
     is_quick: bool = False
     planning_seconds: float = 0.0
@@ -233,36 +223,23 @@ def with_plan(step: PlannedStep, costs: Costs, planned: Planned) -> PlannedStep:
     return replace(step, costs=costs, planned=planned, profiles=profiles, is_quick=False)
 
 
-def measured_costs(step: PlannedStep, measured: Sequence[Timeline]) -> Costs:
-    """The costs of a step with the times that ops and copies took in it."""
-    families = [op.family for op in step.graph.ops]
-    return refined(step.costs, step.planned.program, measured, step.spilled, families)
-
-
 def with_times(
     step: PlannedStep,
-    costs: Costs,
-    seconds: float,
+    measured: Sequence[Timeline],
     policy: Policy,
     stores: Sequence[HomeStore],
 ) -> PlannedStep | None:
-    """The step planned with the times that ops and copies took in steps; None where there is no such plan.
-
-    Args:
-        step: as it was planned.
-        costs: as measured.
-        seconds: that steps took.
-        policy: how to plan.
-        stores: the homes, nearest first.
-    """
+    """Return the step planned with the times that ops and copies took in steps; None where there is no such plan."""
+    families = [op.family for op in step.graph.ops]
+    costs = refined(step.costs, step.planned.program, measured, step.spilled, families)
     profiles = tuple(replace(p, cost=cost) for p, cost in zip(step.profiles, costs.ops, strict=True))
     try:
         again = plan(step.captured, costs, profiles, step.budget, policy, stores)
     except (BudgetError, SpillError, ValidationError) as error:
         _log.warning("the plan stays as it is, although its prediction was off: %s", error)
         return None
-    _say_times(step, again, seconds)
-    return replace(again, causes=step.causes, variant=step.variant)
+    _say_times(step, again, measured[-1].step_seconds)
+    return replace(again, variant=step.variant)
 
 
 def _say_times(before: PlannedStep, again: PlannedStep, seconds: float) -> None:
@@ -320,21 +297,11 @@ def with_requests(
     surprises: Mapping[int, Requests],
     policy: Policy,
     stores: Sequence[HomeStore],
-    *,
-    quickly: bool = True,
 ) -> PlannedStep | None:
-    """The step planned with the requests that ops turned out to make; None where there is no such plan.
-
-    Args:
-        step: as it was planned.
-        surprises: the requests, by op.
-        policy: how to plan.
-        stores: the homes, nearest first.
-        quickly: as for ``plan``.
-    """
+    """Return the step planned with the requests that ops turned out to make; None where there is no such plan."""
     wanted = remember_requests(step, surprises)
     try:
-        again = plan(wanted.captured, wanted.costs, wanted.profiles, step.budget, policy, stores, quickly=quickly)
+        again = plan(wanted.captured, wanted.costs, wanted.profiles, step.budget, policy, stores)
     except (BudgetError, SpillError, ValidationError) as error:
         _log.warning("the plan stays as it is, although ops asked for memory that it does not foresee: %s", error)
         return None
@@ -344,7 +311,7 @@ def with_requests(
         again.planned.timeline.step_seconds,
         again.planned.plan.policy,
     )
-    return replace(again, causes=step.causes, variant=step.variant)
+    return replace(again, variant=step.variant)
 
 
 def is_wrong(step: PlannedStep, measured: Sequence[Timeline]) -> bool:

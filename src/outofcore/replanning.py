@@ -1,9 +1,17 @@
 """Decide when a step is planned again with measured times, from the seconds of its steps alone.
 
-    MEASURING ---- the plan is as good as can be, and as predicted ---------> SETTLED
-        |  ^                                                                  |  ^
-        |  `------------- steps are no longer what they were -----------------'  |
-        `-- else --> WAITING for a plan -- it came, or there is none ------------'
+    phase      event                                          next phase  ``plan_updates.PlanKeeper``
+    ---------  ---------------------------------------------  ----------  ------------------------------------
+    MEASURING  ran: the plan is good, and as predicted        SETTLED     stores the plan for later processes
+    MEASURING  ran: another is wanted, affordable (``asks``)  MEASURING   starts to plan
+    MEASURING  asked: planning has started                    WAITING
+    MEASURING  kept: planning is impossible, or too long      SETTLED
+    WAITING    kept: no plan is better                        SETTLED     may correct the prediction
+    WAITING    exchanged: a better plan has come              SETTLED     stores it, and goes on with it
+    SETTLED    ran: steps are no longer what they were        MEASURING
+
+No other event changes the phase. A plan that begins to run is in MEASURING; the first step of a program does not count
+(``warmed``).
 
 Some quiet steps are *measured*: those within a few hundredths of the quickest. If a quick search has found the plan, or
 its prediction was off, the full search then makes another; but only where a step takes longer than its ops alone. If

@@ -1,119 +1,55 @@
-"""What a compiled step keeps from call to call: its planned steps, the arena, and which of them is in it.
+"""The calls of a compiled step: which are captured, which are followed, and what one that raises has made of the model.
 
-A call with inputs of a kind that is not known is captured, measured and planned; the planned step is frozen data. The
-session makes the runner of a planned step when it first brings the step's program into the arena.
+A call with inputs of a kind that is not known is captured, measured and planned by ``step_planner``, beside ``peers``.
+``known_steps`` has the planned steps and the arena, ``plan_updates`` replaces plans that were wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import function_modes, tree_flatten
-from outofcore.analysis import placed_bytes
-from outofcore.background import Answer, BackgroundPlanner, plan_job
-from outofcore.capture import Captured, capture_step
-from outofcore.capture.captured import StateBinding
-from outofcore.capture.collectives import Collective
-from outofcore.capture.kernel_layouts import KernelLayouts
-from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.shards import Shards
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.capture.snapshot import Snapshot
 from outofcore.capture.variants import Variants
-from outofcore.costs import Costs, Home
-from outofcore.errors import (
-    ArenaError,
-    BudgetError,
-    CaptureError,
-    GraphError,
-    InputError,
-    SpillError,
-    StateError,
-    TransferError,
-    ValidationError,
-)
-from outofcore.execution.aliases import State, fits
-from outofcore.execution.arena import Memory
-from outofcore.execution.backend import Backend, in_terms_of_the_budget, room_for_arena
-from outofcore.execution.demand_eviction import describe
+from outofcore.errors import ArenaError, BudgetError, CaptureError, StateError, TransferError
+from outofcore.execution.engines import Engine
 from outofcore.execution.interrupts import Deferred
-from outofcore.execution.memory import new_garbage_collected, trim_heap
+from outofcore.execution.memory import new_garbage_collected
 from outofcore.execution.model_state import StateKeeper
-from outofcore.execution.opening import OpenHome
-from outofcore.execution.runner import Runner, UpdateError
+from outofcore.execution.runner import UpdateError
 from outofcore.follow.calls import FollowedCalls
-from outofcore.follow.loop import Loop
-from outofcore.graph import StorageKind
-from outofcore.planned_step import (
-    Cause,
-    PlannedStep,
-    check_spill,
-    grown_requests,
-    is_wrong,
-    job_of,
-    measured_costs,
-    plan,
-    quick_policy,
-    remember_requests,
-    with_answer,
-    with_requests,
-    with_times,
-)
-from outofcore.planning import Planned, Policy
-from outofcore.planning.placement.requests import Requests
-from outofcore.policies import OffloadAll, ProfileGuided
-from outofcore.profiling.cache import Cache
-from outofcore.profiling.groups import GroupCost, collectives_of, with_collectives
-from outofcore.profiling.links import keep_link, links_to
-from outofcore.profiling.ops import OpProfile, keep_profiles, profile_some
+from outofcore.known_steps import KnownStep, KnownSteps
+from outofcore.options import MemoryOptions, PlanOptions, RunOptions
+from outofcore.peers import Peers, Ranks, StepFacts
+from outofcore.plan_updates import PlanKeeper, TooSmallError
+from outofcore.planned_step import PlannedStep
 from outofcore.program import Timeline
-from outofcore.progress import Tell, following, silent
-from outofcore.replanning import MEASURED_STEPS, Watch, calm_of
-from outofcore.step_plans import StepPlans
-from outofcore.step_variants import Split, StepVariants, VariantPlans
-from outofcore.transforms.fusing import fused, fusing
-from outofcore.transforms.kernels import Kernels
-from outofcore.transforms.partial_sums import in_partial_sums, summing
-from outofcore.units import MIB, format_bytes
-from outofcore.validator import validate
-from outofcore.variant import Variant, choose_variant
+from outofcore.progress import Tell, following
+from outofcore.step_planner import StepPlanner
+from outofcore.step_plans import library_version
+from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
 
-# The lowest priority: a step takes what it can of the processor while another plan is made of it.
-_NICENESS = 19
 # With so many kinds of inputs it is said once what they cost.
 _MANY_KINDS = 4
 
 
 class _NotFollowedError(Exception):
     """This system cannot follow a loop; the cause says why."""
-
-
-class _TooSmallError(Exception):
-    """No plan of a step has room for what its ops ask for: nothing has been touched.
-
-    Args:
-        refusal: what the user is told.
-    """
-
-    def __init__(self, refusal: BudgetError) -> None:
-        super().__init__(refusal)
-        self.refusal = refusal
 
 
 class Outcome(Enum):
@@ -144,231 +80,62 @@ class Outcome(Enum):
     TORN = "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a process says of itself to those that run the step as well.
-
-    Attributes:
-        versions: of this library and of PyTorch.
-        budget: in words.
-        policy: its name.
-        states: of each parameter and buffer its key, and its dtype and shape in words.
-        collectives: of the step, in order, in words.
-        orders: of each ``DistributedDataParallel``, the numbers of its parameters in the order of their gradients.
-        graph: a digest of the captured step.
-        is_new: whether it has no plan for this call yet.
-        error: why it cannot go on; empty: it can.
-    """
-
-    versions: str
-    budget: str
-    policy: str
-    states: tuple[tuple[str, str], ...] = ()
-    collectives: tuple[str, ...] = ()
-    orders: tuple[tuple[int, ...], ...] = ()
-    graph: str = ""
-    is_new: bool = False
-    error: str = ""
-
-
-class Ranks(Protocol):
-    """The processes that run a step together: see ``distributed.agreement``."""
-
-    @property
-    def joined(self) -> bool:
-        """Whether there are others, as far as is known."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-        ...
-
-    def join(self, collectives: Sequence[Collective]) -> None:
-        """Take note of the collectives of a step."""
-        ...
-
-    def meet(self, facts: Facts | None, device: torch.device) -> bool:
-        """Whether all have a plan for the call that begins now."""
-        ...
-
-    def compare(self, facts: Facts) -> tuple[Facts, ...]:
-        """What all say of themselves, by rank; raises where they cannot go on together."""
-        ...
-
-    def costs(self, collectives: Sequence[Collective], device: torch.device) -> dict[int, GroupCost]:
-        """Of the groups of collectives, by their number of processes."""
-        ...
-
-    def from_leader(self, leader: int, make: Callable[[], Any]) -> Any:
-        """What one process makes, in all of them."""
-        ...
-
-    def settle(self, error: BaseException | None) -> None:
-        """Raise if one of them cannot go on."""
-        ...
-
-
-@dataclass
-class _Known:
-    """A planned step, and what has come of its runs.
-
-    Attributes:
-        step: replaced as a whole when it is planned again.
-        runner: of it, as long as the states that it knows are those of the keeper.
-        runs: of this plan, since its program came into the arena.
-        measured: the timelines by which its prediction is to be judged, where others run the step as well.
-        watch: what its steps tell of the plan; None: not begun.
-        facts: for other processes, where there are any.
-        surges: how many of those that the session knows its plan has taken up.
-        wanted: the step with what its ops have asked for, for which no plan has been found yet; None: it is ``step``.
-        too_small: why no plan has room for what an op has asked for; None: there is one, or nothing is known.
-        has_overflowed: whether a home has served an op that the budget cannot hold, and no other plan was made since.
-    """
-
-    step: PlannedStep
-    facts: Facts | None = None
-    runner: Runner | None = None
-    runs: int = 0
-    measured: list[Timeline] = field(default_factory=list[Timeline])
-    watch: Watch | None = None
-    surges: int = 0
-    wanted: PlannedStep | None = None
-    too_small: BudgetError | None = None
-    has_overflowed: bool = False
-
-    @property
-    def arena_bytes(self) -> int:
-        """What its plan needs, and one that may take its place: another arena would have to be filled anew."""
-        return self.step.budget if self.step.is_quick else self.step.planned.program.arena_bytes
-
-    def fits(self) -> bool:
-        """Whether the user's tensors are what the step was captured with; the keeper sees to those that it knows."""
-        return (self.runner is not None and self.runner.is_current()) or fits(self.step.captured)
-
-
 class Session:
-    """Captures, plans and runs one user's step over one set of models.
-
-    Args:
-        step: the user's own.
-        models: all that it uses.
-        optimizers: likewise.
-        budget: device bytes.
-        home: where bytes live that are not on the device.
-        policy: how to plan.
-        cache: where measurements are kept, if anywhere.
-        backend: where the step runs.
-        vacate: called when another step over the home is to have the model; by it ``vacate`` here.
-        dynamic: whether calls are followed and not captured: always, never, or (None) from the second shape on.
-        loop: makes the loop that they are followed in; None: they cannot be.
-        alternating: whether calls of one kind never find the gradients that another of that kind has left.
-        ranks: the processes that run it together; None: this one alone.
-        shards: what of the models is spread over them; None: nothing is.
-        kernels: with which ops that become one are compiled; None: all run by PyTorch's own, one by one.
-        split: whether ops that need more memory than there is may run in parts.
-
-    Attributes:
-        followed: the calls that are followed; None: there were none yet.
-        why_followed: why that is so; empty: it is not.
-        torn: why the model is part old and part new; empty: it is not.
-        outcome: of the call that runs, if it raised now.
-        shown: what the last call ran; None: there was none.
-        timeline: of the last call.
-        began_ns: when it began, since 1970.
-        arena: where the active program's blocks are.
-        links: the homes as they were measured.
-    """
+    """Runs each call of one user's step: captured and planned at the first call of its kind, or else followed."""
 
     def __init__(
         self,
         step: Callable[..., Any],
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        budget: int,
-        home: OpenHome,
-        policy: Policy,
-        cache: Cache | None,
-        backend: Backend,
+        memory: MemoryOptions,
+        planning: PlanOptions,
+        running: RunOptions,
+        ranks: Ranks | None,
+        shards: Shards | None,
         vacate: Callable[[], None],
-        dynamic: bool | None = False,
-        loop: Callable[[], Loop] | None = None,
-        alternating: bool = False,
-        ranks: Ranks | None = None,
-        shards: Shards | None = None,
-        kernels: Kernels | None = None,
-        split: Split = Split.EXACT,
     ) -> None:
-        self._split = split
-        self._ranks = ranks
-        self._kernels = kernels
-        self._shards = shards
-        self._apart = ""  # why this process is out of step with the others; empty: it is not
-        self._group_costs: dict[int, GroupCost] = {}
         self._step, self._models, self._optimizers = step, list(models), list(optimizers)
-        self.budget, self.home, self.policy = budget, home, policy
-        self._cache, self.backend, self._on_vacate = cache, backend, vacate
-        self.keeper = StateKeeper(home.faces)
-        self.engine = backend.engine(home.stores)
+        self._budget, self.home, self._policy = memory.budget, memory.home, planning.policy
+        self._on_vacate = vacate  # another step over the home is to have the model; it calls ``vacate``
+        self.keeper = StateKeeper(self.home.faces)
+        self.engine = running.backend.engine(self.home.stores)
         # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
         weakref.finalize(self, self.engine.close).atexit = False
-        self._signer = Signer(self._models, self._optimizers, backend.device)
+        self._signer = Signer(self._models, self._optimizers, running.backend.device)
         self._variants = Variants()
-        self._known: dict[Signature, _Known] = {}
-        self._orders: dict[int, tuple[int, ...]] = {}  # see ``capture_step``
-        self._layouts = KernelLayouts()
-        self._active: _Known | None = None  # whose states are in the arena
+        self.steps = KnownSteps(self.engine, self.keeper, running.backend, memory.budget)
         self._signature: Signature | None = None  # of the last call
-        self.shown: PlannedStep | None = None
-        self.timeline: Timeline | None = None
-        self.began_ns = 0
-        self.arena: Memory | None = None
-        self.links: tuple[Home, ...] = ()
-        self._dynamic, self._loop = dynamic, loop
-        self._alternating = alternating
+        self.timeline: Timeline | None = None  # of the last call
+        self.began_ns = 0  # when it began, since 1970
+        self.planner = StepPlanner(
+            step, self._models, self._optimizers, memory, planning, running, shards, self.steps.leave_arena
+        )
+        self._peers = None if ranks is None else Peers(ranks, shards, self.planner)
+        self.updates = PlanKeeper(self.steps, self.planner, self._peers)
+        self._dynamic, self._loop = running.dynamic, running.loop
+        self._alternating = planning.is_alternating
         self.followed: FollowedCalls | None = None
-        self.why_followed = "it was asked for" if dynamic else ""
-        self._off_plan = 0  # requests counted in arenas that are gone
+        self.why_followed = "it was asked for" if running.dynamic else ""  # why calls are followed; empty: they are not
         self._planning_seconds: list[float] = []  # of each kind of inputs
-        self._plans = StepPlans(None if cache is None else cache.folder)
-        self._planner: BackgroundPlanner[tuple[_Known, PlannedStep]] = BackgroundPlanner(_NICENESS)
-        weakref.finalize(self, self._planner.close).atexit = False
-        self._is_ahead = False  # whether a step is planned for which nobody waits
-        self._clock = time.perf_counter
-        self._surges: dict[str, Requests] = {}  # by family: what ops have asked for beyond their plans
-        self._surge_count = 0
-        self.torn = ""
-        self.outcome = Outcome.UNCHANGED
-        self._tell: Tell = silent
+        self.torn = ""  # why the model is part old and part new; empty: it is not
+        self.outcome = Outcome.UNCHANGED  # of the call that runs, if it raised now
 
     @property
     def kinds(self) -> int:
         """Kinds of inputs that there are plans for."""
-        return len({signature._replace(variant=0) for signature in self._known})
-
-    @property
-    def runner(self) -> Runner | None:
-        """Of the program in the arena."""
-        return None if self._active is None else self._active.runner
-
-    @property
-    def off_plan(self) -> int:
-        """Requests of 64 KiB and more that no address was planned for, so far."""
-        return self._off_plan + (self.arena.counters().large if self.arena is not None else 0)
+        return len({signature._replace(variant=0) for signature in self.steps.known})
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> Any:
         """Run one step; ``outcome`` tells at any time what an exception would mean."""
         self.outcome = Outcome.UNCHANGED
-        if self._apart:
-            raise StateError(
-                f"an earlier call of this step failed while others ran it as well ({self._apart}), so that this "
-                "process is out of step with them; end it, and let torchrun start all of them again"
-            )
+        if self._peers is not None:
+            self._peers.check()
         if self.why_followed:
             return self._call_followed(args, kwargs)
         self.spread()
         signature, change = self._variants.find(self._signer(args, kwargs))
-        if signature not in self._known and self._passes_over(signature, change):
+        if signature not in self.steps.known and self._passes_over(signature, change):
             why = change or self._signer.describe_change(self._signature or signature, signature, args, kwargs)
             with contextlib.suppress(_NotFollowedError):
                 return self._call_followed(args, kwargs, why)
@@ -389,14 +156,14 @@ class Session:
         if (
             known.runs
             and not self._alternating
-            and known is not self._active
+            and known is not self.steps.active
             and self._signature not in (None, signature)
         ):
             _log.info("known plan: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
         try:
             with torch.inference_mode(mode=False):
                 return self._go(known, signature, leaves)
-        except _TooSmallError as error:
+        except TooSmallError as error:
             return self._call_beyond(error.refusal, args, kwargs)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> PlannedStep:
@@ -404,22 +171,16 @@ class Session:
         self.outcome = Outcome.UNCHANGED
         self.spread()
         signature, change = self._variants.find(self._signer(args, kwargs))
-        self._is_ahead = True
+        self.planner.is_ahead = True
         try:
             return self._known_or_built(signature, args, kwargs, on_progress, change).step
         finally:
-            self._is_ahead = False
+            self.planner.is_ahead = False
 
     def spread(self) -> None:
-        """Spread the models over the processes, or see what has become of them since they were."""
-        shards = self._shards
-        if shards is None:
-            return
-        if shards.is_spread:
-            shards.check()
-            return
-        with Deferred("the spreading of the model over the processes"):
-            shards.spread()
+        """Spread the models over the processes that share them, or see what has become of them since they were."""
+        if self._peers is not None:
+            self._peers.spread()
 
     def _known_or_built(
         self,
@@ -428,7 +189,7 @@ class Session:
         kwargs: dict[str, Any],
         on_progress: Tell | None,
         change: str,
-    ) -> _Known:
+    ) -> KnownStep:
         """The planned step for a call; a new one is one on which the processes agree that run it together.
 
         ``change`` says which value has changed that the step had read.
@@ -436,171 +197,67 @@ class Session:
         # What is shown outlives the mode in which the step is called.
         with torch.inference_mode(mode=False), Deferred("what happened between two steps"):
             self._catch_up(signature)
-        known = self._known.get(signature)
+        known = self.steps.known.get(signature)
         if known is not None and not known.fits():
             _log.info("a plan is forgotten: tensors share memory, or lie in it, otherwise than before")
-            if known.runner is not None:
-                known.runner.leave()
+            known.leave()
             known = None
-            del self._known[signature]
+            del self.steps.known[signature]
             self._variants.forget(signature)
-        together = self._ranks if self._ranks is not None and self._ranks.joined else None
         agreed = known is not None
-        if together is not None:
-            agreed = together.meet(None if known is None else known.facts, self.backend.device)
+        if self._peers is not None:
+            agreed = self._peers.meet(None if known is None else known.facts)
         if known is not None and agreed:
             return known
-        if together is None and self._signature is not None:
+        if self._joined is None and self._signature is not None:
             what = change or self._signer.describe_change(self._signature, signature, args, kwargs)
             _log.info("capturing again: %s", what)
         begin = time.perf_counter()
-        others = [self._known[other].step for other in self._variants.others(signature) if other in self._known]
+        steps = self.steps.known
+        others = [steps[other].step for other in self._variants.others(signature) if other in steps]
         # What capturing and planning use would otherwise stay with the process beside its budget.
-        with new_garbage_collected(), following(on_progress) as self._tell:
-            known = self._known[signature] = self._learn(known, self._ranks, args, kwargs, others)
+        with new_garbage_collected(), following(on_progress) as self.planner.tell:
+            known = steps[signature] = self._learn(known, args, kwargs, others)
             self._note_reads(signature, known)
         if not change:
             self._count_kinds(time.perf_counter() - begin)
         return known
 
-    def _note_reads(self, signature: Signature, known: _Known) -> None:
+    def _note_reads(self, signature: Signature, known: KnownStep) -> None:
         """Take down the values that a capture has read; what it needs for that is not kept."""
         reads = known.step.captured.reads
         roots = [("step", self._step)]
         roots += [(type(one).__name__, one) for one in (*self._models, *self._optimizers, *function_modes())]
         parameters = [named for model in self._models for named in model.named_parameters()]
         for forgotten in self._variants.add(signature, Snapshot(reads, roots, parameters)):
-            self._forget(forgotten)
+            self.steps.forget(forgotten)
         reads.clear()
 
-    def _forget(self, signature: Signature) -> None:
-        known = self._known.pop(signature, None)
-        if known is not None:
-            if known is self._active:
-                self._leave_program()
-            if known.runner is not None:
-                known.runner.leave()
-
-    def _go(self, known: _Known, signature: Signature, leaves: Sequence[Any]) -> Any:
+    def _go(self, known: KnownStep, signature: Signature, leaves: Sequence[Any]) -> Any:
         must_grow = known.has_overflowed
         while True:
-            self._plan_for_surges(known, must_grow=must_grow)
-            if known is not self._active:
-                with Deferred("the move of the model to its place"):
-                    self._activate(known)
+            self.updates.plan_for_surges(known, must_grow=must_grow)
+            self.steps.activate(known)
             self._signature = signature
             self.began_ns = time.time_ns()
             try:
                 with Deferred("the step that runs", may_stop=partial(self._may_stop, known)):
                     result = self._run(known, leaves)
-                    if self._shards is not None:
-                        self._shards.show_gradients()
+                    if self._peers is not None:
+                        self._peers.show_gradients()
                     for effect in known.step.captured.effects:
                         effect()
             except ArenaError as error:
-                if self.outcome is not Outcome.UNDONE or not self._note_surges(known):
-                    raise self._explained(known, error) from error
+                if self.outcome is not Outcome.UNDONE or not self.updates.note_surges(known):
+                    raise self.updates.explain(known, error) from error
                 must_grow = True
                 continue  # by a plan that has room for what was asked for
-            self._judge(known)
+            self.updates.judge(known, self.timeline)
             return result
-
-    # Requests beyond the plan
-
-    def _note_surges(self, known: _Known) -> bool:
-        """Remember what ops have asked for in the last run beyond their plan; whether any has."""
-        runner = known.runner
-        if runner is None or self._shards is not None:
-            return False
-        seen = runner.surprises()
-        step = known.wanted or known.step
-        grown = grown_requests(step, seen)
-        if runner.refused is not None and known.wanted is None and (op := runner.refused[0].id) not in grown:
-            # It has room for them in another order; so that planning again ends, it gets more.
-            requests = seen.get(op, step.profiles[op].requests)
-            more = step.costs.ops[op].workspace_bytes + placed_bytes(runner.refused[1])
-            grown[op] = replace(requests, workspace_bytes=more)
-        if not grown:
-            return False
-        step = known.wanted = remember_requests(step, grown, runner.first_ops)
-        for op, requests in grown.items():
-            family, before = step.graph.ops[op].family, 0
-            if family in self._surges:
-                before = self._surges[family].workspace_bytes
-            if family and op not in runner.first_ops and requests.workspace_bytes > before:
-                self._surges[family] = requests
-        if self._cache is not None:
-            facts = self.backend.facts()
-            keep_profiles(self._cache, step.graph, step.profiles, only=grown.keys(), device=facts)
-        self._surge_count += 1
-        known.surges = -1
-        known.has_overflowed |= runner.has_overflowed
-        return True
-
-    def _plan_for_surges(self, known: _Known, *, must_grow: bool) -> None:
-        """Plan a step again that has not taken up what ops have asked for, in it or with inputs of another kind.
-
-        Args:
-            known: the step.
-            must_grow: whether it cannot go on with the plan that it has.
-
-        Raises:
-            _TooSmallError: it cannot, and no plan has room for what was asked for.
-        """
-        if known.surges != self._surge_count:
-            is_own, known.surges = known.surges < 0, self._surge_count
-            step = known.wanted or known.step
-            wanted = {op.id: self._surges[op.family] for op in step.graph.ops if op.family in self._surges}
-            grown = grown_requests(step, wanted)
-            if grown or is_own:
-                known.wanted = remember_requests(step, grown)
-                self._plan_again(known, known.wanted)
-        if must_grow and known.too_small is not None:
-            raise _TooSmallError(known.too_small)
-
-    def _plan_again(self, known: _Known, step: PlannedStep) -> None:
-        before = known.step
-        if before.leaves_device:  # planning takes memory, too, and not beside that of the step
-            self._leave_arena()
-        try:
-            again = plan(
-                step.captured, step.costs, step.profiles, step.budget, self.policy, self.home.stores, quickly=True
-            )
-        except (BudgetError, SpillError, ValidationError) as error:
-            known.too_small = self._too_small(step, error)
-            _log.info("no plan has room for what ops have asked for; it is evicted for on demand: %s", error)
-            return
-        _log.info(
-            "planned again for memory that ops asked for: %.3f s predicted by %s",
-            again.planned.timeline.step_seconds,
-            again.planned.plan.policy,
-        )
-        known.wanted, known.too_small, known.has_overflowed = None, None, False
-        self._exchange(known, replace(again, causes=before.causes, variant=before.variant))
-
-    def _too_small(self, step: PlannedStep, error: Exception) -> BudgetError:
-        if isinstance(error, BudgetError):
-            return in_terms_of_the_budget(error, self.budget, step.budget)
-        return BudgetError(f"no plan has room for what an op asks for beyond what it was measured with: {error}")
-
-    def _explained(self, known: _Known, error: ArenaError) -> Exception:
-        """The refusal of a request, for people."""
-        runner = known.runner
-        if runner is None or runner.refused is None:
-            return error
-        op, count = runner.refused
-        if runner.refusal is not None:
-            return runner.refusal
-        if known.too_small is not None:
-            return known.too_small
-        return BudgetError(
-            f"{describe(op)} asked for {format_bytes(count)} beyond its plan, which the budget of "
-            f"{format_bytes(self.budget)} cannot hold beside what the op works on; raise the budget"
-        )
 
     def _call_beyond(self, refusal: BudgetError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a step that no plan has room for any more: as an eager loop, op by op, if that is possible."""
-        alone = not self.home.shared and not self._trains_with_others
+        alone = not self.home.shared and self._joined is None
         if self._loop is None or not alone or self._dynamic is False:
             raise refusal
         _log.warning("the step runs as an eager loop from now on: %s", refusal)
@@ -612,8 +269,9 @@ class Session:
     # Calls that are followed
 
     @property
-    def _trains_with_others(self) -> bool:
-        return self._ranks is not None and self._ranks.joined
+    def _joined(self) -> Peers | None:
+        """The processes that run the step as well, as far as is known; None: there are none."""
+        return self._peers if self._peers is not None and self._peers.joined else None
 
     @property
     def _may_follow(self) -> bool:
@@ -621,7 +279,7 @@ class Session:
             self._dynamic is None
             and self._loop is not None
             and not self.home.shared  # others find the model there
-            and not self._trains_with_others  # all would have to do so at once
+            and self._joined is None  # all would have to do so at once
         )
 
     def _passes_over(self, signature: Signature, change: str) -> bool:
@@ -631,7 +289,7 @@ class Session:
         """
         if not self._may_follow:
             return False
-        return self._variants.changes_too_often(signature) if change else has_other_sizes(signature, self._known)
+        return self._variants.changes_too_often(signature) if change else has_other_sizes(signature, self.steps.known)
 
     def _call_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> Any:
         """Run a call as it is; ``why`` that is so from now on.
@@ -666,13 +324,13 @@ class Session:
                 raise _NotFollowedError from error
             self.home.faces.drop_elsewhere = self.followed.drop_cache
             _log.info("followed from now on: %s", self.why_followed)
-        if self._known:
+        if self.steps.known:
             with Deferred("the move of the model to the loop"):
                 self.engine.synchronize()
                 self.refresh(leaving=True)
-                self._leave_arena()
+                self.steps.leave_arena()
                 self.followed.take(self.keeper.give_to_allocator)
-                self._forget_known()
+                self._forget_steps()
                 self._signature = None
         return self.followed
 
@@ -685,9 +343,10 @@ class Session:
         others = self._signature is not None and signature.structure != self._signature.structure
         self.refresh(leaving=others)
         if others:
-            self._leave_program()  # what now has the name of something else must not take its place: it may come back
+            # What now has the name of something else must not take its place: it may come back.
+            self.steps.leave_program()
             self.keeper.forget_all()
-        if any(known.runner is not None and known.runner.is_outdated() for known in self._known.values()):
+        if any(known.runner is not None and known.runner.is_outdated() for known in self.steps.known.values()):
             _log.info("all that was captured is forgotten: an optimizer has lost state, or it lies otherwise in memory")
             self.forget_plans()
 
@@ -706,10 +365,14 @@ class Session:
     def forget_plans(self) -> None:
         """Capture and plan anew at the next call."""
         self.keeper.let_go()
-        self._leave_program()
+        self.steps.leave_program()
         self.keeper.forget_all()
-        self._forget_known()
+        self._forget_steps()
         self._signature = None
+
+    def _forget_steps(self) -> None:
+        self.steps.forget_all()
+        self._variants.forget()
 
     def vacate(self) -> None:
         """Bring everything home, because another step that shares the home is to run."""
@@ -718,7 +381,7 @@ class Session:
                 self.followed.vacate()
             self.engine.synchronize()
             self.refresh(leaving=True)
-            self._leave_arena()
+            self.steps.leave_arena()
             self.keeper.hand_over()
 
     def close(self, *, whole: bool = True) -> None:
@@ -728,17 +391,11 @@ class Session:
             whole: whether to gather what is spread over processes; all of them do so at once, or none.
         """
         self._close()
-        shards = self._shards
-        if shards is None or not shards.is_spread or not whole:
-            return
-        if self._apart:
-            _log.warning("the model stays spread over the processes, of which one has ended; load a checkpoint")
-            return
-        with Deferred("the gathering of the model from the processes"):
-            shards.gather()
+        if whole and self._peers is not None:
+            self._peers.gather()
 
     def _close(self) -> None:
-        self._planner.close()
+        self.updates.background.close()
         self.engine.close()
         try:
             with Deferred("the move of the model to where it stays"):
@@ -747,269 +404,37 @@ class Session:
                     self.followed.close(stays=self.home.shared)
                 self.keeper.let_go()
                 if not self.home.shared:
-                    self._make_way()
+                    self.steps.make_way()
                     self.keeper.give_back()
                 else:
-                    self._leave_program()
+                    self.steps.leave_program()
                     self.keeper.hand_over()
         finally:
-            self._forget_known()
-            self._release_arena()
+            self._forget_steps()
+            self.steps.release_arena()
             self.keeper.go_back()
             self.home.leave(self)
             self.home.release()
 
-    # Planning
+    # Plans
 
     def _learn(
-        self,
-        known: _Known | None,
-        ranks: Ranks | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        others: Sequence[PlannedStep],
-    ) -> _Known:
-        """Capture, profile and plan, together with others if there are any; nothing of the user's is changed.
+        self, known: KnownStep | None, args: tuple[Any, ...], kwargs: dict[str, Any], others: Sequence[PlannedStep]
+    ) -> KnownStep:
+        """Capture, measure and plan, together with other processes if there are any.
 
         Args:
             known: where others have no plan for the call, and this process has one.
-            ranks: those that may have to do with it.
             others: as it was planned where it had read other values.
         """
-        if ranks is None:
-            return _Known(self._planned_alone(*self._traced(args, kwargs), others))
-        return self._learn_with(ranks, known, args, kwargs, others)
-
-    def _planned_alone(
-        self, traced: Captured, capture: Callable[..., Captured], others: Sequence[PlannedStep]
-    ) -> PlannedStep:
-        alike = self._planned_alike(traced, others)
-        return alike or self._planned(traced, capture)
-
-    def _planned_alike(self, traced: Captured, others: Sequence[PlannedStep]) -> PlannedStep | None:
-        """The step with a plan that was made where it had read other values, if only numbers in its ops differ."""
-        for other in others:
-            captured = self._variants_of(traced).captured(other.variant)
-            if captured is not None and captured.is_alike(other.captured):
-                _log.info("its plan holds for the step as it is now")
-                return replace(other, captured=captured)
-        return None
-
-    def _learn_with(
-        self,
-        ranks: Ranks,
-        known: _Known | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        others: Sequence[PlannedStep],
-    ) -> _Known:
-        """As ``_learn``, where there may be other processes."""
-        own = Facts(versions(), format_bytes(self.budget), self.policy.name)
+        peers = self._peers
+        if peers is None:
+            return KnownStep(self.planner.plan_alone(*self.planner.capture(args, kwargs), others))
         if known is not None and known.facts is not None:
-            own = replace(known.facts, is_new=False)
-        traced: Captured | None = None
-        capture: Callable[..., Captured] | None = None
-        error: BaseException | None = None
-        if known is None:
-            try:
-                traced, capture = self._traced(args, kwargs)
-                ranks.join(collectives_of(traced))
-                own = replace(own, is_new=True, **_told_of(traced, self._shards))
-            except BaseException as raised:
-                error = raised
-                own = replace(own, error=f"{type(raised).__name__}: {raised}")
-        if not ranks.joined:
-            if error is not None or traced is None or capture is None:
-                raise error or RuntimeError("a step was neither captured nor refused; please report it")
-            return _Known(self._planned_alone(traced, capture, others), own)
-        try:
-            everyone = ranks.compare(own)
-        except BaseException as refused:
-            raise error or refused from None
-        if error is not None:
-            raise error
-        if self._shards is not None:
-            check_one_plan(everyone)
-        own_step = known.step.captured if known is not None else traced
-        collectives = () if own_step is None else collectives_of(own_step)
-        self._group_costs = ranks.costs(collectives, self.backend.device)
-        leader = next(rank for rank, facts in enumerate(everyone) if facts.is_new)
-        if known is not None:
-            ranks.from_leader(leader, lambda: None)
-            ranks.settle(None)
+            peers.confirm(known.step, known.facts)
             return known
-        if traced is None or capture is None:
-            raise RuntimeError("a step was neither captured nor refused; please report it")
-        return _Known(self._planned_by(leader, ranks, everyone, traced, capture), own)
-
-    def _planned_by(
-        self,
-        leader: int,
-        ranks: Ranks,
-        everyone: Sequence[Facts],
-        traced: Captured,
-        capture: Callable[..., Captured],
-    ) -> PlannedStep:
-        """The step as one process has measured and planned it for all, as far as their graphs are the same."""
-        made: list[PlannedStep] = []
-
-        def make() -> Any:
-            found = self._planned(traced, capture)
-            made.append(found)
-            return found.costs, found.planned, found.profiles, found.budget, found.variant
-
-        costs, planned, profiles, room, variant = ranks.from_leader(leader, make)
-        failure: BaseException | None = None
-        if not made:
-            try:
-                mine = None
-                if everyone[leader].graph == everyone[ranks.rank].graph:
-                    mine = self._taken_over(traced, costs, planned, profiles, room, variant)
-                if mine is None and self._shards is not None:
-                    raise StateError(
-                        "the plan of another process does not hold here, and processes that share a model follow one "
-                        "plan: run them on machines that are alike, with the same versions and budget"
-                    )
-                made.append(mine or self._planned(traced, capture))
-            except BaseException as error:
-                failure = error
-        ranks.settle(failure)
-        return made[0]
-
-    def _taken_over(
-        self,
-        traced: Captured,
-        costs: Costs,
-        planned: Planned,
-        profiles: tuple[OpProfile, ...],
-        room: int,
-        variant: Variant,
-    ) -> PlannedStep | None:
-        """The step with the plan of another process; None if it does not hold here."""
-        self._leave_arena()
-        self.backend.prepare()
-        if room_for_arena(traced, self.backend, self.budget) != room:
-            return None
-        captured = self._variants_of(traced).captured(variant)
-        if captured is not None and self._holds(captured, room, costs, planned):
-            check_spill(captured.graph, costs, planned, self.home.stores)
-            self.links = costs.homes
-            own = profile_some(
-                captured, self._shorter(captured), measure_time=False, cache=self._cache, backend=self.backend
-            )
-            if all(own[op].cost.workspace_bytes <= costs.ops[op].workspace_bytes for op in own):
-                profiles = _with_own_requests(profiles, own)
-                return PlannedStep(captured, room, costs, planned, profiles, variant=variant)
-        _log.warning("the plan of another process does not hold in this one, which plans by itself")
-        return None
-
-    @staticmethod
-    def _holds(captured: Captured, room: int, costs: Costs, planned: Planned) -> bool:
-        """Return whether the plan of another process is one of this step."""
-        if len(captured.graph.ops) != len(costs.ops):
-            return False
-        try:
-            validate(captured.graph, planned.program, room, costs)
-        except (ValidationError, GraphError):
-            return False
-        return True
-
-    def _shorter(self, captured: Captured) -> list[int]:
-        """The updates of ranges that are shorter here than in rank 0, so that they ask for less memory."""
-        shards = self._shards
-        if shards is None:
-            return []
-        short = {id(shard.parameter) for shard in shards.all if shard.count < shard.chunks.count(0)}
-        return [
-            index
-            for index, call in enumerate(captured.calls)
-            if isinstance(call.func, OptimizerUpdate) and any(id(m.parameter) in short for m in call.func.members)
-        ]
-
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Callable[..., Captured]]:
-        """The step as captured, and what captures it again."""
-        self._tell("capture", 0, 1)
-        # It puts stand-ins where the model has its tensors.
-        device = self.backend.device
-        capture = partial(
-            capture_step,
-            self._step,
-            self._models,
-            self._optimizers,
-            args,
-            kwargs,
-            device,
-            orders=self._orders,
-            shards=self._shards,
-            layouts=self._layouts,
-        )
-        with Deferred("the capture of the step", stops=3):
-            traced = capture()
-            for end in traced.replicas:
-                if end.reduced:
-                    self._orders.setdefault(id(end.model), end.order)
-        kernels, is_close = self._kernels, self._split is Split.CLOSE
-        traced = traced if kernels is None else fused(traced, kernels, self._tell)
-        traced = in_partial_sums(traced) if is_close else traced
-        return traced, summing(fusing(capture, kernels), is_on=is_close)
-
-    def _planned(self, traced: Captured, capture: Callable[..., Captured]) -> PlannedStep:
-        self._tell("capture", 1, 1)
-        # The device is to be profiled on alone.
-        self._leave_arena()
-        self.backend.prepare()
-        room = room_for_arena(traced, self.backend, self.budget)
-        plans = VariantPlans(
-            self._variants_of(traced, capture),
-            room,
-            may_stay=not isinstance(self.policy, OffloadAll | ProfileGuided),
-            repeats=not self._alternating,
-            measure=self._measured,
-            plan_whole=partial(self._plan, room=room),
-            stores=self.home.stores,
-        )
-        try:
-            found = choose_variant(plans, room)
-        except BudgetError as refusal:
-            raise in_terms_of_the_budget(refusal, self.budget, room) from None
-        self._tell("plan", 1, 1)
-        _log.info(
-            "planned %d ops (%s) in %s of %s by %s: %s predicted, %s of them ops",
-            len(found.graph.ops),
-            found.variant,
-            format_bytes(found.arena_bytes),
-            format_bytes(self.budget),
-            found.planned.plan.policy,
-            f"{found.seconds:.3f} s",
-            f"{found.costs.compute_seconds:.3f} s",
-        )
-        return found
-
-    def _variants_of(self, traced: Captured, capture: Callable[..., Captured] | None = None) -> StepVariants:
-        """Return the variants of a step; without ``capture``, those of this call alone."""
-        home_bytes = self.home.stores[0].capacity
-        again = capture or _not_captured_again
-        return StepVariants(traced, again, self.backend, self._cache, self._split, home_bytes)
-
-    def _plan(self, captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], room: int) -> PlannedStep:
-        """The step with its first plan: of an earlier process, or quickly made if a call waits for it.
-
-        Processes that run a step together follow this plan for long, so it is worth the whole search.
-        """
-        together = self._shards is not None or self._trains_with_others
-        quickly, kept = not self._is_ahead and not together, None if together else self._plans
-        return plan(captured, costs, profiles, room, self.policy, self.home.stores, quickly=quickly, kept=kept)
-
-    def _measured(self, step: StepVariants, variant: Variant) -> tuple[Costs, tuple[OpProfile, ...]]:
-        """Measure a variant of a step, and the links to its homes."""
-        cache, backend = self._cache, self.backend
-        profiles = step.profiles(variant, timed=True, advance=partial(self._tell, "profile"))
-        profiles = with_collectives(step.made(variant), profiles, self._group_costs)
-        if not self.links:
-            self._tell("measure the home", 0, 1)
-            self.links = links_to(self.home.stores, cache, backend, min(64 * MIB, max(self.budget // 8, MIB)))
-        self._tell("plan", 0, 1)
-        return Costs(tuple(profile.cost for profile in profiles), self.links), profiles
+        facts = StepFacts(versions(), format_bytes(self._budget), self._policy.name)
+        return KnownStep(*peers.learn(args, kwargs, facts, others))
 
     def _count_kinds(self, seconds: float) -> None:
         """Say once what it costs that inputs come in many shapes."""
@@ -1023,317 +448,42 @@ class Session:
                 seconds,
             )
 
-    def _judge(self, known: _Known) -> None:
-        """Plan again where the runs of a plan have shown that it was wrong."""
-        if known.runner is None or self.timeline is None:
-            return
-        if self._shards is not None and self._ranks is not None:
-            self._judge_together(known, self._ranks)
-            return
-        if self._note_surges(known):
-            return  # the next call has a plan with it
-        known.runs += 1
-        # The first step of a program warms up: libraries fill their caches, and optimizer state may be made.
-        warming = known.runs == 1
-        if known.watch is None:
-            planned = known.step.planned
-            known.watch = Watch.of(planned.program, planned.timeline.step_seconds, is_quick=known.step.is_quick)
-        if warming or not known.step.leaves_device:
-            known.watch = known.watch.warmed()
-        else:
-            known.watch = known.watch.ran(known.step.planned.program, self.timeline)
-        watch = known.watch
-        if watch.has_settled and known.step.planning_seconds:
-            self._keep_plan(known.step)
-        if watch.asks and not self._planner.is_busy:
-            self._plan_for_times(known, watch)
-        self._take_plan()
-
-    def _plan_for_times(self, known: _Known, watch: Watch) -> None:
-        """Have a plan made with the times that ops and copies took; in another process, or else if that is quick."""
-        if self._trains_with_others:  # they would wait for this process, and each would search beside the steps
-            known.watch = watch.kept()
-            return
-        step, begin = known.step, self._clock()
-        job = job_of(step, self.policy, calm_of(watch.measured))
-        if self._planner.start((known, step), job):
-            known.watch = watch.asked(self._clock() - begin)
-        elif step.planning_seconds and watch.affords(step.planning_seconds + watch.exchange):
-            self._leave_arena()  # planning takes memory, too, and not beside that of the step
-            answer = plan_job(replace(job, policy=quick_policy(self.policy)))
-            known.watch = watch.asked(self._clock() - begin)
-            self._take(known, known.watch, answer)
-        else:
-            known.watch = watch.kept()
-
-    def _take_plan(self) -> None:
-        """Go on with the plan that was made meanwhile, if one was."""
-        made = self._planner.poll()
-        if made is None:
-            return
-        (known, step), answer = made
-        # It may have been planned for other reasons since, or be forgotten.
-        if known.watch is not None and known.step is step and any(one is known for one in self._known.values()):
-            self._take(known, known.watch, answer)
-
-    def _take(self, known: _Known, watch: Watch, answer: Answer) -> None:
-        before, begin = known.step, self._clock()
-        again = with_answer(before, answer, watch.usual, self.home.stores)
-        if again is None:
-            known.watch = watch.kept()
-            return
-        self._keep(before, again, None)
-        predicted = again.planned.timeline.step_seconds
-        if not answer.is_new:
-            known.step, known.watch = again, watch.kept(predicted)
-            if known is self._active:
-                self.shown = again
-            return
-        was_active = known is self._active
-        self._exchange(known, again)
-        if was_active:
-            with Deferred("the move of the model to its place"):
-                self._activate(known)
-        known.watch = watch.exchanged(predicted, self._clock() - begin)
-
-    def settle(self) -> None:
-        """Go on with the best plans: wait for the one that is being made, and make the others now."""
-        self._planner.wait()
-        self._take_plan()
-        for known in self._known.values():
-            step = known.step
-            if step.is_quick:
-                self._leave_arena()
-                best = plan(step.captured, step.costs, step.profiles, step.budget, self.policy, self.home.stores)
-                self._exchange(known, replace(best, causes=step.causes, variant=step.variant))
-
-    def _judge_together(self, known: _Known, ranks: Ranks) -> None:
-        """The same, once, where all processes have to follow one plan: what rank 0 has measured decides for all."""
-        runner, timeline = known.runner, self.timeline
-        if runner is None or timeline is None:
-            return
-        known.runs += 1
-        if known.runs > 1:
-            known.measured.append(timeline)
-        before, measured = known.step, known.measured
-        if len(measured) < MEASURED_STEPS or Cause.TIMES in before.causes:
-            return
-        known.step, known.measured = replace(before, causes=before.causes | set(Cause)), []
-        surprises, stores = runner.surprises(), self.home.stores
-        if before.leaves_device:
-            self._leave_arena()
-
-        def decide() -> Any:
-            again, wrong = known.step, is_wrong(known.step, measured)
-            if surprises:
-                again = with_requests(again, surprises, self.policy, stores, quickly=False) or again
-            if wrong:
-                costs, seconds = measured_costs(again, measured), measured[-1].step_seconds
-                again = with_times(again, costs, seconds, self.policy, stores) or again
-            if again is known.step:
-                return None
-            self._keep(before, again, None if wrong else surprises.keys())
-            return again.costs, again.planned, again.profiles
-
-        found = ranks.from_leader(0, decide)
-        if found is None:
-            return
-        costs, planned, profiles = found
-        own = {op: before.profiles[op] for op in self._shorter(before.captured)}
-        profiles = _with_own_requests(profiles, own)
-        again = replace(known.step, costs=costs, planned=planned, profiles=profiles)
-        failure: BaseException | None = None
-        try:
-            validate(again.graph, planned.program, again.budget, costs)
-            check_spill(again.graph, costs, planned, stores)
-        except BaseException as error:
-            failure = error
-        ranks.settle(failure)
-        self._exchange(known, again)
-
-    def _exchange(self, known: _Known, again: PlannedStep) -> None:
-        """Go on with another plan of a step."""
-        if known is self._active:
-            self._make_way()
-        states = None
-        if known.runner is not None:
-            known.runner.leave()
-            states = known.runner.states
-        known.step, known.runs, known.measured, known.watch = again, 0, [], None
-        known.runner = runner_of(again, self.keeper, states)
-
-    def _keep(self, before: PlannedStep, again: PlannedStep, ops: Any) -> None:
-        """Have later processes know what steps have shown; of some ops alone, or of all and the links, and the plan."""
-        if self._cache is None:
-            return
-        facts = self.backend.facts()
-        keep_profiles(self._cache, again.graph, again.profiles, only=ops, device=facts)
-        for store, old, new in zip(self.home.stores, before.costs.homes, again.costs.homes, strict=True):
-            keep_link(store, self._cache, old, new, facts)
-        if not again.is_quick:
-            self._keep_plan(again)
-
-    def _keep_plan(self, step: PlannedStep) -> None:
-        self._plans.keep(step.graph, step.costs, step.budget, self.policy, step.planned)
-
-    # The arena
-
-    def _activate(self, known: _Known) -> None:
-        """Bring a program into the arena; planned steps get their runners here."""
-        self.engine.synchronize()
-        if known.runner is None or not known.runner.is_current():
-            if known.runner is not None:
-                known.runner.leave()
-            known.runner = runner_of(known.step, self.keeper)
-        needed = known.arena_bytes
-        self._make_way()
-        if self.arena is None or self.arena.bytes < needed:
-            self._leave_arena()
-            trim_heap()
-            self.keeper.evacuate()
-            self.arena = self.backend.arena(needed, self.backend.reserve(self.budget), known.step.budget)
-        known.runner.enter(self.arena)
-        self._active, self.shown = known, known.step
-
-    def _run(self, known: _Known, leaves: Sequence[Any]) -> Any:
+    def _run(self, known: KnownStep, leaves: Sequence[Any]) -> Any:
         """Run, or leave the model as it was before, or else torn."""
         runner = known.runner
         if runner is None:
             raise RuntimeError("a step without a runner was activated; please report it")
         self.outcome = Outcome.TORN
         try:
-            together = self._trains_with_others
-            result, self.timeline = runner.run(self.engine, leaves, may_refuse=not together)
+            result, self.timeline = runner.run(self.engine, leaves, may_refuse=self._joined is None)
             self.outcome = Outcome.MADE
         except UpdateError as error:
             self.outcome = Outcome.UPDATE_STOPPED
             raise (error.__cause__ or error) from None
         except BaseException as error:
             self.torn, self.outcome = f"{type(error).__name__}: {error}", Outcome.TORN
-            if self._trains_with_others:
-                self._apart = self.torn
-            if self._undone(runner, error):
-                self.torn, self.outcome = "", Outcome.APART if self._apart else Outcome.UNDONE
-            elif self._stopped(runner, error):
+            peers = self._joined
+            if peers is not None:
+                peers.failure = self.torn
+            if self._recovers("undone", runner.undo, error):
+                self.torn, self.outcome = "", Outcome.UNDONE if peers is None else Outcome.APART
+            elif peers is None and self._recovers("stopped", runner.stop, error):  # peers have gone on
                 self.torn, self.outcome = "", Outcome.STOPPED
             raise
         return result
 
-    def _may_stop(self, known: _Known) -> bool:
+    def _may_stop(self, known: KnownStep) -> bool:
         return known.runner is None or known.runner.may_stop(self.engine)
 
-    def _undone(self, runner: Runner, error: BaseException) -> bool:
+    def _recovers(self, way: str, recover: Callable[[Engine], bool], error: BaseException) -> bool:
         try:
-            return runner.undo(self.engine)
+            return recover(self.engine)
         except TransferError as another:
-            error.add_note(f"It could not be undone: {another}")
+            error.add_note(f"It could not be {way}: {another}")
             return False
-
-    def _stopped(self, runner: Runner, error: BaseException) -> bool:
-        if self._apart:  # others have gone on
-            return False
-        try:
-            return runner.stop(self.engine)
-        except TransferError as another:
-            error.add_note(f"It could not be stopped: {another}")
-            return False
-
-    def _leave_arena(self) -> None:
-        """Bring every state home, and give the arena back."""
-        self._leave_program()
-        self._release_arena()
-
-    def _leave_program(self) -> None:
-        self.engine.synchronize()
-        with Deferred("the move of the model out of the arena"):
-            self._make_way()
-            if self.arena is not None:
-                self.keeper.leave(self.arena)
-
-    def _make_way(self) -> None:
-        """Leave the states in the arena to the next program; the one that was active is so no more."""
-        active, self._active = self._active, None
-        if active is not None and active.runner is not None:
-            active.runner.make_way()
-        self.engine.forget()
-
-    def _forget_known(self) -> None:
-        for known in self._known.values():
-            if known.runner is not None:
-                known.runner.leave()
-        self._known.clear()
-        self._variants.forget()
-
-    def _release_arena(self) -> None:
-        for known in self._known.values():
-            if known.runner is not None:
-                known.runner.leave()
-        if self.arena is not None:
-            self._off_plan += self.arena.counters().large
-            self.arena.close()
-            self.arena = None
-
-
-def runner_of(step: PlannedStep, keeper: StateKeeper, states: dict[int, State] | None = None) -> Runner:
-    """What runs a planned step.
-
-    Args:
-        step: planned.
-        keeper: which takes note of the user's tensors that the step works on.
-        states: that it knows them by, where it has taken note of this capture's before.
-    """
-    requests = [profile.requests for profile in step.profiles]
-    first = {i: p.first_requests for i, p in enumerate(step.profiles) if p.first_requests is not None}
-    return Runner(step.captured, step.planned.program, step.costs, requests, first, keeper, states, step.budget)
 
 
 def versions() -> str:
-    """What a measurement was taken with, and a step runs with."""
-    try:
-        own = metadata.version("outofcore")
-    except metadata.PackageNotFoundError:  # run from its source, without being installed
-        own = "(not installed)"
+    """Return what a measurement was taken with, and a step runs with."""
+    own = library_version() or "(not installed)"
     return f"outofcore {own}, PyTorch {torch.__version__} with {torch.get_num_threads()} threads"
-
-
-def _with_own_requests(profiles: Sequence[OpProfile], own: Mapping[int, OpProfile]) -> tuple[OpProfile, ...]:
-    """The profiles of another process, with what some ops ask for in this one."""
-    return tuple(
-        replace(p, requests=own[op].requests, first_requests=own[op].first_requests) if op in own else p
-        for op, p in enumerate(profiles)
-    )
-
-
-def _not_captured_again(**_: object) -> Captured:
-    raise RuntimeError("a step was captured again for a plan that is known; please report it")
-
-
-def check_one_plan(everyone: Sequence[Facts]) -> None:
-    """Refuse processes that are about to run different steps, where all have to follow one plan.
-
-    Raises:
-        InputError: they are.
-    """
-    for rank, other in enumerate(everyone[1:], 1):
-        if (other.graph, other.is_new) != (everyone[0].graph, everyone[0].is_new):
-            raise InputError(
-                f"rank {rank} and rank 0 are about to run different steps, and processes that share a model follow one "
-                "plan: give all of them batches of the same shapes, and the same plain arguments"
-            )
-
-
-def _told_of(traced: Captured, shards: Shards | None) -> dict[str, Any]:
-    """What other processes are told of a captured step."""
-    values = traced.values
-    spread = {} if shards is None else {shard.key: shard for shard in shards.all}
-
-    def told(binding: StateBinding) -> str:
-        value = spread.get(binding.key) or values[binding.value]
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-
-    states = tuple((b.key, told(b)) for b in traced.states if b.kind in (StorageKind.PARAMETER, StorageKind.BUFFER))
-    # The last ranges of what is spread may be shorter than others, which is no matter to a plan.
-    ops = [replace(op, source="", family="" if spread else op.family) for op in traced.graph.ops]
-    graph = hashlib.sha256(repr((traced.graph.storages, ops, traced.graph.outputs)).encode()).hexdigest()
-    orders = tuple(end.order for end in traced.replicas)
-    return {"states": states, "collectives": tuple(map(str, collectives_of(traced))), "orders": orders, "graph": graph}

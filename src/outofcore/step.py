@@ -20,21 +20,17 @@ from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
 from outofcore.errors import InputError, StateError
 from outofcore.estimation.reports import report_step, trace_step
-from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.homes import HomeStore
-from outofcore.execution.opening import OpenHome
 from outofcore.execution.stats import StepStats, measure_step, step_facts
-from outofcore.follow.loop import Loop
 from outofcore.follow.native import is_followed
+from outofcore.options import MemoryOptions, PlanOptions, RunOptions
+from outofcore.peers import Ranks
 from outofcore.planned_step import PlannedStep
-from outofcore.planning import Planned, Policy
-from outofcore.profiling.cache import Cache
+from outofcore.planning import Planned
 from outofcore.program import Timeline
 from outofcore.progress import Tell
 from outofcore.report import ReportPath, facts_html
-from outofcore.session import Outcome, Ranks, Session, versions
-from outofcore.step_variants import Split
-from outofcore.transforms.kernels import Kernels
+from outofcore.session import Outcome, Session, versions
 from outofcore.units import format_bytes, format_seconds
 
 P = ParamSpec("P")
@@ -76,46 +72,22 @@ class Step(Generic[P, R]):
         step: Callable[P, R],
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        budget: int,
-        home: OpenHome,
-        policy: Policy,
-        cache: Cache | None = None,
-        backend: Backend | None = None,
-        dynamic: bool | None = False,
-        loop: Callable[[], Loop] | None = None,
-        alternating: bool = False,
+        memory: MemoryOptions,
+        planning: PlanOptions,
+        running: RunOptions,
         ranks: Ranks | None = None,
         shards: Shards | None = None,
-        kernels: Kernels | None = None,
-        split: Split = Split.EXACT,
     ) -> None:
         self.__wrapped__ = step
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
         self._models = list(models)
         self._optimizers = list(optimizers)
-        self.budget = budget
-        self.policy = policy
-        home.hold()
-        self.home = home
+        self.budget = memory.budget
+        self.policy = planning.policy
+        memory.home.hold()
+        self.home = memory.home
         self.on_progress: Tell | None = None
-        self._session = Session(
-            step,
-            models,
-            optimizers,
-            budget,
-            home,
-            policy,
-            cache,
-            backend or CpuBackend(),
-            self._vacate,
-            dynamic,
-            loop,
-            alternating,
-            ranks,
-            shards,
-            kernels,
-            split,
-        )
+        self._session = Session(step, models, optimizers, memory, planning, running, ranks, shards, self._vacate)
         self._shards = shards
         self._closed = False
         self._running = threading.Lock()
@@ -263,9 +235,9 @@ class Step(Generic[P, R]):
         return self._shown("profiled").costs
 
     def _shown(self, what: str) -> PlannedStep:
-        if self._session.shown is None:
+        if self._session.steps.shown is None:
             raise StateError(self._nothing_to_show(f"it is {what} at its first call"))
-        return self._session.shown
+        return self._session.steps.shown
 
     @property
     def timeline(self) -> Timeline:
@@ -293,13 +265,13 @@ class Step(Generic[P, R]):
                 last.seconds - last.waited_seconds,
                 last.bytes_out,
                 last.bytes_in,
-                session.off_plan,
+                session.steps.off_plan,
                 0.0,
                 session.followed.count,
                 session.why_followed,
                 session.followed.stats.peak_bytes,
             )
-        return measure_step(self.captured, self.planned, self.timeline, session.off_plan)
+        return measure_step(self.captured, self.planned, self.timeline, session.steps.off_plan)
 
     def _nothing_to_show(self, otherwise: str) -> str:
         followed = self._session.followed

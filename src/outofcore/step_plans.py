@@ -86,7 +86,7 @@ class StepPlans:
         ops = [replace(op, source="") for op in graph.ops]
         needs = [cost.workspace_bytes for cost in costs.ops]
         homes = [home.name for home in costs.homes]
-        text = repr((FORMAT, _version(), budget, policy, ops, graph.storages, graph.outputs, needs, homes))
+        text = repr((FORMAT, library_version(), budget, policy, ops, graph.storages, graph.outputs, needs, homes))
         return self.folder / f"plan-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
@@ -94,7 +94,8 @@ def _quick(path: Path) -> Path:
     return path.with_stem(f"{path.stem}-quick")
 
 
-def _version() -> str:
+def library_version() -> str:
+    """Return the version of this library; empty if it is not installed."""
     try:
         return metadata.version("outofcore")
     except metadata.PackageNotFoundError:  # run from its source, without being installed

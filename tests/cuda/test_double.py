@@ -14,12 +14,12 @@ from worlds import CPU, STEPS, WORLDS, World, budget_of, compiled, convolutional
 from outofcore.estimation.costing import costed
 from outofcore.execution.cuda.interface import Stream
 from outofcore.execution.homes import HostHome
+from outofcore.known_steps import runner_of
 from outofcore.planning import QUICK
 from outofcore.policies import Auto
 from outofcore.profiling import links
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Wait
 from outofcore.progress import silent
-from outofcore.session import runner_of
 from outofcore.step import Step
 from outofcore.units import MIB
 from outofcore.validator import validate
@@ -86,7 +86,7 @@ def test_no_wait_of_a_program_can_be_left_out(make: Callable[[torch.device], Wor
         for index in range(2):
             step(*world.batch(index))
         session = step._session
-        runner, arena, shown = session.runner, session.arena, session.shown
+        runner, arena, shown = session.steps.runner, session.steps.arena, session.steps.shown
         assert runner is not None
         assert arena is not None
         assert shown is not None
@@ -102,8 +102,8 @@ def test_no_wait_of_a_program_can_be_left_out(make: Callable[[torch.device], Wor
             except RaceError:
                 continue
             unseen.append((index, wait))
-        assert session._active is not None
-        session._active.runner = runner
+        assert session.steps.active is not None
+        session.steps.active.runner = runner
         assert unseen == []
         # How many there are depends on the plan; those of every queue are among them.
         assert set(tried) == set(Queue) - {Queue.COMMUNICATE}

@@ -68,7 +68,7 @@ def test_no_wait_can_be_left_out(
     with compiled(world, budget_of(make, share), policy, driver, homes(near, tmp_path)) as step:
         for index in range(2):
             step(*world.batch(index))
-        runner = step._session.runner
+        runner = step._session.steps.runner
         assert runner is not None
         batch, before = list(world.batch(2)), driver.waits
         runner.run(step._session.engine, batch)

@@ -31,6 +31,7 @@ from outofcore.execution.homes import DiskHome, HomeStore, PinnedHome
 from outofcore.execution.native import Flavor, load_native
 from outofcore.execution.opening import OpenHome
 from outofcore.execution.replay import Replay, load_replay
+from outofcore.options import MemoryOptions, PlanOptions, RunOptions
 from outofcore.policies import policy_of
 from outofcore.profiling.links import links_to
 from outofcore.program import CopyIn, CopyOut
@@ -95,8 +96,9 @@ def compiled(
 ) -> Step:
     backend = CudaBackend(driver.device, driver, replay=replay)
     home = OpenHome([backend.home(near), *behind], kept=False)
-    step = Step(world.step, [world.model], [world.optimizer], budget, home, policy_of(policy), None, backend)
-    step._session.links = tuple(replace(link(type(store)), bytes=store.capacity) for store in home.stores)
+    memory, planning, running = MemoryOptions(budget, home), PlanOptions(policy_of(policy)), RunOptions(backend)
+    step = Step(world.step, [world.model], [world.optimizer], memory, planning, running)
+    step._session.planner.links = tuple(replace(link(type(store)), bytes=store.capacity) for store in home.stores)
     return step
 
 
@@ -118,7 +120,7 @@ def smallest(make: Callable[[torch.device], World], device: torch.device) -> int
     for _ in range(2):  # the first time, libraries may take memory for streams that are new
         world, budget = make(CPU), beside(device) + 256 * KIB
         step = outofcore.compile(world.step, world.model, world.optimizer, budget=budget, device=device, cache=False)
-        step._session.links = (link(PinnedHome),)
+        step._session.planner.links = (link(PinnedHome),)
         with step, pytest.raises(BudgetError) as caught:
             step(*world.batch(0))
         if caught.value.smallest_budget is not None:
@@ -310,7 +312,7 @@ def test_a_hard_limit_at_the_budget_is_never_met(device: torch.device) -> None:
     torch.cuda.reset_peak_memory_stats(device)
     with capped(device, budget):
         step = compiled(world, budget, "auto", CudaDriver(device))
-        step._session.links = (Home("host", None, 2e10, 2e10),)  # its measurement wants buffers of its own
+        step._session.planner.links = (Home("host", None, 2e10, 2e10),)  # its measurement wants buffers of its own
         with step:
             agree(world, step, losses, state)
             assert torch.cuda.max_memory_reserved(device) <= budget

@@ -403,8 +403,8 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
         session, found = compiled._session, []
         for x in batches(steps):
             found.append(compiled(x).item())
-            if isinstance(session.arena, Arena):
-                measure(session.arena)
+            if isinstance(session.steps.arena, Arena):
+                measure(session.steps.arena)
         seconds = time.perf_counter() - begin
         exact = found == losses
         exact &= all(map(torch.equal, contents(model, optimizer), expected))
@@ -412,7 +412,7 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
         return Outcome(
             exact,
             peak,
-            session.off_plan,
+            session.steps.off_plan,
             (sum(one[1] for one in arenas.values()), sum(one[2] for one in arenas.values())),
             sum(lender.evicted_bytes for lender in seen.values()),
             sum(lender.overflow_bytes for lender in seen.values()),

@@ -76,7 +76,7 @@ def test_adapters_are_switched_and_merged_to_the_bit(tied: bool, checkpointed: b
         session = compiled._session
         assert session.kinds >= 2, "another adapter is another step"
         copied = 0
-        for known in session._known.values():
+        for known in session.steps.known.values():
             graph, program = known.step.graph, known.step.planned.program
             out = {program.blocks[i.block].storage for i in program.instructions if isinstance(i, CopyOut)}
             assert not out & graph.frozen

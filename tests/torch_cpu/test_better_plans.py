@@ -72,7 +72,7 @@ def at_any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("at_any_cost")
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_bits_stay_when_plans_are_exchanged(home: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outofcore.session.BackgroundPlanner", PlannedAtOnce)
+    monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
     step, model, optimizer = make()
     expected = trained(step, 10)
     weights = [p.detach().clone() for p in model.parameters()]
@@ -83,10 +83,10 @@ def test_bits_stay_when_plans_are_exchanged(home: str, budget: int, monkeypatch:
         for loss, batch in zip(expected, batches(), strict=False):
             assert compiled(batch).item() == loss
             plans.append(compiled.planned)
-            arenas.append(compiled._session.arena)
+            arenas.append(compiled._session.steps.arena)
             assert compiled.planned.program.arena_bytes <= arenas[-1].bytes <= budget
         assert plans[0] is not plans[-1]
-        assert plans[-1] is compiled._session.shown.planned
+        assert plans[-1] is compiled._session.steps.shown.planned
         # It ran in the same arena.
         assert all(arena is arenas[0] for arena in arenas)
         assert compiled.stats.off_plan == 0
@@ -111,7 +111,7 @@ def test_a_call_plans_quickly_and_what_is_prepared_is_searched_for(
         (quick,) = searched
         assert quick == compiled.policy.params.in_a_hurry()
         first = compiled.planned
-        compiled._session.settle()
+        compiled._session.updates.settle()
         assert searched[1:] == [compiled.policy.params]
         compiled(next(batches()))
         assert compiled.planned is not first
@@ -150,7 +150,7 @@ def test_a_second_process_neither_measures_nor_plans(
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
         assert trained(compiled, 6) == expected
-        compiled._session.settle()  # it was made in a process of its own
+        compiled._session.updates.settle()  # it was made in a process of its own
         compiled(next(batches()))
         best = compiled.planned
     assert list(tmp_path.glob("plan-*.json"))
@@ -177,7 +177,7 @@ def test_a_damaged_plan_is_made_again(budget: int, tmp_path: Path) -> None:
         step, model, optimizer = make()
         with outofcore.compile(step, model, optimizer, budget=budget, policy=QUICKLY, cache=tmp_path) as compiled:
             trained(compiled, 6)
-            compiled._session.settle()
+            compiled._session.updates.settle()
         kept = list(tmp_path.glob("plan-*.json"))
         assert kept
         for path in kept:
@@ -215,7 +215,7 @@ def test_a_process_that_plans_ends_with_the_step(budget: int) -> None:
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget=budget, cache=False) as compiled:
         trained(compiled, 4)
-        process = compiled._session._planner._process
+        process = compiled._session.updates.background._process
         assert process is not None
         os.kill(process.pid, signal.SIGSTOP)  # it would take a while
         trained(compiled, 2)
@@ -224,7 +224,7 @@ def test_a_process_that_plans_ends_with_the_step(budget: int) -> None:
 
 @pytest.mark.usefixtures("at_any_cost")
 def test_a_plan_of_what_is_forgotten_is_left_out_of_account(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outofcore.session.BackgroundPlanner", PlannedAtOnce)
+    monkeypatch.setattr("outofcore.plan_updates.BackgroundPlanner", PlannedAtOnce)
     step, model, optimizer = make()
     expected = trained(step, 9)
     step, model, optimizer = make()
@@ -234,7 +234,7 @@ def test_a_plan_of_what_is_forgotten_is_left_out_of_account(budget: int, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(PlannedAtOnce, "poll", lambda _: None)
             found = [compiled(next(stream)).item() for _ in range(5)]
-        assert compiled._session._planner.done is not None
+        assert compiled._session.updates.background.done is not None
         compiled._session.forget_plans()
         found += [compiled(next(stream)).item() for _ in range(4)]
         assert found == expected

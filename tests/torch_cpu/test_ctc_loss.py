@@ -80,7 +80,7 @@ def test_lengths_of_other_values_are_one_kind_of_inputs() -> None:
     step, model, optimizer = made("mean", False)
     with outofcore.compile(step, model, optimizer, budget=1 << 24, home="host", dynamic=False) as run:
         trained(run, model, in_a_row=False, as_lists=False)
-        assert len(run._session._known) == 1
+        assert len(run._session.steps.known) == 1
 
 
 def test_a_length_that_is_refused_leaves_the_model_as_plain_pytorch_does() -> None:

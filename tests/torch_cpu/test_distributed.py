@@ -14,7 +14,7 @@ from launching import run_together
 
 from outofcore.distributed.agreement import Agreement
 from outofcore.errors import StateError
-from outofcore.session import Facts
+from outofcore.peers import StepFacts
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "distributed.py"
 SCRIPT = Path(__file__).with_name("together.py")
@@ -34,7 +34,7 @@ def test_processes_that_train_together(scenario: str, processes: int, tmp_path: 
 
 
 def test_different_orders_of_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Facts("the same", "1 GiB", "auto", orders=((0, 1, 2),))
+    first = StepFacts("the same", "1 GiB", "auto", orders=((0, 1, 2),))
     agreement = Agreement([], None)
     monkeypatch.setattr(agreement, "_gathered", lambda facts: (first, facts))
     assert agreement.compare(first) == (first, first)

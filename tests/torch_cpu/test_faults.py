@@ -311,7 +311,7 @@ def test_a_full_disk_is_refused_before_anything_changes(smallest: int, tmp_path:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
-            ours._session.links = (Home("disk", None, 1e9, 1e9),)
+            ours._session.planner.links = (Home("disk", None, 1e9, 1e9),)
             resource.setrlimit(resource.RLIMIT_FSIZE, (400 * KIB, hard))
             torch.manual_seed(1)
             with pytest.raises(SpillError, match="lift the limit"):

@@ -126,8 +126,8 @@ def from_file(folder: Path, home: outofcore.OpenHome) -> Side:
 
 def program_of(step: Any) -> Any:
     session = step._session
-    assert session.runner is not None
-    return session.runner.program, session.runner.captured.graph
+    assert session.steps.runner is not None
+    return session.steps.runner.program, session.steps.runner.captured.graph
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def test_whatever_the_user_does_counts_wherever_the_weight_is(pair: Any, seed: i
     train(pair, range(2))
     for number, act in enumerate(WAYS + WAYS):
         if draw.random() < 0.5:
-            pair[1].step._session._leave_arena()
+            pair[1].step._session.steps.leave_arena()
             pair[1].step._session.keeper.check()
         for side in pair:
             act(side, number % 3 if act is not _thaw else 1)
@@ -286,7 +286,7 @@ def at_home_and_in_the_arena(pair: Any) -> Any:
     """Have a weight changed where its file shows it, brought into the arena, and changed there as well."""
     train(pair, range(2))
     ours = pair[1].step._session
-    ours._leave_arena()
+    ours.steps.leave_arena()
     state = ours.keeper._by_tensor["model.2.base.weight"]
     assert ours.keeper.slots[state.home].is_in_file(state.slot)
     for side in pair:
@@ -303,7 +303,7 @@ def at_home_and_in_the_arena(pair: Any) -> Any:
 def test_a_weight_that_was_moved_from_its_file_is_written_elsewhere(pair: Any, leaves: bool) -> None:
     state = at_home_and_in_the_arena(pair)
     if leaves:
-        pair[1].step._session._leave_arena()
+        pair[1].step._session.steps.leave_arena()
         assert_alike(pair)
     train(pair, range(3, 5))
     assert_alike(pair)
@@ -365,7 +365,7 @@ def test_a_weight_for_which_no_home_has_room_leaves_the_arena(pair: Any, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(session.keeper.slots[-1], "take", refuse)
-        session._leave_arena()
+        session.steps.leave_arena()
     assert state.place is Place.OWN
     session.keeper.check()
     assert_alike(pair)
@@ -422,7 +422,7 @@ def test_what_is_at_home_leaves_the_arena_without_a_copy(monkeypatch: pytest.Mon
             side.layer(1).base.weight.data[0, 0] = number
         frozen = [s for s in step._session.keeper._states.values() if s.bytes == _WEIGHT]
         assert any(s.place is Place.ARENA for s in frozen)
-        step._session._leave_arena()
+        step._session.steps.leave_arena()
         assert all(s.place is Place.HOME for s in frozen)
         step._session.keeper.check()
 

@@ -150,7 +150,7 @@ def test_what_the_first_step_asks_for_is_planned_for(caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "outofcore")
     step, model, optimizer = make()
     with outofcore.compile(step, model, optimizer, budget="256MiB", cache=False) as compiled:
-        original = profiling_ops.profile_ops
+        original = profiling_ops.profile_some
 
         def then_grow(*args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
@@ -158,7 +158,7 @@ def test_what_the_first_step_asks_for_is_planned_for(caplog: pytest.LogCaptureFi
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("outofcore.session.profile_ops", then_grow)
+            patch.setattr("outofcore.step_variants.profile_some", then_grow)
             compiled(torch.ones(256, 256))
         losses(compiled, [128 * KIB, MIB])
         assert compiled.stats.off_plan == 2
@@ -179,7 +179,7 @@ def test_the_new_need_of_an_operator_of_pytorch_is_kept(tmp_path: Path) -> None:
     cache, x = Cache(tmp_path), torch.ones(4, 16, 32, 32)
     with outofcore.compile(step, model, budget="256MiB", cache=tmp_path) as compiled:
         compiled(x)
-        graph, profiles = compiled.captured.graph, compiled._session.shown.profiles  # type: ignore[index]
+        graph, profiles = compiled.captured.graph, compiled._session.steps.shown.profiles  # type: ignore[index]
     known = [i for i, p in enumerate(profiles) if p.cost.workspace_bytes >= MIB // 8 and p.first_requests is None]
     if not known:
         pytest.skip("no op of this step needs scratch memory on this machine")
@@ -229,12 +229,12 @@ def test_the_pages_of_the_arena_are_gone_before_another_plan_is_made(
     monkeypatch.setattr(planning, "plans_of_step", plans_of_step)
     budget = smallest + MIB
     with outofcore.compile(step, model, optimizer, budget=budget, policy="offload-all", cache=False) as compiled:
-        monkeypatch.setattr(compiled._session.backend, "reserve", lambda _: more + MIB)
+        monkeypatch.setattr(compiled._session.planner.backend, "reserve", lambda _: more + MIB)
         moods = [usual] * 2 + [usual if cause == "times" else more] * 4
         expected = losses(make()[0], moods)
         found = losses(compiled, moods[:1])
-        assert compiled._session.arena is not None
-        regions.append(weakref.ref(compiled._session.arena.region))
+        assert compiled._session.steps.arena is not None
+        regions.append(weakref.ref(compiled._session.steps.arena.region))
         found += losses(compiled, moods[1:])
         assert found == expected
     assert any("planned again" in r.getMessage() for r in caplog.records)
@@ -287,9 +287,9 @@ def test_a_step_is_planned_again_within_the_room_that_it_has(monkeypatch: pytest
     step, model, optimizer = make()
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(256, 256),), split="off")
     with outofcore.compile(step, model, optimizer, budget=smallest + 4 * MIB, policy="window") as compiled:
-        monkeypatch.setattr(compiled._session.backend, "beside", lambda *_: MIB)
+        monkeypatch.setattr(compiled._session.planner.backend, "beside", lambda *_: MIB)
         compiled(torch.ones(256, 256))
-        monkeypatch.setattr(compiled._session.backend, "beside", lambda *_: 3 * MIB)
+        monkeypatch.setattr(compiled._session.planner.backend, "beside", lambda *_: 3 * MIB)
         compiled(torch.ones(128, 256))
         first, second = budgets
         assert first == second + 2 * MIB

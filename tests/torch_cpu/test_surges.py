@@ -97,7 +97,7 @@ def run(step: Any, needs: list[int], pieces: int = 1) -> list[float]:
 
 
 def used_bytes(session: Any) -> int:
-    return session.arena.resident_bytes() + session.arena.counters().live_bytes
+    return session.steps.arena.resident_bytes() + session.steps.arena.counters().live_bytes
 
 
 @pytest.mark.parametrize("name", some_of(surging.names(), lambda n: n in {"whitening", "warmup", "surges", "secant"}))
@@ -127,9 +127,9 @@ def test_surge_evicts_what_the_op_does_not_touch(
         found = run(compiled, needs[:2], pieces)
         assert compiled.planned.plan.policy == "keep-all"
         # No more than its own plan needs, so that there is nothing to spare.
-        lender = session.arena.lender
-        lender._budget = session.runner.program.arena_bytes
-        session.arena.set_reserve(0)
+        lender = session.steps.arena.lender
+        lender._budget = session.steps.runner.program.arena_bytes
+        session.steps.arena.set_reserve(0)
         sizes: list[int] = []
         serve = lender._lend
 
@@ -145,8 +145,8 @@ def test_surge_evicts_what_the_op_does_not_touch(
         assert lender.evicted_bytes >= 256 * KIB
         assert len(sizes) >= pieces
         assert max(sizes) <= lender._budget
-        assert session.arena.counters().beyond == 0
-        assert session.arena.counters().lent_live_bytes == 0
+        assert session.steps.arena.counters().beyond == 0
+        assert session.steps.arena.counters().lent_live_bytes == 0
         for number in (3, 4):
             SCRATCH[0], PIECES[0] = needs[number], pieces
             found.append(compiled(inputs(number)).item())
@@ -198,17 +198,17 @@ def test_surge_of_a_replayed_op_is_settled_before_the_next(copying: bool, monkey
             x = inputs(number)
             x[0, 0] = scale
             if number == 4:
-                lender = session.arena.lender
-                lender._budget = session.runner.program.arena_bytes
-                session.arena.set_reserve(0)
+                lender = session.steps.arena.lender
+                lender._budget = session.steps.runner.program.arena_bytes
+                session.steps.arena.set_reserve(0)
                 op = next(op.id for op in compiled.captured.graph.ops if "matrix_exp" in op.name)
-                bound = session.runner._placed.bound
+                bound = session.steps.runner._placed.bound
                 scope = next(scope for scope, run in enumerate(bound.runs) if run.op == op)
                 assert session.engine._replayed[bound].taken[scope]
             assert torch.equal(compiled(x), plain(x))
             if number == 4:
-                assert session.arena.counters().lent
-                assert session.arena.counters().beyond == 0
+                assert session.steps.arena.counters().lent
+                assert session.steps.arena.counters().beyond == 0
         mine, other = surging.contents(model, optimizer), surging.contents(plain_model, plain_optimizer)
         assert all(map(torch.equal, mine, other))
 
@@ -253,10 +253,10 @@ def test_surge_with_a_full_home_is_refused_and_undone(monkeypatch: pytest.Monkey
             raise SpillError("the home is full")
 
         monkeypatch.setattr(slots, "take_pieces", full)
-        compiled._session.arena.lender._budget = compiled._session.runner.program.arena_bytes
-        compiled._session.arena.set_reserve(0)
+        compiled._session.steps.arena.lender._budget = compiled._session.steps.runner.program.arena_bytes
+        compiled._session.steps.arena.set_reserve(0)
         monkeypatch.setattr(
-            "outofcore.session.plan", lambda *_, **__: (_ for _ in ()).throw(SpillError("no room at home"))
+            "outofcore.plan_updates.plan", lambda *_, **__: (_ for _ in ()).throw(SpillError("no room at home"))
         )
         with pytest.raises((SpillError, BudgetError), match=r"home") as caught:
             run(compiled, [5 * MIB])
@@ -270,7 +270,7 @@ def test_surge_is_known_to_other_inputs_and_later_processes(tmp_path: Path, capl
     caplog.set_level(logging.INFO, "outofcore")
 
     def requests(compiled: Any) -> int:
-        return compiled._session.off_plan
+        return compiled._session.steps.off_plan
 
     def made() -> Any:
         torch.manual_seed(0)
@@ -373,4 +373,4 @@ def test_state_born_late_is_shown_kept_and_planned_for() -> None:
         # From the fifth call on it is part of the plan.
         names = [binding.key for binding in compiled.captured.states]
         assert any(name.endswith("moment") for name in names)
-        assert compiled._session.arena.counters().live_bytes == 0
+        assert compiled._session.steps.arena.counters().live_bytes == 0

@@ -41,7 +41,7 @@ def test_a_switch_between_known_shapes_leaves_what_stays_in_the_arena(copies: li
         if number == 2:
             assert copies == []
     assert alike(everything(ours), everything(theirs))
-    arena = ours.steps[0]._session.arena
+    arena = ours.steps[0]._session.steps.arena
     assert arena is not None
     assert arena.bytes >= ours.steps[0].budget
     for step in ours.steps:

@@ -101,7 +101,7 @@ def test_steps_that_share_a_home_take_one_arena_at_a_time(pair: Compiled) -> Non
     training(batch(0))
     evaluation(batch(0))
     if training.home is evaluation.home:
-        assert training._session.arena is None
+        assert training._session.steps.arena is None
     for k in range(6):
         training(batch(k))
         evaluation(batch(k))

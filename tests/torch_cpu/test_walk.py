@@ -18,9 +18,9 @@ from torch import nn
 
 import outofcore
 from outofcore.errors import BudgetError
+from outofcore.plan_updates import PlanKeeper
 from outofcore.planned_step import plan
 from outofcore.planning.registry import policy_of
-from outofcore.session import Session
 
 # What a user may do next; each takes a number that says with what.
 
@@ -248,23 +248,23 @@ def test_plans_that_take_each_others_place_meanwhile_give_the_same_bits(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where steps took other times than foretold, at any step."""
-    draw, judge, made = random.Random(seed), Session._judge, []
+    draw, judge, made = random.Random(seed), PlanKeeper.judge, []
 
-    def exchange(session: Session, known: Any) -> None:
-        judge(session, known)
+    def exchange(keeper: PlanKeeper, known: Any, timeline: Any) -> None:
+        judge(keeper, known, timeline)
         step = known.step
         if not step.leaves_device or draw.random() < 0.3:
             return
         if draw.random() < 0.5:
-            session._leave_arena()
+            keeper._steps.leave_arena()
         policy = policy_of(draw.choice(["window", "window:reach=3", "offload-all", "auto:polish_ops=0"]))
         try:
-            again = plan(step.captured, step.costs, step.profiles, step.budget, policy, session.home.stores)
+            again = plan(step.captured, step.costs, step.profiles, step.budget, policy, keeper._stores)
         except BudgetError:
             return  # of the smallest budget not every policy makes something
-        session._exchange(known, again)
+        keeper._steps.exchange(known, again)
         made.append(again.planned.plan.policy)
 
-    monkeypatch.setattr(Session, "_judge", exchange)
+    monkeypatch.setattr(PlanKeeper, "judge", exchange)
     wander(seed, 40)
     assert made, "nothing leaves the device in this walk"

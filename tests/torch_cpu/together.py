@@ -73,7 +73,7 @@ def trained(
     peak = 0
     if budget is not None:
         peak = step.planned.program.arena_bytes
-        if step._session._planner.is_busy:
+        if step._session.updates.background.is_busy:
             raise AssertionError("a process has a plan of its own made although others train with it")
         step.close()
     return losses + tensors(model, optimizer), peak

@@ -26,9 +26,9 @@ from outofcore.capture.collectives import Collective
 from outofcore.capture.replicas import group_of, parallel_models
 from outofcore.errors import CommunicationError, InputError, StateError
 from outofcore.finalization import end_when_threads_rest
+from outofcore.peers import StepFacts
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.groups import GroupCost, group_cost
-from outofcore.session import Facts, check_one_plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,7 +72,7 @@ class Agreement:
         if self._group is None and collectives:
             self._join([collective.group for collective in collectives])
 
-    def meet(self, facts: Facts | None, device: torch.device) -> bool:
+    def meet(self, facts: StepFacts | None, device: torch.device) -> bool:
         """Return whether all processes have a plan for the call that begins now; ``facts`` is None without one.
 
         Raises ``StateError`` if they are about to run different collectives, ``InputError`` if they share a model and
@@ -92,24 +92,21 @@ class Agreement:
         if 0 in numbers:
             return False
         if len(set(numbers)) > 1 and facts is not None:
-            told_by_all = self._gathered(facts)
-            _check_alike(told_by_all)
-            if self._follows_one_plan:
-                check_one_plan(told_by_all)
+            _check_alike(self._gathered(facts), follow_one_plan=self._follows_one_plan)
         return True
 
-    def compare(self, facts: Facts) -> tuple[Facts, ...]:
+    def compare(self, facts: StepFacts) -> tuple[StepFacts, ...]:
         """Return the facts of all processes by rank.
 
-        Raises ``InputError`` if they differ in what must be the same, ``StateError`` if one cannot go on, or they run
-        different collectives.
+        Raises ``InputError`` if they differ in what must be the same, or share a model and are about to run different
+        steps; ``StateError`` if one cannot go on, or they run different collectives.
         """
         everyone = self._gathered(facts)
         self._raise_for_others(facts, everyone)
-        _check_alike(everyone)
+        _check_alike(everyone, follow_one_plan=self._follows_one_plan)
         return everyone
 
-    def _gathered(self, facts: Facts) -> tuple[Facts, ...]:
+    def _gathered(self, facts: StepFacts) -> tuple[StepFacts, ...]:
         if self._group is None:
             return (facts,)
         found: list[Any] = [None] * self._group.size()
@@ -117,7 +114,7 @@ class Agreement:
             torch.distributed.all_gather_object(found, facts, group=self._group)
         return tuple(found)
 
-    def _raise_for_others(self, facts: Facts, everyone: Sequence[Facts]) -> None:
+    def _raise_for_others(self, facts: StepFacts, everyone: Sequence[StepFacts]) -> None:
         for rank, other in enumerate(everyone):
             if other.error and not facts.error:
                 raise StateError(f"rank {rank} cannot run this step, and the others do not without it: {other.error}")
@@ -197,7 +194,7 @@ def _number(collectives: Sequence[str]) -> int:
     return int.from_bytes(digest[:7], "big") + 1
 
 
-def _check_alike(everyone: Sequence[Facts]) -> None:
+def _check_alike(everyone: Sequence[StepFacts], *, follow_one_plan: bool) -> None:
     """Refuse processes that differ, each compared with the first."""
     first = everyone[0]
     for rank, other in enumerate(everyone[1:], 1):
@@ -220,6 +217,12 @@ def _check_alike(everyone: Sequence[Facts]) -> None:
             raise StateError(
                 f"{who} get their gradients in different orders, so that DistributedDataParallel would put them "
                 "together differently: let all ranks run the same forward pass in the first step"
+            )
+    for rank, other in enumerate(everyone):
+        if follow_one_plan and (other.graph, other.is_new) != (first.graph, first.is_new):
+            raise InputError(
+                f"rank {rank} and rank 0 are about to run different steps, and processes that share a model follow one "
+                "plan: give all of them batches of the same shapes, and the same plain arguments"
             )
 
 

@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 from outofcore._torch_internals import memory_of, precision_of
 from outofcore.errors import InputError
 
-Facts = dict[str, str]
 
-
-def kernel_facts(workers: int, seed: int, device: torch.device) -> Facts:
+def kernel_facts(workers: int, seed: int, device: torch.device) -> dict[str, str]:
     """Return what decides the bits apart from model and data; it is part of a checkpoint.
 
     Kernels on the CPU split sums by the number of threads, and other instruction sets sum in other widths.
@@ -48,7 +46,7 @@ def kernel_facts(workers: int, seed: int, device: torch.device) -> Facts:
 
 def model_facts(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], forget: Callable[[torch.Tensor], object]
-) -> Facts:
+) -> dict[str, str]:
     """Return names, shapes and contents, which processes that begin together must have in common.
 
     ``forget`` gives back memory in which a tensor was cached when it was read from its home.

@@ -43,7 +43,7 @@ from outofcore.capture.refusals import refusal
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.distributed.assignment import evenly, runs, shares
 from outofcore.distributed.contexts import Context, SavedContext, generators_kept
-from outofcore.distributed.contract import Facts, check_all_alike, difference, kernel_facts, model_facts
+from outofcore.distributed.contract import check_all_alike, difference, kernel_facts, model_facts
 from outofcore.distributed.gradients import Layout, Tensors, keep
 from outofcore.distributed.loader import Loader, Order, Place, Samples, arguments, checked_order
 from outofcore.distributed.ordered_sum import OrderedSum
@@ -219,7 +219,7 @@ class Elastic:
         self._stats: ElasticStats | None = None
         self._processes = Processes(timeout)
         try:
-            self._facts: Facts = kernel_facts(workers, seed, device)
+            self._facts = kernel_facts(workers, seed, device)
             if self._processes.count > 1:
                 facts = self._facts | model_facts(models, optimizers, compiled.home.faces.drop_cache)
                 check_all_alike(self._processes.gather(facts))

@@ -1,6 +1,6 @@
 """Decide whether a split op gives the bits of the whole op, by trying it on this machine: ``refuted``.
 
-``capture.split_rules`` proposes the splits; ``step_variants`` drops those that fail here.
+``transforms.split.rules`` proposes the splits; ``step_variants`` drops those that fail here.
 
 A library may use another kernel for fewer rows, which adds up in another order. So each way to split is tried on random
 numbers, whole against parts, once for a family of ops, and verdicts are kept with the measurements.

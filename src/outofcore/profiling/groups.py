@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,7 +96,7 @@ def collectives_of(captured: Captured) -> tuple[Collective, ...]:
 
 
 def with_collectives(
-    captured: Captured, profiles: tuple[OpProfile, ...], costs: dict[int, GroupCost]
+    captured: Captured, profiles: tuple[OpProfile, ...], costs: Mapping[int, GroupCost]
 ) -> tuple[OpProfile, ...]:
     """Add the costs of collectives to the profiles; ``costs`` is by the number of processes in the group."""
     found = list(profiles)
