@@ -2,7 +2,7 @@
 
 The validator shares no code with planning and lowering, so a plan that fails is a fault of this library: it is reported
 with a file to send, and the next candidate is tried. Plans from disk (``step_plans``) and from other processes
-(``session``) go to the validator directly, as there is no next candidate.
+(``peers``) go to the validator directly, as there is no next candidate.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ corrected in turn.
 
 The seconds for which training stands still, to start a planning process or to exchange programs, stay below a small
 share of the first hundred steps, or of all so far; what would exceed that waits. Nothing here runs anything, or looks
-at a clock: ``session`` asks after each step, and ``background`` makes the plan.
+at a clock: ``plan_updates`` asks after each step, and ``background`` makes the plan.
 """
 
 from __future__ import annotations

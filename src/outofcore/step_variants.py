@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 
 from outofcore import planning
-from outofcore.analysis import SMALL_ALIGNMENT, live_bytes
+from outofcore.analysis import live_bytes
 from outofcore.capture import Captured
 from outofcore.capture.step import gradients_from_now_on
 from outofcore.costs import SOMEWHERE, Costs, OpCost
@@ -122,15 +122,16 @@ class StepVariants:
         return captured
 
     def _make(self, variant: Variant) -> Captured | None:
-        alignment = SMALL_ALIGNMENT if self.backend is None else self.backend.alignment
         if variant.op_bytes is not None:
             split = self._split(variant.op_bytes, variant.room)
-            return None if split is None else leanest(split).aligned(alignment)
-        if variant.form is Form.FUSED:
-            return fastest(self.traced).aligned(alignment)
-        if variant.form is Form.LOW_MEMORY:
-            return lean(self.traced, variant.room).aligned(alignment)
-        return leanest(self.traced).aligned(alignment)
+            captured = None if split is None else leanest(split)
+        elif variant.form is Form.FUSED:
+            captured = fastest(self.traced)
+        elif variant.form is Form.LOW_MEMORY:
+            captured = lean(self.traced, variant.room)
+        else:
+            captured = leanest(self.traced)
+        return captured if captured is None or self.backend is None else captured.aligned(self.backend.alignment)
 
     def _split(self, op_bytes: int, room: int) -> Captured | None:
         """Split ops so that the parts give the bits of the whole."""

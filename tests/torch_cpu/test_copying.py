@@ -93,7 +93,7 @@ def test_what_native_code_cannot_copy_python_copies(how: str, compiled: Any, mon
         by_python(monkeypatch, ours[2])
     else:
         engine.close()
-        monkeypatch.setattr(engine, "_copies_natively", False)
+        monkeypatch.setattr(engine, "_native_copying", lambda: None)
     read: list[Any] = []
 
     def reading(home: Any) -> Callable[..., None]:

@@ -123,7 +123,8 @@ def test_surge_evicts_what_the_op_does_not_touch(
     step, model, optimizer = layers()
     with outofcore.compile(step, model, optimizer, budget="8MiB", cache=False) as compiled:
         session = compiled._session
-        session.engine._copies_natively = copying
+        if not copying:
+            monkeypatch.setattr(session.engine, "_native_copying", lambda: None)
         found = run(compiled, needs[:2], pieces)
         assert compiled.planned.plan.policy == "keep-all"
         # No more than its own plan needs, so that there is nothing to spare.
@@ -193,7 +194,8 @@ def test_surge_of_a_replayed_op_is_settled_before_the_next(copying: bool, monkey
     step, model, optimizer = exponential()
     with outofcore.compile(step, model, optimizer, budget="16MiB", cache=False) as compiled:
         session = compiled._session
-        session.engine._copies_natively = copying
+        if not copying:
+            monkeypatch.setattr(session.engine, "_native_copying", lambda: None)
         for number, scale in enumerate(scales):
             x = inputs(number)
             x[0, 0] = scale
