@@ -35,7 +35,7 @@ from outofcore.graphfile import read_graph
 from outofcore.planning import SearchParams, in_core_budget, plan_step, smallest_budget
 
 INSTANCES = Path(__file__).with_name("instances") / "small"
-# Each technique with what switches it off.
+# Each technique with what switches it off, and each effort with a quarter of it.
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "everything on": {},
     "relaxations": {"relaxations": 0},
@@ -46,7 +46,9 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "slacks": {"slacks": (1.5,)},
     "passes": {"passes": 1},
     "tuned": {"tuned": 0},
+    "tunings": {"tunings": 150},
     "further": {"further": 0},
+    "placed": {"placed": 4},
     "recompute_changes": {"recompute_changes": 0.0},
     "rounds": {"rounds": 1},
     "polish": {"polish_ops": 0},
