@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):
                 self.rows[storage][3] = 1
 
     def update(self, parameter: Tensor, states: int) -> None:
-        """One op that updates a parameter by its gradient, and so many tensors of state."""
+        """Record an op that updates a parameter by its gradient and tensors of state."""
         if parameter.grad is None or (own := self._id(parameter, created=False)) is None:
             return
         gradient = self._id(parameter.grad, created=False)

@@ -278,8 +278,10 @@ def _later_refusal(step: Plans[P], planned: P, room: int) -> BudgetError | None:
     """Return the refusal of later calls; None if they fit in this variant, or split where this one is whole."""
     if planned.arena_bytes + step.added_bytes <= room:
         return None
-    refusal = step.later_refusal(planned.variant)
-    if refusal is None or planned.variant.op_bytes is not None or not step.may_split:
+    # Later calls choose their own variant: with whole ops, that of the lowest memory is left to them in any case.
+    variant = planned.variant if planned.variant.op_bytes is not None else LOWEST_MEMORY
+    refusal = step.later_refusal(variant)
+    if refusal is None or variant.op_bytes is not None or not step.may_split:
         return refusal
     for op_bytes in op_sizes(room):
         other = step.later_refusal(split(op_bytes, room))

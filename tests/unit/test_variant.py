@@ -57,7 +57,8 @@ class Step:
         room: bytes of the arena.
         floor: bytes below which no split gets it; None: its ops cannot be split.
         seconds: of a step, whole and split.
-        later: bytes that later calls need, whole and with split ops; None: as much as the first.
+        later: bytes that later calls need in the lowest-memory form, whole and with split ops; None: as much as the
+            first. In other forms they need four times as much.
         tried: the variants that were planned, in order.
     """
 
@@ -65,14 +66,10 @@ class Step:
     room: int
     floor: int | None = None
     may_stay: bool = True
+    may_split: bool = True
     seconds: tuple[float, float] = (0.5, 0.5)
     later: tuple[int, int] | None = None
     tried: list[Variant] = field(default_factory=list[Variant])
-
-    @property
-    def may_split(self) -> bool:
-        """Always."""
-        return True
 
     @property
     def added_bytes(self) -> int:
@@ -103,6 +100,7 @@ class Step:
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
         """Return the refusal of later calls."""
         need = 0 if self.later is None else self.later[variant.op_bytes is not None]
+        need *= 1 if variant.form is Form.LOWEST_MEMORY else 4
         return (
             BudgetError("later calls", need) if need > max(self.room, (first and first.smallest_budget) or 0) else first
         )
@@ -155,6 +153,11 @@ def test_refusal_names_later_calls_when_they_need_more() -> None:
     step = Step(needs(400, 300, 256), 8 * MIB, later=(260 * MIB, 260 * MIB))
     with pytest.raises(BudgetError, match="later calls"):
         choose_variant(step, step.room)
+
+
+def test_later_calls_are_not_held_to_the_form_of_the_first() -> None:
+    step = Step(needs(80, 80, 80), 100 * MIB, may_split=False, later=(90 * MIB, 90 * MIB))
+    assert choose_variant(step, step.room).variant == FUSED
 
 
 @pytest.mark.parametrize(("split_needs", "fits"), [(100, True), (110, False)])
