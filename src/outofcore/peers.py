@@ -194,9 +194,8 @@ class Peers:
             return found.costs, found.planned, found.profiles, found.budget, found.variant
 
         told = self._ranks.from_leader(leader, make)
-        failure: BaseException | None = None
-        if not made:
-            try:
+        with self._ranks.agreeing():
+            if not made:
                 mine = self._adopted(traced, *told) if is_alike else None
                 if mine is None and self.follow_one_plan:
                     raise StateError(
@@ -204,9 +203,6 @@ class Peers:
                         "plan: run them on machines that are alike, with the same versions and budget"
                     )
                 made.append(mine or self._planner.plan(traced, recapture, groups))
-            except BaseException as error:
-                failure = error
-        self._ranks.settle(failure)
         return made[0]
 
     def _adopted(
@@ -268,13 +264,9 @@ class Peers:
         costs, planned, profiles = found
         own = {op: step.profiles[op] for op in _shorter_updates(step.captured, self._shards)}
         again = replace(step, costs=costs, planned=planned, profiles=_with_own_requests(profiles, own))
-        failure: BaseException | None = None
-        try:
+        with self._ranks.agreeing():
             validate(again.graph, planned.program, again.budget, costs)
             check_spill(again.graph, costs, planned, stores)
-        except BaseException as error:
-            failure = error
-        self._ranks.settle(failure)
         return again
 
 

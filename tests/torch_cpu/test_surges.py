@@ -5,7 +5,9 @@ Every run is compared with plain PyTorch bit for bit. The longer version, with a
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,29 @@ def test_surge_that_nothing_can_hold_is_followed(caplog: pytest.LogCaptureFixtur
         SCRATCH[0] = 128 * KIB
         found += [compiled(inputs(number)).item() for number in range(2, 5)]
         assert found == losses
+
+
+@pytest.mark.parametrize("copying", [True, False])
+def test_undone_step_leaves_nothing_of_its_plan(copying: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that refers to frames of the step would keep the old program and its arena."""
+    step, model, optimizer = layers()
+    budget = outofcore.smallest_budget(step, model, optimizer, inputs=(inputs(0),), cache=False)
+    with outofcore.compile(step, model, optimizer, budget=3 * budget, policy="offload-all", cache=False) as compiled:
+        session = compiled._session
+        if not copying:
+            monkeypatch.setattr(session.engine, "_native_copying", lambda: None)
+        run(compiled, [128 * KIB] * 3)
+        session.steps.arena.lender._budget = session.steps.runner.program.arena_bytes
+        session.steps.arena.set_reserve(0)
+        gc.collect()
+        gc.disable()
+        try:
+            before = weakref.ref(session.steps.runner._placed.bound)
+            run(compiled, [2 * budget])
+            assert session.steps.active.runs == 1, "the step was not undone and planned again"
+            assert before() is None
+        finally:
+            gc.enable()
 
 
 def test_surge_with_a_full_home_is_refused_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,19 +155,26 @@ class Agreement:
             raise StateError(f"rank {leader}, which plans for all, cannot plan this step: {made[1]}")
         return made[0]
 
-    def settle(self, error: BaseException | None) -> None:
-        """Return if all processes succeeded; else raise this one's error, or ``StateError`` for another one's."""
-        text = "" if error is None else told(error)
-        texts: list[Any] = [text]
-        if self._group is not None:
-            texts = [None] * self._group.size()
-            with _talking():
-                torch.distributed.all_gather_object(texts, text, group=self._group)
-        if error is not None:
-            raise error
-        for rank, other in enumerate(texts):
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Leave the block when all processes have; raise this one's error, or ``StateError`` for another one's."""
+        try:
+            yield
+        except BaseException as error:
+            self._tell(told(error))
+            raise
+        for rank, other in enumerate(self._tell("")):
             if other:
                 raise StateError(f"rank {rank} cannot run this step, and the others do not without it: {other}")
+
+    def _tell(self, text: str) -> list[str]:
+        """Return the texts of all processes."""
+        texts = [text]
+        if self._group is not None:
+            texts = [""] * self._group.size()
+            with _talking():
+                torch.distributed.all_gather_object(texts, text, group=self._group)
+        return texts
 
 
 @contextlib.contextmanager

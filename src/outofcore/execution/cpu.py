@@ -409,6 +409,32 @@ class CpuEngine:
         else:
             queues = copying
         begin = perf_counter()
+        # No local variable may hold a failure: its traceback refers to this frame, and with it to program and arena.
+        try:
+            self._run_queues(bound, arena, table, inline, copying, queues)
+            if queues.failure is not None:
+                raise _explained(queues.failure)
+        finally:
+            queues.let_go()
+        end = perf_counter()
+        self._seconds = end - begin
+        self._all_seconds += self._seconds
+        self._steps += 1
+        return Timeline(
+            tuple(max(s - begin, 0.0) for s in starts), tuple(max(e - begin, 0.0) for e in ends), end - begin
+        )
+
+    def _run_queues(
+        self,
+        bound: Bound,
+        arena: Arena,
+        table: ScopeTable,
+        inline: _Inline | None,
+        copying: Copying | None,
+        queues: _Queues,
+    ) -> None:
+        """Run all queues to their ends; ``queues`` has what failed in another one than that of ops."""
+        starts, ends = self._starts, self._ends
         # Whose end is waited for is known before it begins: a signal may come in between.
         resting: list[Callable[[], None]] = []
         lender: Lender | None = None
@@ -417,7 +443,7 @@ class CpuEngine:
             if copying is not None:
                 copies = self._copies_of(bound, arena)
                 resting.append(copying.finish)
-                copying.begin(copies, ports, starts, ends)
+                copying.begin(copies, self._ports, starts, ends)
             elif inline is None:
                 for copier, work in zip(self._started(), bound.copies, strict=True):
                     if work:
@@ -444,20 +470,7 @@ class CpuEngine:
                 queues.fail(error)
                 raise
             finally:
-                try:
-                    _finish(resting, queues)
-                finally:
-                    failure = queues.failure
-                    queues.let_go()
-        if failure is not None:
-            raise _explained(failure)
-        end = perf_counter()
-        self._seconds = end - begin
-        self._all_seconds += self._seconds
-        self._steps += 1
-        return Timeline(
-            tuple(max(s - begin, 0.0) for s in starts), tuple(max(e - begin, 0.0) for e in ends), end - begin
-        )
+                _finish(resting, queues)
 
     def _lender_of(self, arena: Arena, copying: Copying | None, inline: _Inline | None) -> Lender | None:
         """Return the arena's lender, after telling it how to stop the other queues."""
@@ -615,7 +628,10 @@ def _finish(resting: Sequence[Callable[[], None]], queues: _Queues) -> None:
                 queues.fail(error)
                 interrupted = error
     if interrupted is not None:
-        raise interrupted
+        try:
+            raise interrupted
+        finally:
+            del interrupted  # its traceback refers to this frame
 
 
 def _communicate(run: BoundRun) -> None:

@@ -263,13 +263,13 @@ class DemandEviction:
             self.evicted_bytes += size
 
     def _room(self, count: int) -> tuple[int, tuple[Piece, ...]]:
-        failure: SpillError | None = None
+        refusals: list[str] = []
         for home, slots in enumerate(self._slots):
             try:
                 return home, slots.take_pieces(count)
             except SpillError as error:
-                failure = error
-        raise failure or SpillError("there is no home that an op's surroundings could be evicted to")
+                refusals.append(str(error))
+        raise SpillError("; ".join(refusals) or "there is no home that an op's surroundings could be evicted to")
 
     # What the arena holds
 

@@ -185,20 +185,23 @@ class _Bench:
 
     def _measured(self, op: Op, call: Call, measure_time: bool) -> OpProfile:
         failed: Exception | None = None
-        for contents in contents_to_try(self._captured.device):
-            try:
-                first = self._record(op, call.rehearse_first, contents) if call.rehearse_first is not None else None
-                requests = self._record(op, call.rehearse or call.func, contents)
-                seconds = self._time(op, requests, contents) if measure_time else 0.0
-            except (OutOfCoreError, MemoryError):
-                raise
-            except Exception as error:
-                # Not every op runs on made-up numbers: a factorisation may find its matrix singular.
-                failed = failed or error
-                continue
-            workspace = max(requests.workspace_bytes, first.workspace_bytes if first else 0)
-            return OpProfile(OpCost(seconds, workspace), requests, first)
-        raise _unmeasurable(op, failed) from failed
+        try:
+            for contents in contents_to_try(self._captured.device):
+                try:
+                    first = self._record(op, call.rehearse_first, contents) if call.rehearse_first is not None else None
+                    requests = self._record(op, call.rehearse or call.func, contents)
+                    seconds = self._time(op, requests, contents) if measure_time else 0.0
+                except (OutOfCoreError, MemoryError):
+                    raise
+                except Exception as error:
+                    # Not every op runs on made-up numbers: a factorisation may find its matrix singular.
+                    failed = failed or error
+                    continue
+                workspace = max(requests.workspace_bytes, first.workspace_bytes if first else 0)
+                return OpProfile(OpCost(seconds, workspace), requests, first)
+            raise _unmeasurable(op, failed) from failed
+        finally:
+            del failed  # its traceback refers to this frame, and to what the op worked on
 
     def _layout(self, op: Op, workspace: int) -> tuple[Program, int, int]:
         """Return a program of this op alone; where its arguments end, and where everything ends."""
