@@ -11,7 +11,7 @@ from math import fsum
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, convert
 
 from outofcore.costs import LEAST_PART, Costs, Home, OpCost
 from outofcore.errors import GraphError
@@ -145,19 +145,7 @@ def read_graph(path: Path) -> GraphFile:
     )
     costs = Costs(
         tuple(OpCost(op.seconds, op.workspace_bytes) for op in file.ops),
-        tuple(
-            Home(
-                h.name,
-                h.bytes,
-                h.bytes_per_s_out,
-                h.bytes_per_s_in,
-                h.latency_s,
-                h.contention,
-                h.compute_slowdown,
-                h.contention_out,
-            )
-            for h in file.homes
-        ),
+        convert(file.homes, tuple[Home, ...], from_attributes=True),
     )
     try:
         graph.check()
@@ -262,18 +250,6 @@ def write_graph(path: Path, file: GraphFile) -> None:
                 for op, cost in zip(graph.ops, costs.ops, strict=True)
             ),
             outputs=named(graph.outputs),
-            homes=tuple(
-                _Home(
-                    h.name,
-                    h.bytes_per_s_out,
-                    h.bytes_per_s_in,
-                    h.bytes,
-                    h.latency_s,
-                    h.contention,
-                    h.compute_slowdown,
-                    h.contention_out,
-                )
-                for h in costs.homes
-            ),
+            homes=convert(costs.homes, tuple[_Home, ...], from_attributes=True),
         ),
     )

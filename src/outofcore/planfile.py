@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, convert
 
 from outofcore.graphfile import Capacity, Key
 from outofcore.jsonfile import decode_json, refuse, write_json
 from outofcore.plan import ChainOrder, Decision, Gap, Plan, Residency
-from outofcore.program import Block, CopyIn, CopyOut, Instruction, Lodging, Program, Queue, Run, Wait
+from outofcore.program import Block, CopyIn, CopyOut, Instruction, Lodging, Program, Queue, Run
 
 FORMAT = "outofcore-plan/1"
 
@@ -99,6 +99,10 @@ class _CopyIn(_Copy, tag="CopyIn"):
     pass
 
 
+_WRITTEN: dict[type[Instruction], type[_Run | _CopyOut | _CopyIn]] = {Run: _Run, CopyOut: _CopyOut, CopyIn: _CopyIn}
+_READ: dict[type[Struct], type[Instruction]] = {written: read for read, written in _WRITTEN.items()}
+
+
 class _Block(Struct, omit_defaults=True):
     id: _Index
     storage: Key | None
@@ -155,15 +159,6 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
     def named(storages: Sequence[int]) -> tuple[int | str, ...]:
         return tuple(keys[storage] for storage in storages)
 
-    def waits(of: Instruction) -> tuple[_Wait, ...]:
-        return tuple(_Wait(wait.queue, wait.count, wait.home) for wait in of.waits)
-
-    def instruction(one: Instruction) -> _Run | _CopyOut | _CopyIn:
-        if isinstance(one, Run):
-            return _Run(one.op, one.blocks, one.workspace, waits(one), one.again, one.communicates)
-        kind = _CopyOut if isinstance(one, CopyOut) else _CopyIn
-        return kind(one.block, one.version, waits(one), one.home)
-
     write_json(
         path,
         _File(
@@ -180,10 +175,10 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
                     for d in plan.decisions
                 ),
                 named(plan.staying),
-                tuple(_ChainOrder(chain.fetch_at, chain.ops) for chain in plan.chains),
+                convert(plan.chains, tuple[_ChainOrder, ...], from_attributes=True),
             ),
             _Program(
-                tuple(map(instruction, program.instructions)),
+                tuple(convert(one, _WRITTEN[type(one)], from_attributes=True) for one in program.instructions),
                 tuple(
                     _Block(
                         b.id, None if b.storage is None else keys[b.storage], b.bytes, b.born, b.dies, b.wraps, b.offset
@@ -249,10 +244,10 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
                 for index, d in enumerate(plan.decisions)
             ),
             all_of(plan.staying, "$.plan.staying"),
-            tuple(ChainOrder(chain.fetch_at, chain.ops) for chain in plan.chains),
+            convert(plan.chains, tuple[ChainOrder, ...], from_attributes=True),
         ),
         Program(
-            tuple(map(_instruction, program.instructions)),
+            tuple(convert(one, _READ[type(one)], from_attributes=True) for one in program.instructions),
             tuple(
                 Block(
                     b.id,
@@ -277,10 +272,3 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
         file.predicted_step_seconds,
     )
 
-
-def _instruction(one: _Run | _CopyOut | _CopyIn) -> Instruction:
-    waits = tuple(Wait(wait.queue, wait.count, wait.home) for wait in one.waits)
-    if isinstance(one, _Run):
-        return Run(one.op, one.blocks, one.workspace, waits, one.again, one.communicates)
-    kind = CopyOut if isinstance(one, _CopyOut) else CopyIn
-    return kind(one.block, one.version, waits, one.home)
