@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -279,24 +280,25 @@ def global_pool(x: Tensor, *, op: str, p: int = 2) -> Tensor:
 # ---- normalizations -------------------------------------------------------------------------------------------------
 
 
-@operator("BatchNormalization", many=True)
+@dataclass(frozen=True)
+class BatchNormalization:
+    """The attributes of BatchNormalization."""
+
+    version: int
+    epsilon: float = 1e-5
+    momentum: float = 0.9
+    spatial: int = 1
+    training_mode: int = 0
+
+
+@operator("BatchNormalization", many=True, attributes=BatchNormalization)
 def batch_normalization(
-    x: Tensor,
-    scale: Tensor,
-    b: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    *,
-    version: int,
-    epsilon: float = 1e-5,
-    momentum: float = 0.9,
-    spatial: int = 1,
-    training_mode: int = 0,
+    x: Tensor, scale: Tensor, b: Tensor, mean: Tensor, var: Tensor, *, asked: BatchNormalization
 ) -> tuple[Tensor, ...]:
-    if version < 9 and not spatial:
+    if asked.version < 9 and not asked.spatial:
         raise Refused("it normalizes each place by itself (spatial=0), which is not supported")
-    kind = x.dtype
-    if version < 14 or not training_mode:
+    kind, epsilon, momentum = x.dtype, asked.epsilon, asked.momentum
+    if asked.version < 14 or not asked.training_mode:
         return F.batch_norm(x, mean.to(kind), var.to(kind), scale.to(kind), b.to(kind), eps=epsilon), mean, var
     axes = [0, *range(2, x.dim())]
     wide = x.to(torch.float32) if kind in (torch.float16, torch.bfloat16) else x
@@ -376,23 +378,33 @@ def local_response(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 
-@operator("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", pure=False)
-def random(
+@operator("RandomNormal", "RandomNormalLike", pure=False)
+def random_normal(
     x: Tensor | None = None,
     *,
-    op: str,
     device: torch.device,
     dtype: torch.dtype | None = None,
     shape: tuple[int, ...] = (),
     mean: float = 0.0,
     scale: float = 1.0,
+) -> Tensor:
+    if x is not None:
+        shape, dtype = x.shape, dtype or x.dtype
+    return torch.randn(shape, dtype=dtype or torch.float32, device=device) * scale + mean
+
+
+@operator("RandomUniform", "RandomUniformLike", pure=False)
+def random_uniform(
+    x: Tensor | None = None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int, ...] = (),
     low: float = 0.0,
     high: float = 1.0,
 ) -> Tensor:
     if x is not None:
         shape, dtype = x.shape, dtype or x.dtype
-    if op.startswith("RandomNormal"):
-        return torch.randn(shape, dtype=dtype or torch.float32, device=device) * scale + mean
     return torch.rand(shape, dtype=dtype or torch.float32, device=device) * (high - low) + low
 
 
