@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -280,25 +279,30 @@ def global_pool(x: Tensor, *, op: str, p: int = 2) -> Tensor:
 # ---- normalizations -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BatchNormalization:
-    """The attributes of BatchNormalization."""
-
-    version: int
-    epsilon: float = 1e-5
-    momentum: float = 0.9
-    spatial: int = 1
-    training_mode: int = 0
-
-
-@operator("BatchNormalization", many=True, attributes=BatchNormalization)
-def batch_normalization(
-    x: Tensor, scale: Tensor, b: Tensor, mean: Tensor, var: Tensor, *, asked: BatchNormalization
+@operator("BatchNormalization", many=True)
+def inferred_batch_normalization(
+    x: Tensor, scale: Tensor, b: Tensor, mean: Tensor, var: Tensor, *, epsilon: float = 1e-5, spatial: int = 1
 ) -> tuple[Tensor, ...]:
-    if asked.version < 9 and not asked.spatial:
+    """Normalize by the given statistics, as every model does before opset 14."""
+    if not spatial:
         raise Refused("it normalizes each place by itself (spatial=0), which is not supported")
-    kind, epsilon, momentum = x.dtype, asked.epsilon, asked.momentum
-    if asked.version < 14 or not asked.training_mode:
+    return batch_normalization(x, scale, b, mean, var, epsilon=epsilon)
+
+
+@operator("BatchNormalization", many=True, since=14)
+def batch_normalization(
+    x: Tensor,
+    scale: Tensor,
+    b: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    *,
+    epsilon: float = 1e-5,
+    momentum: float = 0.9,
+    training_mode: int = 0,
+) -> tuple[Tensor, ...]:
+    kind = x.dtype
+    if not training_mode:
         return F.batch_norm(x, mean.to(kind), var.to(kind), scale.to(kind), b.to(kind), eps=epsilon), mean, var
     axes = [0, *range(2, x.dim())]
     wide = x.to(torch.float32) if kind in (torch.float16, torch.bfloat16) else x
@@ -378,6 +382,11 @@ def local_response(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 
+def _made(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[Any, torch.dtype]:
+    """Return the shape and dtype of random numbers: those asked for, or those of a tensor."""
+    return (shape, dtype or torch.float32) if x is None else (x.shape, dtype or x.dtype)
+
+
 @operator("RandomNormal", "RandomNormalLike", pure=False)
 def random_normal(
     x: Tensor | None = None,
@@ -388,9 +397,8 @@ def random_normal(
     mean: float = 0.0,
     scale: float = 1.0,
 ) -> Tensor:
-    if x is not None:
-        shape, dtype = x.shape, dtype or x.dtype
-    return torch.randn(shape, dtype=dtype or torch.float32, device=device) * scale + mean
+    shape, kind = _made(x, shape, dtype)
+    return torch.randn(shape, dtype=kind, device=device) * scale + mean
 
 
 @operator("RandomUniform", "RandomUniformLike", pure=False)
@@ -403,9 +411,8 @@ def random_uniform(
     low: float = 0.0,
     high: float = 1.0,
 ) -> Tensor:
-    if x is not None:
-        shape, dtype = x.shape, dtype or x.dtype
-    return torch.rand(shape, dtype=dtype or torch.float32, device=device) * (high - low) + low
+    shape, kind = _made(x, shape, dtype)
+    return torch.rand(shape, dtype=kind, device=device) * (high - low) + low
 
 
 @operator("Bernoulli", pure=False)
