@@ -390,7 +390,7 @@ def test_where_nothing_can_be_followed(monkeypatch: pytest.MonkeyPatch, captures
         raise outofcore.StateError("loops are followed by native code, which could not be built: no compiler")
 
     ours, theirs = Side(), Side()
-    monkeypatch.setattr("outofcore.follow.loop.load_paging", none)
+    monkeypatch.setattr("outofcore.follow.devices.load_paging", none)
     monkeypatch.setattr("outofcore.api.load_paging", none)
     with pytest.raises(outofcore.StateError, match="no compiler"):
         outofcore.compile(ours.train, ours.model, ours.optimizer, budget="4MiB", dynamic=True)
