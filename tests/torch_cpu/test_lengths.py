@@ -386,7 +386,7 @@ def test_a_switch_between_sizes_moves_nothing_where_all_fits() -> None:
 
 
 def test_where_nothing_can_be_followed(monkeypatch: pytest.MonkeyPatch, captures: list[int]) -> None:
-    def none() -> Any:
+    def none(*_: object) -> Any:
         raise outofcore.StateError("loops are followed by native code, which could not be built: no compiler")
 
     ours, theirs = Side(), Side()

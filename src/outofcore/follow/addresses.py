@@ -2,7 +2,7 @@
 
 Python methods that return an address, or make a second storage on the same memory, are wrapped while a loop is followed
 and as long as a tensor is in its memory. A function that modules have imported by name is changed in CPython's own
-structure. NumPy arrays are always seen: ``Tensor.numpy`` marks the storage (``has_array`` in paging.cpp). Readers such
+structure. NumPy arrays are always seen: ``Tensor.numpy`` marks the storage (``has_array`` in blocks.h). Readers such
 as savers are wrapped too: the storage stays in place while another thread than the loop's reads it.
 
 Not seen are addresses other than NumPy's that are taken while no loop has memory, NumPy's of a tensor that

@@ -12,7 +12,7 @@ from outofcore.follow.running import sources
 from outofcore.follow.sources import IN_BACKWARD, places_of
 from outofcore.units import format_bytes
 
-# An op that adds to a gradient, as paging.cpp names it.
+# An op that adds to a gradient, as ``source_of_running`` in room.h names it.
 _SUMMED = re.compile(IN_BACKWARD + r"parameter (-?\d+)$")
 _REFUSAL = re.compile(
     r"outofcore: the budget of (?P<budget>\d+) bytes cannot hold (?P<op>.+), which asks for (?P<asked>\d+) bytes "

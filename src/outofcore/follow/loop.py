@@ -1,7 +1,7 @@
 """The context in which a loop runs, which ``outofcore.budget`` opens: ``Loop``.
 
 ``StepEnds`` says when a step of the loop ends, ``LoopPlanner`` plans it. What is evicted and when copies start is
-decided in ``paging.cpp``: ``make_room``, ``follow_plan`` and, without a plan, ``copy_ahead``.
+decided in C++: by ``make_room``, ``follow_plan`` and, without a plan, ``copy_ahead``.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _ERRORS: dict[str, type[Exception]] = {
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
-# By which ops are seen: ``kKey`` in paging.cpp.
+# By which ops are seen: ``kKey`` in space.h.
 DISPATCH_KEY = "Fake"
 # Result and arguments. A result of -1 is a failure.
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
