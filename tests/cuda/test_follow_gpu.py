@@ -7,6 +7,7 @@ import functools
 import gc
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,7 +125,8 @@ def test_products_are_not_recomputed() -> None:
 
 def test_trial_recomputes_where_copies_hold_the_loop_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "_ENOUGH_BYTES", 1 << 60)  # the link is not measured,
-    monkeypatch.setattr(records, "_USUAL_RATE", 1e7)  # and slow
+    slow = replace(records._USUAL_HOME, bytes_per_s_out=1e7, bytes_per_s_in=1e7)
+    monkeypatch.setattr(records, "_USUAL_HOME", slow)
     loop = functools.partial(pinned, steps=12, shape=(2048, 256)), LOOPS["tall"][1]
     theirs, _ = trained(*loop)
     budget = int(0.4 * peak("tall"))

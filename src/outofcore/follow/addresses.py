@@ -171,16 +171,25 @@ class AddressWatch:
     def _replace(
         self, undo: contextlib.ExitStack, kind: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
-        own = vars(kind).get(name)
         plain: Any = getattr(kind, name)
         getter: Any = getattr(plain, "fget", None)  # of a property
         wrapper = wrap(plain) if getter is None else property(wrap(getter))
-        setattr(kind, name, wrapper)
+        undo.enter_context(replaced(kind, name, wrapper))
         self._wrapped.append((kind, name, wrapper))
-        if own is None:  # what the class inherits, it inherits again
-            undo.callback(delattr, kind, name)
+
+
+@contextlib.contextmanager
+def replaced(kind: Any, name: str, value: object) -> Iterator[None]:
+    """Set an attribute of a class within this context; what the class inherits, it inherits again afterwards."""
+    own = vars(kind).get(name)
+    setattr(kind, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(kind, name)
         else:
-            undo.callback(setattr, kind, name, own)
+            setattr(kind, name, own)
 
 
 def _storage_of(value: object) -> torch.UntypedStorage | None:

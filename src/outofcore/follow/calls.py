@@ -109,7 +109,10 @@ class FollowedCalls:
             told = explained(error)
             if told is None:
                 raise
-            raise told from error
+            try:
+                raise told from error
+            finally:
+                del told  # it would keep this frame, and the frame it
         finally:
             self._loop.pause()
 

@@ -22,6 +22,7 @@ from outofcore._torch_internals import cublas_workspaces
 from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import BudgetError, StateError
 from outofcore.execution.cuda.driver import MIDDLE_SEGMENT, SEGMENT
+from outofcore.follow.addresses import replaced
 from outofcore.units import format_bytes, round_up
 
 # By name, what a graph does that cannot be followed.
@@ -109,12 +110,6 @@ def graphs_refused() -> Iterator[None]:
         return refuse
 
     with contextlib.ExitStack() as undo:
-        kind = torch.cuda.CUDAGraph
         for name, done in _REFUSED.items():
-            own = vars(kind).get(name)
-            setattr(kind, name, refusing(done))
-            if own is None:
-                undo.callback(delattr, kind, name)
-            else:
-                undo.callback(setattr, kind, name, own)
+            undo.enter_context(replaced(torch.cuda.CUDAGraph, name, refusing(done)))
         yield

@@ -141,8 +141,11 @@ class Loop:
     ) -> None:
         self.stop()
         told = None if error is None else explained(error, self._happened[2] if self._happened else {})
-        if told is not None:
-            raise told from error
+        try:
+            if told is not None:
+                raise told from error
+        finally:
+            del told  # it would keep this frame, and the frame it
 
     def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:
         # As Python ends, what this needs is not there any more; a fork has copies of its parent's loops.

@@ -58,17 +58,18 @@ void run_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch:
 // Brings what an op uses side by side, so that it does not part the rest of the arena.
 void join_operands(Space& space, const Pinned& pinned) {
   const Guard guard;
-  const auto pin = [&](int by) {
-    for (const Operand& operand : pinned.operands) operand.block->pins += by;
+  struct Unpinned {
+    explicit Unpinned(const Pinned& pinned) : pinned(pinned) { pin(-1); }
+    ~Unpinned() { pin(1); }
+    void pin(int by) const {
+      for (const Operand& operand : pinned.operands) operand.block->pins += by;
+    }
+    const Pinned& pinned;
   };
-  pin(-1);
-  try {
+  {
+    const Unpinned unpinned(pinned);
     evict_everything(space);
-  } catch (...) {
-    pin(1);
-    throw;
   }
-  pin(1);
   space.requests.clear();
   for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
 }
@@ -87,18 +88,16 @@ void run_in_room(Space& space, const c10::OperatorHandle& op, const Operator& ab
   if (!reruns) return run_kernel(op, below, stack);
   const torch::jit::Stack given(stack->end() - count, stack->end());
   const size_t below_given = stack->size() - given.size();
-  space.parted = false;
-  space.reruns = true;
+  struct Rerunning {
+    explicit Rerunning(Space& space) : space(space) { space.parted = false, space.reruns = true; }
+    ~Rerunning() { space.reruns = false; }
+    Space& space;
+  };
   try {
-    run_kernel(op, below, stack);
-    space.reruns = false;
-    return;
+    const Rerunning rerunning(space);
+    return run_kernel(op, below, stack);
   } catch (const c10::OutOfMemoryError&) {
-    space.reruns = false;
     if (!space.parted) throw;
-  } catch (...) {
-    space.reruns = false;
-    throw;
   }
   join_operands(space, pinned);
   stack->resize(below_given);

@@ -188,7 +188,14 @@ int64_t guarded(Action&& action) noexcept {
   }
   return -1;
 }
-// The same under the lock.
+// For an action that makes something; null: it has failed.
+template <class Action>
+auto guarded_pointer(Action&& action) noexcept {
+  std::invoke_result_t<Action> made = nullptr;
+  guarded([&] { made = action(); });
+  return made;
+}
+// Under the lock.
 template <class Action>
 int64_t locked(Action&& action) noexcept {
   return guarded([&] {
@@ -240,28 +247,23 @@ EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64
 }
 // Leaves it to the library of another device. No loop is followed.
 EXPORT void follow_unload() noexcept {
-  guarded([&]() -> int64_t {
+  guarded([&] {
     registrations.clear();
     at::removeCallback(*finding);
-    return 0;
   });
 }
 
 // A space without homes and without memory yet. The descriptors of homes are its own from then on. `verified`: 0: nothing
-// is compared; 1: of weights in their files a part; 2: everything. `timed`: steps are to
-// be planned.
+// is compared; 1: of weights in their files a part; 2: everything. `timed`: steps are to be planned.
 EXPORT Space* follow_new(int64_t budget, int device, int verified, int timed) noexcept {
-  Space* made = nullptr;
-  guarded([&]() -> int64_t {
+  return guarded_pointer([&] {
     auto space = std::make_unique<Space>(budget / kPage * kPage, device);
     space->verified = Device::kReadable && verified != 0;
     space->sampled = verified == 1;
     space->timing = space->timed = Device::kStreams && timed != 0;
     space->recipes = std::make_shared<follow::Recipes>(our_pager, smallest);
-    made = space.release();
-    return 0;
+    return space.release();
   });
-  return made;
 }
 EXPORT int64_t follow_add_home(Space* space, int file, int direct, int memory, int64_t capacity) noexcept {
   return guarded([&] { space->homes.add(file, direct, memory != 0, capacity); });
@@ -381,13 +383,11 @@ EXPORT int64_t follow_vacate(Space* space) noexcept {
     forget_idle(*space);
   });
 }
-// Whether a loop is followed now.
 EXPORT int follow_current() noexcept { return current.load() != nullptr; }
-// Whether the calling thread has opened the loop.
 EXPORT int follow_is_opener() noexcept { return is_opener(); }
 // Whether the ops of the calling thread are those of a loop that is not paused.
 EXPORT int follow_tracked() noexcept { return tracked(); }
-// Switches following on or off in the calling thread.
+// As ``set_followed``; a thread that is followed is the loop's.
 EXPORT void follow_thread(int on) noexcept {
   if (on != 0) {
     opening = openings;
@@ -690,22 +690,15 @@ EXPORT int64_t follow_notes(Space* space, int64_t* numbers, int64_t capacity) no
 }
 // What autograd is to keep in place of a tensor that it has saved; null: the tensor.
 EXPORT follow::Packed* follow_pack(c10::TensorImpl* tensor) noexcept {
-  follow::Packed* packed = nullptr;
-  guarded([&]() -> int64_t {
+  return guarded_pointer([&]() -> follow::Packed* {
     const at::Tensor held(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(tensor));
-    if (const auto recipes = current_recipes()) packed = recipes->pack(held);
-    return 0;
+    const auto recipes = current_recipes();
+    return recipes ? recipes->pack(held) : nullptr;
   });
-  return packed;
 }
 // The tensor, for the caller to free; null: see ``follow_failure``.
 EXPORT at::Tensor* follow_unpack(const follow::Packed* packed) noexcept {
-  at::Tensor* tensor = nullptr;
-  guarded([&]() -> int64_t {
-    tensor = new at::Tensor(packed->recipes->unpack(*packed));
-    return 0;
-  });
-  return tensor;
+  return guarded_pointer([&] { return new at::Tensor(packed->recipes->unpack(*packed)); });
 }
 EXPORT void follow_drop(follow::Packed* packed) noexcept { delete packed; }
 
