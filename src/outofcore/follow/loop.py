@@ -127,6 +127,7 @@ class Loop:
         self._undo = contextlib.ExitStack()
         self._ends = StepEnds()
         self._planner: LoopPlanner | None = None
+        self._made: Sequence[PlanMade] = ()  # by the planner
         self._last = LoopStats()
         # What a report is made of, once the loop is stopped.
         self._happened: tuple[Sequence[int], Sequence[str], Known] | None = None
@@ -172,7 +173,7 @@ class Loop:
             raise StateError(f"this loop is followed already; stop() it first: it was started{self._started_at()}")
         device, options = self._device, self._options
         library = device.library
-        self._paused, self._ends, self._planner = False, StepEnds(), None
+        self._paused, self._ends, self._planner, self._made = False, StepEnds(), None, ()
         self._process, self._where = os.getpid(), user_line()
         device.prepare()
         with contextlib.ExitStack() as failing:
@@ -200,6 +201,7 @@ class Loop:
             library.follow_thread(1)
             if options.policy is not None:
                 self._planner = LoopPlanner(space, options.policy, PlanStore(options.plans), room)
+                self._made = self._planner.made
                 self._undo.callback(self._planner.background.close)
             failing.pop_all()
         return self
@@ -305,7 +307,7 @@ class Loop:
             StateError: nothing has happened yet.
             InputError: the file cannot be written.
         """
-        file, seen, machine = Path(path), self._what_happened(), this_machine()
+        seen, machine = self._what_happened(), this_machine()
         content = page_content(
             seen.graph,
             seen.plan,
@@ -315,7 +317,7 @@ class Loop:
             title=title or "loop",
             homes=LINKS,
             notes=[
-                *observed_notes(seen, self._plans_made()),
+                *observed_notes(seen, self._made),
                 (
                     "machine",
                     f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, "
@@ -326,8 +328,8 @@ class Loop:
             memories=[seen.memory],
             on_demand=seen.on_demand,
         )
-        write_report(file, content)
-        return ReportPath(file)
+        write_report(Path(path), content)
+        return ReportPath(path)
 
     def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
         """Write the last complete step, as for ``report``, as a trace that Perfetto and chrome://tracing open.
@@ -402,8 +404,8 @@ class Loop:
             happened = self._happened if self._space is None else self._observe(self._space)
         seen = None
         if happened is not None:
-            made = self._plans_made()
-            seen = read_observed(*happened, self._limit, made[-1].policy if made else "on demand")
+            policy = self._made[-1].policy if self._made else "on demand"
+            seen = read_observed(*happened, self._limit, policy)
         if seen is None or not seen.graph.ops:
             raise StateError(
                 "there is nothing to tell yet: no step of the loop is complete, and none of its ops has used a tensor "
@@ -415,9 +417,6 @@ class Loop:
         numbers = space.numbers("follow_observed")
         names = names_of_storages(space, self.named_models(), alive(self._optimizers))
         return numbers, space.names("follow_observed_names"), names
-
-    def _plans_made(self) -> Sequence[PlanMade]:
-        return () if self._planner is None else self._planner.made
 
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the models, with the prefix of their modules' names."""

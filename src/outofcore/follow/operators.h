@@ -100,18 +100,19 @@ const Operator& operator_of(const c10::OperatorHandle& op) {
 }
 
 template <class Action>
+void act_on(StorageImpl& storage, const c10::TensorImpl* tensor, Action& action) {
+  if constexpr (std::is_invocable_v<Action, StorageImpl&, const c10::TensorImpl*>)
+    action(storage, tensor);
+  else
+    action(storage);
+}
+template <class Action>
 void each_storage(const c10::IValue& value, Action&& action) {
-  const auto act = [&](StorageImpl& storage, const c10::TensorImpl* tensor) {
-    if constexpr (std::is_invocable_v<Action, StorageImpl&, const c10::TensorImpl*>)
-      action(storage, tensor);
-    else
-      action(storage);
-  };
   const auto visit = [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return;
     const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
     if (!impl->has_storage() || !Device::is_ours(impl->device())) return;
-    act(*impl->unsafe_storage().unsafeGetStorageImpl(), impl);
+    act_on(*impl->unsafe_storage().unsafeGetStorageImpl(), impl, action);
   };
   if (value.isTensor()) {
     visit(value.toTensor());
@@ -120,7 +121,7 @@ void each_storage(const c10::IValue& value, Action&& action) {
   } else if (value.isList()) {
     for (const c10::IValue& element : value.toListRef()) each_storage(element, action);
   } else if (value.isStorage() && Device::is_ours(value.toStorage().device())) {
-    act(*value.toStorage().unsafeGetStorageImpl(), nullptr);
+    act_on(*value.toStorage().unsafeGetStorageImpl(), nullptr, action);
   }
 }
 
