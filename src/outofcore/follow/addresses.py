@@ -174,22 +174,18 @@ class AddressWatch:
         plain: Any = getattr(kind, name)
         getter: Any = getattr(plain, "fget", None)  # of a property
         wrapper = wrap(plain) if getter is None else property(wrap(getter))
-        undo.enter_context(replaced(kind, name, wrapper))
+        replace_attribute(undo, kind, name, wrapper)
         self._wrapped.append((kind, name, wrapper))
 
 
-@contextlib.contextmanager
-def replaced(kind: Any, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of a class within this context; what the class inherits, it inherits again afterwards."""
+def replace_attribute(undo: contextlib.ExitStack, kind: Any, name: str, value: object) -> None:
+    """Set an attribute of a class; what the class inherits, it inherits again once that is undone."""
     own = vars(kind).get(name)
     setattr(kind, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, own)
+    if own is None:
+        undo.callback(delattr, kind, name)
+    else:
+        undo.callback(setattr, kind, name, own)
 
 
 def _storage_of(value: object) -> torch.UntypedStorage | None:

@@ -22,7 +22,7 @@ from outofcore._torch_internals import cublas_workspaces
 from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import BudgetError, StateError
 from outofcore.execution.cuda.driver import MIDDLE_SEGMENT, SEGMENT
-from outofcore.follow.addresses import replaced
+from outofcore.follow.addresses import replace_attribute
 from outofcore.units import format_bytes, round_up
 
 # By name, what a graph does that cannot be followed.
@@ -111,5 +111,5 @@ def graphs_refused() -> Iterator[None]:
 
     with contextlib.ExitStack() as undo:
         for name, done in _REFUSED.items():
-            undo.enter_context(replaced(torch.cuda.CUDAGraph, name, refusing(done)))
+            replace_attribute(undo, torch.cuda.CUDAGraph, name, refusing(done))
         yield
