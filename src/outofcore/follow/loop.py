@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -31,7 +32,7 @@ from outofcore.execution.memory import trim_heap
 from outofcore.follow.devices import LoopDevice, LoopHome
 from outofcore.follow.failures import explained
 from outofcore.follow.loop_planner import LoopPlanner
-from outofcore.follow.native import call, is_followed
+from outofcore.follow.native import call, is_followed, open_paging
 from outofcore.follow.observed import (
     LINKS,
     Known,
@@ -179,7 +180,7 @@ class Loop:
         with contextlib.ExitStack() as failing:
             space = Space(device, self._limit, options.check, is_planned=options.policy is not None)
             failing.callback(space.close)
-            space.add_homes(options.home)
+            device.add_homes(options.home, partial(space.call, "follow_add_home"))
             room = 0 if device.reserves_late else space.reserve(self._limit)
             try:
                 self._take_turn(space)
@@ -371,7 +372,7 @@ class Loop:
                 f"a loop is followed already{self._where_other()}, and there is one at a time: end that one with "
                 "outofcore.stop(), or by leaving its with-statement"
             )
-        space.follow_here(beside=self._options.beside)
+        open_paging(space.library, space, self._options.beside)
 
     def _where_other(self) -> str:
         # In a frame of its own: those of an error would keep the other loop.
@@ -478,7 +479,8 @@ class Loop:
         for model in self._models:
             if not self._options.beside and not isinstance(model, torch.jit.ScriptModule):
                 hook = model.register_forward_hook(_CallHook(self))
-                self._undo.callback(_remove, _held(hook))
+                _handles.add(hook)
+                self._undo.callback(_remove, hook)
 
     def end_of_step(self) -> None:
         """End a step of the loop, and begin to plan it or to follow its plan."""
@@ -514,11 +516,6 @@ class _CallHook:
 # The hooks of loops in models. Before a lost loop's ``__del__`` runs, garbage collection clears the weak references of
 # what it collects, also the one by which a handle finds what to remove.
 _handles: set[RemovableHandle] = set()
-
-
-def _held(hook: RemovableHandle) -> RemovableHandle:
-    _handles.add(hook)
-    return hook
 
 
 def _remove(hook: RemovableHandle) -> None:

@@ -14,8 +14,8 @@ from outofcore._torch_internals import storage_address
 from outofcore.errors import ArenaError, StateError
 from outofcore.execution.checks import Check
 from outofcore.execution.mapped_files import FileMapping
-from outofcore.follow.devices import LoopDevice, LoopHome
-from outofcore.follow.native import call, open_paging
+from outofcore.follow.devices import LoopDevice
+from outofcore.follow.native import call
 from outofcore.follow.stats import LoopStats
 from outofcore.progress import Tell, silent
 from outofcore.units import format_bytes
@@ -64,16 +64,8 @@ class Space:
         text: bytes = getattr(self.library, function)(self)
         return text.decode().splitlines()
 
-    def follow_here(self, *, beside: bool) -> None:
-        """Follow the calling thread; raises ``StateError`` as ``native.open_paging`` does."""
-        open_paging(self.library, self, beside)
-
     def close(self) -> None:
         self.library.follow_close(self)
-
-    def add_homes(self, at: LoopHome) -> None:
-        """Open the homes; raises ``SpillError`` if one cannot be used."""
-        self.device.add_homes(at, lambda *home: self.call("follow_add_home", *home))
 
     def reserve(self, budget: int) -> int:
         """Take the arena's memory, and return how many bytes of tensors it has room for.
