@@ -9,6 +9,26 @@
 
 namespace {
 
+void release_raw(void* pointer);
+void release_block(void* context);
+c10::Allocator& allocator_of_loops();
+
+// Of how many bytes 64 are looked at to see whether a block has changed. The size of a page and 64 more, so that it is not
+// always the beginning of one.
+int64_t step_of_sums(const Space& space, const Block& block) {
+  return space.sampled && block.slot.original ? kPage + 64 : 64;
+}
+
+int64_t nanos_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
+}
+
+struct Stopwatch {
+  int64_t& micros;
+  std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
+  ~Stopwatch() { micros += nanos_since(start) / 1000; }
+};
+
 at::DataPtr pointer_to(Block& block, void* address) {
   return {address, &block, &release_block, block.space->device.ours()};
 }

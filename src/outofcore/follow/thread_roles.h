@@ -109,27 +109,4 @@ bool tracked() {
   return depth > 0 || (c10::impl::tls_is_dispatch_key_included(kKey) && !is_other() && current.load() != nullptr);
 }
 
-void release_raw(void* pointer);
-void release_block(void* context);
-c10::Allocator& allocator_of_loops();
-
-// Of how many bytes 64 are looked at to see whether a block has changed. The size of a page and 64 more, so that it is not
-// always the beginning of one.
-int64_t step_of_sums(const Space& space, const Block& block) {
-  return space.sampled && block.slot.original ? kPage + 64 : 64;
-}
-
-int64_t nanos_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
-}
-
-struct Stopwatch {
-  int64_t& micros;
-  std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
-  ~Stopwatch() {
-    using std::chrono::microseconds;
-    micros += std::chrono::duration_cast<microseconds>(std::chrono::steady_clock::now() - start).count();
-  }
-};
-
 }  // namespace
