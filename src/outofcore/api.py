@@ -40,8 +40,10 @@ from outofcore.execution.opening import (
 )
 from outofcore.execution.stats import StepStats
 from outofcore.follow.alignment import aligned
-from outofcore.follow.loop import Loop, stop_loops
+from outofcore.follow.devices import CPU, LoopHome, loop_device
+from outofcore.follow.loop import Loop, LoopOptions
 from outofcore.follow.native import load_paging
+from outofcore.follow.running import stop_loops
 from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
 from outofcore.options import MemoryOptions, PlanOptions, RunOptions
@@ -341,7 +343,8 @@ def _compiled(
             # The calls bring the model to it, of which they know what other steps have.
             limit = host_limit(host_budget)
             plans = None if kept is None else kept.folder / _PLANS
-            loop = partial(Loop, count, (), home=home, host_limit=limit, plans=plans, check=Check(check), beside=True)
+            options = LoopOptions(CPU, LoopHome(home, limit), plans=plans, check=Check(check), beside=True)
+            loop = partial(Loop, count, (), options)
     memory = MemoryOptions(count, opened)
     planning = PlanOptions(chosen, splits, kept, not repeats)
     running = RunOptions(backend, made, dynamic, loop)
@@ -502,16 +505,8 @@ def budget(
             ) from error
     # A policy of the user's own that is known by its address alone may be another one the next time.
     plans = None if kept is None or " at 0x" in repr(policy) else kept.folder / _PLANS
-    return Loop(
-        count,
-        models,
-        device=followed,
-        home=home,
-        host_limit=host_limit(host_budget),
-        policy=policy,
-        plans=plans,
-        check=Check(check),
-    )
+    at = LoopHome(home, host_limit(host_budget))
+    return Loop(count, models, LoopOptions(loop_device(followed), at, policy, plans, Check(check)))
 
 
 _within = budget
