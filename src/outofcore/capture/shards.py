@@ -10,7 +10,6 @@ has shape and dtype but no contents, so PyTorch refuses to read it. ``gather`` m
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from outofcore.capture.optimizers import updates_elementwise
 from outofcore.capture.replicas import parallel_models
 from outofcore.errors import CommunicationError, InputError, StateError
 from outofcore.graph import StorageKind
+from outofcore.tensor_data import set_data, swap
 
 
 @dataclass(frozen=True)
@@ -299,14 +299,14 @@ class Shards:
             parameter = shard.parameter
             empty = torch.empty_strided(shard.shape, shard.stride, dtype=shard.dtype, device="meta")
             aside = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            _swap(parameter, aside)
+            swap(parameter, aside)
             vars(parameter).update(vars(aside))
             shard.aside = aside
 
     def _take_back(self) -> None:
         for shard in self.all:
             if shard.aside is not None:
-                _swap(shard.parameter, shard.aside)
+                swap(shard.parameter, shard.aside)
                 shard.aside = None
 
     def _described(self) -> list[tuple[str, str]]:
@@ -341,7 +341,7 @@ class Shards:
             shared = value.detach()
             self._share(shared)
             entries[name] = self.range_of(shard, shared.cpu())
-        aside.data = torch.empty(0, dtype=shard.dtype)
+        set_data(aside, torch.empty(0, dtype=shard.dtype))
 
     def _make_whole(self, shard: Shard, aside: nn.Parameter) -> None:
         parameter = shard.parameter
@@ -349,12 +349,12 @@ class Shards:
         whole = self.whole(shard, shard.own.detach())
         for entries, name, value in self.states(shard):
             entries[name] = self.whole(shard, value.detach())
-        aside.data = whole
+        set_data(aside, whole)
         aside.requires_grad_(parameter.requires_grad)
         parameter.grad = None
         vars(aside).clear()
         vars(aside).update(vars(parameter))
-        _swap(parameter, aside)
+        swap(parameter, aside)
         parameter.grad = gradient
         shard.aside = shard.face = None
         shard.own = torch.empty(shard.count, dtype=shard.dtype, device="meta")
@@ -371,14 +371,6 @@ def _can_be_spread(tensor: torch.Tensor) -> bool:
         and tensor.untyped_storage().nbytes() == count
         and is_dense(tuple(tensor.shape), tensor.stride())
     )
-
-
-def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    try:
-        torch.utils.swap_tensors(one, other)
-    except RuntimeError:
-        gc.collect()  # an earlier capture may refer to it, weakly, in a cycle
-        torch.utils.swap_tensors(one, other)
 
 
 def _difference(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> str:

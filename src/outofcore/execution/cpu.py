@@ -21,7 +21,6 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.capture.optimizers import UpdateOn
 from outofcore.errors import CommunicationError, OutOfCoreError, StateError, TransferError
-from outofcore.execution.aliases import set_data
 from outofcore.execution.arena import Arena, Lender, Memory, ScopeTable, as_arena_error
 from outofcore.execution.binding import COMMUNICATE, COMPUTE, Bound, BoundCopy, BoundRun, Draws
 from outofcore.execution.copying import Copies, Copying, copies_of
@@ -33,6 +32,7 @@ from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.finalization import end_when_threads_rest
 from outofcore.program import Program, Timeline
+from outofcore.tensor_data import is_in_host_memory, move_onto
 
 _log = logging.getLogger("outofcore")
 
@@ -299,7 +299,7 @@ def _keep_what_stays(table: ScopeTable, update: UpdateOn, lender: Lender | None)
     """Move unplanned tensors that an optimizer has made and keeps to memory of their own."""
     moved: dict[int, list[torch.Tensor]] = {}
     for tensor in update.kept_by_optimizer():
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided and table.passes(tensor):
+        if is_in_host_memory(tensor) and table.passes(tensor):
             moved.setdefault(internals.storage_key(tensor), []).append(tensor)
     if moved:
         _log.info("%s keeps what the plan has no place for; it lies beside the arena until the next call", update.name)
@@ -307,10 +307,9 @@ def _keep_what_stays(table: ScopeTable, update: UpdateOn, lender: Lender | None)
         with table.unbounded():
             before = internals.storage_bytes(tensors[0])
             there = None if lender is None else lender.keep(before.numel())
-            own = (before.clone() if there is None else there.copy_(before)).untyped_storage()
+            own = before.clone() if there is None else there.copy_(before)
         for tensor in tensors:
-            data = torch.empty(0, dtype=tensor.dtype)
-            set_data(tensor, data.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride()))
+            move_onto(tensor, own)
 
 
 class CpuEngine:

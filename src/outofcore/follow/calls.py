@@ -18,11 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import storage_address, storage_bytes, storage_key, tree_flatten, tree_unflatten
-from outofcore.execution.aliases import set_data
 from outofcore.execution.mapped_files import MappedFiles
 from outofcore.follow.loop import Loop, explained, parts_of, tensors_of
 from outofcore.follow.native import call, load_paging
 from outofcore.follow.stats import LoopStats
+from outofcore.tensor_data import move_onto
 
 _log = logging.getLogger("outofcore")
 
@@ -137,10 +137,9 @@ class FollowedCalls:
                 of_others.setdefault(storage_key(tensor), []).append(tensor)
         # Another step may know that memory by what it lies in: the model leaves it, and the memory stays as it is.
         for tensors in of_others.values():
-            own = storage_bytes(tensors[0]).clone().untyped_storage()
+            own = storage_bytes(tensors[0]).clone()
             for tensor in tensors:
-                data = torch.empty(0, dtype=tensor.dtype)
-                set_data(tensor, data.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride()))
+                move_onto(tensor, own)
         _log.info("taken over %d tensors that lay elsewhere", len(strangers))
 
     def _given(self, result: Any) -> Any:
