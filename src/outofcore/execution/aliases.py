@@ -1,6 +1,6 @@
 """The user's tensors on persistent state: which tensors share bytes, where those may be, and how tensors are changed.
 
-``Place`` and ``TRANSITIONS`` decide where a state may be and how it moves; ``model_state`` moves it, and
+``Place`` and ``TRANSITIONS`` decide where a state may be and how it moves; ``state_moves`` moves it, and
 ``tensor_data`` writes the tensors.
 
 A *state* is one storage that persists. A *window* is one of the user's tensors on it; tied parameters are several. A

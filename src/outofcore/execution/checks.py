@@ -18,14 +18,13 @@ from outofcore.errors import TransferError
 from outofcore.execution.file_ranges import FileRanges
 from outofcore.execution.fingerprints import sampled
 from outofcore.execution.homes import HomeStore, Location
-from outofcore.execution.memory import Region, map_anonymous
-from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
+from outofcore.execution.spill import copy_buffer
+from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 # Of a slot that is sampled: its first page, its last, and so many between them.
 _BETWEEN = 2
 # An odd number whose multiples are spread well over 32 bits (Knuth, TAOCP vol. 3, section 6.4).
 _SPREAD = 2654435761
-_PIECE = MIB  # of a slot that is read back
 
 
 class Check(Enum):
@@ -131,10 +130,10 @@ class CheckedHome:
         count, known = self._sums[offset]
         buffer: memoryview | None = getattr(self._buffers, "memory", None)
         if buffer is None:
-            buffer = self._buffers.memory = Region(map_anonymous(_PIECE), _PIECE).memory(0, _PIECE)
+            buffer = self._buffers.memory = copy_buffer()
         found = 0
-        for start in range(0, count, _PIECE):
-            piece = buffer[: min(_PIECE, count - start)]
+        for start in range(0, count, len(buffer)):
+            piece = buffer[: min(len(buffer), count - start)]
             self.inner.read(offset + start, piece)
             found = zlib.crc32(piece, found)
         if found != known:

@@ -33,7 +33,7 @@ from outofcore.execution.memory import (
     map_private,
     tensor_over,
 )
-from outofcore.execution.spill import SpillFile, copy_buffer, kept_bytes
+from outofcore.execution.spill import CHUNK_BYTES, SpillFile, copy_buffer, kept_bytes
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
 # From here on offsets name ranges of files; no home has so many bytes of its own.
@@ -132,8 +132,8 @@ def read_range(descriptor: int, direct: int | None, begin: int, target: memoryvi
     address = address_of(target)
     if begin % PAGE_BYTES == 0 and address % PAGE_BYTES == 0:
         done = count // PAGE_BYTES * PAGE_BYTES
-        for start in range(0, done, 64 * MIB):
-            _read(source, target[start : min(start + 64 * MIB, done)], begin + start, name)
+        for start in range(0, done, CHUNK_BYTES):
+            _read(source, target[start : min(start + CHUNK_BYTES, done)], begin + start, name)
     buffer = _bounce()
     while done < count:
         at = begin + done

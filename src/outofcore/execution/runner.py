@@ -141,14 +141,14 @@ class Runner:
             for slots, count in zip(keeper.slots, needed, strict=False):
                 slots.expect(count)
             wholes = {found.whole for found in self.captured.ranges.values()}
-            keeper.enter(self._states, self.program, arena, self.captured.graph.frozen - wholes)
+            keeper.moves.enter(self._states, self.program, arena, self.captured.graph.frozen - wholes)
             lasting = self._lasting()
             layout = lay_out(self.captured.graph, self._costs, self.program, keeper.slots)
             self._placed = self._bound(arena, bound, lasting, layout)
         except BaseException:
             if layout is not None:
                 layout.give_back(keeper.slots)
-            keeper.leave(arena)
+            keeper.moves.leave(arena)
             raise
 
     def _bound(self, arena: Memory, bound: Bound, lasting: dict[int, int], layout: Layout) -> _Placed:
@@ -192,12 +192,12 @@ class Runner:
         found: dict[int, int] = {}
         for storage, state in self._states.items():
             if state.place is Place.HOME or storage in self.program.clean:
-                found[storage] = self._keeper.slot(state)
+                found[storage] = self._keeper.moves.slot(state)
         for index, (_, state) in self._gradients.items():
             if is_large(state.bytes) and index not in self._staying:
-                found[self.captured.values[index].storage] = self._keeper.slot(state)
+                found[self.captured.values[index].storage] = self._keeper.moves.slot(state)
         for storage, part in self.captured.ranges.items():
-            found[storage] = self._keeper.slot(self._states[part.whole]) + part.offset
+            found[storage] = self._keeper.moves.slot(self._states[part.whole]) + part.offset
         return found
 
     def _load_constant(self, storage: int, constant: torch.Tensor, arena: Memory) -> None:
@@ -245,7 +245,7 @@ class Runner:
                 self._first_requests = {}
         for slots in self._keeper.slots:
             slots.home.start()
-        self._keeper.notice_writes()
+        self._keeper.moves.notice_writes()
         placed = self._bring_home(placed)
         lender = self._lender
         if lender is not None:
@@ -321,8 +321,8 @@ class Runner:
     def _bring_home(self, placed: _Placed) -> _Placed:
         """Write home the user's changes since the last step to what leaves without a copy."""
         for storage in self.program.clean:
-            self._keeper.bring_home(self._states[storage], placed.arena)
-        copies = {storage: self._keeper.slot(self._states[storage]) for storage in self.program.clean}
+            self._keeper.moves.bring_home(self._states[storage], placed.arena)
+        copies = {storage: self._keeper.moves.slot(self._states[storage]) for storage in self.program.clean}
         moved = {storage: slot for storage, slot in copies.items() if slot != placed.copies[storage]}
         if not moved:
             return placed

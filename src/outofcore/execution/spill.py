@@ -21,8 +21,8 @@ from outofcore.execution.memory import Region, address_of, map_anonymous, map_fi
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 # One system call moves at most this much: a copy can then be stopped. Each call takes the processor from ops.
-_CHUNK_BYTES = 64 * MIB
-_BOUNCE_BYTES = MIB
+CHUNK_BYTES = 64 * MIB
+BUFFER_BYTES = MIB  # of what direct I/O cannot move in place
 
 
 def check_directory(directory: Path, count: int = 0) -> None:
@@ -152,10 +152,10 @@ class SpillFile:
         """Write all of ``source`` at ``offset``; raises ``TransferError``."""
         descriptor = self._check_transfer("write", offset, source)
         whole = _whole_pages(source)
-        for start in range(0, whole, _CHUNK_BYTES):
-            self._write(descriptor, source[start : min(start + _CHUNK_BYTES, whole)], offset + start)
-        for start in range(whole, len(source), _BOUNCE_BYTES):
-            piece = source[start : start + _BOUNCE_BYTES]
+        for start in range(0, whole, CHUNK_BYTES):
+            self._write(descriptor, source[start : min(start + CHUNK_BYTES, whole)], offset + start)
+        for start in range(whole, len(source), BUFFER_BYTES):
+            piece = source[start : start + BUFFER_BYTES]
             buffer = self._buffer()
             buffer[: len(piece)] = piece
             self._write(descriptor, buffer[: round_up(len(piece), PAGE_BYTES)], offset + start)
@@ -166,10 +166,10 @@ class SpillFile:
         """Fill all of ``target`` from ``offset`` on; raises ``TransferError``."""
         descriptor = self._check_transfer("read", offset, target)
         whole = _whole_pages(target)
-        for start in range(0, whole, _CHUNK_BYTES):
-            self._read(descriptor, target[start : min(start + _CHUNK_BYTES, whole)], offset + start)
-        for start in range(whole, len(target), _BOUNCE_BYTES):
-            piece = target[start : start + _BOUNCE_BYTES]
+        for start in range(0, whole, CHUNK_BYTES):
+            self._read(descriptor, target[start : min(start + CHUNK_BYTES, whole)], offset + start)
+        for start in range(whole, len(target), BUFFER_BYTES):
+            piece = target[start : start + BUFFER_BYTES]
             buffer = self._buffer()
             self._read(descriptor, buffer[: round_up(len(piece), PAGE_BYTES)], offset + start)
             piece[:] = buffer[: len(piece)]
@@ -230,7 +230,7 @@ class SpillFile:
     def _buffer(self) -> memoryview:
         memory: memoryview | None = getattr(self._buffers, "memory", None)
         if memory is None:
-            memory = self._buffers.memory = copy_buffer(_BOUNCE_BYTES)
+            memory = self._buffers.memory = copy_buffer()
         return memory
 
     def _open_direct(self) -> int | None:
@@ -261,7 +261,7 @@ class SpillFile:
         return descriptor
 
 
-def copy_buffer(count: int) -> memoryview:
+def copy_buffer(count: int = BUFFER_BYTES) -> memoryview:
     """Return ``count`` bytes of new page-aligned memory; raises ``TransferError`` if the system gives none."""
     try:
         return Region(map_anonymous(count), count).memory(0, count)
