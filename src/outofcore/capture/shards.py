@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -271,13 +272,21 @@ class Shards:
 
     def settle(self, error: BaseException | None, what: str) -> None:
         """Return if all processes succeeded; else raise this process's error, or ``StateError`` for another one's."""
+        self.exchange(error, what)
+        if error is not None:
+            raise error
+
+    def together(self, what: str) -> _Together:
+        """Return a context that all processes leave at once: without an error, or each with one as from ``settle``."""
+        return _Together(self, what)
+
+    def exchange(self, error: BaseException | None, what: str) -> None:
+        """Tell the other processes of an error; raises ``StateError`` for another one's if here is none."""
         texts: list[Any] = [None] * self.group.size()
         with talking():
             torch.distributed.all_gather_object(texts, "" if error is None else str(error), group=self.group)
-        if error is not None:
-            raise error
         for rank, text in enumerate(texts):
-            if text:
+            if text and error is None:
                 raise StateError(f"rank {rank} could not {what}: {text}")
 
     @property
@@ -358,6 +367,19 @@ class Shards:
         parameter.grad = gradient
         shard.aside = shard.face = None
         shard.own = torch.empty(shard.count, dtype=shard.dtype, device="meta")
+
+
+class _Together:
+    def __init__(self, shards: Shards, what: str) -> None:
+        self._shards, self._what = shards, what
+
+    def __enter__(self) -> None:
+        """See ``Shards.together``."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shards.exchange(error, self._what)
 
 
 def _can_be_spread(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any
 
 import torch
@@ -18,16 +18,18 @@ from outofcore.capture.captured import Captured, Ref, Value
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.tables import map_leaves
 from outofcore.errors import GraphError
-from outofcore.execution.arena import STOCK, Memory
+from outofcore.execution.arena import Memory
 from outofcore.graph import StepGraph
 from outofcore.planning.placement.requests import Requests, Result, Scratch
 from outofcore.program import Block, Program, Queue, Run, Wait, lane_of
 from outofcore.transforms.passes import Over
 
-# Queues are numbered: ops first, then for each home copies out and copies in; collectives are the last, however many
-# homes there are, as a list counts from its end.
-COMPUTE = 0
-COMMUNICATE = -1
+
+class Lane(IntEnum):
+    """Numbers of queues; from 1 on each home has one for copies out and one for copies in."""
+
+    COMPUTE = 0  # the ops
+    COMMUNICATE = -1  # the collectives: the last, however many homes there are, as a list counts from its end
 
 
 class Draws(Enum):
@@ -83,7 +85,7 @@ class Bound:
 
 def queue_number(queue: Queue, home: int) -> int:
     if queue in (Queue.COMPUTE, Queue.COMMUNICATE):
-        return COMPUTE if queue is Queue.COMPUTE else COMMUNICATE
+        return Lane.COMPUTE if queue is Queue.COMPUTE else Lane.COMMUNICATE
     return 2 * home + (1 if queue is Queue.COPY_OUT else 2)
 
 
@@ -217,21 +219,21 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
 
 def scopes(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
-) -> list[list[tuple[int, int]]]:
+) -> list[list[tuple[int, int | None]]]:
     """Return for each op that a placed program runs the (bytes, offset in the arena) of its measured requests.
 
     Collectives are left out: they request nothing.
     """
-    found: list[list[tuple[int, int]]] = []
+    found: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or run.communicates:
             continue
         blocks = {s: program.blocks[b] for s, b in zip(captured.graph.ops[run.op].touched, run.blocks, strict=True)}
-        scratch = program.blocks[run.workspace].offset if run.workspace is not None else STOCK
+        scratch = program.blocks[run.workspace].offset if run.workspace is not None else None
         results = captured.calls[run.op].results
-        scope: list[tuple[int, int]] = []
+        scope: list[tuple[int, int | None]] = []
         for request in requests[run.op].requests:
-            offset = STOCK
+            offset = None
             match request.placement:
                 case Result(leaf):
                     value_index = results[leaf]
@@ -239,7 +241,7 @@ def scopes(
                     foreign = value_index is not None and captured.values[value_index].foreign
                     if block is not None and not foreign and request.bytes <= block.bytes:
                         offset = block.offset
-                case Scratch(within) if scratch != STOCK:
+                case Scratch(within) if scratch is not None:
                     offset = scratch + within
                 case _:
                     pass
@@ -250,12 +252,11 @@ def scopes(
 
 
 __all__ = [
-    "COMMUNICATE",
-    "COMPUTE",
     "Bound",
     "BoundCopy",
     "BoundRun",
     "Draws",
+    "Lane",
     "bind",
     "queue_number",
     "scopes",

@@ -21,8 +21,6 @@ from outofcore.execution.homes import HomeStore, Location
 from outofcore.execution.spill import copy_buffer
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
-# Of a slot that is sampled: its first page, its last, and so many between them.
-_BETWEEN = 2
 # An odd number whose multiples are spread well over 32 bits (Knuth, TAOCP vol. 3, section 6.4).
 _SPREAD = 2654435761
 
@@ -40,8 +38,8 @@ def checksum(memory: memoryview, offset: int, check: Check) -> int:
     if (quickly := sampled(memory, offset)) is not None:
         return quickly
     pages = round_up(len(memory), PAGE_BYTES) // PAGE_BYTES
-    picked = {0, pages - 1}
-    picked |= {((offset // PAGE_BYTES + k + 1) * _SPREAD % 2**32) * pages >> 32 for k in range(_BETWEEN)}
+    picked = {0, pages - 1}  # and two between them
+    picked |= {((offset // PAGE_BYTES + k) * _SPREAD % 2**32) * pages >> 32 for k in (1, 2)}
     found = 0
     for page in sorted(picked):
         found = zlib.crc32(memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES], found)

@@ -22,10 +22,11 @@ from outofcore import _torch_internals as internals
 from outofcore.capture.optimizers import UpdateOn
 from outofcore.errors import CommunicationError, OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import Arena, Lender, Memory, ScopeTable, as_arena_error
-from outofcore.execution.binding import COMMUNICATE, COMPUTE, Bound, BoundCopy, BoundRun, Draws
+from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws, Lane
 from outofcore.execution.copying import Copies, Copying, copies_of
 from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.homes import HomeStore
+from outofcore.execution.interrupts import SIGNALS_SECONDS
 from outofcore.execution.native import load_native
 from outofcore.execution.replay import Replay, is_worth_building, is_worth_it, replay_if_there, spans
 from outofcore.execution.slots import Piece
@@ -37,9 +38,6 @@ from outofcore.tensor_data import is_in_host_memory, move_onto
 _log = logging.getLogger("outofcore")
 
 _Item = TypeVar("_Item", BoundCopy, BoundRun)
-
-# A signal that comes as its thread falls asleep is handled when the thread next wakes: without a copy that ends, never.
-_SIGNALS_SECONDS = 1.0
 
 
 class _Queues(Protocol):
@@ -95,7 +93,7 @@ class _Progress:
                 continue
             with self.condition:
                 while done[queue] < count and self.failure is None:
-                    self.condition.wait(_SIGNALS_SECONDS)
+                    self.condition.wait(SIGNALS_SECONDS)
             if self.failure is not None:
                 raise StateError("another queue of the step failed") from self.failure
 
@@ -127,7 +125,7 @@ class _Worker(threading.Thread, Generic[_Item]):
         with self._gate:
             self._paused = True
             while waits and self._moving:
-                self._gate.wait(_SIGNALS_SECONDS)
+                self._gate.wait(SIGNALS_SECONDS)
 
     def resume(self) -> None:
         with self._gate:
@@ -138,7 +136,7 @@ class _Worker(threading.Thread, Generic[_Item]):
         """Return when the work of this step is done or given up."""
         with self._condition:
             while self._work is not None:
-                self._condition.wait(_SIGNALS_SECONDS)
+                self._condition.wait(SIGNALS_SECONDS)
 
     def close(self) -> None:
         with self._condition:
@@ -202,7 +200,7 @@ class _Inline:
         """Make the copies that are waited for, each after what it waits for; raises ``StateError`` for a later op."""
         done = self._done
         for queue, count in waits:
-            if queue == COMPUTE and done[queue] < count:
+            if queue == Lane.COMPUTE and done[queue] < count:
                 raise StateError("a copy that an op waits for waits for a later op; please report it")
             while done[queue] < count:
                 work, run = self._queues[queue - 1]
@@ -499,7 +497,7 @@ class CpuEngine:
         """Return the started thread of collectives."""
         if self._communicator is None:
             end_when_threads_rest()
-            self._communicator = _Worker(COMMUNICATE, "collectives", _communicate)
+            self._communicator = _Worker(Lane.COMMUNICATE, "collectives", _communicate)
             self._communicator.start()
         return self._communicator
 
@@ -610,7 +608,7 @@ class CpuEngine:
             except RuntimeError as error:
                 raise as_arena_error(error) or error from error
             if not is_told:
-                (queues.publish if run.awaited else queues.passed)(COMPUTE, run.number)
+                (queues.publish if run.awaited else queues.passed)(Lane.COMPUTE, run.number)
         if replayed is not None:
             replayed.replay.let_go()
 

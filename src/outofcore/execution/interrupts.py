@@ -14,6 +14,9 @@ from typing import Any, Self
 
 _log = logging.getLogger("outofcore")
 
+# A thread that waits wakes as often: a signal that comes as it falls asleep is handled when it next wakes.
+SIGNALS_SECONDS = 0.05
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

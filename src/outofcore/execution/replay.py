@@ -29,15 +29,14 @@ from outofcore.errors import StateError
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.binding import BoundRun, Draws
 from outofcore.execution.copying import Copying
+from outofcore.execution.interrupts import SIGNALS_SECONDS
 
 _SOURCE = Path(__file__).with_name("replay.cpp")
 _FILE = "replay.so"
-# Of a call by Python, and how much of a step they have to take so that the library is built for it.
-_CALL_SECONDS, _WORTH = 5e-6, 0.001
+# Of a step, for each of its ops: in longer ones the calls by Python, 5 us each, take less than a thousandth.
+_WORTH_SECONDS = 5e-3
 # Short programs end before it is built, and would begin again and again.
 _LONG_STEPS, _LONG_SECONDS = 50, 5.0
-# A signal is handled between two calls of native code.
-_SECONDS = 0.05
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
@@ -164,7 +163,7 @@ _loading = _Loading()
 
 def is_worth_it(calls: int, seconds: float) -> bool:
     """Return whether a step with so many op calls and of that length gains from native calls."""
-    return calls * _CALL_SECONDS > _WORTH * seconds
+    return calls * _WORTH_SECONDS > seconds
 
 
 def is_worth_building(steps: int, seconds: float) -> bool:
@@ -319,7 +318,7 @@ class Replay:
             self._handle,
             first,
             end,
-            _SECONDS,
+            SIGNALS_SECONDS,
             begin,
             close if ends_scopes else None,
             pointer,

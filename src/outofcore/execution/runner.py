@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -129,10 +130,11 @@ class Runner:
 
         If it raises ``SpillError`` or ``TransferError``, all states are out of the arena.
         """
-        keeper, layout = self._keeper, None
+        keeper = self._keeper
         for slots in keeper.slots:
             slots.home.start()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(keeper.moves.leave, arena)
             bound = self._kept
             if bound is None or bound.arena is not arena:
                 bound = bind(self.captured, self.program, arena, max(len(keeper.slots), 1))
@@ -144,12 +146,9 @@ class Runner:
             keeper.moves.enter(self._states, self.program, arena, self.captured.graph.frozen - wholes)
             lasting = self._lasting()
             layout = lay_out(self.captured.graph, self._costs, self.program, keeper.slots)
+            undo.callback(layout.give_back, keeper.slots)
             self._placed = self._bound(arena, bound, lasting, layout)
-        except BaseException:
-            if layout is not None:
-                layout.give_back(keeper.slots)
-            keeper.moves.leave(arena)
-            raise
+            undo.pop_all()
 
     def _bound(self, arena: Memory, bound: Bound, lasting: dict[int, int], layout: Layout) -> _Placed:
         slots = dict(layout.pieces)
