@@ -115,6 +115,7 @@ class Memory(Protocol):
     native: Native
     bytes: int
     address: int
+    takes_turns: bool  # whether an op has ended when the next one is called, so that they can share a workspace
 
     @property
     def region(self) -> object:
@@ -165,6 +166,8 @@ class Arena:
     The memory lives until ``close``, and then as long as any view of it or tensor placed in it. The constructor raises
     ``ArenaError`` if the system lacks the memory, or the allocator cannot be installed under PyTorch.
     """
+
+    takes_turns = True
 
     def __init__(self, count: int, *, reserve: int = 0, annex: int = 0, native: Native | None = None) -> None:
         self.native = native if native is not None else load_native()

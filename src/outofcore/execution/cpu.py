@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -98,6 +99,22 @@ class _Progress:
                 raise StateError("another queue of the step failed") from self.failure
 
 
+class _Reporting:
+    """A context that tells the other queues what is raised in it; it may be entered again."""
+
+    def __init__(self, queues: _Queues) -> None:
+        self._queues = queues
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._queues.fail(error)
+
+
 class _Worker(threading.Thread, Generic[_Item]):
     """Runs one queue of copies, or that of collectives, step after step, until it is closed."""
 
@@ -156,7 +173,7 @@ class _Worker(threading.Thread, Generic[_Item]):
                 work = self._work
             try:
                 self._run_all(work)
-            except BaseException as error:
+            except BaseException as error:  # the thread of the ops raises it
                 self._progress.fail(error)
             with self._condition:
                 self._work = None
@@ -276,6 +293,49 @@ class _Calls:
         if self._lender is not None and self._lender.is_active:
             self.settle(self._lender)
         self._ends[run.index] = perf_counter()
+
+    def run_all(
+        self, runs: Sequence[BoundRun], queues: _Queues, inline: _Inline | None, replayed: _Replayed | None
+    ) -> None:
+        """Call all ops in their order; with ``replayed``, native code calls those that were recorded."""
+        natively = queues if isinstance(queues, Copying) else None
+        until = None
+        if replayed is not None:
+            until = replayed.until if natively is None else replayed.ordered
+        lender = self._lender
+        stops = None if lender is None else lender.flag
+        index = 0
+        while index < len(runs):
+            run = runs[index]
+            is_told = False
+            try:
+                end = index if until is None else until[index]
+                if run.waits and (end == index or natively is None):
+                    if inline is not None:
+                        inline.wait(run.waits, self._starts, self._ends)
+                    else:
+                        queues.wait(run.waits)
+                if replayed is not None and end > index:
+                    given = (self._table, self._starts, self._ends)
+                    index = replayed.replay.run(index, end, *given, queues=natively, stops=stops)
+                    is_told = natively is not None
+                    if lender is not None and lender.is_active:
+                        self._table.end()
+                        replayed.replay.let_go()
+                        self.settle(lender)
+                        is_told = False
+                    run = runs[index - 1]
+                else:
+                    self(index, run)
+                    index += 1
+            except StateError as error:
+                raise _explained(queues.failure or error) from error
+            except RuntimeError as error:
+                raise as_arena_error(error) or error from error
+            if not is_told:
+                (queues.publish if run.awaited else queues.passed)(Lane.COMPUTE, run.number)
+        if replayed is not None:
+            replayed.replay.let_go()
 
     def settle(self, lender: Lender) -> None:
         """Restore the planned state of the arena after an op that was lent memory."""
@@ -436,36 +496,33 @@ class CpuEngine:
         resting: list[Callable[[], None]] = []
         lender: Lender | None = None
         self.update_failure = None
+        reporting = _Reporting(queues)
         try:
-            if copying is not None:
-                copies = self._copies_of(bound, arena)
-                resting.append(copying.finish)
-                copying.begin(copies, self._ports, starts, ends)
-            elif inline is None:
-                for copier, work in zip(self._started(), bound.copies, strict=True):
-                    if work:
-                        resting.append(copier.finish)
-                        copier.begin(work, queues, starts, ends)
-            if bound.collectives:
-                communicator = self._talking()
-                resting.append(communicator.finish)
-                communicator.begin(bound.collectives, queues, starts, ends)
-            lender = self._lender_of(arena, copying, inline)
-            with internals.below_autograd():
-                self.update_failure = self._compute(bound, queues, table, starts, ends, inline, lender)
-            if inline is not None:
-                inline.finish(starts, ends)
-        except BaseException as error:
-            queues.fail(error)
-            raise
+            with reporting:
+                if copying is not None:
+                    copies = self._copies_of(bound, arena)
+                    resting.append(copying.finish)
+                    copying.begin(copies, self._ports, starts, ends)
+                elif inline is None:
+                    for copier, work in zip(self._started(), bound.copies, strict=True):
+                        if work:
+                            resting.append(copier.finish)
+                            copier.begin(work, queues, starts, ends)
+                if bound.collectives:
+                    communicator = self._talking()
+                    resting.append(communicator.finish)
+                    communicator.begin(bound.collectives, queues, starts, ends)
+                lender = self._lender_of(arena, copying, inline)
+                with internals.below_autograd():
+                    self.update_failure = self._compute(bound, queues, table, inline, lender)
+                if inline is not None:
+                    inline.finish(starts, ends)
         finally:
             table.end()
             try:
                 if lender is not None:
-                    lender.end()
-            except BaseException as error:
-                queues.fail(error)
-                raise
+                    with reporting:
+                        lender.end()
             finally:
                 _finish(resting, queues)
 
@@ -537,20 +594,18 @@ class CpuEngine:
         bound: Bound,
         queues: _Queues,
         table: ScopeTable,
-        starts: array[float],
-        ends: array[float],
         inline: _Inline | None,
         lender: Lender | None,
     ) -> Exception | None:
         """Run all ops; returns what an optimizer's code has raised."""
         replayed = self._replay(bound)
-        if replayed is None or replayed.until is not None:
-            calls = _Calls(table, starts, ends, None, lender)
-            self._run_all(bound, queues, calls, replayed, table, starts, ends, inline, lender)
+        is_new = replayed is not None and replayed.until is None
+        calls = _Calls(table, self._starts, self._ends, replayed if is_new else None, lender)
+        if replayed is None or not is_new:
+            calls.run_all(bound.runs, queues, inline, replayed)
             return calls.failure
         with replayed.replay.watching():
-            calls = _Calls(table, starts, ends, replayed, lender)
-            self._run_all(bound, queues, calls, None, table, starts, ends, inline, lender)
+            calls.run_all(bound.runs, queues, inline, None)
         for number, run in enumerate(bound.runs):
             if replayed.taken[number]:
                 waits = [(queue % self._queues, count) for queue, count in run.waits]
@@ -558,59 +613,6 @@ class CpuEngine:
         replayed.until = spans(bound.runs, replayed.taken)
         replayed.ordered = spans(bound.runs, replayed.taken, ordered=True)
         return calls.failure
-
-    def _run_all(
-        self,
-        bound: Bound,
-        queues: _Queues,
-        call: _Calls,
-        replayed: _Replayed | None,
-        table: ScopeTable,
-        starts: array[float],
-        ends: array[float],
-        inline: _Inline | None,
-        lender: Lender | None,
-    ) -> None:
-        runs = bound.runs
-        natively = queues if isinstance(queues, Copying) else None
-        until = None
-        if replayed is not None:
-            until = replayed.until if natively is None else replayed.ordered
-        stops = None if lender is None else lender.flag
-        index = 0
-        while index < len(runs):
-            run = runs[index]
-            is_replayed = replayed is not None and until is not None and until[index] > index
-            if not (is_replayed and natively is not None):
-                if run.waits and inline is not None:
-                    inline.wait(run.waits, starts, ends)
-                elif run.waits:
-                    try:
-                        queues.wait(run.waits)
-                    except StateError as error:
-                        raise _explained(queues.failure or error) from error
-            is_told = False
-            try:
-                if replayed is not None and until is not None and until[index] > index:
-                    index = replayed.replay.run(index, until[index], table, starts, ends, queues=natively, stops=stops)
-                    is_told = natively is not None
-                    if lender is not None and lender.is_active:
-                        table.end()
-                        replayed.replay.let_go()
-                        call.settle(lender)
-                        is_told = False
-                    run = runs[index - 1]
-                else:
-                    call(index, run)
-                    index += 1
-            except StateError as error:
-                raise _explained(queues.failure or error) from error
-            except RuntimeError as error:
-                raise as_arena_error(error) or error from error
-            if not is_told:
-                (queues.publish if run.awaited else queues.passed)(Lane.COMPUTE, run.number)
-        if replayed is not None:
-            replayed.replay.let_go()
 
 
 def _finish(resting: Sequence[Callable[[], None]], queues: _Queues) -> None:
