@@ -180,12 +180,18 @@ def materialize(
     home.check_open()
     for path, module in model.named_modules():
         check_shapes(path, module)
-    files = None if weights is None else Weights(Path(weights))
+    _fill(model, home.faces, None if weights is None else Weights(Path(weights)), init)
+    trim_heap()
+    return model
+
+
+def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | None) -> None:
+    """Give the meta tensors of a model memory and contents: see ``materialize``."""
     if files is not None:
         check_weights(model, files)
-    in_place = {} if files is None else _kept_in_files(model, files, home.faces)
-    with _InitializationMode(home.faces) as mode:
-        made = allocate(model, home.faces, in_place)
+    in_place = {} if files is None else _kept_in_files(model, files, faces)
+    with _InitializationMode(faces) as mode:
+        made = allocate(model, faces, in_place)
         mode.restore([made[name] for name in in_place])
         mode.watch([tensor for tensor in made.values() if tensor.numel()])
         held = set() if files is None else {id(made[name]) for name in made.keys() & files.names}
@@ -206,9 +212,7 @@ def materialize(
     if files is not None:
         there = {id(made[name]) for name in made.keys() & in_place.keys()}
         wanted = [name for name in sorted(made.keys() & files.names) if id(made[name]) not in there]
-        files.load({name: made[name] for name in wanted}, home.faces)
-    trim_heap()
-    return model
+        files.load({name: made[name] for name in wanted}, faces)
 
 
 def _kept_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, tuple[ReadFile, Entry]]:

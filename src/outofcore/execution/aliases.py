@@ -59,18 +59,12 @@ TRANSITIONS: Mapping[tuple[Place, Place], str] = {
     (Place.HOME, Place.HOME): "moved to another home, or within one whose free pages are moved together",
     (Place.HOME, Place.ARENA): "read into the block of a program that keeps it on the device",
     (Place.HOME, Place.UNBORN): "a gradient at home was cleared or taken away; its slot waits for the next one",
-    (
-        Place.ARENA,
-        Place.OWN,
-    ): "taken out where it is small, or no home has room; or the user has put other memory there",
+    (Place.ARENA, Place.OWN): "taken out where small, or no home has room; or the user has put other memory there",
     (Place.ARENA, Place.HOME): "saved, as another program or nothing takes the arena",
     (Place.ARENA, Place.ARENA): "moved to where the next program has its block",
     (Place.ARENA, Place.UNBORN): "a gradient that stayed was cleared or taken away",
     (Place.UNBORN, Place.OWN): "a small gradient arrived in memory of its own",
-    (
-        Place.UNBORN,
-        Place.HOME,
-    ): "a gradient arrived in its slot; or one of zeros waits for a first update",
+    (Place.UNBORN, Place.HOME): "a gradient arrived in its slot; or one of zeros waits for a first update",
     (Place.UNBORN, Place.ARENA): "a gradient stayed; or a block of zeros waits for a first update",
 }
 

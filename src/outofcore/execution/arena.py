@@ -23,7 +23,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -209,9 +208,7 @@ class Arena:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -265,10 +262,6 @@ class Arena:
         region = self.region
         self._check(offset, count)
         advise_pages(region.address + offset, count, mmap.MADV_DONTNEED)
-
-    def discard_annex(self, address: int, count: int) -> None:
-        """Give back the physical memory of whole pages of the annex."""
-        advise_pages(address, count, mmap.MADV_DONTNEED)
 
     def resident_bytes(self) -> int:
         """Return the bytes of the arena and its annex that are in physical memory."""
@@ -410,8 +403,7 @@ class ScopeTable:
 class Recorder:
     """Records what the calling thread does with the allocator, in ``with recorder:``; each ``with`` starts afresh.
 
-    Each ``with`` starts afresh. Without the native allocator nothing can be seen, and ``events``
-    stays empty.
+    Without the native allocator ``events`` stays empty.
     """
 
     def __init__(self, native: Native | None = None) -> None:
@@ -431,9 +423,7 @@ class Recorder:
                 raise _exhausted()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         library = self._library
         if library is None or self._log is None:
             return

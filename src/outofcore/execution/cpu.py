@@ -22,7 +22,7 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.capture.optimizers import UpdateOn
 from outofcore.errors import CommunicationError, OutOfCoreError, StateError, TransferError
-from outofcore.execution.arena import Arena, Lender, Memory, ScopeTable, as_arena_error
+from outofcore.execution.arena import Arena, Lender, ScopeTable, as_arena_error
 from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws, Lane
 from outofcore.execution.copying import Copies, Copying, copies_of
 from outofcore.execution.engines import GeneratorStates, Port, place_results
@@ -33,7 +33,7 @@ from outofcore.execution.replay import Replay, is_worth_building, is_worth_it, r
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.finalization import end_when_threads_rest
-from outofcore.program import Program, Timeline
+from outofcore.program import Timeline
 from outofcore.tensor_data import is_in_host_memory, move_onto
 
 _log = logging.getLogger("outofcore")
@@ -443,16 +443,10 @@ class CpuEngine:
             at += piece.bytes
 
     def run(
-        self,
-        program: Program,
-        bound: Bound,
-        arena: Memory,
-        table: ScopeTable,
-        slots: Mapping[int, tuple[Piece, ...]],
-        ports: dict[int, Port],
+        self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
     ) -> Timeline:
         """Run one step and return when all queues are empty."""
-        count = len(program.instructions)
+        count, arena = len(bound.program.instructions), bound.arena
         starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
         if not isinstance(arena, Arena):
             raise StateError("a step on the CPU was given an arena elsewhere")

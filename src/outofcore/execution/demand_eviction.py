@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from outofcore.capture.captured import Captured
 from outofcore.compiling import native_callback
 from outofcore.errors import OutOfCoreError, SpillError
 from outofcore.execution.arena import Answer, Arena
-from outofcore.execution.memory import lasting_tensor
+from outofcore.execution.memory import advise_pages, lasting_tensor
 from outofcore.execution.slots import Piece, Slots
 from outofcore.execution.undo import Reached, Undo
 from outofcore.graph import Op
@@ -231,7 +232,7 @@ class DemandEviction:
         """Release pieces that are no longer in use."""
         live = self._arena.lent()
         for address in [address for address in self._lent if address not in live]:
-            self._arena.discard_annex(address, self._lent.pop(address))
+            advise_pages(address, self._lent.pop(address), mmap.MADV_DONTNEED)
         for address in [address for address in self._faces if address not in live]:
             face, slots, offset = self._faces.pop(address)
             slots.give(offset, face.numel())
@@ -363,6 +364,3 @@ def _runs(chosen: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 def _nothing() -> None:
     """Stands in for queues where none runs."""
-
-
-__all__ = ["DemandEviction", "blocks_of", "describe"]

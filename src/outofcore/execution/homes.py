@@ -92,12 +92,12 @@ class HomeStore(Protocol):
     @property
     def edges(self) -> Sequence[int]:
         """Ordered offsets that no slot may cross; the end is one of them if added room is not contiguous to it."""
-        ...
+        return ()
 
     @property
     def files(self) -> FileRanges | None:
         """Ranges of others' files that count as slots here; None if the home takes none."""
-        ...
+        return None
 
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
         """Move a range of ``files`` to pages of the home's own, given as offset and bytes."""
@@ -113,11 +113,13 @@ class HomeStore(Protocol):
 
     def grow(self, count: int) -> None:
         """Do what ``ensure`` does, with more room at once where growing is expensive."""
-        ...
+        self.ensure(count)
 
     def reserve(self, count: int) -> int:
         """Make room for one more slot of ``count`` bytes, and return its offset."""
-        ...
+        offset = self.bytes
+        self.ensure(offset + count)
+        return offset
 
     def write(self, offset: int, source: memoryview) -> None:
         """Copy ``source`` into the slot at ``offset``; raises ``TransferError``."""
@@ -182,7 +184,7 @@ def check_slot(offset: int, count: int, total: int) -> None:
         )
 
 
-class HostHome:
+class HostHome(HomeStore):
     """Slots in one slab of host memory.
 
     Its addresses are reserved at once and for good, so that slots never move; memory is taken up only as ``ensure``
@@ -234,14 +236,6 @@ class HostHome:
         """The limit, or the slots' current bytes and the memory available."""
         return min(self._limit, self._bytes + self._available())
 
-    @property
-    def edges(self) -> Sequence[int]:
-        return ()
-
-    @property
-    def files(self) -> FileRanges | None:
-        return None
-
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
         raise StateError("host memory has no ranges of files; please report it")
 
@@ -277,14 +271,6 @@ class HostHome:
                 f"({error.strerror}); raise the budget or use a disk home"
             ) from error
         self._bytes = wanted
-
-    def grow(self, count: int) -> None:
-        self.ensure(count)
-
-    def reserve(self, count: int) -> int:
-        offset = self.bytes
-        self.ensure(offset + count)
-        return offset
 
     def write(self, offset: int, source: memoryview) -> None:
         region = self._opened()
@@ -452,7 +438,7 @@ class PinnedHome(HostHome):
         return PinnedHome(self._pin, self._unpin, count)
 
 
-class DiskHome:
+class DiskHome(HomeStore):
     """Slots in one spill file without a name, by direct I/O where the file system allows it.
 
     Nothing is opened before the first ``ensure``.
@@ -503,10 +489,6 @@ class DiskHome:
         return self._ranges.bytes + (room if self._limit is None else min(self._limit, room))
 
     @property
-    def edges(self) -> Sequence[int]:
-        return ()
-
-    @property
     def files(self) -> FileRanges | None:
         return self._ranges
 
@@ -541,14 +523,6 @@ class DiskHome:
         if self._file is None:
             self._file = SpillFile(self.directory)
         self._file.grow(count)
-
-    def grow(self, count: int) -> None:
-        self.ensure(count)
-
-    def reserve(self, count: int) -> int:
-        offset = self.bytes
-        self.ensure(offset + count)
-        return offset
 
     def write(self, offset: int, source: memoryview) -> None:
         self._opened().write(offset, source)

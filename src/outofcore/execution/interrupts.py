@@ -9,7 +9,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 _log = logging.getLogger("outofcore")
@@ -72,9 +72,7 @@ class Deferred:
                     self._what,
                 )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if self._pending and not self._is_told:

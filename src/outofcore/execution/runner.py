@@ -231,7 +231,7 @@ class Runner:
         placed.undo.begin(placed.arena)
         self._begun = True
         try:
-            timeline = engine.run(self.program, placed.bound, placed.arena, table, placed.slots, ports)
+            timeline = engine.run(placed.bound, table, placed.slots, ports)
         except Exception as error:
             self._name_op(engine, error)
             raise

@@ -22,7 +22,7 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.errors import DeviceError, StateError, TransferError
-from outofcore.execution.arena import Memory, ScopeTable, as_arena_error
+from outofcore.execution.arena import ScopeTable, as_arena_error
 from outofcore.execution.binding import Bound
 from outofcore.execution.cuda.interface import Actions, Driver, Issuer, Mark, Stream, Tape
 from outofcore.execution.cuda.preparing import BESIDE, Batch, Issue, Preparation, Prepared, collective, op_call
@@ -32,7 +32,7 @@ from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.replay import NotIssuedError, Replay, replay_if_there
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
-from outofcore.program import Program, Timeline
+from outofcore.program import Timeline
 
 # The streams that begin after the compute stream at the start of a step; the others follow from these.
 _BEGIN = (Stream.COPY_OUT, Stream.COPY_IN)
@@ -138,13 +138,7 @@ class CudaEngine:
         return Reached([i < started for i in range(count)], [i < done for i in range(count)])
 
     def run(
-        self,
-        program: Program,
-        bound: Bound,
-        arena: Memory,
-        table: ScopeTable,
-        slots: Mapping[int, tuple[Piece, ...]],
-        ports: dict[int, Port],
+        self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
     ) -> Timeline:
         """Issue one step. The first six are measured, and every 32nd."""
         prepared, driver = self._prepared, self._driver
@@ -152,7 +146,7 @@ class CudaEngine:
             disk = any(copy.home for queue in bound.copies for copy in queue)
             if disk and self._staging is None and self._disk is not None:
                 self._staging = Staging(driver, self._disk, *self._buffers)
-            preparation = Preparation(driver, self._home, self._staging, bound, arena, slots)
+            preparation = Preparation(driver, self._home, self._staging, bound, slots)
             prepared = self._prepared = preparation.prepare()
             self._bound = bound
         measured = prepared.runs < _MEASURED.first or prepared.runs % _MEASURED.every == 0

@@ -13,7 +13,7 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.errors import GraphError
-from outofcore.execution.arena import Memory, ScopeTable, as_arena_error
+from outofcore.execution.arena import ScopeTable, as_arena_error
 from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws
 from outofcore.execution.cuda.interface import Driver, Mark, Stream
 from outofcore.execution.cuda.staging import Part, Staging, reads_after_writes
@@ -89,11 +89,10 @@ class Preparation:
         home: HomeStore,
         staging: Staging | None,
         bound: Bound,
-        arena: Memory,
         slots: Mapping[int, tuple[Piece, ...]],
     ) -> None:
         self._driver, self._home, self._staging = driver, home, staging
-        self._bound, self._arena, self._slots = bound, arena, slots
+        self._bound, self._slots = bound, slots
         self._scopes = {run.index: scope for scope, run in enumerate(bound.runs)}
         self._marks: dict[tuple[int, int], Mark] = {}  # by stream and number of the instruction there
 
@@ -140,7 +139,7 @@ class Preparation:
         return found
 
     def _issue(self, index: int, stream: Stream, item: BoundRun | BoundCopy, mark: Mark | None) -> Issue:
-        marks, arena, slots = self._marks, self._arena, self._slots
+        marks, arena, slots = self._marks, self._bound.arena, self._slots
         missing = [wait for wait in item.waits if wait not in marks]
         if missing:
             raise GraphError(
