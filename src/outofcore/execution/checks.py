@@ -46,7 +46,7 @@ def checksum(memory: memoryview, offset: int, check: Check) -> int:
     return found
 
 
-class CheckedHome:
+class CheckedHome(HomeStore):
     """A home whose copies are checked; otherwise it behaves like the home that it wraps."""
 
     def __init__(self, home: HomeStore, check: Check) -> None:
@@ -94,9 +94,6 @@ class CheckedHome:
 
     def grow(self, count: int) -> None:
         self.inner.grow(count)
-
-    def reserve(self, count: int) -> int:
-        return self.inner.reserve(count)
 
     def write(self, offset: int, source: memoryview) -> None:
         self._sums[offset] = (len(source), checksum(source, offset, self.check_mode))

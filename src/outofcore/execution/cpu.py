@@ -451,7 +451,10 @@ class CpuEngine:
         if not isinstance(arena, Arena):
             raise StateError("a step on the CPU was given an arena elsewhere")
         self._arena, self._slots, self._ports = arena, slots, ports
-        inline = None if slots or bound.collectives else self._inline(bound)
+        inline = None
+        if not slots and not bound.collectives:
+            turns = (partial(self._copy, True), partial(self._copy, False))
+            inline = _Inline(self._progress, [(work, turns[number % 2]) for number, work in enumerate(bound.copies)])
         copying = self._native_copying() if inline is None else None
         queues: _Queues
         if copying is None:
@@ -563,10 +566,6 @@ class CpuEngine:
         if found is None or found.slots != self._slots:
             found = self._copies[bound] = copies_of(bound, arena, self._slots, self._homes, self._queues)
         return found
-
-    def _inline(self, bound: Bound) -> _Inline:
-        turns = (partial(self._copy, True), partial(self._copy, False))
-        return _Inline(self._progress, [(work, turns[number % 2]) for number, work in enumerate(bound.copies)])
 
     def _replay(self, bound: Bound) -> _Replayed | None:
         """Return the recorded calls of a program; None if Python calls its ops in this step."""

@@ -58,7 +58,7 @@ class Location:
 
 
 class HomeStore(Protocol):
-    """What the executor needs of a home. Offsets of slots are multiples of the page size.
+    """What the executor needs of a home, with what holds for memory. Offsets of slots are multiples of the page size.
 
     ``write`` and ``read`` block with the GIL released and may be called from several threads. They own a slot's last
     page whole. The caller orders transfers of one slot, and the use of its face.
@@ -153,7 +153,6 @@ class HomeStore(Protocol):
 
     def drop_cache(self, face: torch.Tensor) -> None:
         """Give back physical memory that a face occupies for caching alone; its contents stay."""
-        ...
 
     def discard(self, offset: int, count: int) -> None:
         """Give back memory that a slot occupies; its contents are lost."""
@@ -164,7 +163,6 @@ class HomeStore(Protocol):
 
         Raises ``TransferError`` if something is missing.
         """
-        ...
 
     def sibling(self, count: int) -> HomeStore:
         """Make an empty home on the same link, with room for at least ``count`` bytes, to measure on."""
@@ -303,15 +301,9 @@ class HostHome(HomeStore):
         check_slot(offset, count, self._bytes)
         return tensor_over(region.memory(offset, count))
 
-    def drop_cache(self, face: torch.Tensor) -> None:
-        """Do nothing: the slot is the face."""
-
     def discard(self, offset: int, count: int) -> None:
         """Give the pages back; they come back empty when they are next used."""
         advise_pages(self._opened().address + offset, round_up(count, PAGE_BYTES), mmap.MADV_DONTNEED)
-
-    def start(self) -> None:
-        """Do nothing: memory does not go away."""
 
     def sibling(self, count: int) -> HostHome:
         return HostHome(count)
