@@ -205,16 +205,13 @@ def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) 
     return address
 
 
-def map_file(descriptor: int, offset: int, count: int) -> Region:
-    """Map ``count`` bytes of a file from a page boundary on, shared; it keeps the file alive without the descriptor."""
-    whole = round_up(count, PAGE_BYTES)
-    return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset), whole)
+def map_file(descriptor: int, offset: int, count: int, *, private: bool = False) -> Region:
+    """Map ``count`` bytes of a file from a page boundary on, which keeps the file alive without the descriptor.
 
-
-def map_private(descriptor: int, offset: int, count: int) -> Region:
-    """Map ``count`` bytes of a file from a page boundary on; writes stay in this process."""
+    Writes go to the file, or stay in this process where ``private``.
+    """
     whole = round_up(count, PAGE_BYTES)
-    flags = mmap.MAP_PRIVATE | _NORESERVE
+    flags = mmap.MAP_PRIVATE | _NORESERVE if private else mmap.MAP_SHARED
     return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset), whole)
 
 
