@@ -28,7 +28,7 @@ SPEAKING = (
     *("planning/policy.py", "planning/registry.py"),
     "profiling/ops.py",
     *("distributed/agreement.py", "peers.py", "plan_updates.py"),
-    *(f"execution/{name}.py" for name in ("arena", "homes", "checks", "spill", "model_state", "runner")),
+    *(f"execution/{name}.py" for name in ("arena", "homes", "checks", "spill", "model_state", "gradients", "runner")),
     *(f"execution/{name}.py" for name in ("slots", "aliases", "opening", "file_ranges")),
     *("execution/cuda", "follow", "distributed", "logical_workers"),
 )

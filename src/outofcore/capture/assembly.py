@@ -62,7 +62,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
                 "gradients at the end of the step (optimizer.zero_grad()), or give what you need of the old ones to "
                 "the step as an argument"
             )
-    watched = PERSISTENT_KINDS if tables.device.type == "cpu" else frozenset()  # see ``StateKeeper.bring_home``
+    watched = PERSISTENT_KINDS if tables.device.type == "cpu" else frozenset()  # see ``StateMoves.bring_home``
     storages = tuple(
         Storage(index, s.bytes, s.kind, s.name, s.kind in watched) for index, s in enumerate(tables.storages)
     )
