@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,27 +16,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore import presets
 from outofcore._torch_internals import Feature, require, tree_flatten
 from outofcore.capture.guard import check_modules
-from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.replicas import check_supported
 from outofcore.capture.shards import Shards
-from outofcore.capture.step import capture_step
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.distributed.agreement import Agreement
 from outofcore.distributed.elastic import Elastic, ElasticStats, check_models, phases
 from outofcore.errors import InputError
-from outofcore.estimation.costing import costed
+from outofcore.estimation.costing import Here, captured_variants, costed, opened
 from outofcore.estimation.sweep import Estimate, estimated
-from outofcore.execution.backend import beside_the_arena
+from outofcore.execution.backend import Backend, beside_the_arena
 from outofcore.execution.checks import Check, checked
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.engines import Replaying
 from outofcore.execution.opening import (
     OpenHome,
-    homes_of,
     host_limit,
     open_backend,
     open_device_homes,
@@ -46,15 +44,13 @@ from outofcore.follow.loop import Loop, stop_loops
 from outofcore.follow.native import load_paging
 from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
-from outofcore.options import MemoryOptions, PlanOptions, RunOptions
-from outofcore.policies import Policy, PolicyLike, policy_of
+from outofcore.options import MemoryOptions, P, PlanOptions, R, RunOptions, UserStep
+from outofcore.policies import PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.progress import following
-from outofcore.step import P, R, Step
-from outofcore.step_variants import Split, StepVariants, split_of
-from outofcore.transforms.fusing import fusing
+from outofcore.step import Step
+from outofcore.step_variants import split_of
 from outofcore.transforms.kernels import Kernels
-from outofcore.transforms.partial_sums import summing
 from outofcore.units import parse_bytes
 from outofcore.variant import LOWEST_MEMORY, smallest_variant
 
@@ -71,8 +67,8 @@ SplitName = Literal["exact", "close", "off"]
 _PLANS = "loops"
 
 
-def _checked(step: Any, model: Any, optimizer: Any) -> tuple[list[nn.Module], list[Optimizer]]:
-    """The models and optimizers of a step as lists.
+def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, R]:
+    """A step with its models and optimizers as lists.
 
     Raises:
         InputError: one of the three is something else.
@@ -86,7 +82,7 @@ def _checked(step: Any, model: Any, optimizer: Any) -> tuple[list[nn.Module], li
         )
     models = _as_list(model, nn.Module, "model")
     check_modules(models, is_captured=False)
-    return models, _as_list(optimizer, Optimizer, "optimizer")
+    return UserStep(step, models, _as_list(optimizer, Optimizer, "optimizer"))
 
 
 def _as_list(given: Any, kind: type, what: str) -> list[Any]:
@@ -101,22 +97,65 @@ def _as_list(given: Any, kind: type, what: str) -> list[Any]:
     return items
 
 
-def _pinned(backend: CudaBackend, home: object, host_budget: int | str | None, check: CheckName) -> OpenHome:
-    """The homes of a step on a GPU, opened."""
-    if isinstance(home, OpenHome) or check == Check.FULL.value:
-        raise InputError(
-            f"a step on {backend.device} has homes of its own, in pinned host memory and on a disk, whose copies are "
-            "not checked: give 'host', 'disk' or a folder as 'home', and leave 'check' out"
-        )
-    named = home if isinstance(home, str | os.PathLike) else None
-    return OpenHome(open_device_homes(backend, named, host_budget), kept=False)
+@dataclass(frozen=True)
+class _Place:
+    """Where a step runs and has its bytes, in the words of ``compile``."""
+
+    budget: int | str
+    device: str | torch.device | None
+    home: str | os.PathLike[str] | OpenHome | None
+    host_budget: int | str | None
+    check: CheckName
+
+    def open(self, backend: Backend) -> OpenHome:
+        """Open the home, unless it is open."""
+        if isinstance(backend, CudaBackend):
+            return self._pinned(backend)
+        if not isinstance(self.home, OpenHome):
+            return _opened(self.home, self.host_budget, self.check, kept=False)
+        if self.host_budget is not None or self.check != "sampled":
+            raise InputError(
+                "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
+            )
+        return self.home
+
+    def _pinned(self, backend: CudaBackend) -> OpenHome:
+        if isinstance(self.home, OpenHome) or self.check == Check.FULL.value:
+            raise InputError(
+                f"a step on {backend.device} has homes of its own, in pinned host memory and on a disk, whose copies "
+                "are not checked: give 'host', 'disk' or a folder as 'home', and leave 'check' out"
+            )
+        return OpenHome(open_device_homes(backend, self.home, self.host_budget), kept=False)
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """How a step is planned and run, in the words of ``compile``; ``is_alternating`` as for ``PlanOptions``."""
+
+    policy: PolicyLike
+    cache: bool | str | os.PathLike[str]
+    dynamic: bool | None = False
+    shard: ProcessGroup | bool | None = None
+    replay: Replaying = True
+    kernels: KernelsName = "eager"
+    split: SplitName = "exact"
+    is_alternating: bool = False
+
+    @property
+    def may_be_followed(self) -> bool:
+        """Whether a loop would compute what a planned step does, in the way that was asked for."""
+        return policy_of(self.policy) == policy_of("auto") and self.kernels == "eager" and self.split != "close"
+
+
+def _check_name(check: str) -> None:
+    if check not in {mode.value for mode in Check}:
+        raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
 
 
 def _opened(
     home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, kept: bool
 ) -> OpenHome:
-    if check not in {mode.value for mode in Check}:
-        raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
+    _check_name(check)
     return OpenHome([checked(store, Check(check)) for store in open_homes(home, host_budget)], kept=kept)
 
 
@@ -267,82 +306,39 @@ def compile(
     >>> losses[0] > losses[1] > losses[2]
     True
     """
-    models, optimizers = _checked(step, model, optimizer)
-    return _compiled(
-        step,
-        models,
-        optimizers,
-        budget,
-        device,
-        home,
-        host_budget,
-        policy,
-        cache,
-        check,
-        dynamic,
-        shard,
-        replay=replay,
-        kernels=kernels,
-        split=split,
-    )
+    user = _user_step(step, model, optimizer)
+    place = _Place(budget, device, home, host_budget, check)
+    return _compiled(user, place, _Ways(policy, cache, dynamic, shard, replay, kernels, split))
 
 
-def _compiled(
-    step: Callable[P, R],
-    models: list[nn.Module],
-    optimizers: list[Optimizer],
-    budget: int | str,
-    device: str | torch.device | None,
-    home: str | os.PathLike[str] | OpenHome | None,
-    host_budget: int | str | None,
-    policy: PolicyLike,
-    cache: bool | str | os.PathLike[str],
-    check: CheckName,
-    dynamic: bool | None,
-    shard: ProcessGroup | bool | None = None,
-    *,
-    replay: Replaying = True,
-    alternating: bool = False,
-    kernels: KernelsName = "eager",
-    split: SplitName = "exact",
-) -> Step[P, R]:
-    """What ``compile`` returns; ``alternating`` as for ``PlanOptions``."""
+def _compiled(user: UserStep[P, R], place: _Place, ways: _Ways) -> Step[P, R]:
+    """What ``compile`` returns."""
     require(Feature.COMPILE)
-    count = parse_bytes(budget)
-    chosen = policy_of(policy)
-    if replay not in (True, False, "graphs"):
-        raise InputError(f"replay={replay!r} is none of True, False and 'graphs'")
-    made, splits = _kernels(kernels), split_of(split)
-    backend = open_backend(device, replay=replay)
-    check_modules(models, is_captured=not dynamic)
-    _check_devices(models, backend.device)
-    if dynamic:
-        _check_followable(backend.device, home, chosen, kernels, splits)
-    kept = open_cache(cache)
-    check_supported(models)
-    group = _sharing_group(shard, dynamic, kernels)
-    shards = None if group is None else Shards(models, optimizers, group)
-    ranks = None if alternating else Agreement(models, kept, group)
-    loop = None
-    if isinstance(backend, CudaBackend):
-        opened = _pinned(backend, home, host_budget, check)
-    elif isinstance(home, OpenHome):
-        if host_budget is not None or check != "sampled":
-            raise InputError(
-                "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
-            )
-        opened = home
-    else:
-        opened = _opened(home, host_budget, check, kept=False)
-        if chosen == policy_of("auto") and kernels == "eager" and shards is None and splits is not Split.CLOSE:
-            # The calls bring the model to it, of which they know what other steps have.
-            limit = host_limit(host_budget)
-            plans = None if kept is None else kept.folder / _PLANS
-            loop = partial(Loop, count, (), home=home, host_limit=limit, plans=plans, check=Check(check), beside=True)
-    memory = MemoryOptions(count, opened)
-    planning = PlanOptions(chosen, splits, kept, alternating)
-    running = RunOptions(backend, made, dynamic, loop)
-    return Step(step, models, optimizers, memory, planning, running, ranks, shards)
+    count, chosen = parse_bytes(place.budget), policy_of(ways.policy)
+    if ways.replay not in (True, False, "graphs"):
+        raise InputError(f"replay={ways.replay!r} is none of True, False and 'graphs'")
+    kernels, splits = _kernels(ways.kernels), split_of(ways.split)
+    backend = open_backend(place.device, replay=ways.replay)
+    check_modules(user.models, is_captured=not ways.dynamic)
+    _check_devices(user.models, backend.device)
+    if ways.dynamic:
+        _check_followable(backend.device, place.home, ways)
+    kept = open_cache(ways.cache)
+    check_supported(user.models)
+    group = _sharing_group(ways)
+    if group is not None:
+        user = replace(user, shards=Shards(user.models, user.optimizers, group))
+    ranks = None if ways.is_alternating else Agreement(user.models, kept, group)
+    home, loop = place.open(backend), None
+    may_follow = backend.driver is None and ways.may_be_followed and group is None
+    if may_follow and not isinstance(place.home, OpenHome):
+        # The calls bring the model to it, of which they know what other steps have.
+        limit, plans = host_limit(place.host_budget), None if kept is None else kept.folder / _PLANS
+        check = Check(place.check)
+        loop = partial(Loop, count, (), home=place.home, host_limit=limit, plans=plans, check=check, beside=True)
+    memory = MemoryOptions(count, home)
+    planning = PlanOptions(chosen, splits, kept, ways.is_alternating)
+    return Step(user, memory, planning, RunOptions(backend, kernels, ways.dynamic, loop), ranks)
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
@@ -359,12 +355,13 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
     return Kernels(compiles)
 
 
-def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kernels: str) -> ProcessGroup | None:
+def _sharing_group(ways: _Ways) -> ProcessGroup | None:
     """The processes that share a model; None: nobody else has any of it.
 
     Raises:
         InputError: there is no such group, or the other arguments do not go with it.
     """
+    shard = ways.shard
     if shard is None or shard is False:
         return None
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -375,7 +372,7 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kern
     group = torch.distributed.group.WORLD if shard is True else shard
     if not isinstance(group, torch.distributed.ProcessGroup):
         raise InputError(f"shard must be a process group of torch.distributed or True, not {type(group).__name__}")
-    if dynamic or kernels != "eager":
+    if ways.dynamic or ways.kernels != "eager":
         raise InputError("processes that share a model follow one plan: with 'shard' leave 'dynamic' and 'kernels' out")
     return group if group.size() > 1 else None
 
@@ -451,8 +448,8 @@ def elastic(
     >>> list(losses), run.steps
     ([0, 1, 2, 3], 2)
     """
-    models, optimizers = _checked(step, model, optimizer)
-    if not optimizers:
+    user = _user_step(step, model, optimizer)
+    if not user.optimizers:
         raise InputError("there is no optimizer to update the parameters with; give the one that trains the model")
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise InputError(f"there must be at least one logical worker, and workers is {workers!r}")
@@ -460,31 +457,19 @@ def elastic(
         raise InputError(f"timeout must be a number of seconds above zero, not {timeout!r}")
     if seed < 0:
         raise InputError(f"the seed must not be negative, and is {seed}")
-    check_models(models)
-    both = phases(step, models, optimizers, update)
-    compiled = _compiled(
-        both,
-        models,
-        optimizers,
-        budget,
-        device,
-        home,
-        host_budget,
-        policy,
-        cache,
-        check,
-        False,
-        alternating=True,
-    )
-    try:
+    check_models(user.models)
+    both = UserStep(phases(step, user.models, user.optimizers, update), user.models, user.optimizers)
+    place = _Place(budget, device, home, host_budget, check)
+    with ExitStack() as undo:
+        compiled = _compiled(both, place, _Ways(policy, cache, is_alternating=True))
+        undo.callback(compiled.close)
         where = open_backend(device).device
-        return Elastic(compiled, models, optimizers, workers, seed, where, timedelta(seconds=timeout))
-    except BaseException:
-        compiled.close()
-        raise
+        run = Elastic(compiled, user.models, user.optimizers, workers, seed, where, timedelta(seconds=timeout))
+        undo.pop_all()
+    return run
 
 
-def _check_followable(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
+def _check_followable(device: torch.device, home: object, ways: _Ways) -> None:
     """Refuse ``dynamic=True`` where calls cannot be followed.
 
     Raises:
@@ -498,12 +483,12 @@ def _check_followable(device: torch.device, home: object, policy: Policy, kernel
             "calls that are followed have a home of their own: with dynamic=True give 'host', 'disk' or a folder as "
             "'home'; or leave 'dynamic' out"
         )
-    if policy != policy_of("auto") or kernels != "eager":
+    if policy_of(ways.policy) != policy_of("auto") or ways.kernels != "eager":
         raise InputError(
             "calls that are followed are neither planned nor measured: with dynamic=True leave 'policy' and "
             "'kernels' out"
         )
-    if splits is Split.CLOSE:
+    if ways.split == "close":
         raise InputError(
             "calls that are followed run PyTorch's ops as they are, and their losses would not be those of planned "
             "steps with split='close'; leave 'dynamic' out, so that each size is planned"
@@ -590,8 +575,7 @@ def budget(
         )
     if followed.type != "cpu" and check == Check.FULL.value:
         raise InputError(f"copies of a loop on {followed} are not checked; leave 'check' out")
-    if check not in {mode.value for mode in Check}:
-        raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
+    _check_name(check)
     kept = open_cache(cache)
     if policy is not None:
         policy = policy_of(policy)
@@ -732,17 +716,12 @@ def smallest_budget(
     >>> outofcore.smallest_budget(train_step, model, optimizer, inputs=(torch.ones(64, 256),)) < 1 << 20
     True
     """
-    models, optimizers = _checked(step, model, optimizer)
+    user = _user_step(step, model, optimizer)
     backend = open_backend(device)
-    _check_devices(models, backend.device)
-    kept = open_cache(cache)
-    given = (step, models, optimizers, inputs, kwargs or {})
-    plain = partial(capture_step, *given, backend.device, layouts=KernelLayouts())
-    splits = split_of(split)
-    capture = summing(fusing(plain, _kernels(kernels)), is_on=splits is Split.CLOSE)
-    traced = capture()
+    _check_devices(user.models, backend.device)
+    where = Here(backend, cache=open_cache(cache))
+    variants = captured_variants(user, inputs, kwargs or {}, where, _kernels(kernels), split_of(split))
     backend.prepare()
-    variants = StepVariants(traced, capture, backend, kept, splits)
     variant, smallest = smallest_variant(variants)
     if variants.later is not None and (variants.later.need(LOWEST_MEMORY) or 0) > smallest:
         smallest = max(smallest, smallest_variant(variants.later)[1])
@@ -810,42 +789,16 @@ def estimate(
     >>> found.at("1GiB").seconds < 0.1
     True
     """
-    models, optimizers = _checked(step, model, optimizer)
-    chosen = policy_of(policy)
+    user, chosen = _user_step(step, model, optimizer), policy_of(policy)
     wanted = [parse_bytes(budget) for budget in budgets]
-    preset = None if device is None else presets.simulated(str(device))
-    backend = open_backend(None if preset else device)
-    kept = open_cache(cache)
-    stores = [] if preset else homes_of(backend, home, host_budget)
-    try:
-        with following() as tell:
-            found = costed(
-                step,
-                models,
-                optimizers,
-                tuple(inputs),
-                kwargs or {},
-                where=preset or stores,
-                cache=kept,
-                tell=tell,
-                backend=backend,
-                kernels=_kernels(kernels, compiles=preset is None),
-                split=split_of(split),
-            )
-            machine = preset.describe() if preset else ""
-            parts = None if found.parts is None or found.parts_costs is None else (found.parts, found.parts_costs)
-            return estimated(
-                found.graph,
-                found.costs,
-                budgets=wanted,
-                policy=chosen,
-                machine=machine,
-                parts=parts,
-                tell=tell,
-            )
-    finally:
-        for store in stores:
-            store.close()
+    with opened(None if device is None else str(device), home, host_budget, cache) as where, following() as tell:
+        preset = None if isinstance(where, Here) else where
+        made, splits = _kernels(kernels, compiles=preset is None), split_of(split)
+        found = costed(user, tuple(inputs), kwargs or {}, where, tell=tell, kernels=made, split=splits)
+        machine = "" if preset is None else preset.describe()
+        return estimated(
+            found.graph, found.costs, budgets=wanted, policy=chosen, machine=machine, parts=found.parts, tell=tell
+        )
 
 
 def save(

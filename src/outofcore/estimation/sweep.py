@@ -18,18 +18,13 @@ from outofcore.report.waits import TimeSpent, time_spent
 from outofcore.simulator import simulate
 from outofcore.units import MIB, format_bytes, format_seconds, parse_bytes
 
-# How often the interval with the lossless budget is halved.
-_HALVINGS = 3
 # A step that is no more than this longer than its fastest has lost nothing.
 LOSSLESS = 1.01
 # How many budgets are looked at between the smallest and that at which nothing needs to leave.
 POINTS = 5
-_MORE = 100 * MIB
-# Where a budget is small, a share of it is worth asking about rather than 100 MiB.
-_MORE_SHARE = 4
-# What holds a step back is told apart from what it merely also does.
-_MUCH, _LITTLE = 0.02, 0.005
-# A prediction that is off by more deserves a word.
+# Parts of a step. Up to the first nothing is said to be lost, above the second the budget is said to be the limit.
+_LITTLE, _MUCH = 0.005, 0.02
+# A prediction that is off by more, as part of it, deserves a word.
 _FAR = 0.1
 
 # Progress callback: how many plans are made, and how many are to be.
@@ -116,7 +111,7 @@ def lossless_budget(
     known = sorted(points, key=lambda p: p.budget)
     limit = (known[-1].seconds or 0.0) * LOSSLESS
     enough = next(i for i, p in enumerate(known) if p.seconds is not None and p.seconds <= limit)
-    for _ in range(_HALVINGS if enough else 0):
+    for _ in range(3 if enough else 0):
         low, high = known[enough - 1].budget, known[enough].budget
         if high - low < 2 * MIB or high < low * LOSSLESS:
             break
@@ -152,7 +147,8 @@ def insight(
     """
     smallest, everything = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     here = point_of(graph, costs, budget, planned)
-    more = min(_more(budget), max(everything - budget, 0))
+    # How much more is asked about: 100 MiB, or of a small budget a quarter.
+    more = min(100 * MIB, max(budget // 4, 1), max(everything - budget, 0))
     wanted: set[int] = set()
     if count:
         wanted = {*budgets_between(smallest, everything, count), *((budget + more,) if more else ())} - {budget}
@@ -168,10 +164,6 @@ def insight(
     if measured is not None:
         verdict += _off(planned.timeline.step_seconds, measured.step_seconds)
     return Insight(smallest, everything, costs.compute_seconds, tuple(points), tuple(helps), verdict)
-
-
-def _more(budget: int) -> int:
-    return _MORE if budget >= _MORE_SHARE * _MORE else max(budget // _MORE_SHARE, 1)
 
 
 def _machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:

@@ -23,9 +23,6 @@ except ModuleNotFoundError as error:
 
 __all__ = ["OutOfCoreCallback"]
 
-# How far up a handler of callbacks is looked for: a class that derives from a callback has a frame of its own.
-_FRAMES = 8
-
 
 class OutOfCoreCallback(TrainerCallback):
     """Trains within a budget, with the very same numbers: ``Trainer(..., callbacks=[OutOfCoreCallback("6GiB")])``.
@@ -110,14 +107,12 @@ class _Numbers(TrainerCallback):
         self._meter.begin(self._owner.stats)
         # A trainer does not tell callbacks who calls them.
         frame = sys._getframe(1)
-        for _ in range(_FRAMES):
+        while frame is not None and self._handler is None:
             handler = frame.f_locals.get("self")
             if isinstance(handler, CallbackHandler):
                 # Another list: that one is being gone through.
                 handler.callbacks = [self, *handler.callbacks]
                 self._handler = handler
-            if self._handler is not None or frame.f_back is None:
-                return
             frame = frame.f_back
 
     def end(self) -> None:
