@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import cast
 
 from outofcore import planning
 from outofcore.cli.options import Answers, ReportOptions
@@ -87,17 +86,6 @@ def _flush_native() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-# What is told in JSON of a plan that fits.
-_FIGURES: tuple[str, ...] = (
-    "predicted_step_seconds",
-    "peak_bytes",
-    "arena_bytes",
-    "bytes_out",
-    "bytes_in",
-    "recompute_seconds",
-)
-
-
 @dataclass(frozen=True)
 class Subject:
     """A step with its costs, and its title.
@@ -164,10 +152,6 @@ class Answer:
     report: StepReport | None
     refusal: BudgetError | None
     plan_seconds: float
-
-    def recompute_seconds(self, costs: Costs) -> float:
-        """Return the seconds of ops that run again."""
-        return 0.0 if self.report is None else max(self.report.compute_seconds - costs.compute_seconds, 0.0)
 
 
 def answer(subject: Subject, budget: int, policy: str) -> Answer:
@@ -258,12 +242,15 @@ def _step_content(subject: Subject) -> dict[str, object]:
 
 
 def _figures_content(subject: Subject, found: Answer | None) -> dict[str, object]:
-    if found is None or found.report is None:
-        return dict.fromkeys(_FIGURES, cast("object", None))
-    report = found.report
-    again = found.recompute_seconds(subject.costs)
-    figures = (report.seconds, report.peak_bytes, report.arena_bytes, report.bytes_out, report.bytes_in, again)
-    return dict(zip(_FIGURES, figures, strict=True))
+    report = None if found is None else found.report
+    return {
+        "predicted_step_seconds": report and report.seconds,
+        "peak_bytes": report and report.peak_bytes,
+        "arena_bytes": report and report.arena_bytes,
+        "bytes_out": report and report.bytes_out,
+        "bytes_in": report and report.bytes_in,
+        "recompute_seconds": report and report.again_seconds(subject.costs),
+    }
 
 
 def _text(
@@ -300,9 +287,7 @@ def _text(
     if report is not None and bound is not None:
         over = report.seconds / bound - 1 if bound else 0.0
         rows.append(("lower bound", f"{format_seconds(bound)}: the plan is within {max(over, 0.0):.1%} of the best"))
-    parts = [subject.title]
-    if subject.simulated:
-        parts.append(f"SIMULATED: {subject.simulated}")
+    parts = _titles(subject)
     parts.append("\n".join(f"  {name:<16} {value}" for name, value in rows))
     if found is not None and found.refusal is not None:
         parts.append(str(found.refusal))
@@ -313,12 +298,8 @@ def _text(
     return "\n".join(parts)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A policy at a budget."""
-
-    label: str  # of the budget
-    answer: Answer
+# A policy at a budget, which has a label.
+Cell = tuple[str, Answer]
 
 
 def _compared(subject: Subject) -> list[tuple[str, int]]:
@@ -345,7 +326,7 @@ def side_by_side(subject: Subject, budgets: Sequence[int], wish: Answers, say: S
     """
     named = [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
     named = named or (_swept(subject) if wish.sweep else _compared(subject))
-    cells = [Cell(label, answer(subject, budget, policy)) for label, budget in named for policy in POLICIES]
+    cells = [(label, answer(subject, budget, policy)) for label, budget in named for policy in POLICIES]
     if wish.picture is not None:
         _draw(subject, cells, wish.picture)
     if wish.as_json:
@@ -353,7 +334,7 @@ def side_by_side(subject: Subject, budgets: Sequence[int], wish: Answers, say: S
         say(json.dumps(content, indent=2))
     else:
         say((_sweep_text if wish.sweep else _compare_text)(subject, named, cells))
-    return any(cell.answer.planned is not None for cell in cells)
+    return any(found.planned is not None for _, found in cells)
 
 
 def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
@@ -361,12 +342,9 @@ def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: S
     parts = _heading(subject)
     head = ("policy", "fits", "step", "× ops", "bytes out", "bytes in", "again", "peak", "planned in")
     for label, budget in budgets:
-        rows: list[tuple[str, ...]] = [head]
-        for cell in cells:
-            if cell.answer.budget == budget:
-                rows.append((cell.answer.policy, *_figures(subject, cell.answer, compute)))
+        rows = [(one.policy, *_figures(subject, one, compute)) for _, one in cells if one.budget == budget]
         parts.append(f"budget {format_bytes(budget)} ({label}, {budget} bytes)")
-        parts.append(columns(rows))
+        parts.append(columns([head, *rows]))
     return "\n".join(parts)
 
 
@@ -381,14 +359,14 @@ def _figures(subject: Subject, found: Answer, compute: float) -> tuple[str, ...]
         f"{report.seconds / compute:.3f}" if compute else "-",
         format_bytes(report.bytes_out),
         format_bytes(report.bytes_in),
-        format_seconds(found.recompute_seconds(subject.costs)),
+        format_seconds(report.again_seconds(subject.costs)),
         format_bytes(report.peak_bytes),
         took,
     )
 
 
 def _sweep_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
-    times = {(cell.answer.policy, cell.answer.budget): cell.answer.report for cell in cells}
+    times = {(one.policy, one.budget): one.report for _, one in cells}
     rows: list[tuple[str, ...]] = [("budget", *POLICIES)]
     for label, budget in budgets:
         found = [times[policy, budget] for policy in POLICIES]
@@ -397,20 +375,22 @@ def _sweep_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Seq
 
 
 def _heading(subject: Subject) -> list[str]:
-    lines = [subject.title]
-    if subject.simulated:
-        lines.append(f"SIMULATED: {subject.simulated}")
-    lines.append(
+    return [
+        *_titles(subject),
         f"  in core {format_bytes(subject.in_core_budget)}, smallest {format_bytes(subject.smallest_budget)}, "
-        f"ops alone {format_seconds(subject.costs.compute_seconds)} a step"
-    )
-    return lines
+        f"ops alone {format_seconds(subject.costs.compute_seconds)} a step",
+    ]
+
+
+def _titles(subject: Subject) -> list[str]:
+    return [subject.title, *([f"SIMULATED: {subject.simulated}"] if subject.simulated else [])]
 
 
 def _cell_content(subject: Subject, cell: Cell) -> dict[str, object]:
-    found, report = cell.answer, cell.answer.report
+    label, found = cell
+    report = found.report
     return {
-        "label": cell.label,
+        "label": label,
         "budget": found.budget,
         "policy": found.policy,
         "feasible": report is not None,
@@ -421,11 +401,7 @@ def _cell_content(subject: Subject, cell: Cell) -> dict[str, object]:
 
 def _draw(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
     lines = {
-        policy: sorted(
-            (cell.answer.budget, cell.answer.report.seconds)
-            for cell in cells
-            if cell.answer.policy == policy and cell.answer.report is not None
-        )
+        policy: sorted((one.budget, one.report.seconds) for _, one in cells if one.policy == policy and one.report)
         for policy in POLICIES
     }
     title = subject.title + (f" (simulated: {subject.simulated})" if subject.simulated else "")

@@ -35,6 +35,7 @@ from outofcore.cli.options import (
     ZooOptions,
     bytes_in,
     command,
+    refuse,
 )
 from outofcore.cli.targets import Kind, kind_of
 from outofcore.errors import ValidationError
@@ -105,8 +106,8 @@ def plan(
     Exit status 1: it does not fit.
     """
     _check_source(model, graph, places)
-    if graph is not None and (onnx.dims or onnx.arrays):
-        raise typer.BadParameter("the sizes of a graph file are in the file", param_hint="--dim")
+    has_sizes = bool(onnx.dims or onnx.arrays)
+    refuse((graph is not None and has_sizes, "--dim", "the sizes of a graph file are in the file"))
     sharers.check(graph)
     budgets = () if budget is None else tuple(map(parse_bytes, budget.split(",")))
     kind = None if model is None else kind_of(model)
@@ -139,11 +140,8 @@ def _fit(
 ) -> bool:
     """Answer for a model's configuration; False if it does not fit."""
     card = simulated(places.device)
-    if card is None and places.device != "cpu":
-        raise typer.BadParameter(
-            "a configuration is planned for a device by its data sheet; name one that is simulated",
-            param_hint="--device",
-        )
+    why = "a configuration is planned for a device by its data sheet; name one that is simulated"
+    refuse((card is None and places.device != "cpu", "--device", why))
     configs, fitting = import_module("outofcore.cli.configs"), import_module("outofcore.cli.fit")
     found, asked = configs.read_config(model), configs.Training(**training)
     return fitting.answer(found, asked, card=card, budgets=budgets, policy=places.policy, as_json=as_json, say=say)
@@ -154,17 +152,17 @@ def _check_zoo(kind: Kind | None, zoo: ZooOptions, batch: int) -> None:
     if kind is Kind.ZOO:
         return
     what = "a graph file" if kind is None else kind.value
-    if batch != BATCH:
-        raise typer.BadParameter(f"it goes with models of the zoo; {what} says this itself", param_hint="--batch")
+    refuse((batch != BATCH, "--batch", f"it goes with models of the zoo; {what} says this itself"))
     zoo.refuse(what)
 
 
 def _check_source(model: str | None, graph: Path | None, places: Places) -> None:
     """Refuse two sources of a step or none, and places that do not go with it."""
-    if (model is None) == (graph is None):
-        raise typer.BadParameter("give either a model of the zoo or --graph with a graph file", param_hint="MODEL")
-    if graph is not None and places.device != "cpu":
-        raise typer.BadParameter("the costs of a graph file are in the file", param_hint="--device")
+    is_file = graph is not None
+    refuse(
+        ((model is None) != is_file, "MODEL", "give either a model of the zoo or --graph with a graph file"),
+        (is_file and places.device != "cpu", "--device", "the costs of a graph file are in the file"),
+    )
     places.check()
 
 
@@ -277,10 +275,8 @@ def run(
             quiet=quiet,
         )
         return
-    if arrays or output is not None:
-        raise typer.BadParameter(
-            "arrays are for ONNX files; a script has arguments after its name", param_hint="--input"
-        )
+    is_onnx = bool(arrays) or output is not None
+    refuse((is_onnx, "--input", "arrays are for ONNX files; a script has arguments after its name"))
     launch = scripts.Launch(target, tuple(arguments or ()), is_module, limit, home, bytes_in(host_budget), check, quiet)
     raise scripts.Launching(scripts.checked(launch))
 

@@ -8,6 +8,7 @@ for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -187,10 +188,9 @@ class Fit:
 
 
 class Captures:
-    """Steps of one configuration, captured once for each way of training."""
+    """Steps of one configuration, captured once for each way of training, with costs of the device ``where``."""
 
     def __init__(self, found: ModelConfig, where: Device, tell: Tell = silent) -> None:
-        """Args: the configuration, the device that costs are of, and a progress callback ``(stage, done, total)``."""
         self._found, self._where, self._tell = found, where, tell
         self._known: dict[Training, tuple[ConfiguredStep, StepGraph, Costs]] = {}
         self._smallest: dict[Training, int] = {}
@@ -198,23 +198,13 @@ class Captures:
         self._shortens = True
 
     def of(self, training: Training) -> tuple[ConfiguredStep, StepGraph, Costs]:
-        """A step with its costs.
-
-        Raises:
-            InputError: an option does not go with the model.
-            CaptureError: the step cannot become one graph.
-        """
+        """A step with its costs; raises as ``fit`` does."""
         if training not in self._known:
             self._known[training] = self._captured(training)
         return self._known[training]
 
     def smallest(self, training: Training) -> int:
-        """The smallest budget of a step; of a shallow one nothing else is kept.
-
-        Raises:
-            InputError: an option does not go with the model.
-            CaptureError: the step cannot become one graph.
-        """
+        """The smallest budget of a step, of which nothing else is kept if it is shallow; raises as ``fit`` does."""
         if training not in self._smallest:
             if training.layers is not None and self._shortens:
                 try:
@@ -232,11 +222,9 @@ class Captures:
         """Whether a plan in which everything leaves between two uses lies within a memory."""
         if (training, memory) not in self._placed:
             _, graph, costs = self.of(training)
-            try:
+            self._placed[training, memory] = False
+            with contextlib.suppress(BudgetError):
                 planning.plan_step(graph, costs, memory, "offload-all")
-            except BudgetError:
-                self._placed[training, memory] = False
-            else:
                 self._placed[training, memory] = True
         return self._placed[training, memory]
 
@@ -248,8 +236,13 @@ class Captures:
         step = configured_step(self._found, training)
         try:
             graph, costs, _ = costed(step.user, step.inputs, {}, self._where, tell=self._tell)
-        except OutOfCoreError as error:
-            raise _uncaptured(self._found, error) from error
+        except CaptureError as error:
+            raise CaptureError(
+                f"{self._found.path}: {self._found.kind.__name__} cannot be captured as one graph: {error} It can be "
+                "trained as it is within outofcore.budget(...), but not planned for ahead."
+            ) from error
+        except OutOfCoreError:
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -262,15 +255,6 @@ class Captures:
         return replace(step, user=replace(step.user, models=[], optimizers=[]), inputs=()), graph, costs
 
 
-def _uncaptured(found: ModelConfig, error: OutOfCoreError) -> OutOfCoreError:
-    if not isinstance(error, CaptureError):
-        return error
-    return CaptureError(
-        f"{found.path}: {found.kind.__name__} cannot be captured as one graph: {error} It can be trained as it is "
-        "within outofcore.budget(...), but not planned for ahead."
-    )
-
-
 def fit(
     found: ModelConfig,
     training: Training,
@@ -279,15 +263,7 @@ def fit(
     policy: PolicyLike,
     tell: Tell,
 ) -> Fit:
-    """Answer for a configuration.
-
-    Args:
-        found: the configuration.
-        training: what is done with it.
-        card: the device; None: only bytes are told.
-        budgets: bytes to plan for besides the device's memory.
-        policy: how to plan.
-        tell: progress callback ``(stage, done, total)``.
+    """Answer for a configuration; without a ``card`` only bytes are told.
 
     Raises:
         InputError: an option does not go with the model.
@@ -666,11 +642,7 @@ def answer(
     as_json: bool,
     say: Say = print,
 ) -> bool:
-    """Say what there is to say of a configuration; False: something that was asked about does not fit.
-
-    Raises:
-        OutOfCoreError: an option does not go with the model, or it cannot be captured.
-    """
+    """Say what there is to say of a configuration; False: something that was asked about does not fit."""
     with following(silent if as_json else None) as tell:
         known = fit(found, training, card, budgets, policy, tell)
     say(json.dumps(content_of(known), indent=2) if as_json else text_of(known))

@@ -75,6 +75,13 @@ def _known_policy(text: str) -> str:
     return text
 
 
+def refuse(*rules: tuple[bool, str, str]) -> None:
+    """Refuse the first option that is wrong; each rule says whether it is, how it is called, and why."""
+    for is_wrong, option, why in rules:
+        if is_wrong:
+            raise typer.BadParameter(why, param_hint=option)
+
+
 @dataclass(frozen=True)
 class Places:
     """Where a step runs and where its bytes live, how it is planned, and where measurements are kept."""
@@ -113,8 +120,8 @@ class Places:
 
     def check(self) -> None:
         """Refuse what contradicts itself."""
-        if self.no_cache and self.cache is not None:
-            raise typer.BadParameter("give one of --cache and --no-cache", param_hint="--no-cache")
+        both = self.no_cache and self.cache is not None
+        refuse((both, "--no-cache", "give one of --cache and --no-cache"))
 
 
 @dataclass(frozen=True)
@@ -152,20 +159,29 @@ class TrainOptions:
 
     def check(self, budget: str | None) -> None:
         """Refuse what does not go together."""
-        if budget is None and not self.eager:
-            raise typer.BadParameter(
-                "give one, such as --budget 512MiB, or --eager for plain PyTorch", param_hint="--budget"
-            )
-        if self.eager and (budget is not None or self.picture is not None):
-            raise typer.BadParameter("plain PyTorch knows no budget and gives no picture", param_hint="--eager")
-        if self.elastic is not None and (self.eager or self.picture is not None):
-            raise typer.BadParameter(
-                "logical workers train within a budget, and give no picture", param_hint="--elastic"
-            )
-        if self.shard and (self.eager or self.elastic is not None):
-            raise typer.BadParameter(
-                "a model is spread by a compiled step, and not for logical workers", param_hint="--shard"
-            )
+        is_elastic, draws = self.elastic is not None, self.picture is not None
+        refuse(
+            (
+                budget is None and not self.eager,
+                "--budget",
+                "give one, such as --budget 512MiB, or --eager for plain PyTorch",
+            ),
+            (
+                self.eager and (budget is not None or draws),
+                "--eager",
+                "plain PyTorch knows no budget and gives no picture",
+            ),
+            (
+                is_elastic and (self.eager or draws),
+                "--elastic",
+                "logical workers train within a budget, and give no picture",
+            ),
+            (
+                self.shard and (self.eager or is_elastic),
+                "--shard",
+                "a model is spread by a compiled step, and not for logical workers",
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -212,7 +228,8 @@ class Answers:
 
     def refuse_for_config(self, places: Places, sharers: Sharers) -> None:
         """Refuse what does not go with a model's configuration."""
-        for flag, given in {
+        why = "it does not go with a model's config.json"
+        given = {
             "--compare": self.compare,
             "--sweep": self.sweep,
             "--picture": self.picture is not None,
@@ -222,25 +239,24 @@ class Answers:
             "--shard": sharers.shard,
             "--home": places.home is not None,
             "--host-budget": places.host_budget is not None,
-        }.items():
-            if given:
-                raise typer.BadParameter("it does not go with a model's config.json", param_hint=flag)
+        }
+        refuse(*((is_given, option, why) for option, is_given in given.items()))
 
     def check(self, budgets: tuple[int, ...]) -> None:
         """Refuse what does not go together."""
-        if self.compare and self.sweep:
-            raise typer.BadParameter("give one of --compare and --sweep", param_hint="--sweep")
-        if len(budgets) > 1 and not self.several:
-            raise typer.BadParameter("several budgets need --compare or --sweep", param_hint="--budget")
-        if not budgets and (self.save_plan is not None or (self.picture is not None and not self.sweep)):
-            hint = "--save-plan" if self.save_plan else "--picture"
-            raise typer.BadParameter("it needs a budget to plan for", param_hint=hint)
-        if self.several and self.save_plan is not None:
-            raise typer.BadParameter(
-                "it takes a single plan: leave --compare and --sweep away", param_hint="--save-plan"
-            )
-        if self.compare and self.picture is not None:
-            raise typer.BadParameter("--compare draws nothing; --sweep does", param_hint="--picture")
+        draws, saves = self.picture is not None, self.save_plan is not None
+        refuse(
+            (self.compare and self.sweep, "--sweep", "give one of --compare and --sweep"),
+            (
+                len(budgets) > 1 and not self.several,
+                "--budget",
+                "several budgets need --compare or --sweep",
+            ),
+            (not budgets and saves, "--save-plan", "it needs a budget to plan for"),
+            (not budgets and draws and not self.sweep, "--picture", "it needs a budget to plan for"),
+            (self.several and saves, "--save-plan", "it takes a single plan: leave --compare and --sweep away"),
+            (self.compare and draws, "--picture", "--compare draws nothing; --sweep does"),
+        )
 
 
 @dataclass(frozen=True)
@@ -263,16 +279,15 @@ class Sharers:
 
     def check(self, graph: Path | None) -> None:
         """Refuse what does not go together."""
-        if (
-            self.shard != (self.ranks is not None)
-            or (self.shard and graph is not None)
-            or (self.between is not None and not self.shard)
-        ):
-            raise typer.BadParameter(
+        is_wrong = self.shard != (self.ranks is not None) or (self.shard and graph is not None)
+        refuse(
+            (
+                is_wrong or (self.between is not None and not self.shard),
+                "--shard",
                 "a step of your own or of the zoo is planned for processes that share a model by --shard --ranks 8; "
                 "--between goes with these",
-                param_hint="--shard",
             )
+        )
 
 
 @dataclass(frozen=True)
@@ -316,12 +331,10 @@ class ZooOptions:
 
     def refuse(self, what: str, but: frozenset[str] = frozenset()) -> None:
         """Refuse options that were given, except those named, for something that would ignore them."""
+        why = f"it goes with models of the zoo; {what} says this itself"
         for field in fields(self):
-            if field.name not in but and getattr(self, field.name) != field.default:
-                raise typer.BadParameter(
-                    f"it goes with models of the zoo; {what} says this itself",
-                    param_hint=f"--{field.name.replace('_', '-')}",
-                )
+            is_given = field.name not in but and getattr(self, field.name) != field.default
+            refuse((is_given, f"--{field.name.replace('_', '-')}", why))
 
     def with_batch(self, batch: int) -> dict[str, Any]:
         """The options by name, as ``zoo.workload`` takes them."""
@@ -349,9 +362,8 @@ class ConfigOptions:
 
     def refuse(self) -> None:
         """Refuse what was given."""
-        for name, value in asdict(self).items():
-            if value:
-                raise typer.BadParameter("it goes with a model's config.json alone", param_hint=f"--{name}")
+        why = "it goes with a model's config.json alone"
+        refuse(*((bool(value), f"--{name}", why) for name, value in asdict(self).items()))
 
 
 Debug = Annotated[

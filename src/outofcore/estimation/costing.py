@@ -91,11 +91,7 @@ def opened(
     host_budget: int | str | None,
     cache: bool | str | os.PathLike[str],
 ) -> Generator[Here | Device]:
-    """Yield where a step is costed: a device by the name of its preset, or this machine with its homes open.
-
-    Raises:
-        InputError: there is no such device, or its home or the cache cannot be used.
-    """
+    """Yield where a step is costed: a device by the name of its preset, or this machine with its homes open."""
     preset = simulated(device)
     if preset is not None:
         yield preset
@@ -131,11 +127,7 @@ def captured_variants(
     split: Split,
     tell: Tell = silent,
 ) -> StepVariants:
-    """Capture a call of a step, for ``costed``; arguments are as there.
-
-    Raises:
-        CaptureError: the step cannot become one graph.
-    """
+    """Capture a call of a step; arguments and errors are those of ``costed``."""
     if isinstance(where, Device):
         # How a device that is not here rounds a range of an update is not known.
         here, cache, layouts, home_bytes = None, None, None, 0
@@ -163,9 +155,9 @@ def costed(
     Where later calls are another step than the first (``step_variants``), it is the one that needs the larger budget.
 
     Args:
-        user: the step.
-        args: of the step.
-        kwargs: of the step.
+        user: the step, called with ``args`` and ``kwargs``.
+        args: see there.
+        kwargs: see there.
         where: this machine, or the device.
         tell: progress callback ``(stage, done, total)``.
         sharing: the processes over which the models are spread; the step is that of the first. None: they are not.
@@ -219,12 +211,7 @@ def _with_collectives(captured: Captured, costs: Costs, sharing: Sharing | None)
 
 
 def estimated_costs(captured: Captured, device: Device) -> Costs:
-    """The costs of a captured step on a device; its only home is the host's memory.
-
-    Args:
-        captured: the step, captured anywhere.
-        device: such as one of ``outofcore.presets``.
-    """
+    """The costs on a device of a step that was captured anywhere; its only home is the host's memory."""
     ops = [
         OpCost(_seconds(captured, op, call, device))
         for op, call in zip(captured.graph.ops, captured.calls, strict=True)

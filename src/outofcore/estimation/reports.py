@@ -50,17 +50,10 @@ class ReportedStep:
 def report_step(
     path: Path, step: ReportedStep, title: str, *, count: int | None = None, notes: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Write the report of a step.
+    """Write the report of a step as an HTML file, whose folder is created; raises ``InputError`` if that is refused.
 
-    Args:
-        path: the HTML file; its folder is created.
-        step: what is reported.
-        title: the heading.
-        count: how many other budgets to plan for, for the curve of step time against budget; 0: no curve.
-        notes: further facts to show, as pairs of name and text.
-
-    Raises:
-        InputError: the file cannot be written.
+    ``count`` is how many other budgets to plan for, for the curve of step time against budget; 0: no curve. ``notes``
+    are further facts to show, as pairs of name and text.
     """
     graph, costs, planned = step.graph, step.costs, step.planned
     with following() as tell:
@@ -80,11 +73,7 @@ def report_step(
 
 
 def trace_step(path: Path, step: ReportedStep, *, began_ns: int = 0, beside: Path | None = None) -> None:
-    """Write the timelines of a step as a trace; see ``report.trace.write_trace``.
-
-    Raises:
-        InputError: a file cannot be read or written.
-    """
+    """Write the timelines of a step as a trace; see ``report.trace.write_trace``."""
     timelines = step.timelines("predicted")
     write_trace(path, step.graph, step.planned.program, timelines, began_ns=began_ns, beside=beside)
 

@@ -32,11 +32,7 @@ Count = Callable[[int, int], None]
 
 
 def point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "auto") -> Point:
-    """What is predicted for one budget.
-
-    Raises:
-        InputError: there is no such policy.
-    """
+    """What is predicted for one budget; raises ``InputError`` if there is no such policy."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy)
     except BudgetError:
@@ -47,7 +43,7 @@ def point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "aut
 def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> Point:
     """A plan that was made already, as a point."""
     report = step_report(graph, planned.plan, planned.program, planned.timeline, budget)
-    again = max(report.compute_seconds - costs.compute_seconds, 0.0) if report.recomputed else 0.0
+    again = report.again_seconds(costs) if report.recomputed else 0.0
     return Point(budget, report.seconds, report.policy, report.bytes_out, report.bytes_in, again, report.peak_bytes)
 
 
@@ -68,13 +64,6 @@ def curve(
 
     A plan that is found for a budget is a plan for every larger one as well, so no point is slower than those at
     smaller budgets.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budgets: bytes.
-        policy: how to plan; see ``planning.plan_step``.
-        tell: progress callback ``(points found, points)``.
     """
     wanted = sorted(set(budgets))
     found: list[Point] = []
@@ -97,16 +86,8 @@ def lossless_budget(
 ) -> tuple[int, tuple[Point, ...]]:
     """The budget from which on nothing is lost: a step takes at most 1 % longer than with room for everything.
 
-    Found by bisection between the points, so it is exact to an eighth of their distance.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        points: of ``curve``, the last of them with room for everything.
-        policy: as for ``curve``.
-
-    Returns:
-        The budget in bytes, and the points with those that were looked at besides.
+    Found by bisection between the points of ``curve``, the last of them with room for everything, so it is exact to an
+    eighth of their distance. Returned with it are the points with those that were looked at besides.
     """
     known = sorted(points, key=lambda p: p.budget)
     limit = (known[-1].seconds or 0.0) * LOSSLESS
@@ -135,15 +116,8 @@ def insight(
 ) -> Insight:
     """What a planned step would be under other budgets, and what would help it most.
 
-    Args:
-        graph: the step.
-        costs: that it was planned with.
-        budget: bytes.
-        planned: under this budget.
-        measured: the step as it ran, if it did: the verdict is on that.
-        count: of budgets to plan for besides; 0: none, and nothing is said of a larger budget.
-        policy: to plan with.
-        tell: progress callback ``(plans made, plans to make)``.
+    Where it was ``measured``, the verdict is on that. ``count`` budgets are planned for besides; with none, nothing is
+    said of a larger budget.
     """
     smallest, everything = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     here = point_of(graph, costs, budget, planned)
@@ -324,19 +298,10 @@ def estimated(
     parts: tuple[StepGraph, Costs] | None = None,
     tell: Tell,
 ) -> Estimate:
-    """Plan a step for several budgets.
+    """Plan a step for the budgets given and for those that suit it; raises ``GraphError`` if it has no ops.
 
-    Args:
-        graph: the step.
-        costs: what it costs.
-        budgets: bytes, to be looked at besides those that suit the step.
-        policy: how to plan; see ``planning.plan_step``.
-        machine: what the costs are of, where that is not this machine.
-        parts: the step with ops in parts, for budgets that do not hold it otherwise.
-        tell: progress callback ``(stage, done, total)``.
-
-    Raises:
-        GraphError: the step has no ops.
+    ``machine`` is what the costs are of, where that is not this machine; ``parts`` the step with ops in parts, for
+    budgets that do not hold it otherwise.
     """
     if not graph.ops:
         raise GraphError("the step has no ops: nothing is computed in it, so there is nothing to estimate")
