@@ -68,11 +68,7 @@ _PLANS = "loops"
 
 
 def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, R]:
-    """A step with its models and optimizers as lists.
-
-    Raises:
-        InputError: one of the three is something else.
-    """
+    """A step with its models and optimizers as lists; raises ``InputError`` if one of them is something else."""
     if not callable(step) or (isinstance(step, nn.Module) and isinstance(model, Optimizer)):
         what = "the model" if isinstance(step, nn.Module) else f"of type {type(step).__name__}"
         raise InputError(
@@ -342,11 +338,7 @@ def _compiled(user: UserStep[P, R], place: _Place, ways: _Ways) -> Step[P, R]:
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
-    """What compiles the kernels of a step; None: they are PyTorch's own.
-
-    Raises:
-        InputError: there are no such kernels.
-    """
+    """What compiles the kernels of a step; None: they are PyTorch's own."""
     if name not in ("eager", "inductor"):
         raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
     if name == "eager":
@@ -356,11 +348,7 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
 
 
 def _sharing_group(ways: _Ways) -> ProcessGroup | None:
-    """The processes that share a model; None: nobody else has any of it.
-
-    Raises:
-        InputError: there is no such group, or the other arguments do not go with it.
-    """
+    """The processes that share a model; None: nobody else has any of it."""
     shard = ways.shard
     if shard is None or shard is False:
         return None
@@ -470,12 +458,7 @@ def elastic(
 
 
 def _check_followable(device: torch.device, home: object, ways: _Ways) -> None:
-    """Refuse ``dynamic=True`` where calls cannot be followed.
-
-    Raises:
-        InputError: the device, the home, the policy, the kernels or the sums are those of planned steps alone.
-        StateError: the system cannot.
-    """
+    """Refuse ``dynamic=True`` where calls cannot be followed."""
     if device.type != "cpu":
         raise InputError(f"calls are followed on the CPU only, and the step is for {device}; leave 'dynamic' out")
     if isinstance(home, OpenHome):
