@@ -152,24 +152,19 @@ def plain_step(work: zoo.Workload) -> PlainStep:
     return PlainStep(user, work.empty_batch(), work.describe())
 
 
-def onnx_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> PlainStep:
-    """Return the forward pass of an ONNX file; see ``onnx_models.forward_step``."""
-    from outofcore.cli.onnx_models import forward_step  # noqa: PLC0415 - few plan such files
-
-    found = forward_step(path, dims, arrays)
-    return PlainStep(UserStep(found, [found.model], []), found.inputs, found.title)
-
-
 def find_step(
     model: str, options: Mapping[str, Any], dims: Sequence[str] = (), arrays: Sequence[str] = ()
 ) -> PlainStep:
     """Find the step to plan: "folder/file.py:function", "file.onnx", or a model of the zoo with its options.
 
-    ``dims`` and ``arrays`` are for an ONNX file, as for ``onnx_step``.
+    ``dims`` and ``arrays`` are for an ONNX file; see ``onnx_models.forward_step``.
     """
     kind = kind_of(model)
     if kind is Kind.ONNX:
-        return onnx_step(model, dims, arrays)
+        from outofcore.cli.onnx_models import forward_step  # noqa: PLC0415 - few plan such files
+
+        found = forward_step(model, dims, arrays)
+        return PlainStep(UserStep(found, [found.model], []), found.inputs, found.title)
     if dims or arrays:
         raise InputError("--dim and --input are for ONNX files")
     if kind is Kind.CONFIG:
