@@ -247,11 +247,7 @@ class Answers:
         draws, saves = self.picture is not None, self.save_plan is not None
         refuse(
             (self.compare and self.sweep, "--sweep", "give one of --compare and --sweep"),
-            (
-                len(budgets) > 1 and not self.several,
-                "--budget",
-                "several budgets need --compare or --sweep",
-            ),
+            (len(budgets) > 1 and not self.several, "--budget", "several budgets need --compare or --sweep"),
             (not budgets and saves, "--save-plan", "it needs a budget to plan for"),
             (not budgets and draws and not self.sweep, "--picture", "it needs a budget to plan for"),
             (self.several and saves, "--save-plan", "it takes a single plan: leave --compare and --sweep away"),

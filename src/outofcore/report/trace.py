@@ -22,7 +22,8 @@ from outofcore.report.waits import time_spent
 
 # Above the numbers that systems give to processes, so that no process of a profiler's trace has one of them.
 _FIRST_PROCESS = 1 << 30
-_WAITS_THREAD = 1  # its number in each process; those of the queues follow
+_WAITS_THREAD = 1  # its number in each process; those of the queues follow, in this order
+_ROWS = (Queue.COMPUTE, Queue.COPY_IN, Queue.COPY_OUT, Queue.COMMUNICATE)
 
 Event = dict[str, Any]
 
@@ -86,7 +87,7 @@ def _lanes(
         lane = lane_of(instruction)
         if lane not in threads:
             queue, home = lane
-            threads[lane] = thread = 2 + list(LANES).index(queue) + len(LANES) * home
+            threads[lane] = thread = 2 + _ROWS.index(queue) + len(_ROWS) * home
             link = f"home {home}" if beyond is None else beyond.homes[home]
             of = f", {link}" if several and queue not in (Queue.COMPUTE, Queue.COMMUNICATE) else ""
             yield from _thread(process, thread, LANES[queue] + of, thread)
