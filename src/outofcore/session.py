@@ -453,7 +453,7 @@ class Session:
         except UpdateError as error:
             self.outcome = Outcome.UPDATE_STOPPED
             raise (error.__cause__ or error) from None
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C as well: whatever ends a step, the model must not stay half changed
             self.torn, self.outcome = f"{type(error).__name__}: {error}", Outcome.TORN
             peers = self._joined
             if peers is not None:
