@@ -422,7 +422,7 @@ MUTANTS = (
     # Several processes
     Mutant(
         "gradients-summed-in-reverse",
-        "distributed/ordered_sum.py",
+        "logical_workers/ordered_sum.py",
         "for number, gradients in enumerate(own):",
         "for number, gradients in enumerate(reversed(own)):",
         "The gradients of the workers of one process are added up in reverse order.",
@@ -430,7 +430,7 @@ MUTANTS = (
     ),
     Mutant(
         "share-without-next-turn",
-        "distributed/assignment.py",
+        "logical_workers/assignment.py",
         "key=lambda p: ((counts[p] + 1) * seconds[p], p)",
         "key=lambda p: (counts[p] * seconds[p], p)",
         "A slow process gets a worker although another process would finish it sooner.",

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,11 +21,10 @@ from outofcore.capture.shards import Shards
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.distributed.agreement import Agreement
-from outofcore.distributed.elastic import Elastic, ElasticStats, check_models, phases
 from outofcore.errors import InputError
-from outofcore.estimation.costing import Here, captured_variants, costed, opened
+from outofcore.estimation.costing import Here, captured_variants, costed, opened_place
 from outofcore.estimation.sweep import Estimate, estimated
-from outofcore.execution.backend import Backend, beside_the_arena
+from outofcore.execution.backend import beside_the_arena
 from outofcore.execution.checks import Check, checked
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.engines import Replaying
@@ -45,11 +42,11 @@ from outofcore.follow.native import load_paging
 from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
 from outofcore.options import MemoryOptions, P, PlanOptions, R, RunOptions, UserStep
-from outofcore.policies import PolicyLike, policy_of
+from outofcore.policies import Policy, PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.progress import following
 from outofcore.step import Step
-from outofcore.step_variants import split_of
+from outofcore.step_variants import Split, split_of
 from outofcore.transforms.kernels import Kernels
 from outofcore.units import parse_bytes
 from outofcore.variant import LOWEST_MEMORY, smallest_variant
@@ -93,54 +90,16 @@ def _as_list(given: Any, kind: type, what: str) -> list[Any]:
     return items
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a step runs and has its bytes, in the words of ``compile``."""
-
-    budget: int | str
-    device: str | torch.device | None
-    home: str | os.PathLike[str] | OpenHome | None
-    host_budget: int | str | None
-    check: CheckName
-
-    def open(self, backend: Backend) -> OpenHome:
-        """Open the home, unless it is open."""
-        if isinstance(backend, CudaBackend):
-            return self._pinned(backend)
-        if not isinstance(self.home, OpenHome):
-            return _opened(self.home, self.host_budget, self.check, kept=False)
-        if self.host_budget is not None or self.check != "sampled":
-            raise InputError(
-                "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
-            )
-        return self.home
-
-    def _pinned(self, backend: CudaBackend) -> OpenHome:
-        if isinstance(self.home, OpenHome) or self.check == Check.FULL.value:
-            raise InputError(
-                f"a step on {backend.device} has homes of its own, in pinned host memory and on a disk, whose copies "
-                "are not checked: give 'host', 'disk' or a folder as 'home', and leave 'check' out"
-            )
-        return OpenHome(open_device_homes(backend, self.home, self.host_budget), kept=False)
-
-
-@dataclass(frozen=True)
-class _Ways:
-    """How a step is planned and run, in the words of ``compile``; ``is_alternating`` as for ``PlanOptions``."""
-
-    policy: PolicyLike
-    cache: bool | str | os.PathLike[str]
-    dynamic: bool | None = False
-    shard: ProcessGroup | bool | None = None
-    replay: Replaying = True
-    kernels: KernelsName = "eager"
-    split: SplitName = "exact"
-    is_alternating: bool = False
-
-    @property
-    def may_be_followed(self) -> bool:
-        """Whether a loop would compute what a planned step does, in the way that was asked for."""
-        return policy_of(self.policy) == policy_of("auto") and self.kernels == "eager" and self.split != "close"
+def _pinned(
+    backend: CudaBackend, home: str | os.PathLike[str] | OpenHome | None, host_budget: int | str | None, check: str
+) -> OpenHome:
+    """The homes of a step on a GPU, opened."""
+    if isinstance(home, OpenHome) or check == Check.FULL.value:
+        raise InputError(
+            f"a step on {backend.device} has homes of its own, in pinned host memory and on a disk, whose copies are "
+            "not checked: give 'host', 'disk' or a folder as 'home', and leave 'check' out"
+        )
+    return OpenHome(open_device_homes(backend, home, host_budget), kept=False)
 
 
 def _check_name(check: str) -> None:
@@ -218,6 +177,7 @@ def compile(
     replay: Replaying = True,
     kernels: KernelsName = "eager",
     split: SplitName = "exact",
+    repeats: bool = True,
 ) -> Step[P, R]:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -275,6 +235,9 @@ def compile(
             budget the same ones: losses are then the same to the last bit at every budget, but they are not those of
             eager PyTorch to the last bit. Each size of inputs is then captured and planned. See the guide to ops that
             are larger than their room.
+        repeats: whether the budget must also hold a second call that begins with the gradients of the first. False:
+            such a call is planned when it comes, as for a step that takes turns with an update (a plain argument tells
+            which of the two a call is), which clears them.
 
     Returns:
         A callable with the signature of ``step``. Nothing is captured before its first call.
@@ -303,38 +266,43 @@ def compile(
     True
     """
     user = _user_step(step, model, optimizer)
-    place = _Place(budget, device, home, host_budget, check)
-    return _compiled(user, place, _Ways(policy, cache, dynamic, shard, replay, kernels, split))
-
-
-def _compiled(user: UserStep[P, R], place: _Place, ways: _Ways) -> Step[P, R]:
-    """What ``compile`` returns."""
     require(Feature.COMPILE)
-    count, chosen = parse_bytes(place.budget), policy_of(ways.policy)
-    if ways.replay not in (True, False, "graphs"):
-        raise InputError(f"replay={ways.replay!r} is none of True, False and 'graphs'")
-    kernels, splits = _kernels(ways.kernels), split_of(ways.split)
-    backend = open_backend(place.device, replay=ways.replay)
-    check_modules(user.models, is_captured=not ways.dynamic)
+    count, chosen = parse_bytes(budget), policy_of(policy)
+    if replay not in (True, False, "graphs"):
+        raise InputError(f"replay={replay!r} is none of True, False and 'graphs'")
+    made, splits = _kernels(kernels), split_of(split)
+    backend = open_backend(device, replay=replay)
+    check_modules(user.models, is_captured=not dynamic)
     _check_devices(user.models, backend.device)
-    if ways.dynamic:
-        _check_followable(backend.device, place.home, ways)
-    kept = open_cache(ways.cache)
+    if dynamic:
+        _check_followable(backend.device, home, chosen, kernels, splits)
+    kept = open_cache(cache)
     check_supported(user.models)
-    group = _sharing_group(ways)
+    group = _sharing_group(shard, dynamic, kernels)
     if group is not None:
         user = replace(user, shards=Shards(user.models, user.optimizers, group))
-    ranks = None if ways.is_alternating else Agreement(user.models, kept, group)
-    home, loop = place.open(backend), None
-    may_follow = backend.driver is None and ways.may_be_followed and group is None
-    if may_follow and not isinstance(place.home, OpenHome):
-        # The calls bring the model to it, of which they know what other steps have.
-        limit, plans = host_limit(place.host_budget), None if kept is None else kept.folder / _PLANS
-        check = Check(place.check)
-        loop = partial(Loop, count, (), home=place.home, host_limit=limit, plans=plans, check=check, beside=True)
-    memory = MemoryOptions(count, home)
-    planning = PlanOptions(chosen, splits, kept, ways.is_alternating)
-    return Step(user, memory, planning, RunOptions(backend, kernels, ways.dynamic, loop), ranks)
+    loop = None
+    if isinstance(backend, CudaBackend):
+        opened = _pinned(backend, home, host_budget, check)
+    elif isinstance(home, OpenHome):
+        if host_budget is not None or check != "sampled":
+            raise InputError(
+                "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
+            )
+        opened = home
+    else:
+        opened = _opened(home, host_budget, check, kept=False)
+        if chosen == policy_of("auto") and kernels == "eager" and group is None and splits is not Split.CLOSE:
+            # The calls bring the model to it, of which they know what other steps have.
+            limit, plans = host_limit(host_budget), None if kept is None else kept.folder / _PLANS
+            loop = partial(Loop, count, (), home=home, host_limit=limit, plans=plans, check=Check(check), beside=True)
+    return Step(
+        user,
+        MemoryOptions(count, opened),
+        PlanOptions(chosen, splits, kept, not repeats),
+        RunOptions(backend, made, dynamic, loop),
+        Agreement(user.models, kept, group),
+    )
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
@@ -347,9 +315,8 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
     return Kernels(compiles)
 
 
-def _sharing_group(ways: _Ways) -> ProcessGroup | None:
+def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kernels: str) -> ProcessGroup | None:
     """The processes that share a model; None: nobody else has any of it."""
-    shard = ways.shard
     if shard is None or shard is False:
         return None
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -360,104 +327,12 @@ def _sharing_group(ways: _Ways) -> ProcessGroup | None:
     group = torch.distributed.group.WORLD if shard is True else shard
     if not isinstance(group, torch.distributed.ProcessGroup):
         raise InputError(f"shard must be a process group of torch.distributed or True, not {type(group).__name__}")
-    if ways.dynamic or ways.kernels != "eager":
+    if dynamic or kernels != "eager":
         raise InputError("processes that share a model follow one plan: with 'shard' leave 'dynamic' and 'kernels' out")
     return group if group.size() > 1 else None
 
 
-def elastic(
-    step: Callable[..., Any],
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | Sequence[Optimizer],
-    *,
-    workers: int,
-    budget: int | str,
-    update: Callable[[], object] | None = None,
-    seed: int = 0,
-    timeout: float = 600.0,
-    device: str | torch.device | None = None,
-    home: str | os.PathLike[str] | OpenHome | None = None,
-    host_budget: int | str | None = None,
-    policy: PolicyLike = "auto",
-    cache: bool | str | os.PathLike[str] = True,
-    check: CheckName = "sampled",
-) -> Elastic:
-    """Train with logical workers: the same bits on one process as on any number up to that of the workers.
-
-    Started by torchrun, or with ``torch.distributed`` initialised, the processes share the workers; alone, one process
-    has them all. Each worker has its own batches and its own random generators. A process runs its workers one after
-    the other within its budget; gradients are summed in the order of the workers, divided by their number, and one
-    update follows, in all processes the same. The number of processes may change from one checkpoint to the next.
-
-    A step is, bit for bit, this in plain PyTorch, each worker with its own generators and with the buffers that worker
-    0 left in the step before: ``step(*batches[k])`` for each worker ``k`` in order, which adds up gradients; ``p.grad
-    /= workers`` for each parameter; ``update()``.
-
-    Args:
-        step: forward, loss and ``backward()`` of one worker's batch, as a function of tensors; no update.
-        model: the module that the step trains, or a list of all that it uses, in ordinary memory or born at a home.
-            The same in every process: build it from one seed.
-        optimizer: the optimizer, or a list of them. Its ``step`` is called here.
-        workers: how many logical workers there are, for the whole of the training.
-        budget: bytes for all tensors of this process's steps, as for ``compile``. Some MiB of buffers for the sum, and
-            the model's changing buffers (running statistics), twice, lie beside it.
-        update: called in place of ``optimizer.step()`` once gradients are summed, such as one that clips them before.
-        seed: of the workers' random generators. Those of the process itself are never used.
-        timeout: seconds that a process waits for another.
-        device: as for ``compile``. The sum goes through host memory, by gloo, also between GPUs.
-        home: as for ``compile``. Processes may differ in this and the following, and in the budget.
-        host_budget: as for ``compile``.
-        policy: as for ``compile``.
-        cache: as for ``compile``.
-        check: as for ``compile``.
-
-    Returns:
-        A callable that takes ``{logical worker: batch}`` and returns ``{logical worker: what the step returns}``.
-
-    Raises:
-        InputError: an argument cannot be used, there are more processes than workers, or processes differ in what has
-            to be the same everywhere, such as threads or the model.
-        StateError: the processes do not find together.
-
-    >>> import torch
-    >>> import outofcore
-    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
-    <torch...>
-    >>> model = torch.nn.Linear(256, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    >>> def train_step(x, y):
-    ...     loss = (model(x)[:, 0] - y).square().mean()
-    ...     loss.backward()
-    ...     return loss
-    >>> data = torch.utils.data.TensorDataset(torch.randn(64, 256), torch.randn(64))
-    >>> with outofcore.elastic(train_step, model, optimizer, workers=4, budget="4MiB") as run:
-    ...     for batches in run.loader(data, batch_size=8):
-    ...         losses = run(batches)
-    >>> list(losses), run.steps
-    ([0, 1, 2, 3], 2)
-    """
-    user = _user_step(step, model, optimizer)
-    if not user.optimizers:
-        raise InputError("there is no optimizer to update the parameters with; give the one that trains the model")
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise InputError(f"there must be at least one logical worker, and workers is {workers!r}")
-    if not timeout > 0:
-        raise InputError(f"timeout must be a number of seconds above zero, not {timeout!r}")
-    if seed < 0:
-        raise InputError(f"the seed must not be negative, and is {seed}")
-    check_models(user.models)
-    both = UserStep(phases(step, user.models, user.optimizers, update), user.models, user.optimizers)
-    place = _Place(budget, device, home, host_budget, check)
-    with ExitStack() as undo:
-        compiled = _compiled(both, place, _Ways(policy, cache, is_alternating=True))
-        undo.callback(compiled.close)
-        where = open_backend(device).device
-        run = Elastic(compiled, user.models, user.optimizers, workers, seed, where, timedelta(seconds=timeout))
-        undo.pop_all()
-    return run
-
-
-def _check_followable(device: torch.device, home: object, ways: _Ways) -> None:
+def _check_followable(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
     """Refuse ``dynamic=True`` where calls cannot be followed."""
     if device.type != "cpu":
         raise InputError(f"calls are followed on the CPU only, and the step is for {device}; leave 'dynamic' out")
@@ -466,12 +341,12 @@ def _check_followable(device: torch.device, home: object, ways: _Ways) -> None:
             "calls that are followed have a home of their own: with dynamic=True give 'host', 'disk' or a folder as "
             "'home'; or leave 'dynamic' out"
         )
-    if policy_of(ways.policy) != policy_of("auto") or ways.kernels != "eager":
+    if policy != policy_of("auto") or kernels != "eager":
         raise InputError(
             "calls that are followed are neither planned nor measured: with dynamic=True leave 'policy' and "
             "'kernels' out"
         )
-    if ways.split == "close":
+    if splits is Split.CLOSE:
         raise InputError(
             "calls that are followed run PyTorch's ops as they are, and their losses would not be those of planned "
             "steps with split='close'; leave 'dynamic' out, so that each size is planned"
@@ -774,7 +649,7 @@ def estimate(
     """
     user, chosen = _user_step(step, model, optimizer), policy_of(policy)
     wanted = [parse_bytes(budget) for budget in budgets]
-    with opened(None if device is None else str(device), home, host_budget, cache) as where, following() as tell:
+    with opened_place(None if device is None else str(device), home, host_budget, cache) as where, following() as tell:
         preset = None if isinstance(where, Here) else where
         made, splits = _kernels(kernels, compiles=preset is None), split_of(split)
         found = costed(user, tuple(inputs), kwargs or {}, where, tell=tell, kernels=made, split=splits)
@@ -820,7 +695,7 @@ def save(
 
 def load(
     folder: str | os.PathLike[str],
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     home: OpenHome | None = None,
@@ -832,7 +707,7 @@ def load(
 
     Args:
         folder: that a checkpoint was saved into.
-        model: as when it was saved.
+        model: as when it was saved; None: nothing is loaded, and what was saved as ``extra`` is returned.
         optimizer: as when it was saved.
         home: where tensors of 64 KiB or more are born that do not exist yet; None: in ordinary memory.
 
@@ -853,11 +728,15 @@ def load(
     >>> outofcore.save("checkpoint", model, optimizer, extra={"epoch": 3})
     >>> outofcore.load("checkpoint", model, optimizer)
     {'epoch': 3}
+    >>> outofcore.load("checkpoint")
+    {'epoch': 3}
     """
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
     faces = None if home is None else home.faces
     checkpoint = Checkpoint(Path(folder))
+    if model is None and optimizer is None:
+        return checkpoint.extra
     for one in models:
         allocate(one, faces)
     checkpoint.load(models, optimizers, faces)
@@ -865,8 +744,6 @@ def load(
 
 
 __all__ = [
-    "Elastic",
-    "ElasticStats",
     "Estimate",
     "Loop",
     "LoopStats",
@@ -877,7 +754,6 @@ __all__ = [
     "budget",
     "build",
     "compile",
-    "elastic",
     "estimate",
     "load",
     "materialize",

@@ -19,7 +19,7 @@ from outofcore import zoo
 from outofcore.cli.answer import Subject
 from outofcore.cli.targets import BUILDS, Kind, functions_in, functions_text, kind_of, nearest, split_script
 from outofcore.errors import InputError, OutOfCoreError, is_out_of_memory
-from outofcore.estimation.costing import Here, Sharing, costed, opened
+from outofcore.estimation.costing import Here, Sharing, costed, opened_place
 from outofcore.graphfile import GraphFile
 from outofcore.options import UserStep
 from outofcore.planning import smallest_budget
@@ -189,7 +189,7 @@ def subject_of(
     ``ranks`` is how many processes share the model, ``between`` the bytes a second that each of them sends.
     """
     title, simulation = plain.title, ""
-    with following(silent if quiet else None) as tell, opened(device, home, host_budget, cache) as where:
+    with following(silent if quiet else None) as tell, opened_place(device, home, host_budget, cache) as where:
         sharing = None if ranks is None else Sharing(ranks, _link_between(where, between))
         found = costed(plain.user, plain.inputs, {}, where, tell=tell, sharing=sharing, split=Split.EXACT)
     if isinstance(where, Device):

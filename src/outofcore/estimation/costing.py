@@ -85,7 +85,7 @@ class Here:
 
 
 @contextmanager
-def opened(
+def opened_place(
     device: str | None,
     home: str | os.PathLike[str] | None,
     host_budget: int | str | None,
