@@ -13,7 +13,16 @@ SOURCE = ROOT / "src" / "outofcore"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 # Where messages come from that users meet; what planning and the validator say of graphs and plans has one entry.
 SPEAKING = (
-    *("api.py", "estimation", "step.py", "session.py", "units.py", "presets.py", "planning/planner.py"),
+    *(
+        "api.py",
+        "estimation",
+        "step.py",
+        "step_state.py",
+        "session.py",
+        "units.py",
+        "presets.py",
+        "planning/planner.py",
+    ),
     *("capture", "report", "checkpoint", "materialization.py"),
     *(
         "planned_step.py",
