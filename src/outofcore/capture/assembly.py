@@ -19,6 +19,7 @@ from outofcore.capture.captured import (
     Ref,
     StateBinding,
 )
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.guard import Guard
 from outofcore.capture.mirror import Mirror, Mirrored
 from outofcore.capture.tables import Tables, covers, leaves_in, map_leaves
@@ -62,7 +63,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
                 "gradients at the end of the step (optimizer.zero_grad()), or give what you need of the old ones to "
                 "the step as an argument"
             )
-    watched = PERSISTENT_KINDS if tables.device.type == "cpu" else frozenset()  # see ``StateKeeper.bring_home``
+    watched = PERSISTENT_KINDS if traits_of(tables.device).watches_state else frozenset()
     storages = tuple(
         Storage(index, s.bytes, s.kind, s.name, s.kind in watched) for index, s in enumerate(tables.storages)
     )

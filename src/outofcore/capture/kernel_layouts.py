@@ -24,6 +24,7 @@ from outofcore._torch_internals import (
     result_leaves,
     storage_key,
 )
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.tables import leaves_in, map_leaves
 
 # Slow kernels whose fakes matched them in every layout that was compared.
@@ -104,7 +105,7 @@ class KernelLayouts:
 def _may_differ(func: OpOverload, given: list[torch.Tensor], results: list[Any] | tuple[Any, ...]) -> bool:
     """Return whether the kernel may return layouts other than the fakes', and can run during capture."""
     name = func._schema.name
-    if name in _TRUSTED or any(tensor.device.type != "cpu" for tensor in given):
+    if name in _TRUSTED or not all(traits_of(tensor.device).computes_in_capture for tensor in given):
         return False
     if not all(item is None or isinstance(item, torch.Tensor) for item in results):
         return False

@@ -21,7 +21,8 @@ from outofcore._torch_internals import (
     tree_flatten_with_path,
     tree_unflatten,
 )
-from outofcore.capture.captured import Value
+from outofcore.capture.captured import CPU, Value
+from outofcore.capture.device_traits import are_alike
 from outofcore.capture.provenance import join, prefix
 from outofcore.capture.tables import Tables
 from outofcore.errors import CaptureError, InputError
@@ -124,7 +125,7 @@ class Mirror:
         if real.is_meta:
             return self._without_contents(real)
         fake = self._mode.from_tensor(real, static_shapes=True)
-        if real.device.type == device.type:
+        if are_alike(real.device, device):
             return fake
         if real.untyped_storage().nbytes() > real.numel() * real.element_size():
             raise CaptureError(
@@ -298,12 +299,12 @@ def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> Non
     from which it is not copied automatically.
     """
     _check_kind(f"argument {name}", tensor)
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise InputError(
             f"argument {name} is on the device meta, where tensors have no contents: make it on {device}; only "
             "outofcore.estimate takes such tensors"
         )
-    if tensor.device.type != "cpu" and tensor.device != device:
+    if not are_alike(tensor.device, CPU) and tensor.device != device:
         raise InputError(
             f"argument {name} is on {tensor.device} and the step is to run on {device}; move it there first: "
             f".to({str(device)!r})"

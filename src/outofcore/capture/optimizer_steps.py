@@ -25,6 +25,7 @@ from outofcore._torch_internals import (
     register_optimizer_step_pre_hook,
 )
 from outofcore.capture.captured import CPU, Call, Ref, StateBinding, Value
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.mirror import Mirror, Mirrored
 from outofcore.capture.operators import value_text
 from outofcore.capture.optimizers import (
@@ -43,7 +44,6 @@ from outofcore.capture.refusals import higher_order, refusal
 from outofcore.capture.tables import Tables, leaves_in
 from outofcore.errors import CaptureError, OutOfCoreError
 from outofcore.graph import StorageKind
-from outofcore.units import KIB, MIB
 
 
 @dataclass(frozen=True)
@@ -222,14 +222,6 @@ def _plain(value: Any) -> Any:
     return (shape_of(value), value.device) if isinstance(value, torch.Tensor) else type(value)
 
 
-# Parameters smaller than this are updated together, up to so many bytes in one op: the overhead of an
-# op would outweigh its work, and so few bytes are no burden to the plan.
-SMALL_BYTES = 256 * KIB
-CHUNK_BYTES = MIB
-# On a device the work is done sooner, and the overhead is the same.
-DEVICE_SMALL_BYTES, DEVICE_CHUNK_BYTES = MIB, 4 * MIB
-
-
 _Member = tuple[int, Mirrored, int | None]  # group, parameter, value of its gradient
 
 
@@ -324,18 +316,16 @@ class StepRecorder:
             return touched
         # Apart by whether they have yet to make their state, for which they ask for other memory.
         small: dict[tuple[int, bool], list[_Member]] = {}
-        least, most = SMALL_BYTES, CHUNK_BYTES
-        if self._tables.device.type != "cpu":
-            least, most = DEVICE_SMALL_BYTES, DEVICE_CHUNK_BYTES
+        sizes = traits_of(self._tables.device).update_bytes
         for group, state, grad in found:
             if grad is None:
                 continue
-            if self._bytes(state) >= least:
+            if self._bytes(state) >= sizes.alone:
                 self._append(index, [(group, state, grad)])
                 continue
             key = group, bool(optimizer.state.get(state.real))
             chunk = small.setdefault(key, [])
-            if sum(self._bytes(other) for _, other, _ in chunk) + self._bytes(state) > most:
+            if sum(self._bytes(other) for _, other, _ in chunk) + self._bytes(state) > sizes.chunk:
                 self._append(index, chunk)
                 chunk = small[key] = []
             chunk.append((group, state, grad))

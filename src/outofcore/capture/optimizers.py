@@ -19,6 +19,7 @@ import torch
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from outofcore._torch_internals import plain_optimizer_step, without_hooks
+from outofcore.capture.device_traits import traits_of
 from outofcore.errors import StateError
 
 # Elements of a piece: 1 MiB of each tensor in float32.
@@ -83,7 +84,7 @@ def _can_be_cut(optimizer: Optimizer, settings: dict[str, Any], whole: Piece) ->
     if (
         parameter.numel() < 2 * PIECE_ELEMENTS
         or not _goes_one_by_one(optimizer, settings)
-        or parameter.device.type != "cpu"
+        or not traits_of(parameter.device).updates_ranges
         or parameter.dtype not in _DTYPES
         or parameter.ndim == 0
         or gradient is None

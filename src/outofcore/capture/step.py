@@ -133,7 +133,7 @@ def _captured(
         fake_args, fake_kwargs = mirror.add_arguments(args, kwargs)
         provenance = Provenance(models, mirror.names)
         steps = StepRecorder(optimizers, mirror, tables, provenance)
-        substitute = Substitute(mirror.fakes, mirror.reals(), device.type, counts)
+        substitute = Substitute(mirror.fakes, mirror.reals(), device, counts)
         recorder = Recorder(tables, provenance, device, substitute, layouts, reads)
         replicas = Replicas(models, mirror.fakes, orders)
         with (

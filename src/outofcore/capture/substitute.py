@@ -25,6 +25,7 @@ from outofcore._torch_internals import (
     without_compiled_code,
     without_modes,
 )
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.engine_calls import around_engine
 from outofcore.capture.known import KnownValues
 from outofcore.capture.patching import capturing_thread, class_method, patched
@@ -78,7 +79,7 @@ class Substitute(TorchFunctionMode):
         self,
         fakes: dict[int, torch.Tensor],
         reals: Iterable[torch.Tensor],
-        device_type: str,
+        device: torch.device,
         counts: Mapping[int, int] | None = None,
     ) -> None:
         """``fakes`` is by the id of the real tensor; ``reals`` holds those tensors so that their ids are not reused.
@@ -89,7 +90,7 @@ class Substitute(TorchFunctionMode):
         self._counts = dict(counts or {})
         self._fakes = fakes
         self._reals = list(reals)
-        self._device_type = device_type
+        self._device = device
         self._functions: list[tuple[str, tuple[str, torch.dtype] | None]] = []
         self._module: Callable[[], str] = str  # the path of the module that runs
         self.first_refusal: CaptureError | None = None
@@ -146,9 +147,9 @@ class Substitute(TorchFunctionMode):
                 if name not in _METADATA:
                     raise
                 new_args, new_kwargs = args, kwargs or {}
-            if name == "ctc_loss" and self._device_type == "cpu":
+            if name == "ctc_loss" and traits_of(self._device).computes_in_capture:
                 new_args, new_kwargs = _with_lengths(new_args, new_kwargs)
-            self._functions.append((name, _autocast_now(self._device_type)))
+            self._functions.append((name, _autocast_now(self._device.type)))
             try:
                 return func(*new_args, **new_kwargs)
             finally:

@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from outofcore.capture.captured import Captured
 from outofcore.capture.collectives import Collective
+from outofcore.capture.device_traits import wait_for
 from outofcore.costs import OpCost
 from outofcore.errors import GraphError
 from outofcore.jsonfile import convert_json
@@ -85,8 +86,7 @@ def _median(group: ProcessGroup, device: torch.device, count: int, rounds: int) 
     for _ in range(rounds + 1):
         begin = time.perf_counter()
         torch.distributed.all_reduce(tensor, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds[1:])  # the first makes connections
 

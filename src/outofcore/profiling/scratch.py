@@ -10,7 +10,7 @@ keeps a higher clock than in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from outofcore._torch_internals import OpOverload
 from outofcore.capture import operators
 from outofcore.capture.captured import CPU
+from outofcore.capture.device_traits import are_alike, traits_of
 from outofcore.capture.tables import leaves_in
 from outofcore.execution.binding import BoundRun
 
@@ -51,14 +52,14 @@ class Contents:
             return
         whole = target[: target.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         if self.varied and dtype in _DRAWN:
-            whole.uniform_(*_AROUND)
+            whole.uniform_(0.25, 0.75)  # within 0 and 1: what is no probability ends the process on a GPU
         else:
             whole.fill_(0.5)
 
     def fill(self, run: BoundRun, device: torch.device = CPU) -> None:
         """Fill the arguments of an op, which hold halves and zeros; skip constants, which are not on ``device``."""
         given = list(leaves_in([run.args, run.kwargs]))
-        scratch = [tensor for tensor in given if tensor.device.type == device.type]
+        scratch = [tensor for tensor in given if are_alike(tensor.device, device)]
         if replace(self, varied=False) != PLAIN:
             for tensor in scratch:
                 self._fill(tensor)
@@ -83,21 +84,15 @@ def fit(func: OpOverload, given: Given) -> None:
         _FITTING[func._schema.name](given)
 
 
-PLAIN = Contents()
-# Within 0 and 1, as what is no probability ends the process on a GPU.
-_AROUND = (0.25, 0.75)
+PLAIN, _RANDOM = Contents(), Contents(random=True)
 _DRAWN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-def contents_to_try(device: torch.device) -> Iterator[Contents]:
-    """Yield contents to try one after the other until an op runs."""
-    yield PLAIN if device.type == "cpu" else Contents(varied=True)
-    yield Contents(identity=True)
-    # On a device an index out of range ends the process, and cannot be tried.
-    if device.type == "cpu":
-        yield Contents(whole=1, identity=True)
-        yield Contents(whole=1)
-    yield Contents(random=True)
+def contents_to_try(device: torch.device) -> tuple[Contents, ...]:
+    """Return contents to try one after the other until an op runs."""
+    if traits_of(device).survives_bad_indices:
+        return PLAIN, Contents(identity=True), Contents(whole=1, identity=True), Contents(whole=1), _RANDOM
+    return Contents(varied=True), Contents(identity=True), _RANDOM
 
 
 def _even_groups(given: Given) -> None:

@@ -26,13 +26,13 @@ from outofcore.analysis import LARGE_BYTES, fullest_op, is_large, live_bytes
 from outofcore.analysis.hoisting import hoisted_order
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, with_ops
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.operators import by_name, family_text, traits
 from outofcore.capture.optimizer_steps import call_of_update
 from outofcore.capture.optimizers import OptimizerUpdate, is_torchs_own
 from outofcore.capture.tables import covers, map_leaves
 from outofcore.capture.value_errors import ops_that_may_raise
 from outofcore.graph import Op, StorageKind
-from outofcore.units import MIB
 
 _aten = torch.ops.aten
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -330,14 +330,10 @@ def reordered(captured: Captured, order: Sequence[int]) -> Captured:
     return with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
 
 
-# An op of so many bytes of parameters has no fixed price to speak of, and is still measured in little memory.
-TOGETHER_BYTES = 4 * MIB
-# On a device they pass in less time than the host takes to issue the op. There optimizers go over all parameters at
-# once, with scratch memory for as many: of what the step holds at once, it is no more than a small part.
-DEVICE_TOGETHER_BYTES, _SMALL_PART = 64 * MIB, 8
-# Parameters that are updated together, where memory is short, are of this part of it at most, and on the CPU of no more
-# bytes. With their gradients and state they take about four times as much (`benchmarks/updates.py` compares others).
-SHARE_OF_UPDATES, MOST_UPDATED = 16, 16 * MIB
+# Updates that go over all parameters at once need scratch memory for as many: a small part of what the step holds.
+_SMALL_PART = 8
+# Parameters that are updated together, where memory is short, are of this part of it at most.
+SHARE_OF_UPDATES = 16
 
 
 def delayed(captured: Captured, most: int) -> Captured:
@@ -349,7 +345,7 @@ def delayed(captured: Captured, most: int) -> Captured:
     places: list[list[int]] = [[op.id] for op in captured.graph.ops]
     row: list[tuple[Op, Call]] = []
     held: set[int] = set()
-    at_once = captured.device.type != "cpu"
+    at_once = traits_of(captured.device).updates_all_at_once
     raising = ops_that_may_raise(captured)
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
         op = pair[0]
@@ -375,11 +371,12 @@ def together(captured: Captured, most: int | None = None) -> Captured:
     Those that go over all at once are joined on a device alone, where their fixed price is what counts. ``most`` limits
     the bytes of parameters of an op; None chooses a limit that needs little more memory.
     """
-    at_once = captured.device.type != "cpu"
+    device = traits_of(captured.device)
+    at_once, sizes = device.updates_all_at_once, device.update_bytes
     if most is None:
-        most = TOGETHER_BYTES
+        most = sizes.joined
         if at_once:
-            most = max(most, min(live_bytes(captured.graph) // _SMALL_PART, DEVICE_TOGETHER_BYTES))
+            most = max(sizes.chunk, min(live_bytes(captured.graph) // _SMALL_PART, most))
     rows: list[list[tuple[Op, Call]]] = []
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
         if rows and _follows(rows[-1], pair, most, at_once=at_once):
@@ -454,5 +451,5 @@ def lean(traced: Captured, room: int) -> Captured:
     held longer.
     """
     captured = leanest(traced)
-    most = min(room // SHARE_OF_UPDATES, MOST_UPDATED if captured.device.type == "cpu" else DEVICE_TOGETHER_BYTES)
+    most = min(room // SHARE_OF_UPDATES, traits_of(captured.device).update_bytes.delayed)
     return together(delayed(captured, most), most)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from heapq import heappop, heappush
 from math import prod
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from outofcore._torch_internals import FakeTensorMode, OpOverload, result_leaves
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, Value
-from outofcore.capture.operators import by_name, family_text, made_up, repaired, traits, written_arguments
+from outofcore.capture.operators import by_name, fake_result, family_text, traits, written_arguments
 from outofcore.capture.optimizer_steps import call_of_update, family_of_update
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.tables import covers, leaves_in, map_leaves
@@ -323,10 +324,7 @@ class Builder:
             with self.mode, torch.no_grad():
                 given, more = map_leaves((args, kwargs), fake, Value)
                 there = by_name(func, given, more)
-                result = made_up(func, there)
-                if result is None:
-                    result = repaired(func, there, func(*given, **more))
-                leaves = result_leaves(result)
+                leaves = result_leaves(fake_result(func, there, partial(func, *given, **more)))
             self._shapes[key] = [
                 (Value(-1, t.dtype, tuple(t.shape), t.stride()), t.untyped_storage().nbytes())
                 if isinstance(t, torch.Tensor)
