@@ -20,7 +20,7 @@ from outofcore.capture.guard import check_modules
 from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.replicas import check_supported
 from outofcore.capture.shards import Shards
-from outofcore.capture.step import capture_step
+from outofcore.capture.step import CaptureOptions, capture_step
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.distributed.agreement import Agreement
@@ -737,7 +737,7 @@ def smallest_budget(
     _check_devices(models, backend.device)
     kept = open_cache(cache)
     given = (step, models, optimizers, inputs, kwargs or {})
-    plain = partial(capture_step, *given, backend.device, layouts=KernelLayouts())
+    plain = partial(capture_step, *given, backend.device, options=CaptureOptions(layouts=KernelLayouts()))
     splits = split_of(split)
     capture = summing(fusing(plain, _kernels(kernels)), is_on=splits is Split.CLOSE)
     traced = capture()

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore.capture import Captured, capture_step
+from outofcore.capture import Captured, CaptureOptions, capture_step
 from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.shards import Shards
 from outofcore.costs import Costs, Home
@@ -67,7 +67,7 @@ class StepPlanner:
         self.backend, self._kernels = running.backend, running.kernels
         self._repeats = not planning.is_alternating
         self._shards, self._empty_device = shards, empty_device
-        self._orders: dict[int, tuple[int, ...]] = {}  # see ``capture_step``
+        self._orders: dict[int, tuple[int, ...]] = {}  # see ``CaptureOptions``
         self._layouts = KernelLayouts()
         self.plans = StepPlans(None if self.cache is None else self.cache.folder)
         self.links: tuple[Home, ...] = ()
@@ -86,9 +86,7 @@ class StepPlanner:
             args,
             kwargs,
             self.backend.device,
-            orders=self._orders,
-            shards=self._shards,
-            layouts=self._layouts,
+            options=CaptureOptions(self._shards, self._orders, self._layouts),
         )
         with Deferred("the capture of the step", stops=3):
             traced = capture()

@@ -27,10 +27,11 @@ from outofcore.capture.captured import (
     Value,
 )
 from outofcore.capture.optimizers import OptimizerUpdate, StateOwner
-from outofcore.capture.step import capture_step
+from outofcore.capture.step import CaptureOptions, capture_step
 
 __all__ = [
     "Call",
+    "CaptureOptions",
     "Captured",
     "GradientLeft",
     "InputBinding",

@@ -26,7 +26,7 @@ from outofcore.capture.collectives import Collective
 from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.operators import by_name
 from outofcore.capture.shards import AssumedGroup, Shards
-from outofcore.capture.step import capture_step
+from outofcore.capture.step import CaptureOptions, capture_step
 from outofcore.capture.tables import leaves_in
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.execution.backend import Backend, CpuBackend
@@ -128,7 +128,7 @@ def costed(
     shards = None if sharing is None else Shards(models, optimizers, AssumedGroup(sharing.ranks))
     layouts = None if isinstance(where, Device) else KernelLayouts()
     given = (step, models, optimizers, args, kwargs)
-    plain = partial(capture_step, *given, backend.device, shards=shards, layouts=layouts)
+    plain = partial(capture_step, *given, backend.device, options=CaptureOptions(shards, layouts=layouts))
     capture = summing(fusing(plain, kernels, tell), is_on=split is Split.CLOSE)
     here = None if isinstance(where, Device) else backend
     # How a device that is not here rounds a range of an update is not known.
