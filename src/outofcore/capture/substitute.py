@@ -6,6 +6,7 @@ import contextlib
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,8 +208,26 @@ class Substitute(TorchFunctionMode):
         def substituted_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             return apply(cls, *self.swap(args), **self.swap(kwargs))
 
-        def from_numpy(array: Any) -> Any:
-            raise self._refused(_array_refusal())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(around_engine(run_backward))
+            stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(substituted_apply)))
+            for owner, name, replacement in self._ways_to_values():
+                stack.enter_context(patched(owner, name, replacement))
+            for owner, name in TRANSFORM_ENTRY_POINTS:
+                stack.enter_context(patched(owner, name, self._swapping(getattr(owner, name))))
+            # Gradient clipping takes another path for tensor types that it does not know: not the eager one.
+            FOREACH_TENSOR_TYPES.append(FakeTensor)
+            stack.callback(FOREACH_TENSOR_TYPES.remove, FakeTensor)
+            yield
+
+    def _ways_to_values(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Yield functions that get at values, and what replaces them: it refuses, or answers with a known value."""
+
+        def refusing(error: Callable[[], CaptureError]) -> Callable[..., Any]:
+            def refuse(*_: Any, **__: Any) -> Any:
+                raise self._refused(error())
+
+            return refuse
 
         as_list = torch.Tensor.tolist
 
@@ -219,9 +238,6 @@ class Substitute(TorchFunctionMode):
                 raise self._refused(value_read("tolist"))
             with without_modes():
                 return as_list(value)
-
-        def to_dlpack(_: torch.Tensor) -> Any:
-            raise self._refused(value_read("__dlpack__"))
 
         def of_storage(name: str) -> Callable[..., Any]:
             original = getattr(torch.UntypedStorage, name)
@@ -241,24 +257,15 @@ class Substitute(TorchFunctionMode):
                 raise self._refused(grad_scaler())
             return scale(scaler, outputs)
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(around_engine(run_backward))
-            stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(substituted_apply)))
-            stack.enter_context(patched(torch, "from_numpy", from_numpy))
-            for owner in (torch, torch.utils.dlpack):
-                stack.enter_context(patched(owner, "to_dlpack", to_dlpack))
-            for name in _OF_STORAGES:
-                if hasattr(torch.UntypedStorage, name):
-                    stack.enter_context(patched(torch.UntypedStorage, name, of_storage(name)))
-            for kind in (torch.Tensor, FakeTensor):
-                stack.enter_context(patched(kind, "tolist", tolist))
-            stack.enter_context(patched(torch.amp.GradScaler, "scale", scaled))
-            for owner, name in TRANSFORM_ENTRY_POINTS:
-                stack.enter_context(patched(owner, name, self._swapping(getattr(owner, name))))
-            # Gradient clipping takes another path for tensor types that it does not know: not the eager one.
-            FOREACH_TENSOR_TYPES.append(FakeTensor)
-            stack.callback(FOREACH_TENSOR_TYPES.remove, FakeTensor)
-            yield
+        yield torch, "from_numpy", refusing(_array_refusal)
+        for owner in (torch, torch.utils.dlpack):
+            yield owner, "to_dlpack", refusing(partial(value_read, "__dlpack__"))
+        for name in _OF_STORAGES:
+            if hasattr(torch.UntypedStorage, name):
+                yield torch.UntypedStorage, name, of_storage(name)
+        for kind in (torch.Tensor, FakeTensor):
+            yield kind, "tolist", tolist
+        yield torch.amp.GradScaler, "scale", scaled
 
 
 def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:

@@ -2,8 +2,8 @@
 
 The capture assumes that such a check passes, and records an op that makes the check in each call.
 
-Limits: the error names the check, but not the value that failed it. Only where an op has run when its call returns, as on
-the CPU.
+Limits: the error names the check, but not the value that failed it. Only where an op has run when its call returns,
+as on the CPU.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 from outofcore import _torch_internals as internals
+from outofcore.analysis import SMALL_ALIGNMENT
 from outofcore.analysis.chunks import is_dense
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.helpers import packed, received, started
@@ -47,10 +48,11 @@ from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import op_shelf
 from outofcore.profiling.scratch import fit
 from outofcore.report.machine import available_memory_bytes
-from outofcore.transforms.split.exactness import ALIGNED, Claim
+from outofcore.transforms.split.exactness import Claim
 from outofcore.transforms.split.rules import is_elementwise
 from outofcore.transforms.split.tensors import dense_like
 from outofcore.transforms.split.ways import Cut, Name
+from outofcore.units import MIB
 
 _log = logging.getLogger("outofcore.profiling")
 
@@ -59,16 +61,30 @@ _SEED = 20_406
 _THREAD_ELEMENTS = 32_768
 # More elements than a kernel takes at a time.
 _LANES = 64
-# Of one scrap, which no kernel takes at a time; and of all.
-_SCRAP, _SCRAPS = 7, 7 * 1024
-# In so many ways arguments are placed at most: where they lie, or in memory of their own.
-_MOST_PLACINGS = 8
-# Parts are tried on new numbers until so many elements were compared, or so many bytes given and made, or so often.
-_COMPARED, _TRIED_BYTES, _MOST_DRAWS = 4_096, 64 << 20, 64
-# The share of an op that a stretch of it has to be to stand for it.
-_SHARE = 0.25
-# A trial takes scratch memory as well, of which little is known: so many times what is known shall be left.
-_MARGIN = 2
+_SCRAP = 7  # elements, of which no kernel takes so few at a time
+_SCRAPS = 1024 * _SCRAP  # of all scraps
+
+
+@dataclass(frozen=True)
+class _Effort:
+    """How much is tried before a split is believed.
+
+    Attributes:
+        elements: parts are tried on new numbers until so many were compared,
+        bytes: or so many were given and made,
+        draws: or so often.
+        placings: in so many ways are arguments placed, in place or in memory of their own.
+        share: a stretch of an op stands for it if it is at least so large a part.
+    """
+
+    elements: int = 4096
+    bytes: int = 64 * MIB
+    draws: int = 64
+    placings: int = 8
+    share: float = 0.25
+
+
+_EFFORT = _Effort()
 # What PyTorch says where the system gives it no memory.
 _NO_MEMORY = "DefaultCPUAllocator"
 # Whole numbers of as many bytes as others.
@@ -141,7 +157,8 @@ class _Verdicts:
 
     def find_elsewhere(self, claims: Sequence[Claim]) -> None:
         """Try the whole ops in a process of its own, as far as there is memory."""
-        most = _left_on(self.device) // _MARGIN
+        # A trial takes scratch memory as well, of which little is known.
+        most = _left_on(self.device) // 2
         unknown = [c for c in claims if not self.is_known(c) and _fits(c, self.values, _whole(c), most)]
         found = _tried_elsewhere(unknown, self.values, self.device)
         self.new |= {_key(claim, (_whole(claim),)): found[claim.key] for claim in unknown if claim.key in found}
@@ -249,7 +266,7 @@ def stretches_of(claim: Claim, values: Sequence[Value], most: int) -> tuple[Stre
         middle = middle // grain * grain if middle // grain * grain > low else middle
         if low < middle:
             found.append(Stretch(low, high, ((low, middle), (middle, high))))
-    least = (end - claim.ends[0]) * _SHARE
+    least = (end - claim.ends[0]) * _EFFORT.share
     return () if any(stretch.high - stretch.low < least for stretch in found) else tuple(dict.fromkeys(found))
 
 
@@ -329,11 +346,11 @@ def _draws(claim: Claim, values: Sequence[Value], stretch: Stretch) -> int:
     made = [prod(values[v].shape) for v in claim.call.results if v is not None]
     made += [prod(value.shape) for (name, _), value in _tensors(claim.call, values).items() if name in written]
     share = (stretch.high - stretch.low) / claim.way.extent
-    wanted = ceil(_COMPARED / max(min(made, default=1) * share, 1))
+    wanted = ceil(_EFFORT.elements / max(min(made, default=1) * share, 1))
     low, high = stretch.low, stretch.high
     tried = _given(claim, values, low, high) + _made(claim, values, low, high, claim.call)
-    affordable = _TRIED_BYTES // max(tried, 1)
-    return max(min(wanted, affordable, _MOST_DRAWS), 1)
+    affordable = _EFFORT.bytes // max(tried, 1)
+    return max(min(wanted, affordable, _EFFORT.draws), 1)
 
 
 def _rounds_alike(claim: Claim, values: Sequence[Value], device: torch.device) -> bool:
@@ -451,7 +468,7 @@ class Trial:
             shape = _part_shape(value.shape, cut, self.low, self.high)
             stride = dense_like(shape, (*stride[: cut.dims[0]], stride[cut.dims[1] - 1], *stride[cut.dims[1] :]))
         # Where it begins matters as well: libraries take other ways through memory that is not aligned.
-        shift = value.offset % max(ALIGNED // value.dtype.itemsize, 1)
+        shift = value.offset % max(SMALL_ALIGNMENT // value.dtype.itemsize, 1)
         base = torch.empty(shift + _extent(shape, stride), dtype=value.dtype, device=self.device)
         flat, tensor = base[shift:], torch.as_strided(base, shape, stride, shift)
         if value.dtype.is_floating_point or value.dtype.is_complex:
@@ -555,9 +572,9 @@ class Trial:
             gaps = not is_dense(view.shape, view.stride())
             # What has no gaps as a whole is copied where a part has some.
             is_copied = gaps and is_dense(merged.shape, merged.stride())
-            if not is_copied and (gaps or view.data_ptr() % ALIGNED):
+            if not is_copied and (gaps or view.data_ptr() % SMALL_ALIGNMENT):
                 views[name] = view
-        for number in range(min(1 << len(views), _MOST_PLACINGS)):
+        for number in range(min(1 << len(views), _EFFORT.placings)):
             there = {name for place, name in enumerate(views) if number >> place & 1}
             yield {name: views[name] if name in there else self._part(name, low, high) for name in self.given}
 

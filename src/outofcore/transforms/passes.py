@@ -37,8 +37,6 @@ from outofcore.graph import Op, StorageKind
 _aten = torch.ops.aten
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _NORMS_BACKWARD = frozenset({"aten::native_group_norm_backward", "aten::native_layer_norm_backward"})
-_INPUT = 1  # the place of the input among the arguments
-_MASK = 10  # the place of ``output_mask`` among the arguments
 
 
 def split(captured: Captured) -> Captured:
@@ -49,27 +47,19 @@ def split(captured: Captured) -> Captured:
 
 def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
     """Split a convolution's backward pass into two ops; return any other op, or one with a single half, unchanged."""
-    if call.func is not _CONVOLUTION_BACKWARD or len(call.args) <= _MASK or call.kwargs:
+    halves = _halves(captured, op, call) if call.func is _CONVOLUTION_BACKWARD else None
+    if halves is None:
         return [(op, call)]
-    wanted = [bool(flag) for flag in call.args[_MASK]]
-    if not wanted[0] or not any(wanted[1:]) or len(call.results) != len(wanted):
-        return [(op, call)]
-    halves = (
-        ([False, *wanted[1:]], (None, *call.results[1:])),
-        ([True, False, False], (call.results[0], None, None)),
-    )
-    parts: list[tuple[Op, Call]] = []
-    for mask, results in halves:
-        args = [*call.args[:_MASK], mask, *call.args[_MASK + 1 :]]
-        given, result = args[_INPUT], results[0]
-        if mask[0] and result is not None and isinstance(given, Ref) and _same_layout(captured, given.value, result):
-            args[_INPUT] = Ref(result)
-        creates = dict.fromkeys(captured.values[v].storage for v in results if v is not None)
-        used = {captured.values[a.value].storage for a in args if isinstance(a, Ref)}
-        reads = tuple(s for s in op.reads if s in used)
-        part = replace(op, reads=reads, creates=tuple(creates), family=f"{op.family}{mask}")
-        parts.append((part, replace(call, args=tuple(args), results=tuple(results))))
-    return parts
+    (of_input, call_of_input), of_weights = halves
+    place = traits(_CONVOLUTION_BACKWARD).names.index("input")
+    given, result = call_of_input.args[place], call_of_input.results[0]
+    if result is not None and isinstance(given, Ref) and _same_layout(captured, given.value, result):
+        # Of the input only the shape matters.
+        args = (*call_of_input.args[:place], Ref(result), *call_of_input.args[place + 1 :])
+        used = {captured.values[arg.value].storage for arg in args if isinstance(arg, Ref)}
+        of_input = replace(of_input, reads=tuple(storage for storage in op.reads if storage in used))
+        call_of_input = replace(call_of_input, args=args)
+    return [of_weights, (of_input, call_of_input)]
 
 
 def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
@@ -77,13 +67,17 @@ def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Cal
 
     Any other op is returned unchanged.
     """
-    func = call.func
-    if not isinstance(func, OpOverload) or func._schema.name not in _NORMS_BACKWARD:
-        return [(op, call)]
+    is_norm = isinstance(call.func, OpOverload) and call.func._schema.name in _NORMS_BACKWARD
+    return (_halves(captured, op, call) if is_norm else None) or [(op, call)]
+
+
+def _halves(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]] | None:
+    """Split a backward pass into the gradient of its input and those of its weights; None if it makes only one."""
+    func: Any = call.func
     named = by_name(func, call.args, call.kwargs)
     wanted = [bool(flag) for flag in named["output_mask"]]
     if not wanted[0] or not any(wanted[1:]) or len(call.results) != len(wanted):
-        return [(op, call)]
+        return None
     halves: list[tuple[Op, Call]] = []
     for mask in ([True] + [False] * len(wanted[1:]), [False, *wanted[1:]]):
         given = named | {"output_mask": mask}
@@ -92,7 +86,7 @@ def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Cal
         results = tuple(v if flag else None for v, flag in zip(call.results, mask, strict=True))
         creates = tuple(dict.fromkeys(captured.values[v].storage for v in results if v is not None))
         half = replace(op, creates=creates, family=f"{op.family}{mask}")
-        halves.append((half, Call(func, args, kwargs, results)))
+        halves.append((half, replace(call, args=args, kwargs=kwargs, results=results)))
     return halves
 
 

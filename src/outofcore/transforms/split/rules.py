@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from outofcore._torch_internals import OpOverload
+from outofcore.analysis.chunks import GRAIN
 from outofcore.capture.captured import Call, Value
 from outofcore.capture.operators import by_name, is_random, traits, written_arguments
 from outofcore.transforms.split.ways import Cut, Given, Name, Settle, Way
@@ -26,11 +27,9 @@ from outofcore.transforms.split.ways import Cut, Given, Name, Settle, Way
 T = TypeVar("T")
 
 _aten = torch.ops.aten
-# Kernels work on a few elements at a time, and round what is left over at the end otherwise: more than any takes.
-_LANES = 256
 # Rows that a product is given at a time, if it may be so many: libraries work on blocks of them. With fewer than the
 # second, how they round depends on how memory is aligned.
-_ROWS, _FEW = 64, 16
+ROWS, _FEW = 64, 16
 
 Rule = Callable[[Given], list[Way]]
 
@@ -103,7 +102,7 @@ def _pointwise(given: Given) -> list[Way]:
         extent = prod(shape[first:end])
         if fits and extent > 1:
             inner = prod(shape) // extent
-            grain = _LANES // gcd(_LANES, inner)
+            grain = GRAIN // gcd(GRAIN, inner)
             name = f"dimensions {first} to {end - 1}" if end - first > 1 else f"dimension {first}"
             made = {place: Cut((first, end)) for place in results}
             found.append(Way(name, extent, cuts, made, grain=grain))
@@ -222,7 +221,7 @@ def _reduced(given: Given) -> list[Way]:
         if dim not in mixed:
             there = dim if keep else dim - sum(d < dim for d in mixed)
             cuts = {("self", -1): _one(dim)}
-            found.append(Way(f"dimension {dim}", value.shape[dim], cuts, {0: _one(there)}, grain=_LANES))
+            found.append(Way(f"dimension {dim}", value.shape[dim], cuts, {0: _one(there)}, grain=GRAIN))
     return found
 
 
@@ -257,7 +256,7 @@ def _of_scales(given: Given, value: Value, arguments: Sequence[str]) -> list[Way
             cuts[name] = _one(0)
     made = dict.fromkeys(given.results(), _one(0))
     settle = partial(_list, name="normalized_shape")
-    return [Way("columns", value.shape[last], cuts, made, settle, grain=_ROWS)]
+    return [Way("columns", value.shape[last], cuts, made, settle, grain=ROWS)]
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -280,8 +279,8 @@ def _product(left: str, right: str, added: str = "") -> Rule:
             return Way(name, result.shape[dim], cuts, {0: _one(dim)}, grain=grain, least=min(grain, _FEW))
 
         found = [
-            way("rows", lead, {(left, -1): _one(lead)}, _ROWS),
-            way("columns", lead + 1, {(right, -1): _one(lead + 1)}, _ROWS),
+            way("rows", lead, {(left, -1): _one(lead)}, ROWS),
+            way("columns", lead + 1, {(right, -1): _one(lead + 1)}, ROWS),
         ]
         if lead:
             found.insert(0, way("batch", 0, {(left, -1): _one(0), (right, -1): _one(0)}, 1))
@@ -296,11 +295,11 @@ def _linear(given: Given) -> list[Way]:
         return []
     last = len(one.shape) - 1
     cut = Cut((0, last))
-    found = [Way("rows", prod(one.shape[:-1]), {("input", -1): cut}, {0: cut}, grain=_ROWS, least=_FEW)]
+    found = [Way("rows", prod(one.shape[:-1]), {("input", -1): cut}, {0: cut}, grain=ROWS, least=_FEW)]
     cuts: dict[Name, Cut] = {("weight", -1): _one(0)}
     if given.value("bias") is not None:
         cuts["bias", -1] = _one(0)
-    return [*found, Way("columns", weight.shape[0], cuts, {0: _one(last)}, grain=_ROWS, least=_FEW)]
+    return [*found, Way("columns", weight.shape[0], cuts, {0: _one(last)}, grain=ROWS, least=_FEW)]
 
 
 # --- convolutions ----------------------------------------------------------------------------------------------------
@@ -556,7 +555,7 @@ def _embedding_backward(given: Given) -> list[Way]:
     if gradient is None:
         return []
     last = len(gradient.shape) - 1
-    columns = Way("columns", gradient.shape[last], {("grad_output", -1): _one(last)}, {0: _one(1)}, grain=_ROWS)
+    columns = Way("columns", gradient.shape[last], {("grad_output", -1): _one(last)}, {0: _one(1)}, grain=ROWS)
     if given.named["scale_grad_by_freq"]:  # it counts places, and those of other parts are none
         return [columns]
     return [columns, Way("words", given.named["num_weights"], {}, {0: _one(0)}, _rebase, rebased="indices")]
