@@ -10,7 +10,7 @@ tensor ever exists as a whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
 from math import prod
@@ -29,10 +29,27 @@ from outofcore.graph import Op, StepGraph
 from outofcore.transforms.split.cells import CellMap
 from outofcore.transforms.split.rules import rebased
 from outofcore.transforms.split.tensors import dense_like, named_refs, refs_of
-from outofcore.transforms.split.ways import Choice, Cut, Name
+from outofcore.transforms.split.ways import Choice, Cut, Name, Way
 from outofcore.transforms.split.writer import Piece, StepWriter, UnfitError, part_shape, required
 
 _aten = torch.ops.aten
+
+
+@dataclass
+class _Arguments:
+    """The arguments of a part.
+
+    Attributes:
+        parts: by name.
+        shapes: names of those of which only the shape matters; their values have no storage.
+        written: those that the operator writes in place: the value in the step before, how it is cut, and the part.
+    """
+
+    parts: dict[Name, Value] = field(default_factory=dict[Name, Value])
+    shapes: list[Name] = field(default_factory=list[Name])
+    reads: list[int] = field(default_factory=list[int])
+    discards: list[int] = field(default_factory=list[int])
+    written: list[tuple[int, Cut | None, Value]] = field(default_factory=list[tuple[int, Cut | None, Value]])
 
 
 class Builder:
@@ -139,28 +156,8 @@ class Builder:
         low, high = choice.ends[number : number + 2]
         func: Any = call.func  # ways are those of PyTorch's operators
         named = dict(by_name(func, call.args, call.kwargs))
-        written = written_arguments(func, named)
-        parts: dict[Name, Value] = {}
-        reads: list[int] = []
-        mutates: list[int] = []
-        discards: list[int] = []
-        back: list[tuple[int, Cut | None, Value]] = []
-        standing: list[Name] = []
-        for name, index in named_refs(call):
-            old = self.old.values[index]
-            cut = way.given.get(name)
-            if name[0] in way.unread or old.storage in op.creates:
-                standing.append(name)
-                parts[name] = self._shape_of(old, cut, low, high)
-                continue
-            part = parts[name] = self.writer.argument(op, index, cut, low, high)
-            if old.storage in op.reads or (name[0] in written and not self._is_all(part)):
-                reads.append(part.storage)
-            if name[0] in written:
-                mutates.append(part.storage)
-                if old.storage in op.discards:
-                    discards.append(part.storage)
-                back.append((index, cut, part))
+        given = self._arguments(op, way, written_arguments(func, named), low, high)
+        parts, reads = given.parts, given.reads
         for name, item in named.items():
             if (name, -1) in parts:
                 named[name] = parts[name, -1]
@@ -169,7 +166,7 @@ class Builder:
         if way.rebased:
             index = by_name(func, call.args, call.kwargs)[way.rebased].value
             parts[way.rebased, -1] = named[way.rebased] = self._rebased(op, index, low, high, named["padding_idx"])
-            reads = [part.storage for name, part in parts.items() if name not in standing]
+            reads = [part.storage for name, part in parts.items() if name not in given.shapes]
         if way.settle is not None:
             way.settle(named, low, high)
         try:
@@ -184,27 +181,49 @@ class Builder:
                 results.append(None)
                 continue
             results.append(self.writer.result_of(op, index, way.made.get(place), shape, low, high, done))
-        # Where only a shape matters, the result stands in that has it; else memory that nobody fills.
-        for name in standing:
-            want = parts[name]
-            same = (v for v in results if v is not None and _alike(self.writer.values[v], want))
-            index = next(same, None)
-            if index is None:
-                made = self.writer.new_storage(prod(want.shape) * want.dtype.itemsize, "shape")
-                index = self.writer.make_empty(op, replace(want, storage=made))
-                reads.append(made)
-            parts[name] = self.writer.values[index]
+        for name in given.shapes:
+            part = self._standing_in(op, parts[name], results, reads)
             if name[1] < 0:
-                named[name[0]] = parts[name]
+                named[name[0]] = part
             else:
-                named[name[0]] = [parts[name] if p == name[1] else i for p, i in enumerate(named[name[0]])]
+                named[name[0]] = [part if p == name[1] else i for p, i in enumerate(named[name[0]])]
         args, kwargs = self._placed_call(func, call, named)
-        self.writer.emit(op, func, args, kwargs, tuple(results), reads, mutates, discards, op.name)
-        for index, cut, part in back:
+        new = Call(func, args, kwargs, tuple(results))
+        self.writer.emit(op, new, reads, [part.storage for _, _, part in given.written], given.discards, op.name)
+        for index, cut, part in given.written:
             self.writer.put_back(op, index, cut, part, low, high)
         for index, cut, made in done:
             self.writer.put(op, index, cut, made, low, high)
         return piece
+
+    def _arguments(self, op: Op, way: Way, written: frozenset[str], low: int, high: int) -> _Arguments:
+        """Gather the arguments of a part; ``written`` are those that the operator writes in place."""
+        found = _Arguments()
+        for name, index in named_refs(self.old.calls[op.id]):
+            old = self.old.values[index]
+            cut = way.given.get(name)
+            if name[0] in way.unread or old.storage in op.creates:
+                found.shapes.append(name)
+                found.parts[name] = self._shape_of(old, cut, low, high)
+                continue
+            part = found.parts[name] = self.writer.argument(op, index, cut, low, high)
+            if old.storage in op.reads or (name[0] in written and not self._is_all(part)):
+                found.reads.append(part.storage)
+            if name[0] in written:
+                found.written.append((index, cut, part))
+                if old.storage in op.discards:
+                    found.discards.append(part.storage)
+        return found
+
+    def _standing_in(self, op: Op, want: Value, results: Sequence[int | None], reads: list[int]) -> Value:
+        """Return a value where only the shape matters: that of a result, or else memory that nobody fills."""
+        for index in results:
+            if index is not None and _alike(self.writer.values[index], want):
+                return self.writer.values[index]
+        made = replace(want, storage=self.writer.new_storage(prod(want.shape) * want.dtype.itemsize, "shape"))
+        self.writer.make_empty(op, made)
+        reads.append(made.storage)
+        return made
 
     def _part_of_update(self, op: Op, choice: Choice, number: int) -> Piece:
         piece = self.writer.begin(op)
@@ -298,7 +317,7 @@ class Builder:
         )
         given = map_leaves(args, lambda value: Ref(self.writer.index_of(value)), Value)
         reads = [value.storage for value in leaves_in(args, Value)]
-        self.writer.emit(like, func, given, {}, (self.writer.index_of(made),), reads)
+        self.writer.emit(like, Call(func, given, {}, (self.writer.index_of(made),)), reads)
         return made
 
     def _is_all(self, value: Value) -> bool:

@@ -16,6 +16,11 @@ def refs_of(call: Call) -> list[Ref]:
     return leaves_in((call.args, call.kwargs), Ref)
 
 
+def values_of(call: Call) -> list[int]:
+    """Return the values that a call is given, then those that it makes."""
+    return [*(ref.value for ref in refs_of(call)), *(value for value in call.results if value is not None)]
+
+
 def named_refs(call: Call) -> list[tuple[Name, int]]:
     func = call.func
     if not isinstance(func, OpOverload):
