@@ -45,6 +45,3 @@ def check_here(function: str) -> Check | None:
     code = reader_within(_DISTRIBUTIONS)
     is_check = code is not None and code.co_filename.endswith(_BASE) and code.co_name in _CHECKING
     return _OF_DISTRIBUTIONS if is_check else None
-
-
-__all__ = ["Check", "check_here"]

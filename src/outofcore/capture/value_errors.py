@@ -76,6 +76,3 @@ def _checks_errors(func: OpOverload, call: Call) -> bool:
     names = [argument.name for argument in func._schema.arguments]
     place = names.index("check_errors") if "check_errors" in names else len(call.args)
     return place < len(call.args) and bool(call.args[place])
-
-
-__all__ = ["ops_that_may_raise"]
