@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from outofcore.analysis.chunks import extent
 from outofcore.errors import VersionError
 
 # The oldest and the newest release of PyTorch that the tests are run with.
@@ -828,8 +828,7 @@ def _placed(
     shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return a tensor at an offset in its storage: a kernel for a GPU copies arguments of another alignment."""
-    reach = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return torch.empty(reach, dtype=dtype, device=device).as_strided(shape, stride, offset)
+    return torch.empty(offset + extent(shape, stride), dtype=dtype, device=device).as_strided(shape, stride, offset)
 
 
 def _check_compiler(devices: set[str], compiler: dict[str, Any]) -> None:

@@ -265,10 +265,8 @@ def _read_gradients(ending: Ending, mirror: Mirror, tables: Tables, run: RunOp) 
         if grad is None:
             ending.cleared.append(place)
             continue
-        sharding = mirror.sharding
-        traced = None if sharding is None else sharding.traced(state.real)
-        if sharding is not None and traced is not None:
-            own = sharding.end_gradient(traced, grad, run)
+        if state.traced is not None:
+            own = state.traced.end_gradient(grad, run)
             if own is not None:
                 ending.gradients[place] = own
             continue

@@ -29,7 +29,7 @@ from outofcore.errors import CaptureError, InputError
 from outofcore.graph import StorageKind
 
 if TYPE_CHECKING:
-    from outofcore.capture.sharding import Sharding
+    from outofcore.capture.sharding import Sharding, Traced
 
 # Leaves of the arguments that are part of the signature: equal ones give the same graph.
 PLAIN_LEAVES = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format)
@@ -40,7 +40,7 @@ class Mirrored:
     """A tensor of the user's that persists across steps, and its fake.
 
     ``alias`` is a fake on the real tensor's original storage, even if ``fake`` is rebound. ``kept`` is set where the
-    tensor is sharded over processes: this process's own tensor and its value.
+    tensor is sharded over processes: this process's own tensor and its value. So is ``traced`` of a parameter.
     """
 
     key: str
@@ -52,6 +52,7 @@ class Mirrored:
     value: int
     requires_grad: bool
     kept: tuple[torch.Tensor, int] | None = None
+    traced: Traced | None = None
 
     @property
     def lasting(self) -> tuple[torch.Tensor, int]:
@@ -193,7 +194,7 @@ class Mirror:
             raise RuntimeError("a parameter was taken to be spread that is not; please report it")
         traced = sharding.begin(shard, self._rows[id(real)])
         state = self._mirrored(key, name, kind, real, fake)
-        state.kept = shard.own, traced.value
+        state.kept, state.traced = (shard.own, traced.value), traced
         self.states.append(state)
         self.names[id(fake)], self.by_real[id(real)] = name, state
         sharding.listen(fake, shard, at_once=True)

@@ -8,13 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from outofcore._torch_internals import (
     OWN_OPTIMIZER_HOOKS,
     current_autograd_node,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
 )
 from outofcore.capture.engine_calls import around_engine
 

@@ -38,7 +38,7 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import SMALL_ALIGNMENT
-from outofcore.analysis.chunks import is_dense
+from outofcore.analysis.chunks import extent, is_dense
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.helpers import packed, received, started
 from outofcore.capture.operators import by_name, traits, written_arguments
@@ -50,7 +50,7 @@ from outofcore.profiling.scratch import fit
 from outofcore.report.machine import available_memory_bytes
 from outofcore.transforms.split.exactness import Claim
 from outofcore.transforms.split.rules import is_elementwise
-from outofcore.transforms.split.tensors import dense_like
+from outofcore.transforms.split.tensors import dense_like, named_refs
 from outofcore.transforms.split.ways import Cut, Name
 from outofcore.units import MIB
 
@@ -307,13 +307,7 @@ def _size(value: Value, is_cut: bool, claim: Claim, low: int, high: int) -> int:
 
 
 def _tensors(call: Call, values: Sequence[Value]) -> dict[Name, Value]:
-    found: dict[Name, Value] = {}
-    for name, item in by_name(_operator(call), call.args, call.kwargs).items():
-        if isinstance(item, Ref):
-            found[name, -1] = values[item.value]
-        elif isinstance(item, list | tuple):
-            found |= {(name, place): values[r.value] for place, r in enumerate(item) if isinstance(r, Ref)}
-    return found
+    return {name: values[index] for name, index in named_refs(call)}
 
 
 def _operator(call: Call) -> Any:
@@ -465,11 +459,11 @@ class Trial:
         cut = self.way.given.get(name)
         shape, stride = value.shape, value.stride
         if cut is not None and not self.whole:
-            shape = _part_shape(value.shape, cut, self.low, self.high)
+            shape = cut.part_shape(value.shape, self.low, self.high)
             stride = dense_like(shape, (*stride[: cut.dims[0]], stride[cut.dims[1] - 1], *stride[cut.dims[1] :]))
         # Where it begins matters as well: libraries take other ways through memory that is not aligned.
         shift = value.offset % max(SMALL_ALIGNMENT // value.dtype.itemsize, 1)
-        base = torch.empty(shift + _extent(shape, stride), dtype=value.dtype, device=self.device)
+        base = torch.empty(shift + extent(shape, stride), dtype=value.dtype, device=self.device)
         flat, tensor = base[shift:], torch.as_strided(base, shape, stride, shift)
         if value.dtype.is_floating_point or value.dtype.is_complex:
             flat.normal_(generator=self.generator)
@@ -592,7 +586,7 @@ class Trial:
 
 def _copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor with its layout and its misalignment."""
-    shift, count = tensor.storage_offset(), _extent(tensor.shape, tensor.stride())
+    shift, count = tensor.storage_offset(), extent(tensor.shape, tensor.stride())
     base = torch.empty(shift + count, dtype=tensor.dtype, device=tensor.device)
     base[shift:].copy_(torch.as_strided(tensor, (count,), (1,), shift))
     return torch.as_strided(base, tensor.shape, tensor.stride(), shift)
@@ -603,18 +597,6 @@ def _one_of_each(ends: Sequence[int]) -> list[tuple[int, int]]:
     parts = list(itertools.pairwise(ends))
     lengths = {high - low: (low, high) for low, high in parts[1:-1]}
     return list(dict.fromkeys([parts[0], *lengths.values(), parts[-1]]))
-
-
-def _part_shape(shape: tuple[int, ...], cut: Cut, low: int, high: int) -> tuple[int, ...]:
-    first, last = cut.ends(low, high)
-    return (*shape[: cut.dims[0]], last - first, *shape[cut.dims[1] :])
-
-
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of elements from the first to the last of a tensor."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _same(one: torch.Tensor, other: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import CompilerMissingError, OpOverload, compile_traced, force_strides
-from outofcore.analysis.windows import Derivation, Window, derivation
+from outofcore.analysis.windows import Derivation, derivation
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.operators import by_name, value_text, written_arguments
 from outofcore.capture.patching import TURN
@@ -228,14 +228,10 @@ class _Traced:
 def _viewed(tensor: torch.Tensor, lies: Value, wanted: Value) -> torch.Tensor:
     if lies.layout() == wanted.layout() and lies.dtype == wanted.dtype:
         return tensor
-    found = None if lies.dtype != wanted.dtype else derivation(_window(lies), _window(wanted))
+    found = None if lies.dtype != wanted.dtype else derivation(lies.window(), wanted.window())
     if found is None:
         raise NotFusibleError(f"{value_text(wanted)} is no view of {value_text(lies)}")
     return derived(tensor, found)
-
-
-def _window(value: Value) -> Window:
-    return Window(value.shape, value.stride, value.offset)
 
 
 def derived(tensor: torch.Tensor, how: Derivation) -> torch.Tensor:

@@ -52,11 +52,11 @@ def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[
         return [(op, call)]
     (of_input, call_of_input), of_weights = halves
     place = traits(_CONVOLUTION_BACKWARD).names.index("input")
-    given, result = call_of_input.args[place], call_of_input.results[0]
-    if result is not None and isinstance(given, Ref) and _same_layout(captured, given.value, result):
+    given, result, values = call_of_input.args[place], call_of_input.results[0], captured.values
+    if result is not None and isinstance(given, Ref) and values[given.value].is_laid_like(values[result]):
         # Of the input only the shape matters.
         args = (*call_of_input.args[:place], Ref(result), *call_of_input.args[place + 1 :])
-        used = {captured.values[arg.value].storage for arg in args if isinstance(arg, Ref)}
+        used = {values[arg.value].storage for arg in args if isinstance(arg, Ref)}
         of_input = replace(of_input, reads=tuple(storage for storage in op.reads if storage in used))
         call_of_input = replace(call_of_input, args=args)
     return [of_weights, (of_input, call_of_input)]
@@ -88,12 +88,6 @@ def _halves(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]] | N
         half = replace(op, creates=creates, family=f"{op.family}{mask}")
         halves.append((half, replace(call, args=args, kwargs=kwargs, results=results)))
     return halves
-
-
-def _same_layout(captured: Captured, one: int, other: int) -> bool:
-    """Return whether two values differ only in their place."""
-    a, b = captured.values[one], captured.values[other]
-    return (a.dtype, a.shape, a.stride) == (b.dtype, b.shape, b.stride)
 
 
 # Operators that take nothing of a tensor but its shape, and the number that they fill another with; None: with nothing.

@@ -12,7 +12,6 @@ from outofcore.capture.captured import Captured, Value
 from outofcore.capture.tables import covers
 from outofcore.graph import StorageKind
 from outofcore.transforms.passes import PASSING
-from outofcore.transforms.split.cells import window_of
 from outofcore.transforms.split.rules import ways_of
 from outofcore.transforms.split.state_ranges import is_update, ways_of_update
 from outofcore.transforms.split.tensors import named_refs, ref_at, values_of
@@ -46,7 +45,7 @@ class Needs:
         self.places = {
             index: place
             for index, value in enumerate(self.values)
-            if value.storage in self.lines and (place := placed(self.lines[value.storage], window_of(value)))
+            if value.storage in self.lines and (place := placed(self.lines[value.storage], value.window()))
         }
 
     def _cuttable(self) -> dict[int, Lines]:
@@ -70,8 +69,8 @@ class Needs:
             size = values[0].dtype.itemsize
             if storage.bytes % size:
                 continue
-            lines = lines_of(storage.bytes // size, map(window_of, values))
-            if lines is not None and all(placed(lines, window_of(v)) for v in values):
+            lines = lines_of(storage.bytes // size, map(Value.window, values))
+            if lines is not None and all(placed(lines, v.window()) for v in values):
                 found[storage.id] = lines
         return found
 

@@ -30,7 +30,7 @@ from outofcore.transforms.split.cells import CellMap
 from outofcore.transforms.split.rules import rebased
 from outofcore.transforms.split.tensors import dense_like, named_refs, refs_of
 from outofcore.transforms.split.ways import Choice, Cut, Name, Way
-from outofcore.transforms.split.writer import Piece, StepWriter, UnfitError, part_shape, required
+from outofcore.transforms.split.writer import Piece, StepWriter, UnfitError, required
 
 _aten = torch.ops.aten
 
@@ -218,7 +218,7 @@ class Builder:
     def _standing_in(self, op: Op, want: Value, results: Sequence[int | None], reads: list[int]) -> Value:
         """Return a value where only the shape matters: that of a result, or else memory that nobody fills."""
         for index in results:
-            if index is not None and _alike(self.writer.values[index], want):
+            if index is not None and self.writer.values[index].is_laid_like(want):
                 return self.writer.values[index]
         made = replace(want, storage=self.writer.new_storage(prod(want.shape) * want.dtype.itemsize, "shape"))
         self.writer.make_empty(op, made)
@@ -325,7 +325,7 @@ class Builder:
 
     def _shape_of(self, value: Value, cut: Cut | None, low: int, high: int) -> Value:
         """Return a value without a storage for an argument, or a part of it, of which only the shape matters."""
-        shape = value.shape if cut is None else part_shape(value, cut, low, high)
+        shape = value.shape if cut is None else cut.part_shape(value.shape, low, high)
         whole = value if cut is None else value.merged(cut.dims)
         stride = dense_like(shape, whole.stride if whole is not None else value.stride)
         return Value(-1, value.dtype, shape, stride)
@@ -398,10 +398,6 @@ def _depth_first(pieces: Sequence[Piece]) -> list[Piece]:
             if not waits[other]:
                 heappush(ready, (-pieces[other].op, other))
     return found
-
-
-def _alike(one: Value, other: Value) -> bool:
-    return (one.dtype, one.shape, one.stride) == (other.dtype, other.shape, other.stride)
 
 
 def _texts(tree: Any) -> Any:

@@ -597,6 +597,7 @@ def _joined(given: Given) -> list[Way]:
     ]
 
 
+_UPSAMPLED = ("nearest2d", "nearest3d", "bilinear2d", "trilinear3d", "bicubic2d")
 _RULES: dict[str, Rule] = {
     "aten::_softmax": _apart(_but("self"), ["self"], (), _renumbered),
     "aten::_log_softmax": _apart(_but("self"), ["self"], (), _renumbered),
@@ -642,39 +643,18 @@ _RULES: dict[str, Rule] = {
         for spatial in (2, 3)
         for name, ending, arguments in (
             ("max_pool", "_with_indices", ["self"]),
-            ("avg_pool", "", ["self"]),
-            ("_adaptive_avg_pool", "", ["self"]),
-        )
-    },
-    **{
-        f"aten::{name}{spatial}d{ending}": _apart(_planes("self", spatial), arguments)
-        for spatial in (2, 3)
-        for name, ending, arguments in (
             ("max_pool", "_with_indices_backward", ["grad_output", "self", "indices"]),
+            ("avg_pool", "", ["self"]),
             ("avg_pool", "_backward", ["grad_output", "self"]),
+            ("_adaptive_avg_pool", "", ["self"]),
             ("_adaptive_avg_pool", "_backward", ["grad_output", "self"]),
         )
     },
-    **{
-        f"aten::upsample_{mode}": _apart(_planes("self", spatial), ["self"])
-        for mode, spatial in (
-            ("nearest2d", 2),
-            ("nearest3d", 3),
-            ("bilinear2d", 2),
-            ("trilinear3d", 3),
-            ("bicubic2d", 2),
-        )
-    },
+    **{f"aten::upsample_{mode}": _apart(_planes("self", int(mode[-2])), ["self"]) for mode in _UPSAMPLED},
     **{
         f"aten::upsample_{mode}_backward": _apart(
-            _planes("grad_output", spatial), ["grad_output"], (), _sized("input_size")
+            _planes("grad_output", int(mode[-2])), ["grad_output"], (), _sized("input_size")
         )
-        for mode, spatial in (
-            ("nearest2d", 2),
-            ("nearest3d", 3),
-            ("bilinear2d", 2),
-            ("trilinear3d", 3),
-            ("bicubic2d", 2),
-        )
+        for mode in _UPSAMPLED
     },
 }

@@ -262,9 +262,8 @@ class Search:
             if axes is None:
                 continue
             for low, high in itertools.pairwise(ends):
-                first, last = cut.ends(low, high)
-                box = axes.part(place, cut.dims, first, last)
-                shape = (*value.shape[: cut.dims[0]], last - first, *value.shape[cut.dims[1] :])
+                box = axes.part(place, cut.dims, *cut.ends(low, high))
+                shape = cut.part_shape(value.shape, low, high)
                 if box is None or axes.strides(place, shape, box, cut.dims) is None:
                     return False
         return True

@@ -218,7 +218,7 @@ class StepWriter:
         if storage in cell_map.cuts:
             axes, place = cell_map.axes[storage], cell_map.places[index]
             box = required(cell_map.box(storage, index, cut, low, high), op)
-            dims, shape = (None, value.shape) if cut is None else (cut.dims, part_shape(value, cut, low, high))
+            dims, shape = (None, value.shape) if cut is None else (cut.dims, cut.part_shape(value.shape, low, high))
             stride = required(axes.strides(place, shape, box, dims), op)
             made = self._gathered(op, storage, value.dtype, box, again=cut is None)
             return Value(made, value.dtype, shape, stride)
@@ -310,12 +310,6 @@ class StepWriter:
         cut = required(cut, op)
         whole = required(old.merged(cut.dims), op)
         self.copy(op, whole.narrowed(cut.dims[0], *cut.ends(low, high)), part)
-
-
-def part_shape(value: Value, cut: Cut, low: int, high: int) -> tuple[int, ...]:
-    """Return the shape of a value's part for a part of an op, which may reach beyond its edges."""
-    first, last = cut.ends(low, high)
-    return (*value.shape[: cut.dims[0]], last - first, *value.shape[cut.dims[1] :])
 
 
 def _windowed(storage: int, dtype: torch.dtype, window: Window) -> Value:
