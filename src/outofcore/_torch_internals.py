@@ -458,12 +458,8 @@ DLPACK_EXPORTERS: tuple[Any, ...] = tuple(
 # What ``torch.save`` writes files by.
 FILE_WRITER: Any = _private("torch._C.PyTorchFileWriter")
 
-_neg_view: Any = _private("torch._neg_view")
-
-
-def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same bytes that reads as their negative."""
-    return _neg_view(tensor)
+# Returns a tensor on the same bytes that reads as their negative.
+negative_view: Callable[[torch.Tensor], torch.Tensor] = _private("torch._neg_view")
 
 
 _uses_of_storage: Any = _private("torch._C._storage_Use_Count", Feature.COMPILE)

@@ -15,32 +15,8 @@ The package ``transforms`` rewrites the graph afterwards.
 captured step fits a call, ``refusals`` words the errors, and ``patching`` replaces functions of PyTorch meanwhile.
 """
 
-from outofcore.capture.captured import (
-    Call,
-    Captured,
-    GradientLeft,
-    InputBinding,
-    LeafKind,
-    OutputLeaf,
-    Ref,
-    StateBinding,
-    Value,
-)
+from outofcore.capture.captured import Captured, LeafKind, Ref
 from outofcore.capture.optimizers import OptimizerUpdate, StateOwner
 from outofcore.capture.step import CaptureOptions, capture_step
 
-__all__ = [
-    "Call",
-    "CaptureOptions",
-    "Captured",
-    "GradientLeft",
-    "InputBinding",
-    "LeafKind",
-    "OptimizerUpdate",
-    "OutputLeaf",
-    "Ref",
-    "StateBinding",
-    "StateOwner",
-    "Value",
-    "capture_step",
-]
+__all__ = ["CaptureOptions", "Captured", "LeafKind", "OptimizerUpdate", "Ref", "StateOwner", "capture_step"]

@@ -20,6 +20,7 @@ import torch
 from outofcore._torch_internals import (
     DisableTorchFunction,
     OpOverload,
+    negative_view,
     real_tensors,
     result_leaves,
     storage_key,
@@ -160,4 +161,4 @@ def _make_zeros(fake: torch.Tensor) -> torch.Tensor:
     storage = torch.zeros(fake.untyped_storage().nbytes() // fake.dtype.itemsize, dtype=fake.dtype)
     tensor = storage.as_strided(fake.shape, fake.stride(), fake.storage_offset())
     tensor = tensor.conj() if fake.is_conj() else tensor
-    return torch.ops.aten._neg_view(tensor) if fake.is_neg() else tensor
+    return negative_view(tensor) if fake.is_neg() else tensor

@@ -30,6 +30,7 @@ from outofcore.graph import StorageKind
 
 if TYPE_CHECKING:
     from outofcore.capture.sharding import Sharding, Traced
+    from outofcore.capture.shards import Shard
 
 # Leaves of the arguments that are part of the signature: equal ones give the same graph.
 PLAIN_LEAVES = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format)
@@ -135,8 +136,7 @@ class Mirror:
             )
         moved = self._empty(real)
         if isinstance(real, nn.Parameter):
-            with self._mode, torch.no_grad():
-                moved = nn.Parameter(moved, requires_grad=real.requires_grad)
+            moved = self._as_parameter(moved, real)
         if real.grad is not None:
             moved.grad = self._empty(real.grad)
         return moved
@@ -152,13 +152,16 @@ class Mirror:
             bare.set_(storage, real.storage_offset(), real.shape, real.stride())
         fake: torch.Tensor = FakeTensor(self._mode, bare, self._tables.device)
         if isinstance(real, nn.Parameter):
-            with self._mode, torch.no_grad():
-                fake = nn.Parameter(fake, requires_grad=real.requires_grad)
+            fake = self._as_parameter(fake, real)
         else:
             fake.requires_grad_(real.requires_grad)
         if real.is_leaf and real.grad is not None:
             fake.grad = self._empty(real.grad)
         return fake
+
+    def _as_parameter(self, fake: torch.Tensor, real: nn.Parameter) -> nn.Parameter:
+        with self._mode, torch.no_grad():
+            return nn.Parameter(fake, requires_grad=real.requires_grad)
 
     def _empty(self, model: torch.Tensor | Value) -> torch.Tensor:
         stride = model.stride if isinstance(model, Value) else model.stride()
@@ -167,8 +170,9 @@ class Mirror:
 
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
         fake = self.fakes[id(real)]
-        if id(real) in self._rows:
-            self._add_shard(key, name, kind, real, fake)
+        shard = None if self.sharding is None else self.sharding.of(real)
+        if self.sharding is not None and shard is not None:
+            self._add_shard(key, name, kind, real, self.sharding, shard)
             return
         state = self._mirrored(key, name, kind, real, fake)
         self.states.append(state)
@@ -186,12 +190,11 @@ class Mirror:
             gradient = self._mirrored(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, grad, fake.grad)
             self.gradients[len(self.states) - 1] = gradient
 
-    def _add_shard(self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor) -> None:
+    def _add_shard(
+        self, key: str, name: str, kind: StorageKind, real: torch.Tensor, sharding: Sharding, shard: Shard
+    ) -> None:
         """Add a sharded parameter: an op of the step makes its fake."""
-        sharding = self.sharding
-        shard = None if sharding is None else sharding.of(real)
-        if sharding is None or shard is None:
-            raise RuntimeError("a parameter was taken to be spread that is not; please report it")
+        fake = self.fakes[id(real)]
         traced = sharding.begin(shard, self._rows[id(real)])
         state = self._mirrored(key, name, kind, real, fake)
         state.kept, state.traced = (shard.own, traced.value), traced

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import DisableTorchFunction, OpOverload, real_tensors
-from outofcore.capture.captured import CPU, Ref, Value
+from outofcore.capture.captured import CPU, Call, Ref, Value
 from outofcore.capture.device_traits import are_alike
 from outofcore.capture.tables import map_leaves
 
@@ -103,6 +103,12 @@ Given = dict[str, Any]
 def by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     """Return the given arguments by their names in the schema."""
     return dict(zip(traits(func).names, args, strict=False)) | kwargs
+
+
+def placed(func: OpOverload, call: Call, given: Given) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments by position and by keyword, where a call of the operator has them."""
+    args = tuple([given[name] for name in traits(func).names[: len(call.args)]])
+    return args, {name: given[name] for name in call.kwargs}
 
 
 def written_arguments(func: OpOverload, given: Given) -> frozenset[str]:

@@ -410,14 +410,6 @@ class Recorder(TorchDispatchMode):
             raise error
         return map_leaves(results, lambda real: self._bake(torch.ops.aten.lift_fresh.default, (real,), {}))
 
-    def forget(self, tensors: list[torch.Tensor]) -> None:
-        """Record that something other than an operator may have written to tensors."""
-        self._known.forget(tensors)
-
-    def check(self) -> None:
-        """Refuse a step that has changed what its operators do not see."""
-        self._known.check()
-
     def effect(self, name: str, func: Callable[..., None], rehearse: Callable[..., None]) -> None:
         """Record an op that touches no storage: a change of a generator's state."""
         module, source = self._provenance.here()

@@ -162,7 +162,7 @@ def _captured(
             patched(FAKE_LOGGER, "disabled", True),
             substitute.everywhere(provenance),
             recorded_generators(recorder),
-            steps.standing_in(recorder.forget),
+            steps.standing_in(substitute.known.forget),
             provenance.following(),
             answering_what_is_fake(recorder.is_fake),
             uncompiled(models),
@@ -177,7 +177,7 @@ def _captured(
         ending = read_ending(result, mirror, tables, guard, run)
         del result
         effects = guard.check(tables.source_of)
-        recorder.check()
+        substitute.known.check()
     check_inputs(mirror, tables)
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()

@@ -41,7 +41,7 @@ from outofcore.analysis import SMALL_ALIGNMENT
 from outofcore.analysis.chunks import extent, is_dense
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.helpers import packed, received, started
-from outofcore.capture.operators import by_name, traits, written_arguments
+from outofcore.capture.operators import by_name, placed, written_arguments
 from outofcore.capture.patching import TURN
 from outofcore.execution.backend import Backend
 from outofcore.profiling.cache import Cache
@@ -50,7 +50,7 @@ from outofcore.profiling.scratch import fit
 from outofcore.report.machine import available_memory_bytes
 from outofcore.transforms.split.exactness import Claim
 from outofcore.transforms.split.rules import is_elementwise
-from outofcore.transforms.split.tensors import dense_like, named_refs
+from outofcore.transforms.split.tensors import dense_like, named_refs, with_tensors
 from outofcore.transforms.split.ways import Cut, Name
 from outofcore.units import MIB
 
@@ -424,15 +424,8 @@ def _long(
         long[name] = tensor
 
     def run(given: Mapping[Name, torch.Tensor]) -> torch.Tensor:
-        named = dict(by_name(func, call.args, call.kwargs))
-        for name, item in named.items():
-            if (name, -1) in given:
-                named[name] = given[name, -1]
-            elif isinstance(item, list | tuple):
-                named[name] = [given.get((name, place), each) for place, each in enumerate(item)]
-        names = traits(func).names[: len(call.args)]
-        out = func(*[named[name] for name in names], **{name: named[name] for name in call.kwargs})
-        return internals.result_leaves(out)[0]
+        args, kwargs = placed(func, call, with_tensors(by_name(func, call.args, call.kwargs), given))
+        return internals.result_leaves(func(*args, **kwargs))[0]
 
     return long, run
 
@@ -483,12 +476,7 @@ class Trial:
         call: Call | None = None,
     ) -> dict[str, Any]:
         call = call or self.claim.call
-        named = dict(by_name(self.func, call.args, call.kwargs))
-        for name, item in named.items():
-            if (name, -1) in tensors:
-                named[name] = tensors[name, -1]
-            elif isinstance(item, list | tuple):
-                named[name] = [tensors.get((name, place), each) for place, each in enumerate(item)]
+        named = with_tensors(by_name(self.func, call.args, call.kwargs), tensors)
         if settle and self.way.settle is not None and not (self.whole and (low, high) == (self.low, self.high)):
             self.way.settle(named, low, high)
         return named
@@ -498,10 +486,9 @@ class Trial:
     ) -> tuple[list[Any], dict[Name, torch.Tensor]]:
         """Run a part; return its results, and what it has written in place."""
         named = self._named(tensors, low, high, call=call)
-        names = traits(self.func).names[: len(self.claim.call.args)]
+        args, kwargs = placed(self.func, self.claim.call, named)
         written = written_arguments(self.func, named)
-        args = [named[name] for name in names]
-        out = self.func(*args, **{name: named[name] for name in self.claim.call.kwargs})
+        out = self.func(*args, **kwargs)
         return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
 
     def _part(self, name: Name, low: int, high: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op
 from outofcore.progress import Tell, silent
 from outofcore.transforms.kernels import BATCH_NORM, REWRITTEN, Kernels, Recipe, described, functional_of
-from outofcore.transforms.passes import PASSING
+from outofcore.transforms.passes import may_be_overwritten
 
 _DTYPES = frozenset(
     {
@@ -263,9 +263,7 @@ class _Fusion:
             for storage, indices in of.items()
             if len(indices) == 1
             and storage not in mutated
-            and storage in graph.creator
-            and storage not in graph.outputs
-            and graph.storages[storage].kind in PASSING
+            and may_be_overwritten(graph, storage)
             and graph.uses[storage][-1] in self.ops
         ]
         found: dict[int, int] = {}

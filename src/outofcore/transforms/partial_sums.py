@@ -24,7 +24,7 @@ import torch
 from outofcore._torch_internals import OpOverload
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, Value, with_ops
-from outofcore.capture.operators import by_name, family_text, traits
+from outofcore.capture.operators import by_name, family_text, placed
 from outofcore.capture.tables import covers, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.transforms.passes import halves_of_convolution, halves_of_norm
@@ -150,8 +150,7 @@ def _in_parts(
             named[name] = part if place < 0 else [part if p == place else i for p, i in enumerate(named[name])]
         if found.settle is not None:
             found.settle(named, low, high)
-        args = tuple(named[name] for name in traits(func).names[: len(call.args)])
-        kwargs = {name: named[name] for name in call.kwargs}
+        args, kwargs = placed(func, call, named)
         results = call.results
         if low:
             results = tuple(None if v is None else _beside(values[v], op, values, storages) for v in call.results)

@@ -27,12 +27,12 @@ from outofcore.analysis.hoisting import hoisted_order
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, with_ops
 from outofcore.capture.device_traits import traits_of
-from outofcore.capture.operators import by_name, family_text, traits
+from outofcore.capture.operators import by_name, family_text, placed, traits
 from outofcore.capture.optimizer_steps import call_of_update
 from outofcore.capture.optimizers import OptimizerUpdate, is_torchs_own
 from outofcore.capture.tables import covers, map_leaves
 from outofcore.capture.value_errors import ops_that_may_raise
-from outofcore.graph import Op, StorageKind
+from outofcore.graph import Op, StepGraph, StorageKind
 
 _aten = torch.ops.aten
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -80,9 +80,7 @@ def _halves(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]] | N
         return None
     halves: list[tuple[Op, Call]] = []
     for mask in ([True] + [False] * len(wanted[1:]), [False, *wanted[1:]]):
-        given = named | {"output_mask": mask}
-        args = tuple(given[name] for name in traits(func).names[: len(call.args)])
-        kwargs = {name: given[name] for name in call.kwargs}
+        args, kwargs = placed(func, call, named | {"output_mask": mask})
         results = tuple(v if flag else None for v, flag in zip(call.results, mask, strict=True))
         creates = tuple(dict.fromkeys(captured.values[v].storage for v in results if v is not None))
         half = replace(op, creates=creates, family=f"{op.family}{mask}")
@@ -130,6 +128,11 @@ def _by_shape(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
 
 # What may be written over: what the step itself has made, and what nobody sees when it ends.
 PASSING = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
+
+
+def may_be_overwritten(graph: StepGraph, storage: int) -> bool:
+    """Return whether only ops of the step can miss what a storage held."""
+    return graph.storages[storage].kind in PASSING and storage in graph.creator and storage not in graph.outputs
 
 
 def recompute_casts(captured: Captured) -> Captured:
@@ -259,9 +262,7 @@ def _written_over(captured: Captured, op: Op, call: Call, least: int) -> Over | 
         if (
             (value.dtype, value.layout()) == (result.dtype, result.layout())
             and graph.storages[kept].bytes == graph.storages[gone].bytes
-            and graph.storages[kept].kind in PASSING
-            and kept in graph.creator
-            and kept not in graph.outputs
+            and may_be_overwritten(graph, kept)
             and graph.uses[kept][-1] == op.id
             and sum(values[ref.value].storage == kept for ref in refs) == 1
         ):

@@ -11,7 +11,7 @@ from outofcore.analysis.boxes import Axes, Lines, lines_of, placed
 from outofcore.capture.captured import Captured, Value
 from outofcore.capture.tables import covers
 from outofcore.graph import StorageKind
-from outofcore.transforms.passes import PASSING
+from outofcore.transforms.passes import may_be_overwritten
 from outofcore.transforms.split.rules import ways_of
 from outofcore.transforms.split.state_ranges import is_update, ways_of_update
 from outofcore.transforms.split.tensors import named_refs, ref_at, values_of
@@ -50,7 +50,7 @@ class Needs:
 
     def _cuttable(self) -> dict[int, Lines]:
         """Return the lines of the storages that may be cut."""
-        graph, outputs = self.graph, set(self.graph.outputs)
+        graph = self.graph
         used: dict[int, list[Value]] = {}
         for index in dict.fromkeys(index for call in self.captured.calls for index in values_of(call)):
             value = self.values[index]
@@ -58,9 +58,8 @@ class Needs:
         found: dict[int, Lines] = {}
         for storage in graph.storages:
             values = used.get(storage.id, [])
-            passes = storage.kind in PASSING and storage.id in graph.creator and storage.id not in outputs
             if (
-                not (passes or storage.id in self.ranged)
+                not (may_be_overwritten(graph, storage.id) or storage.id in self.ranged)
                 or storage.bytes < self._least
                 or len({v.dtype for v in values}) != 1
                 or any(v.foreign or v.conjugate or v.negated for v in values)

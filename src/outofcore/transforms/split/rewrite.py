@@ -21,14 +21,14 @@ import torch
 from outofcore._torch_internals import FakeTensorMode, OpOverload, result_leaves
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, Value
-from outofcore.capture.operators import by_name, fake_result, family_text, traits, written_arguments
+from outofcore.capture.operators import by_name, fake_result, family_text, placed, written_arguments
 from outofcore.capture.optimizer_steps import call_of_update, family_of_update
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op, StepGraph
 from outofcore.transforms.split.cells import CellMap
 from outofcore.transforms.split.rules import rebased
-from outofcore.transforms.split.tensors import dense_like, named_refs, refs_of
+from outofcore.transforms.split.tensors import dense_like, named_refs, refs_of, with_tensors
 from outofcore.transforms.split.ways import Choice, Cut, Name, Way
 from outofcore.transforms.split.writer import Piece, StepWriter, UnfitError, required
 
@@ -158,11 +158,7 @@ class Builder:
         named = dict(by_name(func, call.args, call.kwargs))
         given = self._arguments(op, way, written_arguments(func, named), low, high)
         parts, reads = given.parts, given.reads
-        for name, item in named.items():
-            if (name, -1) in parts:
-                named[name] = parts[name, -1]
-            elif isinstance(item, list | tuple) and any(isinstance(i, Ref) for i in item):
-                named[name] = [parts.get((name, place), i) for place, i in enumerate(item)]
+        named = with_tensors(named, parts)
         if way.rebased:
             index = by_name(func, call.args, call.kwargs)[way.rebased].value
             parts[way.rebased, -1] = named[way.rebased] = self._rebased(op, index, low, high, named["padding_idx"])
@@ -360,9 +356,7 @@ class Builder:
         def ref(value: Value) -> Any:
             return Ref(self.writer.index_of(value)) if refs else value
 
-        names = traits(func).names[: len(call.args)]
-        args = tuple(map_leaves(named[name], ref, Value) for name in names)
-        return args, {name: map_leaves(named[name], ref, Value) for name in call.kwargs}
+        return map_leaves(placed(func, call, named), ref, Value)
 
 
 def _depth_first(pieces: Sequence[Piece]) -> list[Piece]:
