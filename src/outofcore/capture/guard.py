@@ -152,7 +152,7 @@ class Guard:
                     found.append((join(self._paths[id(module)], name), old, new))
         return found
 
-    def check(self, source: Callable[[torch.Tensor], str] = lambda _: "") -> tuple[Effect, ...]:
+    def check(self, source: Callable[[torch.Tensor], str]) -> tuple[Effect, ...]:
         """Refuse a step that leaves something behind that the captured graph could not; return its other effects.
 
         The effects are to be repeated in each step. Raises ``CaptureError`` if a module, variable or container would

@@ -86,15 +86,15 @@ class Mirror:
         self,
         mode: FakeTensorMode,
         tables: Tables,
-        gradients: Mapping[int, Value | None] | None = None,
-        sharding: Sharding | None = None,
+        gradients: Mapping[int, Value | None],
+        sharding: Sharding | None,
     ) -> None:
         self._mode = mode
         self.sharding = sharding
         self._rows: dict[int, torch.Tensor] = {}
         self._storages: dict[int, torch.Tensor] = {}  # by the storage of a real tensor that is on meta
         self._tables = tables
-        self._assumed = gradients or {}
+        self._assumed = gradients
         self.states: list[Mirrored] = []
         self.gradients: dict[int, Mirrored] = {}
         self.inputs: list[MirroredInput] = []

@@ -29,7 +29,6 @@ from outofcore.capture import collectives, operators
 from outofcore.capture.captured import CPU, Call, Ref
 from outofcore.capture.device_traits import default_generator, traits_of
 from outofcore.capture.kernel_layouts import KernelLayouts
-from outofcore.capture.known import KnownValues
 from outofcore.capture.operators import SumOfCounted, faithful
 from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance, join
@@ -76,23 +75,13 @@ class Recorder(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self,
-        tables: Tables,
-        provenance: Provenance,
-        device: torch.device,
-        user: Substitute,
-        layouts: KernelLayouts | None = None,
-        reads: Reads | None = None,
+        self, tables: Tables, provenance: Provenance, user: Substitute, layouts: KernelLayouts | None, reads: Reads
     ) -> None:
         """Without ``layouts``, fakes are trusted; ``reads`` records the Python code that runs."""
         super().__init__()
-        self._tables = tables
-        self._provenance = provenance
-        self._device = device
-        self._user = user
-        self._layouts = layouts
-        self._reads = reads or Reads()
-        self._known = user.known = KnownValues()
+        self._tables, self._provenance, self._device = tables, provenance, tables.device
+        self._user, self._known = user, user.known
+        self._layouts, self._reads = layouts, reads
         self._weights: dict[int, int | None] = {}  # by storage of a loss's weights, the mask of ignored targets
 
     def is_fake(self, item: object) -> bool:

@@ -155,7 +155,7 @@ def _captured(
         provenance = Provenance(models, mirror.names)
         steps = StepRecorder(optimizers, mirror, tables, provenance)
         substitute = Substitute(mirror.fakes, mirror.reals(), device, counts)
-        recorder = Recorder(tables, provenance, device, substitute, options.layouts, reads)
+        recorder = Recorder(tables, provenance, substitute, options.layouts, reads)
         replicas = Replicas(models, mirror.fakes, options.orders)
         with (
             # A mistake in the step is raised all the same; the fakes would print it besides.

@@ -81,14 +81,14 @@ class Substitute(TorchFunctionMode):
         fakes: dict[int, torch.Tensor],
         reals: Iterable[torch.Tensor],
         device: torch.device,
-        counts: Mapping[int, int] | None = None,
+        counts: Mapping[int, int],
     ) -> None:
         """``fakes`` is by the id of the real tensor; ``reals`` holds those tensors so that their ids are not reused.
 
         ``counts`` are values, by id, of counts that the step may compare with zero (see ``average_counts``).
         """
         super().__init__()
-        self._counts = dict(counts or {})
+        self._counts = dict(counts)
         self._fakes = fakes
         self._reals = list(reals)
         self._device = device

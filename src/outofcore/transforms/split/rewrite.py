@@ -55,9 +55,7 @@ class _Arguments:
 class Builder:
     """Builds the ops of the split step."""
 
-    def __init__(
-        self, captured: Captured, cell_map: CellMap, chosen: Mapping[int, Choice], limit: int | None = None
-    ) -> None:
+    def __init__(self, captured: Captured, cell_map: CellMap, chosen: Mapping[int, Choice], limit: int | None) -> None:
         self.old, self.cell_map, self.chosen = captured, cell_map, chosen
         self.writer = StepWriter(captured, cell_map, limit)
         self.mode = FakeTensorMode()
