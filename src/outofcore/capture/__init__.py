@@ -11,8 +11,9 @@
 
 The package ``transforms`` rewrites the graph afterwards.
 
-``collectives`` and ``replicas`` record collectives and ``DistributedDataParallel``. ``signature`` decides whether a
-captured step fits a call, ``refusals`` words the errors, and ``patching`` replaces functions of PyTorch meanwhile.
+``collectives`` and ``replicas`` record collectives and ``DistributedDataParallel``. ``signature`` and
+``captures_by_reads`` decide whether a captured step fits a call. ``device_traits`` says how devices differ,
+``refusals`` words the errors, and ``patching`` replaces functions of PyTorch meanwhile.
 """
 
 from outofcore.capture.captured import Captured, LeafKind, Ref

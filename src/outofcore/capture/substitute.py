@@ -47,7 +47,7 @@ _GIVES_AWAY = frozenset(
 # Likewise of a storage.
 _OF_STORAGES = (
     *("data_ptr", "tolist", "__getitem__", "__setitem__", "copy_", "fill_", "cpu", "cuda", "to", "clone", "pin_memory"),
-    *("share_memory_", "_share_memory_", "_share_fd_cpu_", "_share_filename_cpu_", "_write_file", "byteswap"),
+    *("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_", "_write_file", "byteswap"),
     *("__reduce_ex__", "__deepcopy__", "resize_"),
 )
 # What may be asked of a tensor without looking at its bytes.

@@ -198,32 +198,20 @@ def _windows(given: Given) -> None:
 
 # Ops whose work, or whose right to run, depends on whole numbers that they are given.
 _FITTING: dict[str, Callable[[Given], None]] = {
-    "aten::embedding": _rows_of("weight"),
-    "aten::embedding_dense_backward": _rows_of("num_weights"),
-    "aten::gather": _places_along,
-    "aten::scatter": _places_along,
-    "aten::scatter_": _places_along,
-    "aten::scatter_add": _places_along,
-    "aten::scatter_add_": _places_along,
-    "aten::index_select": _places_along,
-    "aten::index_add": _places_along,
-    "aten::index_add_": _places_along,
-    "aten::index": _places_of_each,
-    "aten::index_put": _places_of_each,
-    "aten::index_put_": _places_of_each,
-    "aten::_unsafe_index": _places_of_each,
-    "aten::_unsafe_index_put": _places_of_each,
-    "aten::nll_loss_forward": _classes,
-    "aten::nll_loss_backward": _classes,
-    "aten::nll_loss2d_forward": _classes,
-    "aten::nll_loss2d_backward": _classes,
-    "aten::max_pool2d_with_indices_backward": _windows,
-    "aten::_ctc_loss": _longest_sequences,
-    "aten::_ctc_loss_backward": _longest_sequences,
-    "aten::_grouped_mm": _even_groups,
-    "aten::_embedding_bag_backward": _full_bags,
-    "aten::_embedding_bag_dense_backward": _full_bags,
-    "aten::repeat_interleave": _even_repeats,
-    "aten::segment_reduce": _even_segments,
-    "aten::_segment_reduce_backward": _even_segments,
+    f"aten::{name}": fill
+    for fill, names in (
+        (_rows_of("weight"), ("embedding",)),
+        (_rows_of("num_weights"), ("embedding_dense_backward",)),
+        (_places_along, ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_")),
+        (_places_along, ("index_select", "index_add", "index_add_")),
+        (_places_of_each, ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put")),
+        (_classes, ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")),
+        (_windows, ("max_pool2d_with_indices_backward",)),
+        (_longest_sequences, ("_ctc_loss", "_ctc_loss_backward")),
+        (_even_groups, ("_grouped_mm",)),
+        (_full_bags, ("_embedding_bag_backward", "_embedding_bag_dense_backward")),
+        (_even_repeats, ("repeat_interleave",)),
+        (_even_segments, ("segment_reduce", "_segment_reduce_backward")),
+    )
+    for name in names
 }
