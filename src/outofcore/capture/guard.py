@@ -233,14 +233,12 @@ class Guard:
         return () if effect is None else (effect,)
 
     def _check_left(self, label: str, new: Any, module: nn.Module | None = None) -> None:
-        if holds_fake(new):
-            raise self._left_behind(label, "a tensor that the step stores", new, module)
-
-    def _left_behind(self, label: str, what: str, held: Any, module: nn.Module | None = None) -> CaptureError:
-        made = next((line for tensor in leaves_in(held) if (line := self._source(tensor))), "")
-        return self._refusal(
-            f"the step leaves something behind in {label}, {what}: it would be out of date after the next step; "
-            "register it as a buffer of the model, or return it from the step",
+        if not holds_fake(new):
+            return
+        made = next((line for tensor in leaves_in(new) if (line := self._source(tensor))), "")
+        raise self._refusal(
+            f"the step leaves something behind in {label}, a tensor that the step stores: it would be out of date "
+            "after the next step; register it as a buffer of the model, or return it from the step",
             label.rpartition(".")[2],
             module,
             made,

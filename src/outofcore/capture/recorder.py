@@ -80,6 +80,7 @@ class Recorder(TorchDispatchMode):
         """Without ``layouts``, fakes are trusted; ``reads`` records the Python code that runs."""
         super().__init__()
         self._tables, self._provenance, self._device = tables, provenance, tables.device
+        self._may_check = traits_of(tables.device).is_done_when_called
         self._user, self._known = user, user.known
         self._layouts, self._reads = layouts, reads
         self._weights: dict[int, int | None] = {}  # by storage of a loss's weights, the mask of ignored targets
@@ -112,7 +113,7 @@ class Recorder(TorchDispatchMode):
             known = self._known.results(func, args, kwargs)
             if known is not None:
                 return known
-        if name == "aten::_local_scalar_dense" and self._is_checked(args[0]):
+        if name == "aten::_local_scalar_dense" and self._may_check and args[0].dtype is torch.bool:
             check = check_here(self._user.calling())
             if check is not None:
                 return self._checked(args[0], check)
@@ -378,10 +379,6 @@ class Recorder(TorchDispatchMode):
             source=source,
         )
         return fake
-
-    def _is_checked(self, tensor: torch.Tensor) -> bool:
-        """Return whether an op of the step may check a value in place of PyTorch's Python code."""
-        return tensor.dtype is torch.bool and traits_of(self._device).is_done_when_called
 
     def _checked(self, given: torch.Tensor, check: Check) -> bool:
         """Record an op that repeats a check in each call; the capture assumes that it passes."""

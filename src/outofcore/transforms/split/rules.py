@@ -330,10 +330,6 @@ def _plane(given: Given, weight: Value) -> _Plane:
     return _Plane(weight.shape[2], first[0], first[1], first[2])
 
 
-def _padded(padding: int) -> Settle:
-    return partial(_pad, padding=padding)
-
-
 def _pad(named: dict[str, Any], low: int, high: int, *, padding: int) -> None:
     named["padding"] = [padding, *named["padding"][1:]]
 
@@ -359,7 +355,7 @@ def _convolution(given: Given) -> list[Way]:
     if not transposed:
         after = plane.reach + 1 - plane.stride - plane.padding
         cut = Cut((2, 3), plane.stride, plane.padding, after)
-        found.append(Way("planes", result.shape[2], {("input", -1): cut}, {0: _one(2)}, _padded(0)))
+        found.append(Way("planes", result.shape[2], {("input", -1): cut}, {0: _one(2)}, partial(_pad, padding=0)))
     elif plane.is_tiling and not named["output_padding"][0]:
         made = {0: Cut((2, 3), plane.stride)}
         found.append(Way("planes", one.shape[2], {("input", -1): _one(2)}, made))
@@ -399,7 +395,7 @@ def _input_gradient(given: Given) -> list[Way]:
             found.append(way("planes", gradient.shape[2], _one(2), Cut((2, 3), plane.stride)))
     elif not transposed and plane.stride == 1:
         cut = Cut((2, 3), 1, plane.reach - plane.padding, plane.padding)
-        found.append(way("planes", one.shape[2], cut, _one(2), _padded(plane.reach)))
+        found.append(way("planes", one.shape[2], cut, _one(2), partial(_pad, padding=plane.reach)))
     if named["groups"] == 1:
         cuts: dict[Name, Cut] = {("input", -1): _one(1), ("weight", -1): _one(0 if transposed else 1)}
         found.append(Way("channels", one.shape[1], cuts, {0: _one(1)}, None, unread))
