@@ -30,7 +30,7 @@ import outofcore
 from outofcore.cli.subjects import plain_step, subject_of
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.arena import Arena
-from outofcore.follow import loop as following
+from outofcore.follow import loop_planner
 from outofcore.follow.native import load_paging
 from outofcore.planning.parameters import SearchParams
 from outofcore.policies import Auto
@@ -51,8 +51,8 @@ def _followed(model: torch.nn.Module, spec: dict[str, Any]) -> outofcore.Loop:
         case "moves":
             policy = Auto(SearchParams(recompute_changes=0))
         case "unplaced":
-            schedule_of = following.schedule_of
-            following.schedule_of = lambda *told: dataclasses.replace(schedule_of(*told), offsets=(), scratch=())
+            schedule_of = loop_planner.schedule_of
+            loop_planner.schedule_of = lambda *told: dataclasses.replace(schedule_of(*told), offsets=(), scratch=())
         case "demand" | "late":
             policy = None
     loop = outofcore.budget(spec["budget"], model, home=spec["home"], policy=policy, cache=False).start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +23,6 @@ from outofcore.capture.step import CaptureOptions, capture_step
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.distributed.agreement import Agreement
-from outofcore.distributed.elastic import Elastic, ElasticStats, check_models, phases
 from outofcore.errors import InputError
 from outofcore.estimation.costing import costed
 from outofcore.estimation.sweep import Estimate, estimated
@@ -42,8 +40,10 @@ from outofcore.execution.opening import (
 )
 from outofcore.execution.stats import StepStats
 from outofcore.follow.alignment import aligned
-from outofcore.follow.loop import Loop, stop_loops
+from outofcore.follow.devices import CPU, LoopHome, loop_device
+from outofcore.follow.loop import Loop, LoopOptions
 from outofcore.follow.native import load_paging
+from outofcore.follow.running import stop_loops
 from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
 from outofcore.options import MemoryOptions, PlanOptions, RunOptions
@@ -183,6 +183,7 @@ def compile(
     replay: Replaying = True,
     kernels: KernelsName = "eager",
     split: SplitName = "exact",
+    repeats: bool = True,
 ) -> Step[P, R]:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -240,6 +241,9 @@ def compile(
             budget the same ones: losses are then the same to the last bit at every budget, but they are not those of
             eager PyTorch to the last bit. Each size of inputs is then captured and planned. See the guide to ops that
             are larger than their room.
+        repeats: whether the budget must also hold a second call that begins with the gradients of the first. False:
+            such a call is planned when it comes, as for a step that takes turns with an update (a plain argument tells
+            which of the two a call is), which clears them.
 
     Returns:
         A callable with the signature of ``step``. Nothing is captured before its first call.
@@ -284,6 +288,7 @@ def compile(
         replay=replay,
         kernels=kernels,
         split=split,
+        repeats=repeats,
     )
 
 
@@ -302,11 +307,11 @@ def _compiled(
     shard: ProcessGroup | bool | None = None,
     *,
     replay: Replaying = True,
-    alternating: bool = False,
     kernels: KernelsName = "eager",
     split: SplitName = "exact",
+    repeats: bool = True,
 ) -> Step[P, R]:
-    """What ``compile`` returns; ``alternating`` as for ``PlanOptions``."""
+    """What ``compile`` returns."""
     require(Feature.COMPILE)
     count = parse_bytes(budget)
     chosen = policy_of(policy)
@@ -322,7 +327,7 @@ def _compiled(
     check_supported(models)
     group = _sharing_group(shard, dynamic, kernels)
     shards = None if group is None else Shards(models, optimizers, group)
-    ranks = None if alternating else Agreement(models, kept, group)
+    ranks = Agreement(models, kept, group)
     loop = None
     if isinstance(backend, CudaBackend):
         opened = _pinned(backend, home, host_budget, check)
@@ -338,9 +343,10 @@ def _compiled(
             # The calls bring the model to it, of which they know what other steps have.
             limit = host_limit(host_budget)
             plans = None if kept is None else kept.folder / _PLANS
-            loop = partial(Loop, count, (), home=home, host_limit=limit, plans=plans, check=Check(check), beside=True)
+            options = LoopOptions(CPU, LoopHome(home, limit), plans=plans, check=Check(check), beside=True)
+            loop = partial(Loop, count, (), options)
     memory = MemoryOptions(count, opened)
-    planning = PlanOptions(chosen, splits, kept, alternating)
+    planning = PlanOptions(chosen, splits, kept, not repeats)
     running = RunOptions(backend, made, dynamic, loop)
     return Step(step, models, optimizers, memory, planning, running, ranks, shards)
 
@@ -378,110 +384,6 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kern
     if dynamic or kernels != "eager":
         raise InputError("processes that share a model follow one plan: with 'shard' leave 'dynamic' and 'kernels' out")
     return group if group.size() > 1 else None
-
-
-def elastic(
-    step: Callable[..., Any],
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | Sequence[Optimizer],
-    *,
-    workers: int,
-    budget: int | str,
-    update: Callable[[], object] | None = None,
-    seed: int = 0,
-    timeout: float = 600.0,
-    device: str | torch.device | None = None,
-    home: str | os.PathLike[str] | OpenHome | None = None,
-    host_budget: int | str | None = None,
-    policy: PolicyLike = "auto",
-    cache: bool | str | os.PathLike[str] = True,
-    check: CheckName = "sampled",
-) -> Elastic:
-    """Train with logical workers: the same bits on one process as on any number up to that of the workers.
-
-    Started by torchrun, or with ``torch.distributed`` initialised, the processes share the workers; alone, one process
-    has them all. Each worker has its own batches and its own random generators. A process runs its workers one after
-    the other within its budget; gradients are summed in the order of the workers, divided by their number, and one
-    update follows, in all processes the same. The number of processes may change from one checkpoint to the next.
-
-    A step is, bit for bit, this in plain PyTorch, each worker with its own generators and with the buffers that worker
-    0 left in the step before: ``step(*batches[k])`` for each worker ``k`` in order, which adds up gradients; ``p.grad
-    /= workers`` for each parameter; ``update()``.
-
-    Args:
-        step: forward, loss and ``backward()`` of one worker's batch, as a function of tensors; no update.
-        model: the module that the step trains, or a list of all that it uses, in ordinary memory or born at a home.
-            The same in every process: build it from one seed.
-        optimizer: the optimizer, or a list of them. Its ``step`` is called here.
-        workers: how many logical workers there are, for the whole of the training.
-        budget: bytes for all tensors of this process's steps, as for ``compile``. Some MiB of buffers for the sum, and
-            the model's changing buffers (running statistics), twice, lie beside it.
-        update: called in place of ``optimizer.step()`` once gradients are summed, such as one that clips them before.
-        seed: of the workers' random generators. Those of the process itself are never used.
-        timeout: seconds that a process waits for another.
-        device: as for ``compile``. The sum goes through host memory, by gloo, also between GPUs.
-        home: as for ``compile``. Processes may differ in this and the following, and in the budget.
-        host_budget: as for ``compile``.
-        policy: as for ``compile``.
-        cache: as for ``compile``.
-        check: as for ``compile``.
-
-    Returns:
-        A callable that takes ``{logical worker: batch}`` and returns ``{logical worker: what the step returns}``.
-
-    Raises:
-        InputError: an argument cannot be used, there are more processes than workers, or processes differ in what has
-            to be the same everywhere, such as threads or the model.
-        StateError: the processes do not find together.
-
-    >>> import torch
-    >>> import outofcore
-    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
-    <torch...>
-    >>> model = torch.nn.Linear(256, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    >>> def train_step(x, y):
-    ...     loss = (model(x)[:, 0] - y).square().mean()
-    ...     loss.backward()
-    ...     return loss
-    >>> data = torch.utils.data.TensorDataset(torch.randn(64, 256), torch.randn(64))
-    >>> with outofcore.elastic(train_step, model, optimizer, workers=4, budget="4MiB") as run:
-    ...     for batches in run.loader(data, batch_size=8):
-    ...         losses = run(batches)
-    >>> list(losses), run.steps
-    ([0, 1, 2, 3], 2)
-    """
-    models, optimizers = _checked(step, model, optimizer)
-    if not optimizers:
-        raise InputError("there is no optimizer to update the parameters with; give the one that trains the model")
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise InputError(f"there must be at least one logical worker, and workers is {workers!r}")
-    if not timeout > 0:
-        raise InputError(f"timeout must be a number of seconds above zero, not {timeout!r}")
-    if seed < 0:
-        raise InputError(f"the seed must not be negative, and is {seed}")
-    check_models(models)
-    both = phases(step, models, optimizers, update)
-    compiled = _compiled(
-        both,
-        models,
-        optimizers,
-        budget,
-        device,
-        home,
-        host_budget,
-        policy,
-        cache,
-        check,
-        False,
-        alternating=True,
-    )
-    try:
-        where = open_backend(device).device
-        return Elastic(compiled, models, optimizers, workers, seed, where, timedelta(seconds=timeout))
-    except BaseException:
-        compiled.close()
-        raise
 
 
 def _check_followable(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
@@ -603,16 +505,8 @@ def budget(
             ) from error
     # A policy of the user's own that is known by its address alone may be another one the next time.
     plans = None if kept is None or " at 0x" in repr(policy) else kept.folder / _PLANS
-    return Loop(
-        count,
-        models,
-        device=followed,
-        home=home,
-        host_limit=host_limit(host_budget),
-        policy=policy,
-        plans=plans,
-        check=Check(check),
-    )
+    at = LoopHome(home, host_limit(host_budget))
+    return Loop(count, models, LoopOptions(loop_device(followed), at, policy, plans, Check(check)))
 
 
 _within = budget
@@ -884,7 +778,7 @@ def save(
 
 def load(
     folder: str | os.PathLike[str],
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     home: OpenHome | None = None,
@@ -896,7 +790,7 @@ def load(
 
     Args:
         folder: that a checkpoint was saved into.
-        model: as when it was saved.
+        model: as when it was saved; None: nothing is loaded, and what was saved as ``extra`` is returned.
         optimizer: as when it was saved.
         home: where tensors of 64 KiB or more are born that do not exist yet; None: in ordinary memory.
 
@@ -917,11 +811,15 @@ def load(
     >>> outofcore.save("checkpoint", model, optimizer, extra={"epoch": 3})
     >>> outofcore.load("checkpoint", model, optimizer)
     {'epoch': 3}
+    >>> outofcore.load("checkpoint")
+    {'epoch': 3}
     """
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
     faces = None if home is None else home.faces
     checkpoint = Checkpoint(Path(folder))
+    if model is None and optimizer is None:
+        return checkpoint.extra
     for one in models:
         allocate(one, faces)
     checkpoint.load(models, optimizers, faces)
@@ -929,8 +827,6 @@ def load(
 
 
 __all__ = [
-    "Elastic",
-    "ElasticStats",
     "Estimate",
     "Loop",
     "LoopStats",
@@ -941,7 +837,6 @@ __all__ = [
     "budget",
     "build",
     "compile",
-    "elastic",
     "estimate",
     "load",
     "materialize",

@@ -386,11 +386,11 @@ def test_a_switch_between_sizes_moves_nothing_where_all_fits() -> None:
 
 
 def test_where_nothing_can_be_followed(monkeypatch: pytest.MonkeyPatch, captures: list[int]) -> None:
-    def none() -> Any:
+    def none(*_: object) -> Any:
         raise outofcore.StateError("loops are followed by native code, which could not be built: no compiler")
 
     ours, theirs = Side(), Side()
-    monkeypatch.setattr("outofcore.follow.loop.load_paging", none)
+    monkeypatch.setattr("outofcore.follow.devices.load_paging", none)
     monkeypatch.setattr("outofcore.api.load_paging", none)
     with pytest.raises(outofcore.StateError, match="no compiler"):
         outofcore.compile(ours.train, ours.model, ours.optimizer, budget="4MiB", dynamic=True)

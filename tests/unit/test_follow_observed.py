@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from outofcore.follow.observed import (
-    AHEAD,
-    LATE,
     LINKS,
     Cause,
     Copied,
     Departure,
     Event,
+    Link,
     Observed,
     PlanMade,
     departure_marks,
@@ -98,11 +97,11 @@ def test_the_program_is_what_ran_and_says_what_waited_for_what() -> None:
     assert seen.program == Program(
         (
             Run(0, (0, 1, 2)),
-            CopyOut(2, 1, (), AHEAD),
+            CopyOut(2, 1, (), Link.AHEAD),
             Run(1, (1,)),
-            CopyIn(3, 1, (), LATE),
-            Run(2, (3,), None, (Wait(Queue.COPY_IN, 1, LATE),)),
-            CopyOut(1, 1, (), LATE),
+            CopyIn(3, 1, (), Link.LATE),
+            Run(2, (3,), None, (Wait(Queue.COPY_IN, 1, Link.LATE),)),
+            CopyOut(1, 1, (), Link.LATE),
         ),
         (
             Block(0, 2, MIB, 0, 1),

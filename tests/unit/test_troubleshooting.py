@@ -30,7 +30,7 @@ SPEAKING = (
     *("distributed/agreement.py", "peers.py", "plan_updates.py"),
     *(f"execution/{name}.py" for name in ("arena", "homes", "checks", "spill", "model_state", "runner")),
     *(f"execution/{name}.py" for name in ("slots", "aliases", "opening", "file_ranges")),
-    *("execution/cuda", "follow", "distributed"),
+    *("execution/cuda", "follow", "distributed", "logical_workers"),
 )
 # Only a fault of the library can bring these up.
 OUR_FAULTS = re.compile(
