@@ -34,7 +34,7 @@ from outofcore.follow import loop_planner
 from outofcore.follow.native import load_paging
 from outofcore.planning.parameters import SearchParams
 from outofcore.policies import Auto
-from outofcore.report import page_content, step_report, write_report
+from outofcore.report import Page, page_content, step_report, write_report
 from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes
 from outofcore.units import KIB
 from outofcore.zoo import Workload
@@ -139,7 +139,7 @@ class _Training:
             return {}
         timelines = [("measured", step.timeline), ("predicted", step.planned.timeline)]
         graph, planned, title = step.captured.graph, step.planned, self._work.describe()
-        page = page_content(graph, planned.plan, planned.program, timelines, budget=step.budget, title=title)
+        page = page_content(graph, planned.plan, planned.program, timelines, Page(title, step.budget))
         write_report(path, page)
         return {"picture": str(path)}
 

@@ -248,7 +248,7 @@ MUTANTS = (
     ),
     Mutant(
         "user-write-leaves-copy-clean",
-        "execution/model_state.py",
+        "execution/state_moves.py",
         "if mark == state.mark:",
         "if state.mark is not None:",
         "The copy at home of a frozen weight stays outdated after the user has written to the weight.",

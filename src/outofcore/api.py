@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,18 +14,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore import presets
 from outofcore._torch_internals import Feature, require, tree_flatten
 from outofcore.capture.guard import check_modules
-from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.replicas import check_supported
 from outofcore.capture.shards import Shards
-from outofcore.capture.step import CaptureOptions, capture_step
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.distributed.agreement import Agreement
 from outofcore.errors import InputError
-from outofcore.estimation.costing import costed
+from outofcore.estimation.costing import Here, captured_variants, costed, opened_place
 from outofcore.estimation.sweep import Estimate, estimated
 from outofcore.execution.backend import beside_the_arena
 from outofcore.execution.checks import Check, checked
@@ -32,7 +30,6 @@ from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.engines import Replaying
 from outofcore.execution.opening import (
     OpenHome,
-    homes_of,
     host_limit,
     open_backend,
     open_device_homes,
@@ -46,15 +43,13 @@ from outofcore.follow.native import load_paging
 from outofcore.follow.running import stop_loops
 from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
-from outofcore.options import MemoryOptions, PlanOptions, RunOptions
+from outofcore.options import MemoryOptions, P, PlanOptions, R, RunOptions, UserStep
 from outofcore.policies import Policy, PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.progress import following
-from outofcore.step import P, R, Step
-from outofcore.step_variants import Split, StepVariants, split_of
-from outofcore.transforms.fusing import fusing
+from outofcore.step import Step
+from outofcore.step_variants import Split, split_of
 from outofcore.transforms.kernels import Kernels
-from outofcore.transforms.partial_sums import summing
 from outofcore.units import parse_bytes
 from outofcore.variant import LOWEST_MEMORY, smallest_variant
 
@@ -71,12 +66,8 @@ SplitName = Literal["exact", "close", "off"]
 _PLANS = "loops"
 
 
-def _checked(step: Any, model: Any, optimizer: Any) -> tuple[list[nn.Module], list[Optimizer]]:
-    """The models and optimizers of a step as lists.
-
-    Raises:
-        InputError: one of the three is something else.
-    """
+def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, R]:
+    """A step with its models and optimizers as lists; raises ``InputError`` if one of them is something else."""
     if not callable(step) or (isinstance(step, nn.Module) and isinstance(model, Optimizer)):
         what = "the model" if isinstance(step, nn.Module) else f"of type {type(step).__name__}"
         raise InputError(
@@ -86,7 +77,7 @@ def _checked(step: Any, model: Any, optimizer: Any) -> tuple[list[nn.Module], li
         )
     models = _as_list(model, nn.Module, "model")
     check_modules(models, is_captured=False)
-    return models, _as_list(optimizer, Optimizer, "optimizer")
+    return UserStep(step, models, _as_list(optimizer, Optimizer, "optimizer"))
 
 
 def _as_list(given: Any, kind: type, what: str) -> list[Any]:
@@ -101,22 +92,27 @@ def _as_list(given: Any, kind: type, what: str) -> list[Any]:
     return items
 
 
-def _pinned(backend: CudaBackend, home: object, host_budget: int | str | None, check: CheckName) -> OpenHome:
+def _pinned(
+    backend: CudaBackend, home: str | os.PathLike[str] | OpenHome | None, host_budget: int | str | None, check: str
+) -> OpenHome:
     """The homes of a step on a GPU, opened."""
     if isinstance(home, OpenHome) or check == Check.FULL.value:
         raise InputError(
             f"a step on {backend.device} has homes of its own, in pinned host memory and on a disk, whose copies are "
             "not checked: give 'host', 'disk' or a folder as 'home', and leave 'check' out"
         )
-    named = home if isinstance(home, str | os.PathLike) else None
-    return OpenHome(open_device_homes(backend, named, host_budget), kept=False)
+    return OpenHome(open_device_homes(backend, home, host_budget), kept=False)
+
+
+def _check_name(check: str) -> None:
+    if check not in {mode.value for mode in Check}:
+        raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
 
 
 def _opened(
     home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, kept: bool
 ) -> OpenHome:
-    if check not in {mode.value for mode in Check}:
-        raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
+    _check_name(check)
     return OpenHome([checked(store, Check(check)) for store in open_homes(home, host_budget)], kept=kept)
 
 
@@ -271,63 +267,22 @@ def compile(
     >>> losses[0] > losses[1] > losses[2]
     True
     """
-    models, optimizers = _checked(step, model, optimizer)
-    return _compiled(
-        step,
-        models,
-        optimizers,
-        budget,
-        device,
-        home,
-        host_budget,
-        policy,
-        cache,
-        check,
-        dynamic,
-        shard,
-        replay=replay,
-        kernels=kernels,
-        split=split,
-        repeats=repeats,
-    )
-
-
-def _compiled(
-    step: Callable[P, R],
-    models: list[nn.Module],
-    optimizers: list[Optimizer],
-    budget: int | str,
-    device: str | torch.device | None,
-    home: str | os.PathLike[str] | OpenHome | None,
-    host_budget: int | str | None,
-    policy: PolicyLike,
-    cache: bool | str | os.PathLike[str],
-    check: CheckName,
-    dynamic: bool | None,
-    shard: ProcessGroup | bool | None = None,
-    *,
-    replay: Replaying = True,
-    kernels: KernelsName = "eager",
-    split: SplitName = "exact",
-    repeats: bool = True,
-) -> Step[P, R]:
-    """What ``compile`` returns."""
+    user = _user_step(step, model, optimizer)
     require(Feature.COMPILE)
-    count = parse_bytes(budget)
-    chosen = policy_of(policy)
+    count, chosen = parse_bytes(budget), policy_of(policy)
     if replay not in (True, False, "graphs"):
         raise InputError(f"replay={replay!r} is none of True, False and 'graphs'")
     made, splits = _kernels(kernels), split_of(split)
     backend = open_backend(device, replay=replay)
-    check_modules(models, is_captured=not dynamic)
-    _check_devices(models, backend.device)
+    check_modules(user.models, is_captured=not dynamic)
+    _check_devices(user.models, backend.device)
     if dynamic:
         _check_followable(backend.device, home, chosen, kernels, splits)
     kept = open_cache(cache)
-    check_supported(models)
+    check_supported(user.models)
     group = _sharing_group(shard, dynamic, kernels)
-    shards = None if group is None else Shards(models, optimizers, group)
-    ranks = Agreement(models, kept, group)
+    if group is not None:
+        user = replace(user, shards=Shards(user.models, user.optimizers, group))
     loop = None
     if isinstance(backend, CudaBackend):
         opened = _pinned(backend, home, host_budget, check)
@@ -339,24 +294,23 @@ def _compiled(
         opened = home
     else:
         opened = _opened(home, host_budget, check, kept=False)
-        if chosen == policy_of("auto") and kernels == "eager" and shards is None and splits is not Split.CLOSE:
+        if chosen == policy_of("auto") and kernels == "eager" and group is None and splits is not Split.CLOSE:
             # The calls bring the model to it, of which they know what other steps have.
             limit = host_limit(host_budget)
             plans = None if kept is None else kept.folder / _PLANS
             options = LoopOptions(CPU, LoopHome(home, limit), plans=plans, check=Check(check), beside=True)
             loop = partial(Loop, count, (), options)
-    memory = MemoryOptions(count, opened)
-    planning = PlanOptions(chosen, splits, kept, not repeats)
-    running = RunOptions(backend, made, dynamic, loop)
-    return Step(step, models, optimizers, memory, planning, running, ranks, shards)
+    return Step(
+        user,
+        MemoryOptions(count, opened),
+        PlanOptions(chosen, splits, kept, not repeats),
+        RunOptions(backend, made, dynamic, loop),
+        Agreement(user.models, kept, group),
+    )
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
-    """What compiles the kernels of a step; None: they are PyTorch's own.
-
-    Raises:
-        InputError: there are no such kernels.
-    """
+    """What compiles the kernels of a step; None: they are PyTorch's own."""
     if name not in ("eager", "inductor"):
         raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
     if name == "eager":
@@ -366,11 +320,7 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
 
 
 def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kernels: str) -> ProcessGroup | None:
-    """The processes that share a model; None: nobody else has any of it.
-
-    Raises:
-        InputError: there is no such group, or the other arguments do not go with it.
-    """
+    """The processes that share a model; None: nobody else has any of it."""
     if shard is None or shard is False:
         return None
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -387,12 +337,7 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kern
 
 
 def _check_followable(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
-    """Refuse ``dynamic=True`` where calls cannot be followed.
-
-    Raises:
-        InputError: the device, the home, the policy, the kernels or the sums are those of planned steps alone.
-        StateError: the system cannot.
-    """
+    """Refuse ``dynamic=True`` where calls cannot be followed."""
     if device.type != "cpu":
         raise InputError(f"calls are followed on the CPU only, and the step is for {device}; leave 'dynamic' out")
     if isinstance(home, OpenHome):
@@ -492,8 +437,7 @@ def budget(
         )
     if followed.type != "cpu" and check == Check.FULL.value:
         raise InputError(f"copies of a loop on {followed} are not checked; leave 'check' out")
-    if check not in {mode.value for mode in Check}:
-        raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
+    _check_name(check)
     kept = open_cache(cache)
     if policy is not None:
         policy = policy_of(policy)
@@ -626,17 +570,12 @@ def smallest_budget(
     >>> outofcore.smallest_budget(train_step, model, optimizer, inputs=(torch.ones(64, 256),)) < 1 << 20
     True
     """
-    models, optimizers = _checked(step, model, optimizer)
+    user = _user_step(step, model, optimizer)
     backend = open_backend(device)
-    _check_devices(models, backend.device)
-    kept = open_cache(cache)
-    given = (step, models, optimizers, inputs, kwargs or {})
-    plain = partial(capture_step, *given, backend.device, options=CaptureOptions(layouts=KernelLayouts()))
-    splits = split_of(split)
-    capture = summing(fusing(plain, _kernels(kernels)), is_on=splits is Split.CLOSE)
-    traced = capture()
+    _check_devices(user.models, backend.device)
+    where = Here(backend, cache=open_cache(cache))
+    variants = captured_variants(user, inputs, kwargs or {}, where, _kernels(kernels), split_of(split))
     backend.prepare()
-    variants = StepVariants(traced, capture, backend, kept, splits)
     variant, smallest = smallest_variant(variants)
     if variants.later is not None and (variants.later.need(LOWEST_MEMORY) or 0) > smallest:
         smallest = max(smallest, smallest_variant(variants.later)[1])
@@ -704,42 +643,16 @@ def estimate(
     >>> found.at("1GiB").seconds < 0.1
     True
     """
-    models, optimizers = _checked(step, model, optimizer)
-    chosen = policy_of(policy)
+    user, chosen = _user_step(step, model, optimizer), policy_of(policy)
     wanted = [parse_bytes(budget) for budget in budgets]
-    preset = None if device is None else presets.simulated(str(device))
-    backend = open_backend(None if preset else device)
-    kept = open_cache(cache)
-    stores = [] if preset else homes_of(backend, home, host_budget)
-    try:
-        with following() as tell:
-            found = costed(
-                step,
-                models,
-                optimizers,
-                tuple(inputs),
-                kwargs or {},
-                where=preset or stores,
-                cache=kept,
-                tell=tell,
-                backend=backend,
-                kernels=_kernels(kernels, compiles=preset is None),
-                split=split_of(split),
-            )
-            machine = preset.describe() if preset else ""
-            parts = None if found.parts is None or found.parts_costs is None else (found.parts, found.parts_costs)
-            return estimated(
-                found.graph,
-                found.costs,
-                budgets=wanted,
-                policy=chosen,
-                machine=machine,
-                parts=parts,
-                tell=tell,
-            )
-    finally:
-        for store in stores:
-            store.close()
+    with opened_place(None if device is None else str(device), home, host_budget, cache) as where, following() as tell:
+        preset = None if isinstance(where, Here) else where
+        made, splits = _kernels(kernels, compiles=preset is None), split_of(split)
+        found = costed(user, tuple(inputs), kwargs or {}, where, tell=tell, kernels=made, split=splits)
+        machine = "" if preset is None else preset.describe()
+        return estimated(
+            found.graph, found.costs, budgets=wanted, policy=chosen, machine=machine, parts=found.parts, tell=tell
+        )
 
 
 def save(

@@ -46,7 +46,7 @@ def arena() -> Iterator[Arena]:
 def test_bytes_come_back_the_same(
     home: HomeStore, arena: Arena, place: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spill, "_CHUNK_BYTES", 8 * MIB)
+    monkeypatch.setattr(spill, "CHUNK_BYTES", 8 * MIB)
     offset = 3 * PAGE_BYTES
     home.ensure(offset + count)
     outgoing, incoming = arena.memory(place, count), arena.memory(32 * MIB + place, count)

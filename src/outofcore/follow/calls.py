@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import storage_address, storage_bytes, storage_key, tree_flatten, tree_unflatten
-from outofcore.execution.aliases import set_data
 from outofcore.execution.mapped_files import MappedFiles
 from outofcore.follow.devices import CPU
 from outofcore.follow.failures import explained
@@ -26,6 +25,7 @@ from outofcore.follow.loop import Loop
 from outofcore.follow.native import call
 from outofcore.follow.stats import LoopStats
 from outofcore.follow.user_tensors import state_of, tensors_of
+from outofcore.tensor_data import move_onto
 
 _log = logging.getLogger("outofcore")
 
@@ -139,10 +139,9 @@ class FollowedCalls:
                 of_others.setdefault(storage_key(tensor), []).append(tensor)
         # Another step may know that memory by what it lies in: the model leaves it, and the memory stays as it is.
         for tensors in of_others.values():
-            own = storage_bytes(tensors[0]).clone().untyped_storage()
+            own = storage_bytes(tensors[0]).clone()
             for tensor in tensors:
-                data = torch.empty(0, dtype=tensor.dtype)
-                set_data(tensor, data.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride()))
+                move_onto(tensor, own)
         _log.info("taken over %d tensors that lay elsewhere", len(strangers))
 
     def _given(self, result: Any) -> Any:

@@ -21,16 +21,16 @@ import torch
 from outofcore._torch_internals import cublas_workspaces
 from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import BudgetError, StateError
-from outofcore.execution.cuda.driver import MIDDLE_SEGMENT, SEGMENT
+from outofcore.execution.cuda.driver import ALLOCATOR
 from outofcore.follow.addresses import replace_attribute
 from outofcore.units import format_bytes, round_up
 
 # By name, what a graph does that cannot be followed.
 _REFUSED = {"capture_begin": "captured", "replay": "replayed"}
 # PyTorch's allocator takes multiples of a segment from the device for requests of this size and more.
-_LARGE = MIDDLE_SEGMENT // 2
+_LARGE = ALLOCATOR.middle_segment // 2
 # Of the budget, a part for small tensors of the loop; this at the least.
-_SMALL_SHARE, _LEAST_SMALL = 64, 4 * SEGMENT
+_SMALL_SHARE, _LEAST_SMALL = 64, 4 * ALLOCATOR.segment
 # Of the arena, a part stays free: tensors that an op uses part what is free, and its results need holes.
 _SPARE_SHARE = 32
 
@@ -57,8 +57,8 @@ def shares_of(budget: int, device: torch.device) -> Shares:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     beside = _bytes_beside(device)
-    segments = max(round_up(budget // _SMALL_SHARE, SEGMENT), _LEAST_SMALL)
-    arena = (budget - beside - segments) // SEGMENT * SEGMENT
+    segments = max(round_up(budget // _SMALL_SHARE, ALLOCATOR.segment), _LEAST_SMALL)
+    arena = (budget - beside - segments) // ALLOCATOR.segment * ALLOCATOR.segment
     if arena < _LARGE:
         least = beside + _LEAST_SMALL + _LARGE
         raise BudgetError(

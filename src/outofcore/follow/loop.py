@@ -59,7 +59,7 @@ from outofcore.follow.user_tensors import (
 )
 from outofcore.planning import PolicyLike
 from outofcore.progress import Tell, following, silent
-from outofcore.report.content import page_content
+from outofcore.report.content import Page, page_content
 from outofcore.report.machine import this_machine
 from outofcore.report.notebook import ReportPath, facts_html
 from outofcore.report.page import write_report
@@ -309,25 +309,22 @@ class Loop:
             InputError: the file cannot be written.
         """
         seen, machine = self._what_happened(), this_machine()
+        notes = [
+            *observed_notes(seen, self._made),
+            (
+                "machine",
+                f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, "
+                f"{machine.kernel}",
+            ),
+            ("versions", f"PyTorch {torch.__version__} with {torch.get_num_threads()} threads"),
+        ]
         content = page_content(
             seen.graph,
             seen.plan,
             seen.program,
             [("measured", seen.timeline)],
-            budget=self._limit,
-            title=title or "loop",
-            homes=LINKS,
-            notes=[
-                *observed_notes(seen, self._made),
-                (
-                    "machine",
-                    f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, "
-                    f"{machine.kernel}",
-                ),
-                ("versions", f"PyTorch {torch.__version__} with {torch.get_num_threads()} threads"),
-            ],
-            memories=[seen.memory],
-            on_demand=seen.on_demand,
+            Page(title or "loop", self._limit, homes=LINKS, notes=notes),
+            Beyond(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
         )
         write_report(Path(path), content)
         return ReportPath(path)

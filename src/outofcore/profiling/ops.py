@@ -233,7 +233,7 @@ class _Bench:
 
     def _bound(
         self, op: Op, requests: Requests, contents: Contents | None
-    ) -> tuple[BoundRun, Memory, list[list[tuple[int, int]]], int]:
+    ) -> tuple[BoundRun, Memory, list[list[tuple[int, int | None]]], int]:
         program, arguments_end, end = self._layout(op, requests.workspace_bytes)
         arena = self._room(end)
         bound = bind(self._captured, program, arena)
