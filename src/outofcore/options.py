@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore.capture import Captured, capture_step
+from outofcore.capture import Captured, CaptureOptions, capture_step
 from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.shards import Shards
 from outofcore.execution.backend import Backend
@@ -51,18 +51,8 @@ class UserStep(Generic[P, R]):
         orders: Mapping[int, tuple[int, ...]] | None = None,
     ) -> Callable[..., Captured]:
         """Return what captures a call of the step, given ``gradients`` or nothing; all as for ``capture_step``."""
-        return partial(
-            capture_step,
-            self.function,
-            self.models,
-            self.optimizers,
-            args,
-            kwargs,
-            device,
-            orders=orders,
-            shards=self.shards,
-            layouts=layouts,
-        )
+        options = CaptureOptions(self.shards, {} if orders is None else orders, layouts)
+        return partial(capture_step, self.function, self.models, self.optimizers, args, kwargs, device, options=options)
 
 
 @dataclass(frozen=True)

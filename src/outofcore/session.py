@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import function_modes, tree_flatten
+from outofcore.capture.captures_by_reads import CapturesByReads
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.capture.snapshot import Snapshot
-from outofcore.capture.variants import Variants
 from outofcore.errors import ArenaError, BudgetError, CaptureError, StateError, TransferError
 from outofcore.execution.engines import Engine
 from outofcore.execution.interrupts import Deferred
@@ -97,7 +97,7 @@ class Session:
         # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
         weakref.finalize(self, self.engine.close).atexit = False
         self._signer = Signer(user.models, user.optimizers, running.backend.device)
-        self._variants = Variants()
+        self._captures = CapturesByReads()
         self.steps = KnownSteps(self.engine, self.keeper, running.backend, memory.budget)
         self._signature: Signature | None = None  # of the last call
         self.timeline: Timeline | None = None  # of the last call
@@ -116,7 +116,7 @@ class Session:
     @property
     def kinds(self) -> int:
         """Kinds of inputs that there are plans for."""
-        return len({signature._replace(variant=0) for signature in self.steps.known})
+        return len({signature._replace(capture=0) for signature in self.steps.known})
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> Any:
         """Run one step; ``outcome`` tells at any time what an exception would mean."""
@@ -126,7 +126,7 @@ class Session:
         if self.why_followed:
             return self._call_followed(args, kwargs)
         self.spread()
-        signature, change = self._variants.find(self._signer(args, kwargs))
+        signature, change = self._captures.find(self._signer(args, kwargs))
         if signature not in self.steps.known and self._passes_over(signature, change):
             why = change or self._signer.describe_change(self._signature or signature, signature, args, kwargs)
             with contextlib.suppress(_NotFollowedError):
@@ -162,7 +162,7 @@ class Session:
         """Capture and plan what a call with such arguments would run, and run nothing."""
         self.outcome = Outcome.UNCHANGED
         self.spread()
-        signature, change = self._variants.find(self._signer(args, kwargs))
+        signature, change = self._captures.find(self._signer(args, kwargs))
         self.planner.is_ahead = True
         try:
             return self._known_or_built(signature, args, kwargs, on_progress, change).step
@@ -195,7 +195,7 @@ class Session:
             known.leave()
             known = None
             del self.steps.known[signature]
-            self._variants.forget(signature)
+            self._captures.forget(signature)
         agreed = known is not None
         if self._peers is not None:
             agreed = self._peers.meet(None if known is None else known.facts)
@@ -206,7 +206,7 @@ class Session:
             _log.info("capturing again: %s", what)
         begin = time.perf_counter()
         steps = self.steps.known
-        others = [steps[other].step for other in self._variants.others(signature) if other in steps]
+        others = [steps[other].step for other in self._captures.others(signature) if other in steps]
         # What capturing and planning use would otherwise stay with the process beside its budget.
         with new_garbage_collected(), following(on_progress) as self.planner.tell:
             known = steps[signature] = self._learn(known, args, kwargs, others)
@@ -222,7 +222,7 @@ class Session:
         roots = [("step", user.function)]
         roots += [(type(one).__name__, one) for one in (*user.models, *user.optimizers, *function_modes())]
         parameters = [named for model in user.models for named in model.named_parameters()]
-        for forgotten in self._variants.add(signature, Snapshot(reads, roots, parameters)):
+        for forgotten in self._captures.add(signature, Snapshot(reads, roots, parameters)):
             self.steps.forget(forgotten)
         reads.clear()
 
@@ -282,7 +282,7 @@ class Session:
         """
         if not self._may_follow:
             return False
-        return self._variants.changes_too_often(signature) if change else has_other_sizes(signature, self.steps.known)
+        return self._captures.changes_too_often(signature) if change else has_other_sizes(signature, self.steps.known)
 
     def _call_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> Any:
         """Run a call as it is; ``why`` that is so from now on.
@@ -365,7 +365,7 @@ class Session:
 
     def _forget_steps(self) -> None:
         self.steps.forget_all()
-        self._variants.forget()
+        self._captures.forget()
 
     def vacate(self) -> None:
         """Bring everything home, because another step that shares the home is to run."""

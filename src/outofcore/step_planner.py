@@ -59,7 +59,7 @@ class StepPlanner:
         self.policy, self._split, self.cache = planning.policy, planning.split, planning.cache
         self.backend, self._kernels = running.backend, running.kernels
         self._repeats = not planning.is_alternating
-        self._orders: dict[int, tuple[int, ...]] = {}  # see ``capture_step``
+        self._orders: dict[int, tuple[int, ...]] = {}  # see ``CaptureOptions``
         self._layouts = KernelLayouts()
         self.plans = StepPlans(None if self.cache is None else self.cache.folder)
         self.links: tuple[Home, ...] = ()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outofcore
-from outofcore import step_planner, zoo
+from outofcore import options, zoo
 from outofcore.follow import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,13 +79,13 @@ def alike(ours: Any, theirs: Any) -> bool:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often steps are captured."""
     found: list[int] = []
-    original = step_planner.capture_step
+    original = options.capture_step
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         found.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(step_planner, "capture_step", counted)
+    monkeypatch.setattr(options, "capture_step", counted)
     return found
 
 

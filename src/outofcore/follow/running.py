@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from outofcore._torch_internals import (
     OWN_OPTIMIZER_HOOKS,
     current_autograd_node,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
     storage_address,
     without_python_dispatch,
 )
