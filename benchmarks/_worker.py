@@ -30,11 +30,11 @@ import outofcore
 from outofcore.cli.subjects import plain_step, subject_of
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.arena import Arena
-from outofcore.follow import loop as following
+from outofcore.follow import loop_planner
 from outofcore.follow.native import load_paging
 from outofcore.planning.parameters import SearchParams
 from outofcore.policies import Auto
-from outofcore.report import page_content, step_report, write_report
+from outofcore.report import Page, page_content, step_report, write_report
 from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes
 from outofcore.units import KIB
 from outofcore.zoo import Workload
@@ -51,8 +51,8 @@ def _followed(model: torch.nn.Module, spec: dict[str, Any]) -> outofcore.Loop:
         case "moves":
             policy = Auto(SearchParams(recompute_changes=0))
         case "unplaced":
-            schedule_of = following.schedule_of
-            following.schedule_of = lambda *told: dataclasses.replace(schedule_of(*told), offsets=(), scratch=())
+            schedule_of = loop_planner.schedule_of
+            loop_planner.schedule_of = lambda *told: dataclasses.replace(schedule_of(*told), offsets=(), scratch=())
         case "demand" | "late":
             policy = None
     loop = outofcore.budget(spec["budget"], model, home=spec["home"], policy=policy, cache=False).start()
@@ -139,7 +139,7 @@ class _Training:
             return {}
         timelines = [("measured", step.timeline), ("predicted", step.planned.timeline)]
         graph, planned, title = step.captured.graph, step.planned, self._work.describe()
-        page = page_content(graph, planned.plan, planned.program, timelines, budget=step.budget, title=title)
+        page = page_content(graph, planned.plan, planned.program, timelines, Page(title, step.budget))
         write_report(path, page)
         return {"picture": str(path)}
 

@@ -58,9 +58,9 @@ class Step:
         """What is compared: parts of what the step needs in core, and the smallest; those that can hold the step."""
         in_core = planning.in_core_budget(self.graph, self.costs)
         smallest = planning.smallest_budget(self.graph, self.costs)
-        for part in COMPARED:
+        for name, part in COMPARED.items():
             if (budget := int(in_core * part)) > smallest:
-                yield f"{part:.3g}", budget
+                yield name, budget
         yield "smallest", smallest
 
 

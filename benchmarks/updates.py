@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -21,6 +22,7 @@ from _unseen import UNSEEN
 from rich.table import Table
 
 import outofcore
+from outofcore.capture import device_traits
 from outofcore.transforms import passes
 from outofcore.units import MIB, format_bytes, format_seconds
 
@@ -36,8 +38,9 @@ _WAYS: dict[str, tuple[int, int]] = {
 
 
 def _opened(model: str, budget: int, way: tuple[int, int]) -> tuple[Any, list[Any]]:
-    before = passes.SHARE_OF_UPDATES, passes.MOST_UPDATED
-    passes.SHARE_OF_UPDATES, passes.MOST_UPDATED = way
+    before = passes.SHARE_OF_UPDATES, device_traits._HOST
+    delayed = replace(before[1].update_bytes, delayed=way[1])
+    passes.SHARE_OF_UPDATES, device_traits._HOST = way[0], replace(before[1], update_bytes=delayed)
     try:
         torch.manual_seed(0)
         work = workload(model, {})
@@ -52,7 +55,7 @@ def _opened(model: str, budget: int, way: tuple[int, int]) -> tuple[Any, list[An
             step(*batches[turn % 2])
         return step, batches
     finally:
-        passes.SHARE_OF_UPDATES, passes.MOST_UPDATED = before
+        passes.SHARE_OF_UPDATES, device_traits._HOST = before
 
 
 def _measure(model: str, parts: list[float], rounds: int) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def _accelerate(name: str) -> dict[str, Any]:
     found = read_config(str(HERE / "configs" / name))
     dtype = dtype_of(found, Training())
     # As its command does: from the sizes in float32, whatever the model is configured in.
-    model = configured_step(found, Training(batch=1, dtype="fp32")).models[0]
+    model = configured_step(found, Training(batch=1, dtype="fp32")).user.models[0]
     total, (largest, _) = calculate_maximum_sizes(model)
     training = estimate_training_usage(total, str(dtype).removeprefix("torch."))
     share = dtype.itemsize / 4

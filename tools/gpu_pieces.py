@@ -544,7 +544,7 @@ def followed_bits(case: str, small: bool) -> Found:
     from gpu_loops import LOOPS
     from loops import adamw
 
-    from outofcore.follow import loop
+    from outofcore.follow import loop_planner
 
     what, *planned = case.split(", ")
     name, _, share = what.partition(" at ")
@@ -554,7 +554,7 @@ def followed_bits(case: str, small: bool) -> Found:
     torch.cuda.reset_peak_memory_stats()
     budget = budget_for(int(float(share) * peak), torch.device("cuda", 0))
     policy = MOVES if planned else None
-    with mock.patch.object(loop, "BackgroundPlanner", PlannedAtOnce):
+    with mock.patch.object(loop_planner, "BackgroundPlanner", PlannedAtOnce):
         ours, stats = trained(*LOOPS[name], adamw, budget, policy=policy, cache=False)
     reserved = torch.cuda.max_memory_reserved()
     found: Found = {"budget": budget, "peak_reserved": reserved, "loop": asdict(stats)}

@@ -400,11 +400,12 @@ def _costed(row: Row, size: int) -> tuple[Any, Any]:
 def costed_job(job: Job, device: Any) -> tuple[Any, Any]:
     """Return the step of a job, captured without memory, with its costs on a device of ``outofcore.presets``."""
     from outofcore.estimation.costing import costed  # noqa: PLC0415 - not needed where a row is measured
+    from outofcore.options import UserStep  # noqa: PLC0415
     from outofcore.progress import silent  # noqa: PLC0415
 
     batch = tuple(part.to("meta") for part in job.batch)
-    models = [job.model.to("meta")]
-    found = costed(job.step, models, [job.optimizer], batch, {}, where=device, cache=None, tell=silent)
+    user = UserStep(job.step, [job.model.to("meta")], [job.optimizer])
+    found = costed(user, batch, {}, device, tell=silent)
     return found.graph, found.costs
 
 

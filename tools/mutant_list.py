@@ -248,7 +248,7 @@ MUTANTS = (
     ),
     Mutant(
         "user-write-leaves-copy-clean",
-        "execution/model_state.py",
+        "execution/state_moves.py",
         "if mark == state.mark:",
         "if state.mark is not None:",
         "The copy at home of a frozen weight stays outdated after the user has written to the weight.",
@@ -290,7 +290,7 @@ MUTANTS = (
     # Followed loops
     Mutant(
         "operands-may-be-evicted",
-        "follow/paging.cpp",
+        "follow/blocks.h",
         "!block.dying && block.pins == 0 && block.works == 0 && blind == 0 &&",
         "!block.dying && block.works == 0 && blind == 0 &&",
         "An operand of the running op may be evicted to make room for another one.",
@@ -298,7 +298,7 @@ MUTANTS = (
     ),
     Mutant(
         "operands-of-other-threads-may-be-evicted",
-        "follow/paging.cpp",
+        "follow/blocks.h",
         "!block.dying && block.pins == 0 && block.works == 0 && blind == 0 &&",
         "!block.dying && block.pins == block.others && block.works == 0 && blind == 0 &&",
         "An operand of another thread's running op may be evicted.",
@@ -306,7 +306,7 @@ MUTANTS = (
     ),
     Mutant(
         "collective-forgotten-once-away",
-        "follow/paging.cpp",
+        "follow/blocks.h",
         "return block.others > 0 || block.works > 0 || blind > 0 ||",
         "return block.others > 0 || blind > 0 ||",
         "What a collective writes to an evicted tensor is lost when that tensor is fetched.",
@@ -314,7 +314,7 @@ MUTANTS = (
     ),
     Mutant(
         "small-tensors-are-free",
-        "follow/paging.cpp",
+        "follow/space.h",
         "int64_t room() const { return budget - spare - small(); }",
         "int64_t room() const { return budget - spare; }",
         "Small tensors of a loop take memory beside the budget.",
@@ -338,7 +338,7 @@ MUTANTS = (
     ),
     Mutant(
         "works-are-not-waited-for",
-        "follow/paging.cpp",
+        "follow/room.h",
         "!outlive_dying(space) && !outlive_works(space)",
         "!outlive_dying(space) && true",
         "A request is refused while a collective holds what would leave for it.",
@@ -354,7 +354,7 @@ MUTANTS = (
     ),
     Mutant(
         "slot-of-a-child-overwritten",
-        "follow/paging.cpp",
+        "follow/blocks.h",
         "if (block.slot && !block.slot.original && !space.homes.frozen(block.slot)) return;",
         "if (block.slot && !block.slot.original) return;",
         "A process overwrites a home slot that its forked child still reads.",
@@ -422,7 +422,7 @@ MUTANTS = (
     # Several processes
     Mutant(
         "gradients-summed-in-reverse",
-        "distributed/ordered_sum.py",
+        "logical_workers/ordered_sum.py",
         "for number, gradients in enumerate(own):",
         "for number, gradients in enumerate(reversed(own)):",
         "The gradients of the workers of one process are added up in reverse order.",
@@ -430,7 +430,7 @@ MUTANTS = (
     ),
     Mutant(
         "share-without-next-turn",
-        "distributed/assignment.py",
+        "logical_workers/assignment.py",
         "key=lambda p: ((counts[p] + 1) * seconds[p], p)",
         "key=lambda p: (counts[p] * seconds[p], p)",
         "A slow process gets a worker although another process would finish it sooner.",

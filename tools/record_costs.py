@@ -33,7 +33,7 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.distributed import agreement
 from outofcore.estimation.costing import estimated_costs
 from outofcore.execution.homes import DiskHome, HomeStore
-from outofcore.follow import loop, recompute_trial
+from outofcore.follow import loop_planner, recompute_trial
 from outofcore.follow.records import FREED, StepRecord, read_record
 from outofcore.follow.remaking import Made, worth_making_again
 from outofcore.graph import Op, StepGraph
@@ -106,8 +106,8 @@ def fixed_costs() -> Iterator[Observed]:
         (DiskHome, "capacity", property(lambda _: DISK_BYTES)),
         (agreement, "group_cost", lambda *_: GROUP),
         (plan_updates.PlanKeeper, "judge", _judged_as_predicted(plan_updates.PlanKeeper.judge)),
-        (loop, "read_record", _fixed_record),
-        (loop, "BackgroundPlanner", _planner_at_once(observed)),
+        (loop_planner, "read_record", _fixed_record),
+        (loop_planner, "BackgroundPlanner", _planner_at_once(observed)),
         (planned_step, "quick_policy", lambda policy: policy),
         (recompute_trial, "worth_making_again", _fixed_recipes),
     ]

@@ -30,7 +30,7 @@ SUPPRESSIONS = ROOT / "tests" / "tsan-suppressions.txt"
 FOLDER = ROOT / "build" / "tsan"
 FLAGS = ("-fsanitize=thread", "-O1", "-g", "-fno-omit-frame-pointer")
 ROLES = (["loader"], ["logger"], ["teacher"], ["twin"])
-# The innermost frame of ours, as in "#1 evict /path/to/follow/paging.cpp:512 (paging.so+0x1)".
+# The innermost frame of ours, as in "#1 evict /path/to/follow/blocks.h:512 (paging.so+0x1)".
 FRAME = re.compile(r"#\d+ (.+?) \S*/(follow/[\w.]+:\d+|execution/[\w.]+:\d+)")
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     __version__: str
     from outofcore import onnx as onnx
     from outofcore.api import (
-        Elastic,
-        ElasticStats,
         Estimate,
         Loop,
         LoopStats,
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
         budget,
         build,
         compile,
-        elastic,
         estimate,
         load,
         materialize,
@@ -48,6 +45,15 @@ if TYPE_CHECKING:
         smallest_budget,
         stop,
     )
+    from outofcore.logical_workers.entry import Elastic, elastic
+    from outofcore.logical_workers.stats import ElasticStats
+
+# Where the names are that are not in ``api``, which they need.
+_ELSEWHERE = {
+    "Elastic": "outofcore.logical_workers.training",
+    "ElasticStats": "outofcore.logical_workers.stats",
+    "elastic": "outofcore.logical_workers.entry",
+}
 
 __all__ = [
     "ArenaError",
@@ -96,7 +102,7 @@ def __getattr__(name: str) -> Any:
         try:
             if name == "onnx":
                 return import_module("outofcore.onnx")
-            from outofcore import api  # noqa: PLC0415 - see above
+            found = getattr(import_module(_ELSEWHERE.get(name, "outofcore.api")), name)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
@@ -104,7 +110,7 @@ def __getattr__(name: str) -> Any:
                 f"outofcore.{name} needs PyTorch, which is not installed; install it with: pip install torch. "
                 "Graphs from files can be planned and validated without it."
             ) from error
-        return getattr(api, name)
+        return found
     raise AttributeError(f"module 'outofcore' has no attribute {name!r}")
 
 

@@ -21,100 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from outofcore.analysis.chunks import extent
 from outofcore.errors import VersionError
-
-__all__ = [
-    "BACKWARD_ENTRY_POINTS",
-    "DLPACK_EXPORTERS",
-    "FAKE_LOGGER",
-    "FILE_WRITER",
-    "FOREACH_TENSOR_TYPES",
-    "FUNCTIONAL_COLLECTIVES",
-    "PARALLEL_SETTINGS",
-    "TENSOR_MODULE",
-    "TESTED",
-    "TESTED_TEXT",
-    "TRANSFORM_ENTRY_POINTS",
-    "CompilerMissingError",
-    "DataDependentOutputException",
-    "DisableTorchFunction",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "Feature",
-    "HigherOrderOperator",
-    "MetadataMismatchError",
-    "OpOverload",
-    "OpOverloadPacket",
-    "SavedTensor",
-    "TorchDispatchMode",
-    "UnsupportedFakeTensorException",
-    "UnsupportedMutationAliasingException",
-    "UnsupportedOperatorException",
-    "answering_what_is_fake",
-    "at_the_end_of_backward",
-    "autograd_sequence_number",
-    "below_autograd",
-    "bucket_assignment",
-    "compile_traced",
-    "cublas_workspaces",
-    "current_autograd_node",
-    "finished_work",
-    "force_strides",
-    "function_modes",
-    "gather_into",
-    "global_optimizer_hooks",
-    "group_named",
-    "has_python_kernel",
-    "has_rebuilt_buckets",
-    "is_compiled",
-    "is_differentiating_forward",
-    "is_tested",
-    "is_wrapper",
-    "issuing",
-    "keystr",
-    "let_device_idle",
-    "mark_buckets_rebuilt",
-    "mark_stepped",
-    "memory_of",
-    "missing",
-    "negative_view",
-    "node_sequence_number",
-    "not_compiled",
-    "parallel_buffers",
-    "parallel_limits",
-    "parallel_parameters",
-    "plain_optimizer_step",
-    "precision_of",
-    "real_tensors",
-    "reduction_named",
-    "register_optimizer_step_post_hook",
-    "register_optimizer_step_pre_hook",
-    "require",
-    "result_leaves",
-    "saved_tensors_of",
-    "scatter_reduced",
-    "sdp_backends_enabled",
-    "shares_storage",
-    "storage_address",
-    "storage_bytes",
-    "storage_key",
-    "tensor_at",
-    "tensor_impl",
-    "tensor_leaves",
-    "tensors_returned",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_unflatten",
-    "unboxed_group",
-    "without_compiled_code",
-    "without_hooks",
-    "without_modes",
-    "without_new_versions",
-    "without_python_dispatch",
-]
 
 # The oldest and the newest release of PyTorch that the tests are run with.
 TESTED = ((2, 11), (2, 15))
@@ -549,12 +458,8 @@ DLPACK_EXPORTERS: tuple[Any, ...] = tuple(
 # What ``torch.save`` writes files by.
 FILE_WRITER: Any = _private("torch._C.PyTorchFileWriter")
 
-_neg_view: Any = _private("torch._neg_view")
-
-
-def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same bytes that reads as their negative."""
-    return _neg_view(tensor)
+# Returns a tensor on the same bytes that reads as their negative.
+negative_view: Callable[[torch.Tensor], torch.Tensor] = _private("torch._neg_view")
 
 
 _uses_of_storage: Any = _private("torch._C._storage_Use_Count", Feature.COMPILE)
@@ -919,8 +824,7 @@ def _placed(
     shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return a tensor at an offset in its storage: a kernel for a GPU copies arguments of another alignment."""
-    reach = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return torch.empty(reach, dtype=dtype, device=device).as_strided(shape, stride, offset)
+    return torch.empty(offset + extent(shape, stride), dtype=dtype, device=device).as_strided(shape, stride, offset)
 
 
 def _check_compiler(devices: set[str], compiler: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,19 +14,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore import presets
 from outofcore._torch_internals import Feature, require, tree_flatten
 from outofcore.capture.guard import check_modules
-from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.replicas import check_supported
 from outofcore.capture.shards import Shards
-from outofcore.capture.step import capture_step
 from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.distributed.agreement import Agreement
-from outofcore.distributed.elastic import Elastic, ElasticStats, check_models, phases
 from outofcore.errors import InputError
-from outofcore.estimation.costing import costed
+from outofcore.estimation.costing import Here, captured_variants, costed, opened_place
 from outofcore.estimation.sweep import Estimate, estimated
 from outofcore.execution.backend import beside_the_arena
 from outofcore.execution.checks import Check, checked
@@ -34,7 +30,6 @@ from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.engines import Replaying
 from outofcore.execution.opening import (
     OpenHome,
-    homes_of,
     host_limit,
     open_backend,
     open_device_homes,
@@ -42,19 +37,19 @@ from outofcore.execution.opening import (
 )
 from outofcore.execution.stats import StepStats
 from outofcore.follow.alignment import aligned
-from outofcore.follow.loop import Loop, stop_loops
+from outofcore.follow.devices import CPU, LoopHome, loop_device
+from outofcore.follow.loop import Loop, LoopOptions
 from outofcore.follow.native import load_paging
+from outofcore.follow.running import stop_loops
 from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
-from outofcore.options import MemoryOptions, PlanOptions, RunOptions
+from outofcore.options import MemoryOptions, P, PlanOptions, R, RunOptions, UserStep
 from outofcore.policies import Policy, PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.progress import following
-from outofcore.step import P, R, Step
-from outofcore.step_variants import Split, StepVariants, split_of
-from outofcore.transforms.fusing import fusing
+from outofcore.step import Step
+from outofcore.step_variants import Split, split_of
 from outofcore.transforms.kernels import Kernels
-from outofcore.transforms.partial_sums import summing
 from outofcore.units import parse_bytes
 from outofcore.variant import LOWEST_MEMORY, smallest_variant
 
@@ -71,12 +66,8 @@ SplitName = Literal["exact", "close", "off"]
 _PLANS = "loops"
 
 
-def _checked(step: Any, model: Any, optimizer: Any) -> tuple[list[nn.Module], list[Optimizer]]:
-    """The models and optimizers of a step as lists.
-
-    Raises:
-        InputError: one of the three is something else.
-    """
+def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, R]:
+    """A step with its models and optimizers as lists; raises ``InputError`` if one of them is something else."""
     if not callable(step) or (isinstance(step, nn.Module) and isinstance(model, Optimizer)):
         what = "the model" if isinstance(step, nn.Module) else f"of type {type(step).__name__}"
         raise InputError(
@@ -86,7 +77,7 @@ def _checked(step: Any, model: Any, optimizer: Any) -> tuple[list[nn.Module], li
         )
     models = _as_list(model, nn.Module, "model")
     check_modules(models, is_captured=False)
-    return models, _as_list(optimizer, Optimizer, "optimizer")
+    return UserStep(step, models, _as_list(optimizer, Optimizer, "optimizer"))
 
 
 def _as_list(given: Any, kind: type, what: str) -> list[Any]:
@@ -101,22 +92,27 @@ def _as_list(given: Any, kind: type, what: str) -> list[Any]:
     return items
 
 
-def _pinned(backend: CudaBackend, home: object, host_budget: int | str | None, check: CheckName) -> OpenHome:
+def _pinned(
+    backend: CudaBackend, home: str | os.PathLike[str] | OpenHome | None, host_budget: int | str | None, check: str
+) -> OpenHome:
     """The homes of a step on a GPU, opened."""
     if isinstance(home, OpenHome) or check == Check.FULL.value:
         raise InputError(
             f"a step on {backend.device} has homes of its own, in pinned host memory and on a disk, whose copies are "
             "not checked: give 'host', 'disk' or a folder as 'home', and leave 'check' out"
         )
-    named = home if isinstance(home, str | os.PathLike) else None
-    return OpenHome(open_device_homes(backend, named, host_budget), kept=False)
+    return OpenHome(open_device_homes(backend, home, host_budget), kept=False)
+
+
+def _check_name(check: str) -> None:
+    if check not in {mode.value for mode in Check}:
+        raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
 
 
 def _opened(
     home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, kept: bool
 ) -> OpenHome:
-    if check not in {mode.value for mode in Check}:
-        raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
+    _check_name(check)
     return OpenHome([checked(store, Check(check)) for store in open_homes(home, host_budget)], kept=kept)
 
 
@@ -183,6 +179,7 @@ def compile(
     replay: Replaying = True,
     kernels: KernelsName = "eager",
     split: SplitName = "exact",
+    repeats: bool = True,
 ) -> Step[P, R]:
     """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
 
@@ -240,6 +237,9 @@ def compile(
             budget the same ones: losses are then the same to the last bit at every budget, but they are not those of
             eager PyTorch to the last bit. Each size of inputs is then captured and planned. See the guide to ops that
             are larger than their room.
+        repeats: whether the budget must also hold a second call that begins with the gradients of the first. False:
+            such a call is planned when it comes, as for a step that takes turns with an update (a plain argument tells
+            which of the two a call is), which clears them.
 
     Returns:
         A callable with the signature of ``step``. Nothing is captured before its first call.
@@ -267,62 +267,22 @@ def compile(
     >>> losses[0] > losses[1] > losses[2]
     True
     """
-    models, optimizers = _checked(step, model, optimizer)
-    return _compiled(
-        step,
-        models,
-        optimizers,
-        budget,
-        device,
-        home,
-        host_budget,
-        policy,
-        cache,
-        check,
-        dynamic,
-        shard,
-        replay=replay,
-        kernels=kernels,
-        split=split,
-    )
-
-
-def _compiled(
-    step: Callable[P, R],
-    models: list[nn.Module],
-    optimizers: list[Optimizer],
-    budget: int | str,
-    device: str | torch.device | None,
-    home: str | os.PathLike[str] | OpenHome | None,
-    host_budget: int | str | None,
-    policy: PolicyLike,
-    cache: bool | str | os.PathLike[str],
-    check: CheckName,
-    dynamic: bool | None,
-    shard: ProcessGroup | bool | None = None,
-    *,
-    replay: Replaying = True,
-    alternating: bool = False,
-    kernels: KernelsName = "eager",
-    split: SplitName = "exact",
-) -> Step[P, R]:
-    """What ``compile`` returns; ``alternating`` as for ``PlanOptions``."""
+    user = _user_step(step, model, optimizer)
     require(Feature.COMPILE)
-    count = parse_bytes(budget)
-    chosen = policy_of(policy)
+    count, chosen = parse_bytes(budget), policy_of(policy)
     if replay not in (True, False, "graphs"):
         raise InputError(f"replay={replay!r} is none of True, False and 'graphs'")
     made, splits = _kernels(kernels), split_of(split)
     backend = open_backend(device, replay=replay)
-    check_modules(models, is_captured=not dynamic)
-    _check_devices(models, backend.device)
+    check_modules(user.models, is_captured=not dynamic)
+    _check_devices(user.models, backend.device)
     if dynamic:
         _check_followable(backend.device, home, chosen, kernels, splits)
     kept = open_cache(cache)
-    check_supported(models)
+    check_supported(user.models)
     group = _sharing_group(shard, dynamic, kernels)
-    shards = None if group is None else Shards(models, optimizers, group)
-    ranks = None if alternating else Agreement(models, kept, group)
+    if group is not None:
+        user = replace(user, shards=Shards(user.models, user.optimizers, group))
     loop = None
     if isinstance(backend, CudaBackend):
         opened = _pinned(backend, home, host_budget, check)
@@ -334,23 +294,23 @@ def _compiled(
         opened = home
     else:
         opened = _opened(home, host_budget, check, kept=False)
-        if chosen == policy_of("auto") and kernels == "eager" and shards is None and splits is not Split.CLOSE:
+        if chosen == policy_of("auto") and kernels == "eager" and group is None and splits is not Split.CLOSE:
             # The calls bring the model to it, of which they know what other steps have.
             limit = host_limit(host_budget)
             plans = None if kept is None else kept.folder / _PLANS
-            loop = partial(Loop, count, (), home=home, host_limit=limit, plans=plans, check=Check(check), beside=True)
-    memory = MemoryOptions(count, opened)
-    planning = PlanOptions(chosen, splits, kept, alternating)
-    running = RunOptions(backend, made, dynamic, loop)
-    return Step(step, models, optimizers, memory, planning, running, ranks, shards)
+            options = LoopOptions(CPU, LoopHome(home, limit), plans=plans, check=Check(check), beside=True)
+            loop = partial(Loop, count, (), options)
+    return Step(
+        user,
+        MemoryOptions(count, opened),
+        PlanOptions(chosen, splits, kept, not repeats),
+        RunOptions(backend, made, dynamic, loop),
+        Agreement(user.models, kept, group),
+    )
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
-    """What compiles the kernels of a step; None: they are PyTorch's own.
-
-    Raises:
-        InputError: there are no such kernels.
-    """
+    """What compiles the kernels of a step; None: they are PyTorch's own."""
     if name not in ("eager", "inductor"):
         raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
     if name == "eager":
@@ -360,11 +320,7 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
 
 
 def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kernels: str) -> ProcessGroup | None:
-    """The processes that share a model; None: nobody else has any of it.
-
-    Raises:
-        InputError: there is no such group, or the other arguments do not go with it.
-    """
+    """The processes that share a model; None: nobody else has any of it."""
     if shard is None or shard is False:
         return None
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -380,117 +336,8 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kern
     return group if group.size() > 1 else None
 
 
-def elastic(
-    step: Callable[..., Any],
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | Sequence[Optimizer],
-    *,
-    workers: int,
-    budget: int | str,
-    update: Callable[[], object] | None = None,
-    seed: int = 0,
-    timeout: float = 600.0,
-    device: str | torch.device | None = None,
-    home: str | os.PathLike[str] | OpenHome | None = None,
-    host_budget: int | str | None = None,
-    policy: PolicyLike = "auto",
-    cache: bool | str | os.PathLike[str] = True,
-    check: CheckName = "sampled",
-) -> Elastic:
-    """Train with logical workers: the same bits on one process as on any number up to that of the workers.
-
-    Started by torchrun, or with ``torch.distributed`` initialised, the processes share the workers; alone, one process
-    has them all. Each worker has its own batches and its own random generators. A process runs its workers one after
-    the other within its budget; gradients are summed in the order of the workers, divided by their number, and one
-    update follows, in all processes the same. The number of processes may change from one checkpoint to the next.
-
-    A step is, bit for bit, this in plain PyTorch, each worker with its own generators and with the buffers that worker
-    0 left in the step before: ``step(*batches[k])`` for each worker ``k`` in order, which adds up gradients; ``p.grad
-    /= workers`` for each parameter; ``update()``.
-
-    Args:
-        step: forward, loss and ``backward()`` of one worker's batch, as a function of tensors; no update.
-        model: the module that the step trains, or a list of all that it uses, in ordinary memory or born at a home.
-            The same in every process: build it from one seed.
-        optimizer: the optimizer, or a list of them. Its ``step`` is called here.
-        workers: how many logical workers there are, for the whole of the training.
-        budget: bytes for all tensors of this process's steps, as for ``compile``. Some MiB of buffers for the sum, and
-            the model's changing buffers (running statistics), twice, lie beside it.
-        update: called in place of ``optimizer.step()`` once gradients are summed, such as one that clips them before.
-        seed: of the workers' random generators. Those of the process itself are never used.
-        timeout: seconds that a process waits for another.
-        device: as for ``compile``. The sum goes through host memory, by gloo, also between GPUs.
-        home: as for ``compile``. Processes may differ in this and the following, and in the budget.
-        host_budget: as for ``compile``.
-        policy: as for ``compile``.
-        cache: as for ``compile``.
-        check: as for ``compile``.
-
-    Returns:
-        A callable that takes ``{logical worker: batch}`` and returns ``{logical worker: what the step returns}``.
-
-    Raises:
-        InputError: an argument cannot be used, there are more processes than workers, or processes differ in what has
-            to be the same everywhere, such as threads or the model.
-        StateError: the processes do not find together.
-
-    >>> import torch
-    >>> import outofcore
-    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
-    <torch...>
-    >>> model = torch.nn.Linear(256, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    >>> def train_step(x, y):
-    ...     loss = (model(x)[:, 0] - y).square().mean()
-    ...     loss.backward()
-    ...     return loss
-    >>> data = torch.utils.data.TensorDataset(torch.randn(64, 256), torch.randn(64))
-    >>> with outofcore.elastic(train_step, model, optimizer, workers=4, budget="4MiB") as run:
-    ...     for batches in run.loader(data, batch_size=8):
-    ...         losses = run(batches)
-    >>> list(losses), run.steps
-    ([0, 1, 2, 3], 2)
-    """
-    models, optimizers = _checked(step, model, optimizer)
-    if not optimizers:
-        raise InputError("there is no optimizer to update the parameters with; give the one that trains the model")
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise InputError(f"there must be at least one logical worker, and workers is {workers!r}")
-    if not timeout > 0:
-        raise InputError(f"timeout must be a number of seconds above zero, not {timeout!r}")
-    if seed < 0:
-        raise InputError(f"the seed must not be negative, and is {seed}")
-    check_models(models)
-    both = phases(step, models, optimizers, update)
-    compiled = _compiled(
-        both,
-        models,
-        optimizers,
-        budget,
-        device,
-        home,
-        host_budget,
-        policy,
-        cache,
-        check,
-        False,
-        alternating=True,
-    )
-    try:
-        where = open_backend(device).device
-        return Elastic(compiled, models, optimizers, workers, seed, where, timedelta(seconds=timeout))
-    except BaseException:
-        compiled.close()
-        raise
-
-
 def _check_followable(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
-    """Refuse ``dynamic=True`` where calls cannot be followed.
-
-    Raises:
-        InputError: the device, the home, the policy, the kernels or the sums are those of planned steps alone.
-        StateError: the system cannot.
-    """
+    """Refuse ``dynamic=True`` where calls cannot be followed."""
     if device.type != "cpu":
         raise InputError(f"calls are followed on the CPU only, and the step is for {device}; leave 'dynamic' out")
     if isinstance(home, OpenHome):
@@ -590,8 +437,7 @@ def budget(
         )
     if followed.type != "cpu" and check == Check.FULL.value:
         raise InputError(f"copies of a loop on {followed} are not checked; leave 'check' out")
-    if check not in {mode.value for mode in Check}:
-        raise InputError(f"there is no check {check!r}; choose one of {', '.join(mode.value for mode in Check)}")
+    _check_name(check)
     kept = open_cache(cache)
     if policy is not None:
         policy = policy_of(policy)
@@ -603,16 +449,8 @@ def budget(
             ) from error
     # A policy of the user's own that is known by its address alone may be another one the next time.
     plans = None if kept is None or " at 0x" in repr(policy) else kept.folder / _PLANS
-    return Loop(
-        count,
-        models,
-        device=followed,
-        home=home,
-        host_limit=host_limit(host_budget),
-        policy=policy,
-        plans=plans,
-        check=Check(check),
-    )
+    at = LoopHome(home, host_limit(host_budget))
+    return Loop(count, models, LoopOptions(loop_device(followed), at, policy, plans, Check(check)))
 
 
 _within = budget
@@ -732,17 +570,12 @@ def smallest_budget(
     >>> outofcore.smallest_budget(train_step, model, optimizer, inputs=(torch.ones(64, 256),)) < 1 << 20
     True
     """
-    models, optimizers = _checked(step, model, optimizer)
+    user = _user_step(step, model, optimizer)
     backend = open_backend(device)
-    _check_devices(models, backend.device)
-    kept = open_cache(cache)
-    given = (step, models, optimizers, inputs, kwargs or {})
-    plain = partial(capture_step, *given, backend.device, layouts=KernelLayouts())
-    splits = split_of(split)
-    capture = summing(fusing(plain, _kernels(kernels)), is_on=splits is Split.CLOSE)
-    traced = capture()
+    _check_devices(user.models, backend.device)
+    where = Here(backend, cache=open_cache(cache))
+    variants = captured_variants(user, inputs, kwargs or {}, where, _kernels(kernels), split_of(split))
     backend.prepare()
-    variants = StepVariants(traced, capture, backend, kept, splits)
     variant, smallest = smallest_variant(variants)
     if variants.later is not None and (variants.later.need(LOWEST_MEMORY) or 0) > smallest:
         smallest = max(smallest, smallest_variant(variants.later)[1])
@@ -810,42 +643,16 @@ def estimate(
     >>> found.at("1GiB").seconds < 0.1
     True
     """
-    models, optimizers = _checked(step, model, optimizer)
-    chosen = policy_of(policy)
+    user, chosen = _user_step(step, model, optimizer), policy_of(policy)
     wanted = [parse_bytes(budget) for budget in budgets]
-    preset = None if device is None else presets.simulated(str(device))
-    backend = open_backend(None if preset else device)
-    kept = open_cache(cache)
-    stores = [] if preset else homes_of(backend, home, host_budget)
-    try:
-        with following() as tell:
-            found = costed(
-                step,
-                models,
-                optimizers,
-                tuple(inputs),
-                kwargs or {},
-                where=preset or stores,
-                cache=kept,
-                tell=tell,
-                backend=backend,
-                kernels=_kernels(kernels, compiles=preset is None),
-                split=split_of(split),
-            )
-            machine = preset.describe() if preset else ""
-            parts = None if found.parts is None or found.parts_costs is None else (found.parts, found.parts_costs)
-            return estimated(
-                found.graph,
-                found.costs,
-                budgets=wanted,
-                policy=chosen,
-                machine=machine,
-                parts=parts,
-                tell=tell,
-            )
-    finally:
-        for store in stores:
-            store.close()
+    with opened_place(None if device is None else str(device), home, host_budget, cache) as where, following() as tell:
+        preset = None if isinstance(where, Here) else where
+        made, splits = _kernels(kernels, compiles=preset is None), split_of(split)
+        found = costed(user, tuple(inputs), kwargs or {}, where, tell=tell, kernels=made, split=splits)
+        machine = "" if preset is None else preset.describe()
+        return estimated(
+            found.graph, found.costs, budgets=wanted, policy=chosen, machine=machine, parts=found.parts, tell=tell
+        )
 
 
 def save(
@@ -884,7 +691,7 @@ def save(
 
 def load(
     folder: str | os.PathLike[str],
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     home: OpenHome | None = None,
@@ -896,7 +703,7 @@ def load(
 
     Args:
         folder: that a checkpoint was saved into.
-        model: as when it was saved.
+        model: as when it was saved; None: nothing is loaded, and what was saved as ``extra`` is returned.
         optimizer: as when it was saved.
         home: where tensors of 64 KiB or more are born that do not exist yet; None: in ordinary memory.
 
@@ -917,11 +724,15 @@ def load(
     >>> outofcore.save("checkpoint", model, optimizer, extra={"epoch": 3})
     >>> outofcore.load("checkpoint", model, optimizer)
     {'epoch': 3}
+    >>> outofcore.load("checkpoint")
+    {'epoch': 3}
     """
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
     faces = None if home is None else home.faces
     checkpoint = Checkpoint(Path(folder))
+    if model is None and optimizer is None:
+        return checkpoint.extra
     for one in models:
         allocate(one, faces)
     checkpoint.load(models, optimizers, faces)
@@ -929,8 +740,6 @@ def load(
 
 
 __all__ = [
-    "Elastic",
-    "ElasticStats",
     "Estimate",
     "Loop",
     "LoopStats",
@@ -941,7 +750,6 @@ __all__ = [
     "budget",
     "build",
     "compile",
-    "elastic",
     "estimate",
     "load",
     "materialize",

@@ -148,7 +148,7 @@ class KnownSteps:
         with Deferred("the move of the model out of the arena"):
             self.make_way()
             if self.arena is not None:
-                self._keeper.leave(self.arena)
+                self._keeper.moves.leave(self.arena)
 
     def make_way(self) -> None:
         """Leave the states in the arena to the next program; the one that was active is so no more."""

@@ -39,6 +39,7 @@ from outofcore.execution.file_ranges import ReadFile
 from outofcore.execution.mapped_files import MappedFiles
 from outofcore.execution.memory import trim_heap
 from outofcore.execution.opening import OpenHome
+from outofcore.tensor_data import is_in_host_memory, move_onto, swap, view_like
 from outofcore.units import MIB
 
 Built = TypeVar("Built")
@@ -179,12 +180,18 @@ def materialize(
     home.check_open()
     for path, module in model.named_modules():
         check_shapes(path, module)
-    files = None if weights is None else Weights(Path(weights))
+    _fill(model, home.faces, None if weights is None else Weights(Path(weights)), init)
+    trim_heap()
+    return model
+
+
+def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | None) -> None:
+    """Give the meta tensors of a model memory and contents: see ``materialize``."""
     if files is not None:
         check_weights(model, files)
-    in_place = {} if files is None else _kept_in_files(model, files, home.faces)
-    with _InitializationMode(home.faces) as mode:
-        made = allocate(model, home.faces, in_place)
+    in_place = {} if files is None else _kept_in_files(model, files, faces)
+    with _InitializationMode(faces) as mode:
+        made = allocate(model, faces, in_place)
         mode.restore([made[name] for name in in_place])
         mode.watch([tensor for tensor in made.values() if tensor.numel()])
         held = set() if files is None else {id(made[name]) for name in made.keys() & files.names}
@@ -205,9 +212,7 @@ def materialize(
     if files is not None:
         there = {id(made[name]) for name in made.keys() & in_place.keys()}
         wanted = [name for name in sorted(made.keys() & files.names) if id(made[name]) not in there]
-        files.load({name: made[name] for name in wanted}, home.faces)
-    trim_heap()
-    return model
+        files.load({name: made[name] for name in wanted}, faces)
 
 
 def _kept_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, tuple[ReadFile, Entry]]:
@@ -279,8 +284,7 @@ def _give(model: nn.Module, name: str, tensor: torch.Tensor, base: torch.Tensor)
     """Give a tensor memory; return the same object, or a replacement."""
     if tensor.grad is not None:
         raise StateError(f"{name} cannot be given memory: it has a gradient; materialize the model before it is used")
-    real = torch.empty(0, dtype=tensor.dtype)
-    real.set_(base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    real = view_like(tensor, base)
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     vars(real).update(vars(tensor))
@@ -292,7 +296,7 @@ def _give(model: nn.Module, name: str, tensor: torch.Tensor, base: torch.Tensor)
                     setattr(module, key, real)
         return real
     try:
-        torch.utils.swap_tensors(tensor, real)
+        swap(tensor, real)
     except RuntimeError as error:
         raise StateError(
             f"{name} cannot be given memory ({error}); materialize the model before views of its parameters are made"
@@ -404,8 +408,7 @@ def _can_move(tensor: torch.Tensor) -> bool:
     """Return whether a tensor may live at home: large, dense, on the CPU."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
+        and is_in_host_memory(tensor)
         and is_large(tensor.untyped_storage().nbytes())
     )
 
@@ -418,5 +421,4 @@ def _move_to_home(tensors: Sequence[torch.Tensor], faces: Faces, mapped: MappedF
         face = faces.birth(old.numel())
         face.copy_(old)
     for tensor in tensors:
-        moved = torch.empty(0, dtype=tensor.dtype)
-        tensor.data = moved.set_(face.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        move_onto(tensor, face)

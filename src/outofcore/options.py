@@ -1,10 +1,19 @@
-"""The options of a compiled step, grouped as ``compile`` hands them on to its step, session and planner."""
+"""The user's step and the options of ``compile``, grouped as they are handed on to step, session and planner."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, ParamSpec, TypeVar
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outofcore.capture import Captured, CaptureOptions, capture_step
+from outofcore.capture.kernel_layouts import KernelLayouts
+from outofcore.capture.shards import Shards
 from outofcore.execution.backend import Backend
 from outofcore.execution.opening import OpenHome
 from outofcore.follow.loop import Loop
@@ -12,6 +21,38 @@ from outofcore.planning import Policy
 from outofcore.profiling.cache import Cache
 from outofcore.step_variants import Split
 from outofcore.transforms.kernels import Kernels
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class UserStep(Generic[P, R]):
+    """A training step in plain PyTorch, and all that it uses.
+
+    Attributes:
+        function: the step itself.
+        models: all of them; where a step is only planned for, they may be on the device "meta".
+        optimizers: all of them.
+        shards: how the models are spread over processes; None: they are not.
+    """
+
+    function: Callable[P, R]
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    shards: Shards | None = None
+
+    def capturing(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        layouts: KernelLayouts | None,
+        orders: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> Callable[..., Captured]:
+        """Return what captures a call of the step, given ``gradients`` or nothing; all as for ``capture_step``."""
+        options = CaptureOptions(self.shards, {} if orders is None else orders, layouts)
+        return partial(capture_step, self.function, self.models, self.optimizers, args, kwargs, device, options=options)
 
 
 @dataclass(frozen=True)

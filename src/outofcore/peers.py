@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -73,7 +74,7 @@ class Ranks(Protocol):
     def compare(self, facts: StepFacts) -> tuple[StepFacts, ...]: ...
     def costs(self, collectives: Sequence[Collective], device: torch.device) -> dict[int, GroupCost]: ...
     def from_leader(self, leader: int, make: Callable[[], Any]) -> Any: ...
-    def settle(self, error: BaseException | None) -> None: ...
+    def agreeing(self) -> AbstractContextManager[None]: ...
 
 
 class Peers:
@@ -149,7 +150,8 @@ class Peers:
         """Go on with a step that is planned here, while others learn it."""
         _, leader, _ = self._compare(replace(facts, is_new=False), step.captured)
         self._ranks.from_leader(leader, lambda: None)
-        self._ranks.settle(None)
+        with self._ranks.agreeing():
+            pass  # the others plan within such a block
 
     def learn(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: StepFacts, others: Sequence[PlannedStep]

@@ -141,17 +141,6 @@ class PlanKeeper:
             self._steps.activate(known)
         known.watch = watch.exchanged(predicted, self._clock() - begin)
 
-    def settle(self) -> None:
-        """Go on with the best plans: wait for the one that is being made, and make the others now."""
-        self.background.wait()
-        self._take_plan()
-        for known in self._steps.known.values():
-            step = known.step
-            if step.is_quick:
-                self._steps.leave_arena()
-                best = plan(step.captured, step.costs, step.profiles, step.budget, self._policy, self._stores)
-                self._steps.exchange(known, replace(best, variant=step.variant))
-
     def _judge_together(self, known: KnownStep, runner: Runner, timeline: Timeline, peers: Peers) -> None:
         """Judge a plan once that all processes have to follow: what rank 0 has measured decides for all."""
         if known.is_judged:

@@ -16,14 +16,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from outofcore._torch_internals import function_modes, tree_flatten
-from outofcore.capture.shards import Shards
+from outofcore.capture.captures_by_reads import CapturesByReads
 from outofcore.capture.signature import Signature, Signer, has_other_sizes
 from outofcore.capture.snapshot import Snapshot
-from outofcore.capture.variants import Variants
 from outofcore.errors import ArenaError, BudgetError, CaptureError, StateError, TransferError
 from outofcore.execution.engines import Engine
 from outofcore.execution.interrupts import Deferred
@@ -32,7 +29,7 @@ from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.runner import UpdateError
 from outofcore.follow.calls import FollowedCalls
 from outofcore.known_steps import KnownStep, KnownSteps
-from outofcore.options import MemoryOptions, PlanOptions, RunOptions
+from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
 from outofcore.peers import Peers, Ranks, StepFacts
 from outofcore.plan_updates import PlanKeeper, TooSmallError
 from outofcore.planned_step import PlannedStep
@@ -85,33 +82,28 @@ class Session:
 
     def __init__(
         self,
-        step: Callable[..., Any],
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
+        user: UserStep[..., Any],
         memory: MemoryOptions,
         planning: PlanOptions,
         running: RunOptions,
         ranks: Ranks | None,
-        shards: Shards | None,
         vacate: Callable[[], None],
     ) -> None:
-        self._step, self._models, self._optimizers = step, list(models), list(optimizers)
+        self._user = user
         self._budget, self.home, self._policy = memory.budget, memory.home, planning.policy
         self._on_vacate = vacate  # another step over the home is to have the model; it calls ``vacate``
         self.keeper = StateKeeper(self.home.faces)
         self.engine = running.backend.engine(self.home.stores)
         # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
         weakref.finalize(self, self.engine.close).atexit = False
-        self._signer = Signer(self._models, self._optimizers, running.backend.device)
-        self._variants = Variants()
+        self._signer = Signer(user.models, user.optimizers, running.backend.device)
+        self._captures = CapturesByReads()
         self.steps = KnownSteps(self.engine, self.keeper, running.backend, memory.budget)
         self._signature: Signature | None = None  # of the last call
         self.timeline: Timeline | None = None  # of the last call
         self.began_ns = 0  # when it began, since 1970
-        self.planner = StepPlanner(
-            step, self._models, self._optimizers, memory, planning, running, shards, self.steps.leave_arena
-        )
-        self._peers = None if ranks is None else Peers(ranks, shards, self.planner)
+        self.planner = StepPlanner(user, memory, planning, running, self.steps.leave_arena)
+        self._peers = None if ranks is None else Peers(ranks, user.shards, self.planner)
         self.updates = PlanKeeper(self.steps, self.planner, self._peers)
         self._dynamic, self._loop = running.dynamic, running.loop
         self._alternating = planning.is_alternating
@@ -124,7 +116,7 @@ class Session:
     @property
     def kinds(self) -> int:
         """Kinds of inputs that there are plans for."""
-        return len({signature._replace(variant=0) for signature in self.steps.known})
+        return len({signature._replace(capture=0) for signature in self.steps.known})
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> Any:
         """Run one step; ``outcome`` tells at any time what an exception would mean."""
@@ -134,7 +126,7 @@ class Session:
         if self.why_followed:
             return self._call_followed(args, kwargs)
         self.spread()
-        signature, change = self._variants.find(self._signer(args, kwargs))
+        signature, change = self._captures.find(self._signer(args, kwargs))
         if signature not in self.steps.known and self._passes_over(signature, change):
             why = change or self._signer.describe_change(self._signature or signature, signature, args, kwargs)
             with contextlib.suppress(_NotFollowedError):
@@ -170,7 +162,7 @@ class Session:
         """Capture and plan what a call with such arguments would run, and run nothing."""
         self.outcome = Outcome.UNCHANGED
         self.spread()
-        signature, change = self._variants.find(self._signer(args, kwargs))
+        signature, change = self._captures.find(self._signer(args, kwargs))
         self.planner.is_ahead = True
         try:
             return self._known_or_built(signature, args, kwargs, on_progress, change).step
@@ -203,7 +195,7 @@ class Session:
             known.leave()
             known = None
             del self.steps.known[signature]
-            self._variants.forget(signature)
+            self._captures.forget(signature)
         agreed = known is not None
         if self._peers is not None:
             agreed = self._peers.meet(None if known is None else known.facts)
@@ -214,7 +206,7 @@ class Session:
             _log.info("capturing again: %s", what)
         begin = time.perf_counter()
         steps = self.steps.known
-        others = [steps[other].step for other in self._variants.others(signature) if other in steps]
+        others = [steps[other].step for other in self._captures.others(signature) if other in steps]
         # What capturing and planning use would otherwise stay with the process beside its budget.
         with new_garbage_collected(), following(on_progress) as self.planner.tell:
             known = steps[signature] = self._learn(known, args, kwargs, others)
@@ -226,10 +218,11 @@ class Session:
     def _note_reads(self, signature: Signature, known: KnownStep) -> None:
         """Take down the values that a capture has read; what it needs for that is not kept."""
         reads = known.step.captured.reads
-        roots = [("step", self._step)]
-        roots += [(type(one).__name__, one) for one in (*self._models, *self._optimizers, *function_modes())]
-        parameters = [named for model in self._models for named in model.named_parameters()]
-        for forgotten in self._variants.add(signature, Snapshot(reads, roots, parameters)):
+        user = self._user
+        roots = [("step", user.function)]
+        roots += [(type(one).__name__, one) for one in (*user.models, *user.optimizers, *function_modes())]
+        parameters = [named for model in user.models for named in model.named_parameters()]
+        for forgotten in self._captures.add(signature, Snapshot(reads, roots, parameters)):
             self.steps.forget(forgotten)
         reads.clear()
 
@@ -289,7 +282,7 @@ class Session:
         """
         if not self._may_follow:
             return False
-        return self._variants.changes_too_often(signature) if change else has_other_sizes(signature, self.steps.known)
+        return self._captures.changes_too_often(signature) if change else has_other_sizes(signature, self.steps.known)
 
     def _call_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> Any:
         """Run a call as it is; ``why`` that is so from now on.
@@ -307,7 +300,7 @@ class Session:
         self.home.occupy(self, self._on_vacate)
         self.outcome = Outcome.STOPPED
         with Deferred("the step that runs"):
-            result = followed(self._step, args, kwargs)
+            result = followed(self._user.function, args, kwargs)
             self.outcome = Outcome.MADE
         return result
 
@@ -317,7 +310,7 @@ class Session:
             if self._loop is None:
                 raise RuntimeError("a step that cannot be followed was to be; please report it")
             try:
-                self.followed = FollowedCalls(self._loop(), self._models, self._optimizers)
+                self.followed = FollowedCalls(self._loop(), self._user.models, self._user.optimizers)
             except StateError as error:
                 if self._dynamic:
                     raise
@@ -372,7 +365,7 @@ class Session:
 
     def _forget_steps(self) -> None:
         self.steps.forget_all()
-        self._variants.forget()
+        self._captures.forget()
 
     def vacate(self) -> None:
         """Bring everything home, because another step that shares the home is to run."""
@@ -460,7 +453,7 @@ class Session:
         except UpdateError as error:
             self.outcome = Outcome.UPDATE_STOPPED
             raise (error.__cause__ or error) from None
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C as well: whatever ends a step, the model must not stay half changed
             self.torn, self.outcome = f"{type(error).__name__}: {error}", Outcome.TORN
             peers = self._joined
             if peers is not None:

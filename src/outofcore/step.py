@@ -5,25 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, Self, TypeVar
-
-import torch
-from torch import nn
-from torch.optim import Optimizer
+from typing import Any, Generic, Self
 
 from outofcore.capture import Captured
-from outofcore.capture.shards import Shards
-from outofcore.checkpoint.loading import Checkpoint
-from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.costs import Costs
-from outofcore.errors import InputError, StateError
-from outofcore.estimation.reports import report_step, trace_step
+from outofcore.errors import StateError
+from outofcore.estimation.reports import ReportedStep, report_step, trace_step
 from outofcore.execution.homes import HomeStore
+from outofcore.execution.opening import OpenHome
 from outofcore.execution.stats import StepStats, measure_step, step_facts
 from outofcore.follow.native import is_followed
-from outofcore.options import MemoryOptions, PlanOptions, RunOptions
+from outofcore.options import MemoryOptions, P, PlanOptions, R, RunOptions, UserStep
 from outofcore.peers import Ranks
 from outofcore.planned_step import PlannedStep
 from outofcore.planning import Planned
@@ -31,10 +25,8 @@ from outofcore.program import Timeline
 from outofcore.progress import Tell
 from outofcore.report import ReportPath, facts_html
 from outofcore.session import Outcome, Session, versions
+from outofcore.step_state import StepState
 from outofcore.units import format_bytes, format_seconds
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 REPORT_PATH = "outofcore-report.html"
 
@@ -69,32 +61,25 @@ class Step(Generic[P, R]):
 
     def __init__(
         self,
-        step: Callable[P, R],
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
+        user: UserStep[P, R],
         memory: MemoryOptions,
         planning: PlanOptions,
         running: RunOptions,
         ranks: Ranks | None = None,
-        shards: Shards | None = None,
     ) -> None:
-        self.__wrapped__ = step
-        self.__name__: str = getattr(step, "__name__", type(step).__name__)
-        self._models = list(models)
-        self._optimizers = list(optimizers)
+        self.__wrapped__ = user.function
+        self.__name__: str = getattr(user.function, "__name__", type(user.function).__name__)
         self.budget = memory.budget
         self.policy = planning.policy
         memory.home.hold()
         self.home = memory.home
         self.on_progress: Tell | None = None
-        self._session = Session(step, models, optimizers, memory, planning, running, ranks, shards, self._vacate)
-        self._shards = shards
-        self._closed = False
-        self._running = threading.Lock()
-        self._process = os.getpid()
+        self._session = Session(user, memory, planning, running, ranks, self._vacate)
+        self._state = StepState(user, self.home, self._session)
+        self._access = _Access(self.home)
 
     def _repr_html_(self) -> str:
-        state = ", closed" if self._closed else ", failed half way" if self._session.torn else ""
+        state = ", closed" if self._access.closed else ", failed half way" if self._session.torn else ""
         facts = [("plans", f"{self._session.kinds}, policy {self.policy.name}")]
         with contextlib.suppress(StateError):  # not called yet
             facts += step_facts(self.stats)
@@ -102,7 +87,7 @@ class Step(Generic[P, R]):
 
     def __repr__(self) -> str:
         session, state = self._session, ""
-        if self._closed:
+        if self._access.closed:
             state = ", closed"
         elif session.torn:
             state = ", failed half way"
@@ -140,17 +125,17 @@ class Step(Generic[P, R]):
         refuses to go on. Ctrl-C and SIGTERM take effect when the step has ended, or before it while it is profiled and
         planned; a second one at once.
         """
-        self._check_usable()
+        self._access.check(self._session.torn)
         if is_followed():
             raise StateError(
                 "a compiled step has a budget of its own and does not run inside of outofcore.budget(); leave that "
                 "context first, or call the training function itself there"
             )
-        with self._alone():
+        with self._access.alone():
             self._session.outcome = Outcome.UNCHANGED
             try:
                 return self._session.call(args, kwargs, self.on_progress)
-            except BaseException as error:
+            except BaseException as error:  # Ctrl-C as well
                 error.add_note(self._session.outcome.value)
                 raise
 
@@ -164,10 +149,10 @@ class Step(Generic[P, R]):
             CaptureError, BudgetError, SpillError, ValidationError: as a call does. Nothing has been changed.
             StateError: the step is closed or failed half way, or its calls are followed and not captured.
         """
-        self._check_usable()
+        self._access.check(self._session.torn)
         if self._session.why_followed:
             raise StateError("the calls of this step are followed, and nothing is planned; leave 'dynamic' out")
-        with self._alone():
+        with self._access.alone():
             return self._session.prepare(args, kwargs, self.on_progress).captured
 
     def __enter__(self) -> Self:
@@ -179,7 +164,7 @@ class Step(Generic[P, R]):
 
     def synchronize(self) -> None:
         """Return when everything of the last call is done. (On the CPU it is when the call returns.)"""
-        self._check_usable()
+        self._access.check(self._session.torn)
         self._session.engine.synchronize()
 
     def close(self, *, whole: bool = True) -> None:
@@ -194,10 +179,10 @@ class Step(Generic[P, R]):
         Raises:
             CommunicationError: another process has ended; what was not gathered by then stays without contents.
         """
-        if self._closed:
+        if self._access.closed:
             return
-        self._closed = True
-        if os.getpid() == self._process:  # else the threads and the files are those of another process
+        self._access.closed = True
+        if self._access.is_own:  # else the threads and the files are those of another process
             self._session.close(whole=whole)
 
     # What it did
@@ -303,20 +288,11 @@ class Step(Generic[P, R]):
             StateError: no call had a plan.
             InputError: the file cannot be written.
         """
-        file = Path(path)
-        report_step(
-            file,
-            self.captured.graph,
-            self.costs,
-            self.planned,
-            self.timeline,
-            budget=self.budget,
-            title=title or self.__name__,
-            count=budgets,
-            policy=self.policy,
-            notes=[("versions", versions()), *self._followed_since()],
-        )
-        return ReportPath(file)
+        notes = [("versions", versions())]
+        if self._session.followed is not None:
+            notes.append(("calls followed since", f"{self._session.followed.count}, as {self._session.why_followed}"))
+        report_step(Path(path), self._ran(), title or self.__name__, count=budgets, notes=notes)
+        return ReportPath(path)
 
     def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
         """Write the last call that had a plan, measured and predicted, as a trace for Perfetto and chrome://tracing.
@@ -331,15 +307,10 @@ class Step(Generic[P, R]):
             InputError: a file cannot be read or written.
         """
         other = None if beside is None else Path(beside)
-        trace_step(
-            Path(path), self.captured.graph, self.planned, self.timeline, began_ns=self._session.began_ns, beside=other
-        )
+        trace_step(Path(path), self._ran(), began_ns=self._session.began_ns, beside=other)
 
-    def _followed_since(self) -> list[tuple[str, str]]:
-        followed = self._session.followed
-        return (
-            [] if followed is None else [("calls followed since", f"{followed.count}, as {self._session.why_followed}")]
-        )
+    def _ran(self) -> ReportedStep:
+        return ReportedStep(self.captured.graph, self.costs, self.planned, self.budget, self.policy, self.timeline)
 
     # What lasts
 
@@ -360,10 +331,9 @@ class Step(Generic[P, R]):
             StateError: the step is closed or failed half way, or something cannot be saved.
             TransferError: the system refuses; the message says where and why.
         """
-        with self._alone():
-            self._check_usable()
-            self._session.spread()
-            save_checkpoint(Path(folder), self._models, self._optimizers, self.home.faces, extra, self._shards)
+        with self._access.alone():
+            self._access.check(self._session.torn)
+            self._state.save(Path(folder), extra)
 
     def load(self, folder: str | os.PathLike[str]) -> Any:
         """Load a checkpoint; training then goes on, bit for bit, as it did after it was saved.
@@ -378,49 +348,9 @@ class Step(Generic[P, R]):
             TransferError: a file cannot be read or is not as it was saved; the step refuses to go on.
             StateError: the step is closed.
         """
-        with self._alone():
-            self._check_usable_but_for_tears()
-            if self._shards is not None:
-                return self._load_together(Path(folder), self._shards)
-            checkpoint = Checkpoint(Path(folder))
-            self._load(checkpoint, None)
-            self._session.torn = ""
-            return checkpoint.extra
-
-    def _load(self, checkpoint: Checkpoint, shards: Shards | None) -> None:
-        with self._state_made_anew():
-            try:
-                checkpoint.load(self._models, self._optimizers, self.home.faces, shards)
-            except InputError:
-                raise
-            except BaseException as error:
-                self._session.torn = f"{type(error).__name__}: {error}"
-                raise
-
-    def _load_together(self, folder: Path, shards: Shards) -> Any:
-        """Load a checkpoint in all processes, or in none of them as far as it is seen beforehand."""
-        if not shards.is_spread:
-            self._session.spread()
-        checkpoint: Checkpoint | None = None
-        error: BaseException | None = None
-        try:
-            checkpoint = Checkpoint(folder)
-        except BaseException as raised:
-            error = raised
-        shards.settle(error, "load the checkpoint")
-        try:
-            if checkpoint is not None:
-                self._load(checkpoint, shards)
-        except BaseException as raised:
-            error = raised
-        try:
-            shards.settle(error, "load the checkpoint")
-        except BaseException as refused:
-            if refused is not error:  # what is here is of another checkpoint than what is there
-                self._session.torn = str(refused)
-            raise
-        self._session.torn = ""
-        return None if checkpoint is None else checkpoint.extra
+        with self._access.alone():
+            self._access.check()
+            return self._state.load(Path(folder))
 
     def state_dict(self) -> dict[str, Any]:
         """The state dicts of models and optimizers, and the state of PyTorch's generator, as they are now.
@@ -431,14 +361,9 @@ class Step(Generic[P, R]):
         Raises:
             StateError: the step is closed or failed half way.
         """
-        with self._alone():
-            self._check_usable()
-            self._check_whole("step.state_dict()")
-            return {
-                "models": [model.state_dict() for model in self._models],
-                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-                "generator": torch.get_rng_state(),
-            }
+        with self._access.alone():
+            self._access.check(self._session.torn)
+            return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` gave; a step that failed half way can be used again.
@@ -447,76 +372,55 @@ class Step(Generic[P, R]):
             InputError: it is of other models or optimizers.
             StateError: the step is closed.
         """
-        models, optimizers = state["models"], state["optimizers"]
-        if (len(models), len(optimizers)) != (len(self._models), len(self._optimizers)):
-            raise InputError(
-                f"the state is of {len(models)} models and {len(optimizers)} optimizers, and the step has "
-                f"{len(self._models)} and {len(self._optimizers)}"
-            )
-        with self._alone():
-            self._check_usable_but_for_tears()
-            self._check_whole("step.load_state_dict()")
-            with self._state_made_anew():
-                for model, own in zip(self._models, models, strict=True):
-                    model.load_state_dict(own)
-                for optimizer, own in zip(self._optimizers, optimizers, strict=True):
-                    optimizer.load_state_dict(own)
-            torch.set_rng_state(state["generator"])
-            self._session.torn = ""
-
-    # Who may use it
+        self._state.check_counts(state)
+        with self._access.alone():
+            self._access.check()
+            self._state.load_state_dict(state)
 
     def _vacate(self) -> None:
         """Another step that shares the home is to run."""
-        self._check_usable()
-        with self._alone():
+        self._access.check(self._session.torn)
+        with self._access.alone():
             self._session.vacate()
 
+
+class _Access:
+    """Says who may use a step: one thread at a time, of the process that compiled it, until it is closed."""
+
+    def __init__(self, home: OpenHome) -> None:
+        self._home = home
+        self._process = os.getpid()
+        self._running = threading.Lock()
+        self.closed = False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the process that compiled the step."""
+        return os.getpid() == self._process
+
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Generator[None]:
+        """Refuse other threads."""
         if not self._running.acquire(blocking=False):
             raise StateError("this step is running already; call it from one thread at a time")
         try:
             # What was written there may have been changed by the user since.
-            self.home.start()
+            self._home.start()
             yield
         finally:
             self._running.release()
 
-    def _check_usable(self) -> None:
-        if os.getpid() != self._process:
+    def check(self, torn: str = "") -> None:
+        """Refuse a step that is closed or forked, or that is ``torn``, for the reason given."""
+        if not self.is_own:
             raise StateError(
                 f"this step belongs to process {self._process}, of which this one ({os.getpid()}) is a fork: its copy "
                 "threads are not here; call it there, or compile a step in this process"
             )
-        if self._closed:
+        if self.closed:
             raise StateError("this step is closed; compile it again to go on")
-        if self._session.torn:
+        if torn:
             raise StateError(
                 "an earlier call of this step failed half way, so that the model is part old and part new "
-                f"({self._session.torn}); load a checkpoint with step.load(), or into the model and compile the step "
-                "again"
+                f"({torn}); load a checkpoint with step.load(), or into the model and compile the step again"
             )
-
-    def _check_whole(self, what: str) -> None:
-        shards = self._shards
-        if shards is not None and shards.is_spread:
-            raise StateError(
-                f"{what} would need the whole model in one process, and it is spread over {shards.group.size()}: use "
-                "step.save() and step.load(), or close the step first"
-            )
-
-    def _check_usable_but_for_tears(self) -> None:
-        torn, self._session.torn = self._session.torn, ""
-        try:
-            self._check_usable()
-        finally:
-            self._session.torn = torn
-
-    @contextlib.contextmanager
-    def _state_made_anew(self) -> Iterator[None]:
-        """See whether optimizers lose their state: memory to make it is planned for the first step alone."""
-        had = [bool(optimizer.state) for optimizer in self._optimizers]
-        yield
-        if any(before and not o.state for before, o in zip(had, self._optimizers, strict=True)):
-            self._session.forget_plans()

@@ -8,17 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
-from outofcore.capture import Captured, capture_step
+from outofcore.capture import Captured
 from outofcore.capture.kernel_layouts import KernelLayouts
-from outofcore.capture.shards import Shards
 from outofcore.costs import Costs, Home
 from outofcore.errors import BudgetError
 from outofcore.execution.backend import in_terms_of_the_budget, room_for_arena
 from outofcore.execution.interrupts import Deferred
-from outofcore.options import MemoryOptions, PlanOptions, RunOptions
+from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
 from outofcore.planned_step import PlannedStep, plan
 from outofcore.policies import OffloadAll, ProfileGuided
 from outofcore.profiling.groups import GroupCost, with_collectives
@@ -52,22 +48,18 @@ class StepPlanner:
 
     def __init__(
         self,
-        step: Callable[..., Any],
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
+        user: UserStep[..., Any],
         memory: MemoryOptions,
         planning: PlanOptions,
         running: RunOptions,
-        shards: Shards | None,
         empty_device: Callable[[], None],
     ) -> None:
-        self._step, self._models, self._optimizers = step, models, optimizers
+        self._user, self._empty_device = user, empty_device
         self.budget, self.stores = memory.budget, memory.home.stores
         self.policy, self._split, self.cache = planning.policy, planning.split, planning.cache
         self.backend, self._kernels = running.backend, running.kernels
         self._repeats = not planning.is_alternating
-        self._shards, self._empty_device = shards, empty_device
-        self._orders: dict[int, tuple[int, ...]] = {}  # see ``capture_step``
+        self._orders: dict[int, tuple[int, ...]] = {}  # see ``CaptureOptions``
         self._layouts = KernelLayouts()
         self.plans = StepPlans(None if self.cache is None else self.cache.folder)
         self.links: tuple[Home, ...] = ()
@@ -78,18 +70,7 @@ class StepPlanner:
         """Capture a call of the step."""
         self.tell("capture", 0, 1)
         # It puts stand-ins where the model has its tensors.
-        capture = partial(
-            capture_step,
-            self._step,
-            self._models,
-            self._optimizers,
-            args,
-            kwargs,
-            self.backend.device,
-            orders=self._orders,
-            shards=self._shards,
-            layouts=self._layouts,
-        )
+        capture = self._user.capturing(args, kwargs, self.backend.device, self._layouts, self._orders)
         with Deferred("the capture of the step", stops=3):
             traced = capture()
             for end in traced.replicas:

@@ -114,7 +114,7 @@ def back_and_forth(driver: FakeCuda, folder: Path, home: int, *, out_first: bool
 
     def step() -> int:
         before = driver.waits
-        engine.run(program, bound, arena, table, slots, {})
+        engine.run(bound, table, slots, {})
         return driver.waits - before
 
     return step

@@ -25,8 +25,7 @@ from outofcore.profiling.ops import profile_ops
 @pytest.fixture
 def _tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No step is measured but the first."""
-    monkeypatch.setattr(engine, "_FIRST_MEASURED", 1)
-    monkeypatch.setattr(engine, "_MEASURED_EVERY", 1 << 30)
+    monkeypatch.setattr(engine, "_MEASURED", engine._Measured(first=1, every=1 << 30))
     yield
 
 

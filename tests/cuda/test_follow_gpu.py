@@ -7,6 +7,7 @@ import functools
 import gc
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,8 +22,7 @@ import outofcore
 from outofcore._torch_internals import storage_address
 from outofcore.errors import BudgetError, InputError, SpillError, StateError
 from outofcore.execution.native import Flavor
-from outofcore.follow import loop as module
-from outofcore.follow import records
+from outofcore.follow import devices, loop_planner, records
 from outofcore.follow.gpu import Shares, make_workspaces, shares_of
 from outofcore.follow.native import call, is_followed, load_paging
 from outofcore.follow.recipes import Recipes
@@ -35,9 +35,9 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(module, "BackgroundPlanner", PlannedAtOnce)
+    monkeypatch.setattr(loop_planner, "BackgroundPlanner", PlannedAtOnce)
     # Budgets here are for tensors alone, of loops that are smaller than what lies beside.
-    monkeypatch.setattr(module, "shares_of", lambda budget, device: Shares(budget, 0, 8 * MIB))
+    monkeypatch.setattr(devices, "shares_of", lambda budget, device: Shares(budget, 0, 8 * MIB))
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -99,7 +99,7 @@ def test_steps_are_followed_by_a_plan(name: str) -> None:
 def test_recomputation_keeps_every_bit(name: str) -> None:
     def recompute(run: outofcore.Loop) -> None:
         assert run._space is not None
-        Recipes(run._space, Flavor.CUDA).everything()
+        Recipes(run._space).everything()
 
     for share, stress in ((1.5, False), (0.5, False), (0.5, True)):
         budget = int(share * peak(name)) + 256 * KIB
@@ -114,7 +114,7 @@ def test_products_are_not_recomputed() -> None:
     """Their libraries may choose another kernel when less memory is free."""
     with outofcore.budget(64 * MIB, device="cuda", policy=None, cache=False) as run:
         assert run._space is not None
-        Recipes(run._space, Flavor.CUDA).everything()
+        Recipes(run._space).everything()
         x, weight = (torch.randn(256, 256, device="cuda", requires_grad=True) for _ in range(2))
         product = (x @ weight) @ weight
         product.sum().backward()
@@ -125,7 +125,8 @@ def test_products_are_not_recomputed() -> None:
 
 def test_trial_recomputes_where_copies_hold_the_loop_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "_ENOUGH_BYTES", 1 << 60)  # the link is not measured,
-    monkeypatch.setattr(records, "_USUAL_RATE", 1e7)  # and slow
+    slow = replace(records._USUAL_HOME, bytes_per_s_out=1e7, bytes_per_s_in=1e7)
+    monkeypatch.setattr(records, "_USUAL_HOME", slow)
     loop = functools.partial(pinned, steps=12, shape=(2048, 256)), LOOPS["tall"][1]
     theirs, _ = trained(*loop)
     budget = int(0.4 * peak("tall"))
@@ -168,7 +169,7 @@ DEVICE = torch.device("cuda", 0)
 def test_all_that_is_taken_of_the_device_is_within_the_budget(
     name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "shares_of", shares_of)
+    monkeypatch.setattr(devices, "shares_of", shares_of)
     plain = plainly(name)
     budget = budget_for(int(0.5 * peak(name)), DEVICE)
     with only(budget):
@@ -179,7 +180,7 @@ def test_all_that_is_taken_of_the_device_is_within_the_budget(
 
 
 def test_many_small_tensors_are_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "shares_of", shares_of)
+    monkeypatch.setattr(devices, "shares_of", shares_of)
     budget = budget_for(48 * MIB, DEVICE)
     with only(budget), outofcore.budget(budget, device="cuda", policy=None, cache=False) as run:
         small = [torch.full((8 * KIB,), float(i), device="cuda") for i in range(1000)]  # 32 KiB each
@@ -190,7 +191,7 @@ def test_many_small_tensors_are_within_the_budget(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_lies_on_the_device_beforehand_is_beside_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "shares_of", shares_of)
+    monkeypatch.setattr(devices, "shares_of", shares_of)
     make_workspaces(DEVICE)
     before = shares_of(128 * MIB, DEVICE)
     data = torch.ones(16 * MIB, device="cuda")
@@ -200,7 +201,7 @@ def test_what_lies_on_the_device_beforehand_is_beside_the_budget(monkeypatch: py
 
 
 def test_a_budget_without_room_for_an_arena_names_the_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "shares_of", shares_of)
+    monkeypatch.setattr(devices, "shares_of", shares_of)
     with pytest.raises(BudgetError, match="leaves no room for a loop") as caught:
         outofcore.budget(8 * MIB, model_of("dense"), policy=None).start()
     assert not is_followed()
@@ -210,7 +211,7 @@ def test_a_budget_without_room_for_an_arena_names_the_least_one(monkeypatch: pyt
 
 
 def test_the_budget_that_a_refusal_names_does_for_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "shares_of", shares_of)
+    monkeypatch.setattr(devices, "shares_of", shares_of)
     budget, refusals = budget_for(8 * MIB, DEVICE), 0
     while refusals < 3:
         try:

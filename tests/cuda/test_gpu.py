@@ -31,7 +31,7 @@ from outofcore.execution.homes import DiskHome, HomeStore, PinnedHome
 from outofcore.execution.native import Flavor, load_native
 from outofcore.execution.opening import OpenHome
 from outofcore.execution.replay import Replay, load_replay
-from outofcore.options import MemoryOptions, PlanOptions, RunOptions
+from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
 from outofcore.policies import policy_of
 from outofcore.profiling.links import links_to
 from outofcore.program import CopyIn, CopyOut
@@ -97,7 +97,7 @@ def compiled(
     backend = CudaBackend(driver.device, driver, replay=replay)
     home = OpenHome([backend.home(near), *behind], kept=False)
     memory, planning, running = MemoryOptions(budget, home), PlanOptions(policy_of(policy)), RunOptions(backend)
-    step = Step(world.step, [world.model], [world.optimizer], memory, planning, running)
+    step = Step(UserStep(world.step, [world.model], [world.optimizer]), memory, planning, running)
     step._session.planner.links = tuple(replace(link(type(store)), bytes=store.capacity) for store in home.stores)
     return step
 

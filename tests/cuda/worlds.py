@@ -15,7 +15,7 @@ from torch import nn
 from outofcore.costs import Home
 from outofcore.execution.homes import HomeStore, HostHome
 from outofcore.execution.opening import OpenHome
-from outofcore.options import MemoryOptions, PlanOptions, RunOptions
+from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
 from outofcore.planning import in_core_budget, smallest_budget
 from outofcore.policies import PolicyLike
 from outofcore.step import Step
@@ -132,7 +132,7 @@ def compiled(
     stores = [HostHome()] if homes is None else list(homes)
     home = OpenHome(stores, kept=False)
     memory, planning, running = MemoryOptions(budget, home), PlanOptions(policy), RunOptions(FakeBackend(driver))
-    step = Step(world.step, [world.model], [world.optimizer], memory, planning, running)
+    step = Step(UserStep(world.step, [world.model], [world.optimizer]), memory, planning, running)
     rate = driver.bytes_per_s
     # Known: it is not what is tested here.
     step._session.planner.links = tuple(

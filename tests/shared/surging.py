@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 import outofcore
 from outofcore.errors import BudgetError
-from outofcore.execution.arena import REFUSE, Arena
+from outofcore.execution.arena import Answer, Arena
 from outofcore.execution.demand_eviction import DemandEviction
 from outofcore.units import PAGE_BYTES, round_up
 
@@ -388,7 +388,7 @@ def compare(name: str, budget: int, steps: int, *, cache: Any = False, **setting
             answer = super()._serve(count, scope)
             # Nothing of it has been touched yet.
             is_home = answer in self._faces
-            measure(self._arena, 0 if is_home or answer == REFUSE else round_up(count, PAGE_BYTES))
+            measure(self._arena, 0 if is_home or answer == Answer.REFUSE else round_up(count, PAGE_BYTES))
             return answer
 
         def begin(self, *args: Any) -> None:

@@ -16,7 +16,6 @@ def measured_briefly() -> Iterator[None]:
     """Measure each link for 0.05 s, not for 1.2 s, beside small ops, and each op twice, not six times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(links.measure_link.__kwdefaults__, "seconds", 0.05)
-        patch.setattr(links, "_MATRIX", 64)
-        patch.setattr(links, "_PASS_BYTES", MIB)
+        patch.setattr(links, "_HOST_WORK", links.Work(rows=64, products=4, pass_bytes=MIB))
         patch.setattr(ops, "_REPEATS", 1)
         yield

@@ -57,7 +57,7 @@ from outofcore.errors import OutOfCoreError, StateError, TransferError
 from outofcore.execution.homes import DiskHome, HostHome
 from outofcore.execution.native import load_native
 from outofcore.execution.replay import load_replay
-from outofcore.follow.loop import explained
+from outofcore.follow.failures import explained
 from outofcore.follow.native import load_paging
 
 STEPS = 3

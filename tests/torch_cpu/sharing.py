@@ -218,7 +218,7 @@ def states(rank: int) -> None:
     whole = sum(4 * p.numel() for p in model.parameters()) * 4  # with gradient and two moments
     assert own <= 0.52 * whole, (own, whole)
     assert (weight.is_meta, weight.grad.is_meta, model.last.bias.is_meta) == (True, True, False)
-    assert optimizer.state[weight]["exp_avg"].shape == (step._shards.of(weight).count,)
+    assert optimizer.state[weight]["exp_avg"].shape == (step._session._user.shards.of(weight).count,)
     refused(NotImplementedError, "meta", weight.tolist)
     refused(RuntimeError, "meta", lambda: weight.sum().item())
     refused(StateError, "use step.save() and step.load()", step.state_dict)

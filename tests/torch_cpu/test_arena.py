@@ -11,7 +11,7 @@ from placed import FLOATS, floats, is_mapped, place
 from torch.utils.data import DataLoader, TensorDataset
 
 from outofcore.errors import ArenaError, StateError
-from outofcore.execution.arena import STOCK, Arena, ArenaCounters, Recorder, ScopeTable, as_arena_error
+from outofcore.execution.arena import Arena, ArenaCounters, Recorder, ScopeTable, as_arena_error
 from outofcore.execution.native import Native, load_native
 from outofcore.planning.placement.requests import EventKind, Result, Scratch, workspace_layout
 from outofcore.units import KIB, MIB, PAGE_BYTES
@@ -77,7 +77,7 @@ def test_an_op_that_was_recorded_runs_within_its_planned_addresses_to_the_bit(ar
         if isinstance(placement, Result):
             scope.append((request.bytes, where[placement.key]))
         else:
-            scope.append((request.bytes, 40 * MIB + placement.offset if isinstance(placement, Scratch) else STOCK))
+            scope.append((request.bytes, 40 * MIB + placement.offset if isinstance(placement, Scratch) else None))
     table = ScopeTable(arena, [scope])
     for _ in range(3):
         table.begin(0)
@@ -170,7 +170,7 @@ def test_bytes_still_in_use_are_never_handed_out_twice(arena: Arena) -> None:
 
 
 def test_what_a_library_may_or_may_not_ask_for_is_left_to_malloc(arena: Arena) -> None:
-    table = ScopeTable(arena, [[(2 * MIB, STOCK), (MIB, 0)]])
+    table = ScopeTable(arena, [[(2 * MIB, None), (MIB, 0)]])
     for present in (True, False):
         table.begin(0)
         cache = torch.empty(2 * FLOATS) if present else None

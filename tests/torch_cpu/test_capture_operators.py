@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from replay import Replay
 from torch import nn
 
-from outofcore.capture import capture_step
+from outofcore.capture import CaptureOptions, capture_step
 from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.errors import CaptureError
 
@@ -197,7 +197,7 @@ def check(model: nn.Module, x: torch.Tensor, *, half: bool) -> None:
             pytest.skip(f"plain PyTorch does not run this here: {error}")
         model.load_state_dict(before)
         model.zero_grad()
-    replay = Replay(capture_step(step, [model], [], (x,), {}, layouts=KernelLayouts()))
+    replay = Replay(capture_step(step, [model], [], (x,), {}, options=CaptureOptions(layouts=KernelLayouts())))
     torch.manual_seed(3)
     ours = replay(x)
     grads = [p.grad for p in model.parameters()]

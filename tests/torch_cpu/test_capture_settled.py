@@ -99,6 +99,19 @@ def test_a_budget_for_the_first_call_alone_is_refused_before_it() -> None:
         compiled.close()
 
 
+def test_a_step_that_does_not_repeat_needs_room_for_its_first_call_alone() -> None:
+    model, optimizer, step = make(set_to_zero)
+    x = torch.randn(8, WIDTH)
+    smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(x,))
+    budget = smallest - 4096
+    with outofcore.compile(
+        step, model, optimizer, budget=budget, policy="offload-all", repeats=False, dynamic=False
+    ) as compiled:
+        compiled(x)
+        with pytest.raises(BudgetError):
+            compiled.prepare(x)
+
+
 def test_what_is_known_of_later_gradients() -> None:
     x = torch.randn(8, WIDTH)
     model, optimizer, step = make(set_to_zero)

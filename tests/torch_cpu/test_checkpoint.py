@@ -173,6 +173,17 @@ def test_a_step_that_failed_half_way_goes_on_from_a_checkpoint(budget: int, tmp_
         assert_alike(run(compiled, range(2, 4)) + bits(model, optimizer), expected)
 
 
+def test_load_without_a_model_returns_extra_alone(tmp_path: Path) -> None:
+    model, optimizer, step = make()
+    run(step, range(1))
+    outofcore.save(tmp_path, model, optimizer, extra={"epoch": 3})
+    run(step, range(1, 2))
+    before, generator = bits(model, optimizer), torch.get_rng_state()
+    assert outofcore.load(tmp_path) == {"epoch": 3}
+    assert_alike(bits(model, optimizer), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
 class Crash(BaseException):
     """Ends a save as the end of the process would: nothing cleans up after it."""
 

@@ -19,16 +19,14 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import outofcore
-from outofcore.distributed.contexts import Context
 from outofcore.errors import BudgetError, CaptureError, InputError, StateError
-
-CPU = torch.device("cpu")
+from outofcore.logical_workers.contexts import Context
 
 
 def plain_digests(kind: str, steps: int) -> list[str]:
     """After each step of a plain loop over all workers in one process, with what they have of their own."""
     model, optimizer, train_step = model_of(kind)
-    contexts = [Context.beginning(0, k, CPU) for k in range(WORKERS)]
+    contexts = [Context.beginning(0, k, None) for k in range(WORKERS)]
     samplers = [DistributedSampler(Noisy(), WORKERS, k, seed=7, drop_last=True) for k in range(WORKERS)]
     found: list[str] = []
     while len(found) < steps:
@@ -41,10 +39,10 @@ def plain_digests(kind: str, steps: int) -> list[str]:
             left = begin
             for k in range(WORKERS):
                 put(model, begin)
-                contexts[k].enter(CPU)
+                contexts[k].enter(None)
                 samples = [data[number] for number in orders[k][step * BATCH : (step + 1) * BATCH]]
                 train_step(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
-                contexts[k] = Context.now(CPU)
+                contexts[k] = Context.now(None)
                 left = left if k else [buffer.clone() for buffer in model.buffers()]
             put(model, left)
             for parameter in model.parameters():
@@ -165,7 +163,7 @@ def test_gradients_are_summed_in_the_order_of_the_workers(twice: bool) -> None:
     model, optimizer, step = made()
     with outofcore.elastic(step, model, optimizer, workers=WORKERS, budget="8MiB", home="host") as run:
         run(batches_of(0))
-        assert bool(run._kept) == twice
+        assert bool(run._gradients.kept) == twice
         found = digest(model, optimizer)
     model, optimizer, step = made()
     each: list[list[torch.Tensor]] = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import outofcore
-from outofcore.capture import capture_step
+from outofcore.capture import CaptureOptions, capture_step
 from outofcore.capture.captured import Captured
 from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.errors import CaptureError
@@ -108,7 +108,7 @@ def test_kernel_layouts_keep_random_state_and_survive_errors() -> None:
         return model(x)[0, 0].t().exp().multinomial(1)  # raises for zeros
 
     state, layouts = torch.get_rng_state(), KernelLayouts()
-    captured = capture_step(step, [model], [], (image,), {}, layouts=layouts)
+    captured = capture_step(step, [model], [], (image,), {}, options=CaptureOptions(layouts=layouts))
     assert torch.equal(torch.get_rng_state(), state)
     assert not any("generator" in op.name for op in captured.graph.ops)
     assert any("rrelu" in key for key in layouts._layouts)
@@ -137,6 +137,6 @@ def test_capture_runs_no_kernels_of_custom_operators() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return model(in_python(x.t()))
 
-    captured = capture_step(step, [model], [], (torch.ones(4, 4),), {}, layouts=KernelLayouts())
+    captured = capture_step(step, [model], [], (torch.ones(4, 4),), {}, options=CaptureOptions(layouts=KernelLayouts()))
     assert python_kernel_runs == []
     assert captured.graph.ops[0].name == "outofcore_test.in_python.default"

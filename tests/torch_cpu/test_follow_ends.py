@@ -164,7 +164,8 @@ def test_loop_ends_in_the_middle_of_backward(in_thread: bool, recomputes: bool) 
     model = make_model()
     run = outofcore.budget(BUDGET, model).start()
     if recomputes:
-        Recipes(run._space or 0).everything()
+        assert run._space is not None
+        Recipes(run._space).everything()
     losses = [train_step(model)]
 
     def end() -> None:

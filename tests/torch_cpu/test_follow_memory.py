@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import outofcore
 from outofcore.errors import BudgetError
-from outofcore.follow import loop
+from outofcore.follow import space
 from outofcore.units import KIB, MIB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,7 +127,7 @@ def test_refusal_tells_what_small_tensors_take() -> None:
 @pytest.fixture
 def hidden_page_map(monkeypatch: pytest.MonkeyPatch) -> None:
     """Homes that cannot read /proc/self/pagemap: there is no descriptor left for it."""
-    called = loop.call
+    called = space.call
 
     def call(library: ctypes.CDLL, name: str, *arguments: Any) -> int:
         if name != "follow_add_home":
@@ -139,7 +139,7 @@ def hidden_page_map(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
-    monkeypatch.setattr(loop, "call", call)
+    monkeypatch.setattr(space, "call", call)
 
 
 @pytest.mark.usefixtures("hidden_page_map")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import outofcore
 from outofcore.background import BackgroundPlanner
-from outofcore.follow import loop as module
+from outofcore.follow import loop_planner as module
 from outofcore.follow.native import load_paging
 from outofcore.follow.records import Schedule, StepRecord
 
@@ -227,10 +227,10 @@ def test_a_plan_is_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "BackgroundPlanner", BackgroundPlanner)
 
     def wait(i: int, model: nn.Module) -> None:
-        planner = run._planner
-        assert planner is not None
-        if i > 1 and planner._process is not None:
-            planner._process.wait(120)
+        assert run._planner is not None
+        background = run._planner.background
+        if i > 1 and background._process is not None:
+            background._process.wait(120)
 
     torch.manual_seed(0)
     model = Model()

@@ -19,7 +19,7 @@ from torch import nn
 
 import outofcore
 from outofcore.errors import InputError, StateError
-from outofcore.follow import loop as module
+from outofcore.follow import loop_planner as module
 from outofcore.units import MIB
 
 pytestmark = pytest.mark.usefixtures("one_thread")

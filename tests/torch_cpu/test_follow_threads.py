@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import outofcore
 from outofcore._torch_internals import storage_address
-from outofcore.follow.loop import tensors_of
 from outofcore.follow.native import load_paging
+from outofcore.follow.user_tensors import tensors_of
 
 SCRIPT = Path(__file__).with_name("thread_programs.py")
 TIGHT, STRESS = "--share 1.5..2", "--share 2..3 --stress"
@@ -158,7 +158,8 @@ def test_optimizer_of_another_thread_is_not_the_loops() -> None:
         thread.start()
         thread.join()
         assert run.stats.steps == 1
-        names = {name for name, _ in run._names(run._native()).values()}
+        assert run._space is not None
+        names = {name for name, _ in run._observe(run._space)[2].values()}
     assert {"weight", "gradient of weight", "momentum_buffer of weight"} <= names
     assert not any("parameter" in name for name in names)
     assert [len(list(tensors_of(one))) for one in (model, other)] == [4, 2]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from homely import MALLOC, buffered, noise, resident
 
+import outofcore
 from outofcore.errors import StateError, TransferError
 from outofcore.execution import spill
 from outofcore.execution.arena import Arena
@@ -45,7 +46,7 @@ def arena() -> Iterator[Arena]:
 def test_bytes_come_back_the_same(
     home: HomeStore, arena: Arena, place: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spill, "_CHUNK_BYTES", 8 * MIB)
+    monkeypatch.setattr(spill, "CHUNK_BYTES", 8 * MIB)
     offset = 3 * PAGE_BYTES
     home.ensure(offset + count)
     outgoing, incoming = arena.memory(place, count), arena.memory(32 * MIB + place, count)
@@ -175,3 +176,56 @@ def test_the_host_home_takes_up_memory_only_as_it_is_written() -> None:
     home.write(0, region.memory(0, 4 * MIB))
     assert resident() - before < 64 * MIB
     home.close()
+
+
+# An open home, as users have it
+
+
+@pytest.fixture(params=["disk", "host"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[outofcore.OpenHome]:
+    with outofcore.open_home(request.param if request.param == "host" else tmp_path, check="full") as home:
+        yield home
+
+
+@pytest.mark.parametrize("part", [slice(0, 4096), slice(1024, 5120), slice(1000, 3000), slice(90_112, 100_001)])
+def test_copy_moves_a_part_of_a_row(opened: outofcore.OpenHome, part: slice) -> None:
+    """Whole pages, pages with a tail, and what shares its pages with others."""
+    row, wanted = opened.empty(100_001, torch.float32), torch.arange(100_001, dtype=torch.float32)
+    opened.copy(wanted, row)
+    opened.copy(-wanted[part], row[part])
+    wanted[part] *= -1
+    assert torch.equal(row, wanted)
+    found = torch.empty_like(wanted[part])
+    opened.copy(row[part], found)
+    assert torch.equal(found, wanted[part])
+
+
+def test_copy_sees_what_was_written_through_the_row(opened: outofcore.OpenHome) -> None:
+    row, found = opened.empty(100_000, torch.bfloat16), torch.empty(100_000, dtype=torch.bfloat16)
+    opened.copy(torch.zeros(100_000, dtype=torch.bfloat16), row)
+    row.fill_(3)
+    opened.copy(row, found)
+    assert torch.equal(found, row)
+    assert found[-1] == 3
+
+
+def test_copy_takes_other_layouts_and_rows_of_one_home(opened: outofcore.OpenHome) -> None:
+    table, other = opened.empty(200 * 300, torch.float32).view(200, 300), opened.empty(200 * 300, torch.float32)
+    numbers = torch.arange(60_000.0).view(300, 200)
+    opened.copy(numbers.t(), table)
+    assert torch.equal(table, numbers.t())
+    opened.copy(table.view(-1), other)
+    found = torch.empty(300, 200)
+    opened.copy(other.view(200, 300), found.t())
+    assert torch.equal(found, numbers)
+
+
+def test_copy_goes_past_the_page_cache(tmp_path: Path) -> None:
+    with outofcore.open_home(tmp_path) as home:
+        row = home.empty(64 * MIB, torch.uint8)
+        before = resident()
+        piece = torch.ones(MIB, dtype=torch.uint8)
+        for start in range(0, 64 * MIB, MIB):
+            home.copy(piece, row[start : start + MIB])
+            home.copy(row[start : start + MIB], piece)
+        assert resident() - before < 16 * MIB

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outofcore
-from outofcore import step_planner, zoo
+from outofcore import options, zoo
 from outofcore.follow import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,13 +79,13 @@ def alike(ours: Any, theirs: Any) -> bool:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often steps are captured."""
     found: list[int] = []
-    original = step_planner.capture_step
+    original = options.capture_step
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         found.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(step_planner, "capture_step", counted)
+    monkeypatch.setattr(options, "capture_step", counted)
     return found
 
 
@@ -386,11 +386,11 @@ def test_a_switch_between_sizes_moves_nothing_where_all_fits() -> None:
 
 
 def test_where_nothing_can_be_followed(monkeypatch: pytest.MonkeyPatch, captures: list[int]) -> None:
-    def none() -> Any:
+    def none(*_: object) -> Any:
         raise outofcore.StateError("loops are followed by native code, which could not be built: no compiler")
 
     ours, theirs = Side(), Side()
-    monkeypatch.setattr("outofcore.follow.loop.load_paging", none)
+    monkeypatch.setattr("outofcore.follow.devices.load_paging", none)
     monkeypatch.setattr("outofcore.api.load_paging", none)
     with pytest.raises(outofcore.StateError, match="no compiler"):
         outofcore.compile(ours.train, ours.model, ours.optimizer, budget="4MiB", dynamic=True)

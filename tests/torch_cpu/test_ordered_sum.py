@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from outofcore.distributed.assignment import runs
-from outofcore.distributed.gradients import PIECE_BYTES, Layout, Tensors, keep
-from outofcore.distributed.ordered_sum import OrderedSum
-from outofcore.distributed.processes import met
-from outofcore.execution.aliases import Faces
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
-from outofcore.execution.slots import Slots
+from outofcore.execution.opening import OpenHome
+from outofcore.logical_workers.assignment import runs
+from outofcore.logical_workers.gradients import PIECE_BYTES, Gradients, Layout
+from outofcore.logical_workers.ordered_sum import OrderedSum
+from outofcore.logical_workers.processes import met
 
 
 class Mailboxes:
@@ -70,20 +69,20 @@ def test_the_order_is_that_of_the_workers(counts: Sequence[int], kind: str, tmp_
     ends = [Mailboxes(rank, boxes, len(counts)) for rank in range(len(counts))]
 
     def process(rank: int, workers: range) -> None:
-        store = home_of(kind, tmp_path)
-        faces, kept = Faces([Slots(store)]), dict[int, Tensors]()
-        left: list[torch.Tensor] = []
-        layout = Layout(gradients_of(0))
+        home = OpenHome([home_of(kind, tmp_path)], kept=True)
+        parameters = [torch.zeros_like(gradient, requires_grad=True) for gradient in gradients_of(0)]
+        gradients = Gradients(parameters, home)
         for number, worker in enumerate(workers):
-            left = gradients_of(worker)
+            for parameter, gradient in zip(parameters, gradients_of(worker), strict=True):
+                parameter.grad = gradient
             if worker != workers[-1]:
                 place = 0 if rank == 0 else number
-                kept.setdefault(place, layout.new(faces))
-                keep(Tensors(left, faces), kept[place], layout, add=place != number)
-        target = Tensors(left, faces)
-        OrderedSum(ends[rank])([*kept.values(), target], target, layout, 5)  # type: ignore[arg-type]
-        found[rank] = left
-        store.close()
+                gradients.keep(place, add=place != number)
+        target = gradients.tensors()
+        layout = Layout(gradients_of(0))
+        OrderedSum(ends[rank])([*gradients.kept.values(), target], target, layout, 5)  # type: ignore[arg-type]
+        found[rank] = gradients.present()
+        home.close()
 
     threads = [threading.Thread(target=process, args=(r, w)) for r, w in enumerate(runs(counts))]
     for thread in threads:

@@ -262,7 +262,8 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(
     _, graph, costs = captures.of(training)
     budget, need = 16 << 20, fitting._need(graph, costs, None)
     what = "sequence" if tokens else "batch"
-    largest = fitting._largest(captures, found, training, LENGTH if tokens else 2, need, budget, tokens=tokens)
+    axis = fitting.tokens_of(found) if tokens else fitting.SAMPLES
+    largest = fitting._Largest(captures, training, axis, budget).found(LENGTH if tokens else 2, need)
     assert largest.size > 0
     assert largest.placed
 
@@ -271,7 +272,7 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(
 
     assert smallest(largest.size) == largest.smallest_budget <= budget
     if largest.limit:
-        assert largest.size == (found.sequence_limit or fitting._MOST_SAMPLES)
+        assert largest.size == (found.sequence_limit or fitting.SAMPLES.most)
     else:
         assert smallest(largest.size + largest.step) >= largest.next_smallest_budget > budget
 
@@ -395,7 +396,7 @@ def test_a_quantised_configuration_is_planned_with_plain_weights_when_asked_to(t
     content = {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     found = configs.read_config(written(tmp_path, content))
     step = configs.configured_step(found, configs.Training(batch=2, dtype="bf16"))
-    assert {parameter.dtype for parameter in step.models[0].parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in step.user.models[0].parameters()} == {torch.bfloat16}
     assert any("quantization_config (gptq, 4 bits) is left out" in note for note in step.notes)
     none = configs.read_config(written(tmp_path, {**LLAMA, "quantization_config": None}))
     assert not none.quantised

@@ -16,6 +16,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import outofcore
+from outofcore.capture import snapshot
 
 Change = Callable[[], object]
 # A step, and what to do between two calls of it.
@@ -888,7 +890,7 @@ def test_what_gives_other_numbers_each_time_is_refused(draw: str) -> None:
 
 
 def test_a_step_that_can_read_too_much_is_followed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outofcore.capture.snapshot._MOST_ENTRIES", 10)
+    monkeypatch.setattr(snapshot, "_MOST", replace(snapshot._MOST, entries=10))
     world = World()
     with outofcore.compile(world.plain, world.model, world.optimizer, budget="8MiB", home="host", cache=cache) as step:
         for _ in range(4):

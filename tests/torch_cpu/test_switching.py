@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sides import alike, batch, compiled, everything, plain
 
 from outofcore.execution.arena import Arena
-from outofcore.execution.model_state import move_order
+from outofcore.execution.state_moves import move_order
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import torch
 from exactness import CASES, check_exact
 
 from outofcore.analysis import live_bytes
-from outofcore.capture import OptimizerUpdate, capture_step
+from outofcore.capture import OptimizerUpdate, capture_step, device_traits
 from outofcore.capture.captured import Captured
-from outofcore.transforms.passes import TOGETHER_BYTES, delayed, lean, leanest, together
+from outofcore.transforms.passes import delayed, lean, leanest, together
+from outofcore.units import MIB
 
 
 def captured_with(optimizer: type[torch.optim.Optimizer], twice: bool = False, **settings: Any) -> Captured:
@@ -31,6 +32,11 @@ def captured_with(optimizer: type[torch.optim.Optimizer], twice: bool = False, *
         return loss.detach()
 
     return capture_step(step, [model], [made], (torch.randn(2, 300),), {})
+
+
+def set_joined_bytes(monkeypatch: pytest.MonkeyPatch, device: str, count: int) -> None:
+    traits = getattr(device_traits, device)
+    monkeypatch.setattr(device_traits, device, replace(traits, update_bytes=replace(traits.update_bytes, joined=count)))
 
 
 def updates(captured: Captured) -> list[OptimizerUpdate]:
@@ -64,7 +70,7 @@ def test_the_second_update_of_a_parameter_stays_the_second() -> None:
 
 def test_an_op_of_updates_takes_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     before = captured_with(torch.optim.SGD)
-    monkeypatch.setattr("outofcore.transforms.passes.TOGETHER_BYTES", 2 * (300 * 300 + 300) * 4)
+    set_joined_bytes(monkeypatch, "_HOST", 2 * (300 * 300 + 300) * 4)
     assert 1 < len(updates(together(before))) < len(updates(before))
 
 
@@ -74,14 +80,14 @@ def test_on_a_device_those_that_go_over_all_at_once_are_joined_as_well() -> None
     # In as much as is a small part of what the step holds at once.
     assert len(updates(after)) < len(updates(before))
     joined = [sum(m.parameter.numel() * 4 for m in one.members) for one in updates(after)]
-    assert max(joined) <= max(TOGETHER_BYTES, live_bytes(before.graph) // 8)
+    assert max(joined) <= max(4 * MIB, live_bytes(before.graph) // 8)
 
 
 def test_where_nothing_is_said_the_device_of_the_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not where the parameters are when it is captured."""
     before = captured_with(torch.optim.AdamW)
-    monkeypatch.setattr("outofcore.transforms.passes.TOGETHER_BYTES", 1)
-    monkeypatch.setattr("outofcore.transforms.passes.DEVICE_TOGETHER_BYTES", 1 << 30)
+    set_joined_bytes(monkeypatch, "_HOST", 1)
+    set_joined_bytes(monkeypatch, "_GPU", 1 << 30)
     monkeypatch.setattr("outofcore.transforms.passes._SMALL_PART", 1)
     assert len(updates(together(before))) == len(updates(before))
     assert len(updates(together(replace(before, device=torch.device("cuda"))))) == 1

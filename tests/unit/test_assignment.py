@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outofcore.distributed.assignment import evenly, runs, shares
 from outofcore.errors import InputError
+from outofcore.logical_workers.assignment import evenly, runs, shares
 
 
 @given(st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 7.0]), min_size=1, max_size=4), st.integers(0, 5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outofcore.distributed.chain import Extent, pieces, rounds
+from outofcore.logical_workers.chain import Extent, pieces, rounds
 
 extents = st.builds(
     lambda dtype, elements: Extent(dtype, {"f4": 4, "f2": 2, "f8": 8}[dtype], elements),

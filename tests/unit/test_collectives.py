@@ -26,7 +26,7 @@ from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planfile import PlanFile, read_plan, write_plan
 from outofcore.planning import lower_bound_seconds, place, plan_step, smallest_budget
 from outofcore.program import CopyIn, Program, Queue, Run, Wait, lane_of, queue_of
-from outofcore.report import page_content
+from outofcore.report import Page, page_content
 from outofcore.report.waits import Reason, time_spent
 from outofcore.simulator import simulate
 from outofcore.validator import validate
@@ -120,12 +120,12 @@ def test_a_page_has_a_row_for_collectives_where_there_are_any() -> None:
     graph = step()
     costs, program = planned(graph)
     shown = [("predicted", simulate(graph, costs, program))]
-    content = page_content(graph, Plan("test", 0, ()), program, shown, budget=1 << 20, title="test")
+    content = page_content(graph, Plan("test", 0, ()), program, shown, Page("test", 1 << 20))
     assert content["lanes"] == ["ops", "collectives", "copies in", "copies out"]
     alone = StepGraph(graph.storages, tuple(replace(op, communicates=False) for op in graph.ops), graph.outputs)
     costs, program = planned(alone)
     shown = [("predicted", simulate(alone, costs, program))]
-    content = page_content(alone, Plan("test", 0, ()), program, shown, budget=1 << 20, title="test")
+    content = page_content(alone, Plan("test", 0, ()), program, shown, Page("test", 1 << 20))
     assert content["lanes"] == ["ops", "copies in", "copies out"]
 
 

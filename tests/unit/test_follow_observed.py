@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from outofcore.follow.observed import (
-    AHEAD,
-    LATE,
     LINKS,
     Cause,
     Copied,
     Departure,
     Event,
+    Link,
     Observed,
     PlanMade,
     departure_marks,
@@ -23,7 +22,7 @@ from outofcore.follow.observed import (
 from outofcore.graph import Op, StorageKind
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Timeline, Wait
-from outofcore.report import page_content, step_report
+from outofcore.report import Page, page_content, step_report
 from outofcore.report.data import MemoryOverTime
 from outofcore.report.trace import Beyond, write_trace
 from outofcore.units import MIB
@@ -98,11 +97,11 @@ def test_the_program_is_what_ran_and_says_what_waited_for_what() -> None:
     assert seen.program == Program(
         (
             Run(0, (0, 1, 2)),
-            CopyOut(2, 1, (), AHEAD),
+            CopyOut(2, 1, (), Link.AHEAD),
             Run(1, (1,)),
-            CopyIn(3, 1, (), LATE),
-            Run(2, (3,), None, (Wait(Queue.COPY_IN, 1, LATE),)),
-            CopyOut(1, 1, (), LATE),
+            CopyIn(3, 1, (), Link.LATE),
+            Run(2, (3,), None, (Wait(Queue.COPY_IN, 1, Link.LATE),)),
+            CopyOut(1, 1, (), Link.LATE),
         ),
         (
             Block(0, 2, MIB, 0, 1),
@@ -187,17 +186,9 @@ def test_page_and_trace_tell_the_same(tmp_path: Path) -> None:
     seen = observed()
     report = step_report(seen.graph, seen.plan, seen.program, seen.timeline, 8 * MIB)
     assert (report.bytes_out, report.bytes_in, report.compute_seconds) == (3 * MIB, MIB, 4.0)
-    content: Any = page_content(
-        seen.graph,
-        seen.plan,
-        seen.program,
-        [("measured", seen.timeline)],
-        budget=8 * MIB,
-        title="",
-        homes=LINKS,
-        memories=[seen.memory],
-        on_demand=seen.on_demand,
-    )
+    beyond = Beyond(LINKS, seen.memory, seen.on_demand, departure_marks(seen))
+    timelines = [("measured", seen.timeline)]
+    content: Any = page_content(seen.graph, seen.plan, seen.program, timelines, Page("", 8 * MIB, homes=LINKS), beyond)
     (timeline,) = content["timelines"]
     assert content["lanes"] == ["ops", "copies in, ahead", "copies in, late", "copies out, ahead", "copies out, late"]
     assert timeline["peak"] == 5 * MIB + 4096
@@ -209,8 +200,7 @@ def test_page_and_trace_tell_the_same(tmp_path: Path) -> None:
     assert timeline["spent"]["for_copies"] == 3.0
 
     path = tmp_path / "trace.json"
-    beyond = Beyond(LINKS, seen.memory, seen.on_demand, departure_marks(seen))
-    write_trace(path, seen.graph, seen.program, [("measured", seen.timeline)], beyond=beyond)
+    write_trace(path, seen.graph, seen.program, timelines, beyond=beyond)
     events = json.loads(path.read_text())["traceEvents"]
     ops = [(e["name"], e["cat"]) for e in events if e.get("cat") in ("planned", "on demand")]
     assert ops == [("linear in body", "planned"), ("add in body", "on demand"), ("mine.op.default", "planned")]

@@ -26,8 +26,7 @@ def test_private_names_of_torch_stay_in_one_file(path: Path) -> None:
 @pytest.mark.parametrize(
     ("attribute", "folder", "writers"),
     [
-        ("data", "execution", ["set_data"]),
-        ("data", "", ["_make_whole", "_move_to_home", "_take_range", "set_data"]),  # as CONTRIBUTING.md has them
+        ("data", "", ["set_data"]),  # as CONTRIBUTING.md has it
         ("place", "execution", ["become"]),
     ],
 )
@@ -44,6 +43,11 @@ def test_attributes_have_no_other_writers(attribute: str, folder: str, writers: 
                 if any(isinstance(t, ast.Attribute) and t.attr == attribute for t in flat):
                     found.append(function.name)
     assert sorted(found) == writers
+
+
+def test_one_module_swaps_tensors() -> None:
+    found = [path.name for path in MODULES if "swap_tensors(" in path.read_text(encoding="utf-8")]
+    assert found == ["tensor_data.py"]
 
 
 def test_no_test_module_imports_another() -> None:

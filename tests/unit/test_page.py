@@ -19,7 +19,7 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import InputError
 from outofcore.graph import Op, StepGraph
 from outofcore.program import Block, CopyIn, Program, Queue, Run, Timeline, Wait
-from outofcore.report.content import page_content
+from outofcore.report.content import Page, page_content
 from outofcore.report.naming import op_text, storage_text
 from outofcore.report.page import page_text, write_report
 from outofcore.report.trace import write_trace
@@ -28,9 +28,8 @@ from outofcore.simulator import simulate
 
 
 def content(**changes: Any) -> dict[str, Any]:
-    given = {"budget": 7 * MIB, "title": "by hand", "insight": INSIGHT, **changes}
     timelines = [("measured", TIMELINE), ("predicted", TIMELINE)]
-    return page_content(GRAPH, PLAN, PROGRAM, timelines, **given)
+    return page_content(GRAPH, PLAN, PROGRAM, timelines, replace(Page("by hand", 7 * MIB, INSIGHT), **changes))
 
 
 def test_names_are_those_that_people_use() -> None:
@@ -100,7 +99,7 @@ def test_memory_is_thinned_without_losing_its_peak() -> None:
     blocks = (Block(0, 0, MIB, 0, 0, True, 0), Block(1, 1, 64, 0, 1), Block(2, None, 9 * MIB, 2001, 2002))
     program = Program(instructions, blocks, 10 * MIB)
     timeline = simulate(graph, Costs(tuple(OpCost(0.001) for _ in ops)), program)
-    (shown,) = page_content(graph, PLAN, program, [("predicted", timeline)], budget=1, title="")["timelines"]
+    (shown,) = page_content(graph, PLAN, program, [("predicted", timeline)], Page("", 1))["timelines"]
     memory = shown["memory"]
     assert len(memory["times"]) <= 1502
     assert shown["peak"] == max(map(sum, zip(*memory["held"].values(), strict=True))) == 10 * MIB
@@ -187,9 +186,7 @@ def test_lanes_of_several_homes_have_their_names() -> None:
         PLAN,
         program,
         [("predicted", simulate(GRAPH, costs, program))],
-        budget=MIB,
-        title="",
-        homes=["host", "disk"],
+        Page("", MIB, homes=["host", "disk"]),
     )
     assert shown["lanes"] == ["ops", "copies in, host", "copies in, disk", "copies out, host"]
     assert [instruction[0] for instruction in shown["instructions"]] == [1, 2, 0]

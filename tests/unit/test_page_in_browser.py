@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from examples import GRAPH, INSIGHT, MIB, PLAN, PROGRAM, TIMELINE
 
-from outofcore.report.content import page_content
+from outofcore.report.content import Page, page_content
 from outofcore.report.page import write_report, write_sweep
 
 api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
@@ -58,7 +58,7 @@ def report(browser: Any, tmp_path: Path) -> Iterator[Any]:
     notes = [("machine", "a test's")]
     write_report(
         path,
-        page_content(GRAPH, PLAN, PROGRAM, timelines, budget=7 * MIB, title="by hand", insight=INSIGHT, notes=notes),
+        page_content(GRAPH, PLAN, PROGRAM, timelines, Page("by hand", 7 * MIB, INSIGHT, notes=notes)),
     )
     with opened(browser, path) as page:
         yield page

@@ -13,7 +13,16 @@ SOURCE = ROOT / "src" / "outofcore"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 # Where messages come from that users meet; what planning and the validator say of graphs and plans has one entry.
 SPEAKING = (
-    *("api.py", "estimation", "step.py", "session.py", "units.py", "presets.py", "planning/planner.py"),
+    *(
+        "api.py",
+        "estimation",
+        "step.py",
+        "step_state.py",
+        "session.py",
+        "units.py",
+        "presets.py",
+        "planning/planner.py",
+    ),
     *("capture", "report", "checkpoint", "materialization.py"),
     *(
         "planned_step.py",
@@ -28,9 +37,9 @@ SPEAKING = (
     *("planning/policy.py", "planning/registry.py"),
     "profiling/ops.py",
     *("distributed/agreement.py", "peers.py", "plan_updates.py"),
-    *(f"execution/{name}.py" for name in ("arena", "homes", "checks", "spill", "model_state", "runner")),
+    *(f"execution/{name}.py" for name in ("arena", "homes", "checks", "spill", "model_state", "gradients", "runner")),
     *(f"execution/{name}.py" for name in ("slots", "aliases", "opening", "file_ranges")),
-    *("execution/cuda", "follow", "distributed"),
+    *("execution/cuda", "follow", "distributed", "logical_workers"),
 )
 # Only a fault of the library can bring these up.
 OUR_FAULTS = re.compile(

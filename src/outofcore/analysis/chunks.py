@@ -7,6 +7,7 @@ over at the end differently, so that a range must not end in the middle of such 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outofcore.errors import InputError
@@ -50,6 +51,13 @@ class Chunks:
     def count(self, rank: int) -> int:
         """Return the elements of a process's range, without padding."""
         return self.start(rank + 1) - self.start(rank)
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last of a tensor, with the gaps between them."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -7,6 +7,7 @@ recursion; since every op reads only what earlier ops wrote, it ends.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,8 +21,7 @@ Content = tuple[int, int]
 
 # What exists before the step and is no persistent storage.
 _LASTING = ARRIVING_KINDS | {StorageKind.CONSTANT}
-# After all ops of any step.
-_EVER = 1 << 62
+_EVER = sys.maxsize  # after all ops of any step
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from outofcore.analysis.boxes import Window
 from outofcore.analysis.chunks import is_dense
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The place of a tensor's elements in its storage, all in elements."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

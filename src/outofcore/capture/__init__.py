@@ -11,35 +11,13 @@
 
 The package ``transforms`` rewrites the graph afterwards.
 
-``collectives`` and ``replicas`` record collectives and ``DistributedDataParallel``. ``signature`` decides whether a
-captured step fits a call, ``refusals`` words the errors, and ``patching`` replaces functions of PyTorch meanwhile.
+``collectives`` and ``replicas`` record collectives and ``DistributedDataParallel``. ``signature`` and
+``captures_by_reads`` decide whether a captured step fits a call. ``device_traits`` says how devices differ,
+``refusals`` words the errors, and ``patching`` replaces functions of PyTorch meanwhile.
 """
 
-from outofcore.capture.captured import (
-    Call,
-    Captured,
-    GradientLeft,
-    InputBinding,
-    LeafKind,
-    OutputLeaf,
-    Ref,
-    StateBinding,
-    Value,
-)
+from outofcore.capture.captured import Captured, LeafKind, Ref
 from outofcore.capture.optimizers import OptimizerUpdate, StateOwner
-from outofcore.capture.step import capture_step
+from outofcore.capture.step import CaptureOptions, capture_step
 
-__all__ = [
-    "Call",
-    "Captured",
-    "GradientLeft",
-    "InputBinding",
-    "LeafKind",
-    "OptimizerUpdate",
-    "OutputLeaf",
-    "Ref",
-    "StateBinding",
-    "StateOwner",
-    "Value",
-    "capture_step",
-]
+__all__ = ["CaptureOptions", "Captured", "LeafKind", "OptimizerUpdate", "Ref", "StateOwner", "capture_step"]

@@ -19,6 +19,7 @@ from outofcore.capture.captured import (
     Ref,
     StateBinding,
 )
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.guard import Guard
 from outofcore.capture.mirror import Mirror, Mirrored
 from outofcore.capture.tables import Tables, covers, leaves_in, map_leaves
@@ -62,7 +63,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
                 "gradients at the end of the step (optimizer.zero_grad()), or give what you need of the old ones to "
                 "the step as an argument"
             )
-    watched = PERSISTENT_KINDS if tables.device.type == "cpu" else frozenset()  # see ``StateKeeper.bring_home``
+    watched = PERSISTENT_KINDS if traits_of(tables.device).watches_state else frozenset()
     storages = tuple(
         Storage(index, s.bytes, s.kind, s.name, s.kind in watched) for index, s in enumerate(tables.storages)
     )
@@ -264,10 +265,8 @@ def _read_gradients(ending: Ending, mirror: Mirror, tables: Tables, run: RunOp) 
         if grad is None:
             ending.cleared.append(place)
             continue
-        sharding = mirror.sharding
-        traced = None if sharding is None else sharding.traced(state.real)
-        if sharding is not None and traced is not None:
-            own = sharding.end_gradient(traced, grad, run)
+        if state.traced is not None:
+            own = state.traced.end_gradient(grad, run)
             if own is not None:
                 ending.gradients[place] = own
             continue

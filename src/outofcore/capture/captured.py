@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from outofcore.analysis import SMALL_ALIGNMENT, is_large
+from outofcore.analysis.boxes import Window
 from outofcore.capture.effects import Effect
 from outofcore.capture.reads import Reads
 from outofcore.capture.replicas import ReplicaEnd
@@ -37,6 +38,13 @@ class Value:
     def layout(self) -> tuple[object, ...]:
         """Return the layout within its storage, whichever storage that is."""
         return self.shape, self.stride, self.offset, self.conjugate, self.negated
+
+    def window(self) -> Window:
+        return Window(self.shape, self.stride, self.offset)
+
+    def is_laid_like(self, other: Value) -> bool:
+        """Return whether two values differ only in their place."""
+        return (self.dtype, self.shape, self.stride) == (other.dtype, other.shape, other.stride)
 
     def merged(self, dims: tuple[int, int]) -> Value | None:
         """Merge the dimensions ``dims[0]`` to before ``dims[1]`` into one; None if they do not follow each other."""

@@ -25,7 +25,7 @@ from outofcore._torch_internals import FakeTensor
 from outofcore.capture.provenance import codes_of, is_installed
 from outofcore.capture.reads import Origin, origin_of
 
-# Lists and dicts of the user's that are longer than this are not looked through.
+# Lists and dicts of the user's with more items are not looked through, and no more containers: it would take long.
 LOOK_THROUGH = 4096
 _MOST_CONTAINERS = 100_000
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, collections.Counter)

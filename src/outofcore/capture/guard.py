@@ -152,7 +152,7 @@ class Guard:
                     found.append((join(self._paths[id(module)], name), old, new))
         return found
 
-    def check(self, source: Callable[[torch.Tensor], str] = lambda _: "") -> tuple[Effect, ...]:
+    def check(self, source: Callable[[torch.Tensor], str]) -> tuple[Effect, ...]:
         """Refuse a step that leaves something behind that the captured graph could not; return its other effects.
 
         The effects are to be repeated in each step. Raises ``CaptureError`` if a module, variable or container would
@@ -233,14 +233,12 @@ class Guard:
         return () if effect is None else (effect,)
 
     def _check_left(self, label: str, new: Any, module: nn.Module | None = None) -> None:
-        if holds_fake(new):
-            raise self._left_behind(label, "a tensor that the step stores", new, module)
-
-    def _left_behind(self, label: str, what: str, held: Any, module: nn.Module | None = None) -> CaptureError:
-        made = next((line for tensor in leaves_in(held) if (line := self._source(tensor))), "")
-        return self._refusal(
-            f"the step leaves something behind in {label}, {what}: it would be out of date after the next step; "
-            "register it as a buffer of the model, or return it from the step",
+        if not holds_fake(new):
+            return
+        made = next((line for tensor in leaves_in(new) if (line := self._source(tensor))), "")
+        raise self._refusal(
+            f"the step leaves something behind in {label}, a tensor that the step stores: it would be out of date "
+            "after the next step; register it as a buffer of the model, or return it from the step",
             label.rpartition(".")[2],
             module,
             made,

@@ -20,10 +20,12 @@ import torch
 from outofcore._torch_internals import (
     DisableTorchFunction,
     OpOverload,
+    negative_view,
     real_tensors,
     result_leaves,
     storage_key,
 )
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.tables import leaves_in, map_leaves
 
 # Slow kernels whose fakes matched them in every layout that was compared.
@@ -104,7 +106,7 @@ class KernelLayouts:
 def _may_differ(func: OpOverload, given: list[torch.Tensor], results: list[Any] | tuple[Any, ...]) -> bool:
     """Return whether the kernel may return layouts other than the fakes', and can run during capture."""
     name = func._schema.name
-    if name in _TRUSTED or any(tensor.device.type != "cpu" for tensor in given):
+    if name in _TRUSTED or not all(traits_of(tensor.device).computes_in_capture for tensor in given):
         return False
     if not all(item is None or isinstance(item, torch.Tensor) for item in results):
         return False
@@ -159,4 +161,4 @@ def _make_zeros(fake: torch.Tensor) -> torch.Tensor:
     storage = torch.zeros(fake.untyped_storage().nbytes() // fake.dtype.itemsize, dtype=fake.dtype)
     tensor = storage.as_strided(fake.shape, fake.stride(), fake.storage_offset())
     tensor = tensor.conj() if fake.is_conj() else tensor
-    return torch.ops.aten._neg_view(tensor) if fake.is_neg() else tensor
+    return negative_view(tensor) if fake.is_neg() else tensor

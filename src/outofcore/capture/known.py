@@ -19,6 +19,7 @@ import torch
 from outofcore._torch_internals import OpOverload, below_autograd, result_leaves, storage_key, without_modes
 from outofcore.analysis.chunks import is_dense
 from outofcore.capture import operators
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.provenance import user_line
 from outofcore.capture.refusals import refusal
 from outofcore.capture.tables import leaves_in, map_leaves
@@ -179,7 +180,8 @@ class KnownValues:
 
     @staticmethod
     def _counts(tensor: torch.Tensor) -> bool:
-        exact = tensor.device.type == "cpu" or not (tensor.is_floating_point() or tensor.is_complex())
+        rounds = tensor.is_floating_point() or tensor.is_complex()
+        exact = not rounds or traits_of(tensor.device).computes_in_capture
         return exact and tensor.layout is torch.strided and tensor.numel() <= MAX_ELEMENTS
 
     def _find(self, tensor: object) -> _Known | None:

@@ -21,14 +21,16 @@ from outofcore._torch_internals import (
     tree_flatten_with_path,
     tree_unflatten,
 )
-from outofcore.capture.captured import Value
+from outofcore.capture.captured import CPU, Value
+from outofcore.capture.device_traits import are_alike
 from outofcore.capture.provenance import join, prefix
 from outofcore.capture.tables import Tables
 from outofcore.errors import CaptureError, InputError
 from outofcore.graph import StorageKind
 
 if TYPE_CHECKING:
-    from outofcore.capture.sharding import Sharding
+    from outofcore.capture.sharding import Sharding, Traced
+    from outofcore.capture.shards import Shard
 
 # Leaves of the arguments that are part of the signature: equal ones give the same graph.
 PLAIN_LEAVES = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format)
@@ -39,7 +41,7 @@ class Mirrored:
     """A tensor of the user's that persists across steps, and its fake.
 
     ``alias`` is a fake on the real tensor's original storage, even if ``fake`` is rebound. ``kept`` is set where the
-    tensor is sharded over processes: this process's own tensor and its value.
+    tensor is sharded over processes: this process's own tensor and its value. So is ``traced`` of a parameter.
     """
 
     key: str
@@ -51,6 +53,7 @@ class Mirrored:
     value: int
     requires_grad: bool
     kept: tuple[torch.Tensor, int] | None = None
+    traced: Traced | None = None
 
     @property
     def lasting(self) -> tuple[torch.Tensor, int]:
@@ -83,15 +86,15 @@ class Mirror:
         self,
         mode: FakeTensorMode,
         tables: Tables,
-        gradients: Mapping[int, Value | None] | None = None,
-        sharding: Sharding | None = None,
+        gradients: Mapping[int, Value | None],
+        sharding: Sharding | None,
     ) -> None:
         self._mode = mode
         self.sharding = sharding
         self._rows: dict[int, torch.Tensor] = {}
         self._storages: dict[int, torch.Tensor] = {}  # by the storage of a real tensor that is on meta
         self._tables = tables
-        self._assumed = gradients or {}
+        self._assumed = gradients
         self.states: list[Mirrored] = []
         self.gradients: dict[int, Mirrored] = {}
         self.inputs: list[MirroredInput] = []
@@ -124,7 +127,7 @@ class Mirror:
         if real.is_meta:
             return self._without_contents(real)
         fake = self._mode.from_tensor(real, static_shapes=True)
-        if real.device.type == device.type:
+        if are_alike(real.device, device):
             return fake
         if real.untyped_storage().nbytes() > real.numel() * real.element_size():
             raise CaptureError(
@@ -133,8 +136,7 @@ class Mirror:
             )
         moved = self._empty(real)
         if isinstance(real, nn.Parameter):
-            with self._mode, torch.no_grad():
-                moved = nn.Parameter(moved, requires_grad=real.requires_grad)
+            moved = self._as_parameter(moved, real)
         if real.grad is not None:
             moved.grad = self._empty(real.grad)
         return moved
@@ -150,13 +152,16 @@ class Mirror:
             bare.set_(storage, real.storage_offset(), real.shape, real.stride())
         fake: torch.Tensor = FakeTensor(self._mode, bare, self._tables.device)
         if isinstance(real, nn.Parameter):
-            with self._mode, torch.no_grad():
-                fake = nn.Parameter(fake, requires_grad=real.requires_grad)
+            fake = self._as_parameter(fake, real)
         else:
             fake.requires_grad_(real.requires_grad)
         if real.is_leaf and real.grad is not None:
             fake.grad = self._empty(real.grad)
         return fake
+
+    def _as_parameter(self, fake: torch.Tensor, real: nn.Parameter) -> nn.Parameter:
+        with self._mode, torch.no_grad():
+            return nn.Parameter(fake, requires_grad=real.requires_grad)
 
     def _empty(self, model: torch.Tensor | Value) -> torch.Tensor:
         stride = model.stride if isinstance(model, Value) else model.stride()
@@ -165,8 +170,9 @@ class Mirror:
 
     def _add_state(self, key: str, name: str, kind: StorageKind, real: torch.Tensor) -> None:
         fake = self.fakes[id(real)]
-        if id(real) in self._rows:
-            self._add_shard(key, name, kind, real, fake)
+        shard = None if self.sharding is None else self.sharding.of(real)
+        if self.sharding is not None and shard is not None:
+            self._add_shard(key, name, kind, real, self.sharding, shard)
             return
         state = self._mirrored(key, name, kind, real, fake)
         self.states.append(state)
@@ -184,15 +190,14 @@ class Mirror:
             gradient = self._mirrored(f"{key}.grad", f"{name}.grad", StorageKind.GRADIENT, grad, fake.grad)
             self.gradients[len(self.states) - 1] = gradient
 
-    def _add_shard(self, key: str, name: str, kind: StorageKind, real: torch.Tensor, fake: torch.Tensor) -> None:
+    def _add_shard(
+        self, key: str, name: str, kind: StorageKind, real: torch.Tensor, sharding: Sharding, shard: Shard
+    ) -> None:
         """Add a sharded parameter: an op of the step makes its fake."""
-        sharding = self.sharding
-        shard = None if sharding is None else sharding.of(real)
-        if sharding is None or shard is None:
-            raise RuntimeError("a parameter was taken to be spread that is not; please report it")
+        fake = self.fakes[id(real)]
         traced = sharding.begin(shard, self._rows[id(real)])
         state = self._mirrored(key, name, kind, real, fake)
-        state.kept = shard.own, traced.value
+        state.kept, state.traced = (shard.own, traced.value), traced
         self.states.append(state)
         self.names[id(fake)], self.by_real[id(real)] = name, state
         sharding.listen(fake, shard, at_once=True)
@@ -298,12 +303,12 @@ def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> Non
     from which it is not copied automatically.
     """
     _check_kind(f"argument {name}", tensor)
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise InputError(
             f"argument {name} is on the device meta, where tensors have no contents: make it on {device}; only "
             "outofcore.estimate takes such tensors"
         )
-    if tensor.device.type != "cpu" and tensor.device != device:
+    if not are_alike(tensor.device, CPU) and tensor.device != device:
         raise InputError(
             f"argument {name} is on {tensor.device} and the step is to run on {device}; move it there first: "
             f".to({str(device)!r})"

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import DisableTorchFunction, OpOverload, real_tensors
-from outofcore.capture.captured import Ref, Value
+from outofcore.capture.captured import CPU, Call, Ref, Value
+from outofcore.capture.device_traits import are_alike
 from outofcore.capture.tables import map_leaves
 
 # Operators that write all of their first argument and do not look at what it held. Of its other
@@ -104,6 +105,12 @@ def by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return dict(zip(traits(func).names, args, strict=False)) | kwargs
 
 
+def placed(func: OpOverload, call: Call, given: Given) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments by position and by keyword, where a call of the operator has them."""
+    args = tuple([given[name] for name in traits(func).names[: len(call.args)]])
+    return args, {name: given[name] for name in call.kwargs}
+
+
 def written_arguments(func: OpOverload, given: Given) -> frozenset[str]:
     """Return the arguments that this call may write in place."""
     facts = traits(func)
@@ -148,15 +155,25 @@ def value_text(value: Value) -> str:
     return f"{dtype}[{shape}]{{{stride}}}{'*' * value.conjugate}{'-' * value.negated}"
 
 
+def fake_result(func: OpOverload, given: Given, run: Callable[[], Any]) -> Any:
+    """Return what an operator's kernel would return, on tensors without contents; ``run`` runs the fake.
+
+    Raises what ``run`` raises, and ``RuntimeError`` where the fake does not know that the kernel would fail.
+    """
+    made = _made_up(func, given)
+    return _repaired(func, given, run()) if made is None else made
+
+
 Repair = Callable[[Given, list[Any]], list[Any]]
 
 
-def repaired(func: OpOverload, given: Given, result: Any) -> Any:
+def _repaired(func: OpOverload, given: Given, result: Any) -> Any:
     """Correct the fake result of an operator to what its real kernel returns."""
     tensors = [item for item in given.values() if isinstance(item, torch.Tensor)]
     if not tensors:
         return result
-    repair = _REPAIRS_BY_DEVICE.get(tensors[0].device.type, {}).get(func._schema.name)
+    repairs = _REPAIRS if are_alike(tensors[0].device, CPU) else _CUDA_REPAIRS
+    repair = repairs.get(func._schema.name)
     # Which results the kernel makes; the others it leaves undefined, whatever the fake does.
     mask = given.get(_mask_argument(func), ())
     if repair is None and all(mask):
@@ -180,7 +197,7 @@ def _mask_argument(func: OpOverload) -> str:
     return masks[0] if len(masks) == 1 else ""
 
 
-def made_up(func: OpOverload, given: Given) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+def _made_up(func: OpOverload, given: Given) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
     """Build the results of an operator whose fake fails on arguments that its kernel accepts; None if the fake works.
 
     Raises ``RuntimeError`` where the kernel would fail as well.
@@ -398,5 +415,3 @@ _CUDA_REPAIRS: dict[str, Repair] = {
     "aten::_scaled_dot_product_efficient_attention": _state_of_generator,
     "aten::_cudnn_rnn": _cudnn_reserve,
 }
-
-_REPAIRS_BY_DEVICE = {"cpu": _REPAIRS, "cuda": _CUDA_REPAIRS}

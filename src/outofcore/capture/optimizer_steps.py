@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outofcore._torch_internals import (
     DisableTorchFunction,
@@ -22,9 +23,10 @@ from outofcore._torch_internals import (
     HigherOrderOperator,
     TorchDispatchMode,
     global_optimizer_hooks,
-    register_optimizer_step_pre_hook,
 )
+from outofcore.analysis.chunks import extent
 from outofcore.capture.captured import CPU, Call, Ref, StateBinding, Value
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.mirror import Mirror, Mirrored
 from outofcore.capture.operators import value_text
 from outofcore.capture.optimizers import (
@@ -43,7 +45,6 @@ from outofcore.capture.refusals import higher_order, refusal
 from outofcore.capture.tables import Tables, leaves_in
 from outofcore.errors import CaptureError, OutOfCoreError
 from outofcore.graph import StorageKind
-from outofcore.units import KIB, MIB
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,7 @@ class TensorShape:
     @property
     def bytes(self) -> int:
         """The size of the smallest storage that can hold it."""
-        if 0 in self.shape:
-            return 0
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        return extent * self.dtype.itemsize
+        return extent(self.shape, self.stride) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
@@ -222,14 +220,6 @@ def _plain(value: Any) -> Any:
     return (shape_of(value), value.device) if isinstance(value, torch.Tensor) else type(value)
 
 
-# Parameters smaller than this are updated together, up to so many bytes in one op: the overhead of an
-# op would outweigh its work, and so few bytes are no burden to the plan.
-SMALL_BYTES = 256 * KIB
-CHUNK_BYTES = MIB
-# On a device the work is done sooner, and the overhead is the same.
-DEVICE_SMALL_BYTES, DEVICE_CHUNK_BYTES = MIB, 4 * MIB
-
-
 _Member = tuple[int, Mirrored, int | None]  # group, parameter, value of its gradient
 
 
@@ -253,7 +243,7 @@ class StepRecorder:
         self._tables = tables
         self._provenance = provenance
         self._by_real = mirror.by_real
-        self._sharding = mirror.sharding
+        self._is_sharded = mirror.sharding is not None
         self._pending: list[_Pending] = []
         self._calls = 0
         self.bindings: list[StateBinding] = []
@@ -324,18 +314,16 @@ class StepRecorder:
             return touched
         # Apart by whether they have yet to make their state, for which they ask for other memory.
         small: dict[tuple[int, bool], list[_Member]] = {}
-        least, most = SMALL_BYTES, CHUNK_BYTES
-        if self._tables.device.type != "cpu":
-            least, most = DEVICE_SMALL_BYTES, DEVICE_CHUNK_BYTES
+        sizes = traits_of(self._tables.device).update_bytes
         for group, state, grad in found:
             if grad is None:
                 continue
-            if self._bytes(state) >= least:
+            if self._bytes(state) >= sizes.alone:
                 self._append(index, [(group, state, grad)])
                 continue
             key = group, bool(optimizer.state.get(state.real))
             chunk = small.setdefault(key, [])
-            if sum(self._bytes(other) for _, other, _ in chunk) + self._bytes(state) > most:
+            if sum(self._bytes(other) for _, other, _ in chunk) + self._bytes(state) > sizes.chunk:
                 self._append(index, chunk)
                 chunk = small[key] = []
             chunk.append((group, state, grad))
@@ -345,7 +333,7 @@ class StepRecorder:
 
     def _bytes(self, state: Mirrored) -> int:
         """Return the bytes of what is updated, the same in all processes."""
-        traced = None if self._sharding is None else self._sharding.traced(state.real)
+        traced = state.traced
         return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
     def _gradient(self, state: Mirrored) -> int | None:
@@ -359,11 +347,9 @@ class StepRecorder:
                 "its size depends on values",
                 "make the embedding with sparse=False",
             )
-        sharding = self._sharding
-        traced = None if sharding is None else sharding.traced(state.real)
-        if sharding is not None and traced is not None:
-            sharding.sync(traced)
-            return sharding.own_gradient(traced, grad)
+        if state.traced is not None:
+            state.traced.sync()
+            return state.traced.own_gradient(grad)
         storage = self._tables.storages[self._tables.storage_of(grad)]
         if storage.created and storage.kind is StorageKind.ACTIVATION:
             storage.kind, storage.name = StorageKind.GRADIENT, f"{state.name}.grad"
@@ -381,9 +367,8 @@ class StepRecorder:
         )
         self._pending.append(_Pending(place, index, self._calls, chunk))
         for _, state, _ in chunk:
-            traced = None if self._sharding is None else self._sharding.traced(state.real)
-            if self._sharding is not None and traced is not None:
-                self._sharding.updated(traced)
+            if state.traced is not None:
+                state.traced.updated()
 
     def finish(self) -> None:
         """Find the state of every recorded update and complete its op; to be called outside of all modes.
@@ -422,7 +407,7 @@ class StepRecorder:
                 key = (pending.optimizer, id(state.real), name)
                 real = optimizer.state.get(state.real, {}).get(name)
                 # It may grow yet; then the step is captured again.
-                is_real = isinstance(real, torch.Tensor) and self._sharding is None
+                is_real = isinstance(real, torch.Tensor) and not self._is_sharded
                 shape = shape_of(real) if is_real else learnt
                 if key not in known:
                     known[key] = self._bind(pending.optimizer, state, name, shape)
@@ -435,7 +420,7 @@ class StepRecorder:
 
     def _bind(self, index: int, state: Mirrored, name: str, shape: TensorShape) -> int:
         optimizer = self._optimizers[index]
-        count, traced = shape.bytes, None if self._sharding is None else self._sharding.traced(state.real)
+        count, traced = shape.bytes, state.traced
         if traced is not None and shape.shape == (traced.shard.count,):
             count = traced.shard.chunks.each * shape.dtype.itemsize  # as many in all processes
         storage = self._tables.add_plain(count, StorageKind.OPTIMIZER_STATE, f"{state.name}.{name}")

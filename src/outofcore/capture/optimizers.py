@@ -19,6 +19,8 @@ import torch
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from outofcore._torch_internals import plain_optimizer_step, without_hooks
+from outofcore.capture.device_traits import traits_of
+from outofcore.capture.tables import leaves_in
 from outofcore.errors import StateError
 
 # Elements of a piece: 1 MiB of each tensor in float32.
@@ -83,7 +85,7 @@ def _can_be_cut(optimizer: Optimizer, settings: dict[str, Any], whole: Piece) ->
     if (
         parameter.numel() < 2 * PIECE_ELEMENTS
         or not _goes_one_by_one(optimizer, settings)
-        or parameter.device.type != "cpu"
+        or not traits_of(parameter.device).updates_ranges
         or parameter.dtype not in _DTYPES
         or parameter.ndim == 0
         or gradient is None
@@ -257,15 +259,15 @@ class OptimizerUpdate:
         """Yield tensors in the user's optimizer's state, settings and attributes, except parameters."""
         optimizer = self.optimizer
         for member in self.members:
-            yield from _tensors_in(optimizer.state.get(member.parameter, {}))
+            yield from leaves_in(optimizer.state.get(member.parameter, {}))
         if is_torchs_own(optimizer):
             return
         for key, value in optimizer.state.items():
             if not isinstance(key, torch.Tensor):
-                yield from _tensors_in(value)
+                yield from leaves_in(value)
         for group in optimizer.param_groups:
-            yield from _tensors_in([value for name, value in group.items() if name != "params"])
-        yield from _tensors_in([value for name, value in optimizer.__dict__.items() if name not in _SHADOWED])
+            yield from leaves_in([value for name, value in group.items() if name != "params"])
+        yield from leaves_in([value for name, value in optimizer.__dict__.items() if name not in _SHADOWED])
 
     def _present(self, member: Member) -> list[bool]:
         entries = self.optimizer.state.get(member.parameter, {})
@@ -600,18 +602,6 @@ _UNMADE = object()  # in place of state that an optimizer has not made
 
 def _without_unmade(entries: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if value is not _UNMADE}
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value and its nested lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors_in(one)
-    elif isinstance(value, list | tuple | set):
-        for one in value:
-            yield from _tensors_in(one)
 
 
 def _values_of(state: dict[Any, dict[str, Any]]) -> Iterator[Any]:

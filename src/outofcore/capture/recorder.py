@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from outofcore._torch_internals import (
     result_leaves,
 )
 from outofcore.capture import collectives, operators
-from outofcore.capture.captured import Call, Ref
+from outofcore.capture.captured import CPU, Call, Ref
+from outofcore.capture.device_traits import default_generator, traits_of
 from outofcore.capture.kernel_layouts import KernelLayouts
-from outofcore.capture.known import KnownValues
-from outofcore.capture.operators import SumOfCounted, faithful, made_up, repaired
+from outofcore.capture.operators import SumOfCounted, faithful
 from outofcore.capture.patching import patched
 from outofcore.capture.provenance import Provenance, join
 from outofcore.capture.reads import Reads
@@ -74,23 +75,14 @@ class Recorder(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self,
-        tables: Tables,
-        provenance: Provenance,
-        device: torch.device,
-        user: Substitute,
-        layouts: KernelLayouts | None = None,
-        reads: Reads | None = None,
+        self, tables: Tables, provenance: Provenance, user: Substitute, layouts: KernelLayouts | None, reads: Reads
     ) -> None:
         """Without ``layouts``, fakes are trusted; ``reads`` records the Python code that runs."""
         super().__init__()
-        self._tables = tables
-        self._provenance = provenance
-        self._device = device
-        self._user = user
-        self._layouts = layouts
-        self._reads = reads or Reads()
-        self._known = user.known = KnownValues()
+        self._tables, self._provenance, self._device = tables, provenance, tables.device
+        self._may_check = traits_of(tables.device).is_done_when_called
+        self._user, self._known = user, user.known
+        self._layouts, self._reads = layouts, reads
         self._weights: dict[int, int | None] = {}  # by storage of a loss's weights, the mask of ignored targets
 
     def is_fake(self, item: object) -> bool:
@@ -121,7 +113,7 @@ class Recorder(TorchDispatchMode):
             known = self._known.results(func, args, kwargs)
             if known is not None:
                 return known
-        if name == "aten::_local_scalar_dense" and args[0].dtype is torch.bool and self._device.type == "cpu":
+        if name == "aten::_local_scalar_dense" and self._may_check and args[0].dtype is torch.bool:
             check = check_here(self._user.calling())
             if check is not None:
                 return self._checked(args[0], check)
@@ -166,22 +158,54 @@ class Recorder(TorchDispatchMode):
         def family() -> str:
             return operators.family_text(name, call_args, call_kwargs, tables.values)
 
-        result = made_up(func, named)
-        if result is None:
-            try:
-                result = repaired(func, named, self._run(func, args, kwargs))
-            except CaptureError as error:
-                if not isinstance(error.__cause__, DynamicOutputShapeException):
-                    raise
-                return self._as_constants(self._known.results(func, args, kwargs), error)
+        try:
+            result = operators.fake_result(func, named, partial(self._run, func, args, kwargs))
+        except CaptureError as error:
+            if not isinstance(error.__cause__, DynamicOutputShapeException):
+                raise
+            return self._as_constants(self._known.results(func, args, kwargs), error)
         if self._layouts is not None:
             result = self._layouts.correct(func, family, called, args, kwargs, result)
         self._check_sizes(func, [tensor for _, tensor in given], [value for _, value in before])
 
         module, source = self._provenance.here()
+        leaves = result_leaves(result)
+        creates, results = self._made(func, leaves, module)
+        changed = [tensor for argument, tensor in given if argument in written]
+        overwritten = operators.traits(func).overwritten
+        renewed = [tensor for argument, tensor in given if argument in written & overwritten]
+        self._known.learn(func, args, kwargs, leaves, changed, renewed)
+        mutates = [] if operators.traits(func).reshapes else [value for name, value in before if name in written]
+        # What returns nothing and writes nothing is there to raise, as what checks the results of torch.linalg.
+        if not creates and not mutates and func._schema.returns:
+            return result
+
+        reads, discards = self._accesses(func, before, written)
+        ignored = self._ignored(func, before, creates)
+        if ignored is not None:
+            called, call_args = SumOfCounted(), (*call_args, Ref(ignored))
+            reads = _unique((*reads, tables.values[ignored].storage))
+        tables.append(
+            name,
+            Call(called, call_args, call_kwargs, results),
+            reads=reads,
+            mutates=_unique(tables.values[value].storage for value in mutates),
+            creates=creates,
+            rerunnable=not any(isinstance(item, torch.Generator) for item in named.values()),
+            random=operators.is_random(func, named),
+            family=family(),
+            module=module,
+            source=source,
+            discards=discards,
+        )
+        return result
+
+    def _made(self, func: OpOverload, leaves: list[Any], module: str) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+        """Register the storages that an op makes; return them, and for each result its value on one of them."""
+        tables = self._tables
         creates: list[int] = []
         results: list[int | None] = []
-        for tensor in result_leaves(result):
+        for tensor in leaves:
             value = None
             if isinstance(tensor, torch.Tensor):
                 self._check(tensor)
@@ -190,40 +214,9 @@ class Recorder(TorchDispatchMode):
                 if tables.storage_of(tensor) in creates:
                     value = tables.value_of(tensor)
             results.append(value)
-        self._known.learn(
-            func,
-            args,
-            kwargs,
-            result_leaves(result),
-            [tensor for argument, tensor in given if argument in written],
-            [tensor for argument, tensor in given if argument in written & operators.traits(func).overwritten],
-        )
-        mutates = [] if operators.traits(func).reshapes else [value for name, value in before if name in written]
-        # What returns nothing and writes nothing is there to raise, as what checks the results of torch.linalg.
-        if not creates and not mutates and func._schema.returns:
-            return result
+        return tuple(creates), tuple(results)
 
-        reads = self._read(func, before, written)
-        ignored = self._ignored(func, before, creates)
-        if ignored is not None:
-            called, call_args = SumOfCounted(), (*call_args, Ref(ignored))
-            reads = _unique((*reads, tables.values[ignored].storage))
-        tables.append(
-            name,
-            Call(called, call_args, call_kwargs, tuple(results)),
-            reads=reads,
-            mutates=_unique(tables.values[value].storage for value in mutates),
-            creates=tuple(creates),
-            rerunnable=not any(isinstance(item, torch.Generator) for item in named.values()),
-            random=operators.is_random(func, named),
-            family=family(),
-            module=module,
-            source=source,
-            discards=self._discarded(func, before, written),
-        )
-        return result
-
-    def _ignored(self, func: OpOverload, before: list[tuple[str, int]], creates: list[int]) -> int | None:
+    def _ignored(self, func: OpOverload, before: list[tuple[str, int]], creates: tuple[int, ...]) -> int | None:
         """Return the mask of ignored targets if the op adds up a loss's target weights (see ``SumOfCounted``)."""
         if "cross_entropy" not in self._user.calling():
             return None
@@ -239,20 +232,21 @@ class Recorder(TorchDispatchMode):
                 pass
         return None
 
-    def _read(self, func: OpOverload, before: list[tuple[str, int]], written: frozenset[str]) -> tuple[int, ...]:
-        tables, overwritten = self._tables, operators.traits(func).overwritten & written
+    def _accesses(
+        self, func: OpOverload, before: list[tuple[str, int]], written: frozenset[str]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the storages that an op reads, and those of which it reads statistics alone and renews them."""
+        tables, traits = self._tables, operators.traits(func)
+        overwritten, statistics = traits.overwritten & written, traits.statistics & written
         given = [(argument, tables.values[index]) for argument, index in before]
-        return _unique(
+        reads = _unique(
             value.storage
             for argument, value in given
             if not (argument in overwritten and covers(value, tables.storages[value.storage].bytes))
         )
-
-    def _discarded(self, func: OpOverload, before: list[tuple[str, int]], written: frozenset[str]) -> tuple[int, ...]:
-        statistics = operators.traits(func).statistics & written
-        given = [(argument in statistics, self._tables.values[index].storage) for argument, index in before]
-        looked_at = {storage for is_statistic, storage in given if not is_statistic}
-        return _unique(storage for is_statistic, storage in given if is_statistic and storage not in looked_at)
+        looked_at = {value.storage for argument, value in given if argument not in statistics}
+        of_statistics = (value.storage for argument, value in given if argument in statistics)
+        return reads, _unique(storage for storage in of_statistics if storage not in looked_at)
 
     def _create(self, func: OpOverload, tensor: torch.Tensor, module: str) -> int:
         short = func._schema.name.partition("::")[2]
@@ -402,14 +396,6 @@ class Recorder(TorchDispatchMode):
             raise error
         return map_leaves(results, lambda real: self._bake(torch.ops.aten.lift_fresh.default, (real,), {}))
 
-    def forget(self, tensors: list[torch.Tensor]) -> None:
-        """Record that something other than an operator may have written to tensors."""
-        self._known.forget(tensors)
-
-    def check(self) -> None:
-        """Refuse a step that has changed what its operators do not see."""
-        self._known.check()
-
     def effect(self, name: str, func: Callable[..., None], rehearse: Callable[..., None]) -> None:
         """Record an op that touches no storage: a change of a generator's state."""
         module, source = self._provenance.here()
@@ -436,12 +422,12 @@ class GeneratorState:
         self._state: torch.Tensor | None = None
 
     def save(self) -> None:
-        self._state = _generator(self._device).get_state()
+        self._state = default_generator(self._device).get_state()
 
     def restore(self) -> None:
         """Restore the state saved last in this step."""
         if self._state is not None:
-            _generator(self._device).set_state(self._state)
+            default_generator(self._device).set_state(self._state)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -453,16 +439,9 @@ class GeneratorState:
         )
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return torch.cuda.default_generators[index]
-
-
 def generators_on(device: torch.device) -> tuple[torch.Generator, ...]:
     """Return the default generators that a step on a device may use: its own, and that of the CPU."""
-    own = _generator(device)
+    own = default_generator(device)
     return (own,) if own is torch.default_generator else (own, torch.default_generator)
 
 
@@ -478,9 +457,12 @@ def _cuda_device(device: int | str | torch.device) -> torch.device:
 def recorded_generators(recorder: Recorder) -> Iterator[None]:
     """Record every save, restore and seed of a default generator."""
 
+    def record(action: str, device: torch.device, apply: Callable[[], None]) -> None:
+        recorder.effect(f"generator.{action}.{device.type}", apply, _nothing)
+
     def get(device: torch.device) -> GeneratorState:
         slot = GeneratorState(device)
-        recorder.effect(f"generator.save.{device.type}", slot.save, _nothing)
+        record("save", device, slot.save)
         return slot
 
     def put(state: Any, device: torch.device) -> None:
@@ -490,7 +472,7 @@ def recorded_generators(recorder: Recorder) -> Iterator[None]:
                 "the same numbers would be drawn in every step",
                 "call torch.set_rng_state before the step",
             )
-        recorder.effect(f"generator.restore.{device.type}", state.restore, _nothing)
+        record("restore", device, state.restore)
 
     def seed(seeder: Callable[[int], Any]) -> Callable[[int], torch.Generator]:
         def seeded(seed: int) -> torch.Generator:
@@ -507,14 +489,13 @@ def recorded_generators(recorder: Recorder) -> Iterator[None]:
     def fresh_seed() -> int:
         raise refusal("the step calls torch.seed()", "the seed is unknown while the step is captured", "seed before it")
 
-    cpu = torch.device("cpu")
     seed_all, seed_cuda, seed_all_cuda = map(
         seed, (torch.manual_seed, torch.cuda.manual_seed, torch.cuda.manual_seed_all)
     )
     with contextlib.ExitStack() as stack:
         for module in (torch, torch.random):
-            stack.enter_context(patched(module, "get_rng_state", lambda: get(cpu)))
-            stack.enter_context(patched(module, "set_rng_state", lambda new_state: put(new_state, cpu)))
+            stack.enter_context(patched(module, "get_rng_state", lambda: get(CPU)))
+            stack.enter_context(patched(module, "set_rng_state", lambda new_state: put(new_state, CPU)))
             stack.enter_context(patched(module, "manual_seed", seed_all))
             stack.enter_context(patched(module, "seed", fresh_seed))
         for module in (torch.cuda, torch.cuda.random):

@@ -15,6 +15,7 @@ from outofcore._torch_internals import (
     UnsupportedOperatorException,
     is_differentiating_forward,
 )
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.provenance import called_from, name_on_the_stack, transform_running, user_line
 from outofcore.errors import CaptureError
 
@@ -68,7 +69,7 @@ def refusal(what: str, why: str, advice: str, location: str | None = None, *, is
 
 def pointed_to_loops(error: CaptureError, devices: Iterable[torch.device]) -> CaptureError:
     """Add to an error the advice to use ``budget()``, where that supports the step's devices."""
-    if error.is_loop and all(device.type == "cpu" for device in devices):
+    if error.is_loop and all(traits_of(device).runs_loops for device in devices):
         error.args = (f"{str(error).rstrip('.')}. {_AS_A_LOOP}",)
     return error
 

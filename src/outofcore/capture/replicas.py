@@ -43,8 +43,6 @@ from outofcore.errors import CaptureError, InputError
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-# Sums of so many numbers are the same in any order.
-_ANY_ORDER = 2
 _NO_ORDER: tuple[int, ...] = ()
 
 
@@ -63,7 +61,8 @@ def group_of(model: DistributedDataParallel) -> Any:
 
 def phase(model: DistributedDataParallel) -> tuple[bool, bool, bool]:
     """Return what affects a capture and changes between steps: see ``ReplicaEnd``, and the flag of ``no_sync()``."""
-    first = group_of(model).size() > _ANY_ORDER and not has_rebuilt_buckets(model)
+    # The sum of two numbers is the same in either order.
+    first = group_of(model).size() > 2 and not has_rebuilt_buckets(model)
     return bool(model.require_backward_grad_sync), bool(model.require_forward_param_sync), first
 
 

@@ -49,6 +49,7 @@ class Traced:
         left: a fake of the own chunk of a persistent gradient, and its own range.
     """
 
+    sharding: Sharding
     shard: Shard
     row: torch.Tensor
     chunk: torch.Tensor
@@ -59,12 +60,92 @@ class Traced:
     since: int = 0
     left: tuple[torch.Tensor, int] | None = None
 
+    def _is_written(self, storage: int, since: int) -> bool:
+        return any(storage in op.mutates for op, _ in self.sharding.tables.ops[since:])
+
+    def sync(self) -> None:
+        """Copy what the step has written to the whole parameter to the own range."""
+        tables = self.sharding.tables
+        if self._is_written(tables.storage_of(self.row), self.synced):
+            with torch.no_grad():
+                self.chunk.copy_(self._window(self.row))
+        self.synced = len(tables.ops)
+
+    def updated(self) -> None:
+        """Gather the parameter again after an update, for other readers."""
+        tables, module = self.sharding.tables, self.shard.name.rpartition(".")[0]
+        self.sharding.append(Kind.ALL_GATHER, self.row, self.chunk, module, mutates=(tables.storage_of(self.row),))
+        self.synced = len(tables.ops)
+
+    def own_gradient(self, gradient: torch.Tensor) -> int:
+        """Return the own range of a gradient's current value."""
+        shard = self.shard
+        if self.gradient is not None and self._is_reduced(gradient):
+            return self._of_gradient(self.gradient)
+        return self._of_gradient(self._as_row(gradient), shard.start)
+
+    def end_gradient(self, gradient: torch.Tensor, run: RunOp) -> int | None:
+        """Return the value of the own range of a gradient that the step leaves; None if it is persistent and in place.
+
+        An op of the step makes the storage of the value.
+        """
+        return run(self._end_gradient, gradient)  # type: ignore[return-value]
+
+    def _end_gradient(self, gradient: torch.Tensor) -> int | None:
+        if self.gradient is not None and self._is_reduced(gradient):
+            chunk = self.gradient
+        else:
+            chunk = self._window(self._as_row(gradient)).clone()
+        if self.left is None:
+            return self._of_gradient(chunk)
+        if chunk is not self.left[0]:
+            self.left[0].copy_(chunk)
+        return None
+
+    def _is_reduced(self, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient is unchanged since it was reduced and gathered."""
+        shard = self.shard
+        return (
+            self.sharding.tables.storage_of(gradient) == self.gathered
+            and (tuple(gradient.shape), gradient.stride()) == (shard.shape, shard.stride)
+            and gradient.storage_offset() == 0
+            and not self._is_written(self.gathered, self.since)
+        )
+
+    def _as_row(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return all elements of a gradient, on memory for all chunks."""
+        tables, shard = self.sharding.tables, self.shard
+        count = tables.storages[tables.storage_of(gradient)].bytes
+        if (
+            count == shard.chunks.padded * gradient.element_size()
+            and gradient.stride() == shard.stride
+            and gradient.storage_offset() == 0
+        ):
+            return gradient.detach().as_strided((shard.chunks.padded,), (1,))
+        with torch.no_grad():
+            row = torch.empty(shard.chunks.padded, dtype=gradient.dtype, device=gradient.device)
+            shard.whole_of(row).copy_(gradient)
+        return row
+
+    def _of_gradient(self, memory: torch.Tensor, start: int = 0) -> int:
+        """Return the value of the own range, which begins at element ``start``, and name its storage."""
+        tables, shard = self.sharding.tables, self.shard
+        storage = tables.storage_of(memory)
+        entry = tables.storages[storage]
+        if entry.created and entry.kind is StorageKind.ACTIVATION:
+            entry.kind, entry.name = StorageKind.GRADIENT, f"{shard.name}.grad"
+        return tables.value(Value(storage, memory.dtype, (shard.count,), (1,), start))
+
+    def _window(self, row: torch.Tensor) -> torch.Tensor:
+        each = self.shard.chunks.each
+        return row[self.shard.rank * each :][:each]
+
 
 class Sharding:
     def __init__(self, shards: Shards, mode: FakeTensorMode, tables: Tables) -> None:
         self._shards = shards
         self._mode = mode
-        self._tables = tables
+        self.tables = tables
         self._group: Any = shards.group
         self._count = shards.group.size()
         self._traced: dict[int, Traced] = {}
@@ -74,9 +155,6 @@ class Sharding:
     def of(self, tensor: object) -> Shard | None:
         """Return this process's shard of one of the user's parameters; None if it is not sharded."""
         return self._shards.of(tensor)
-
-    def traced(self, tensor: object) -> Traced | None:
-        return self._traced.get(id(tensor))
 
     # Before the step
 
@@ -90,7 +168,7 @@ class Sharding:
         """Record that the parameter is gathered."""
         chunk, value = self._lasting(shard, StorageKind.PARAMETER, shard.name)
         self._gather_first(shard, row, chunk, shard.name)
-        found = self._traced[id(shard.parameter)] = Traced(shard, row, chunk, value, len(self._tables.ops))
+        found = self._traced[id(shard.parameter)] = Traced(self, shard, row, chunk, value, len(self.tables.ops))
         return found
 
     def begin_gradient(self, shard: Shard, fake: torch.Tensor) -> int:
@@ -103,22 +181,22 @@ class Sharding:
         traced = self._traced[id(shard.parameter)]
         traced.left = chunk, value
         # It is as good as one that has just been reduced.
-        traced.gradient, traced.gathered, traced.since = chunk, self._tables.storage_of(row), len(self._tables.ops)
+        traced.gradient, traced.gathered, traced.since = chunk, self.tables.storage_of(row), len(self.tables.ops)
         return value
 
     def _row(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         with self._mode, torch.no_grad():
-            return torch.empty(count, dtype=dtype, device=self._tables.device)
+            return torch.empty(count, dtype=dtype, device=self.tables.device)
 
     def _lasting(self, shard: Shard, kind: StorageKind, name: str) -> tuple[torch.Tensor, int]:
         """Add a storage for a persistent chunk, and the own range on it as a value."""
         chunk = self._row(shard.chunks.each, shard.dtype)
-        storage = self._tables.add(chunk, kind, name)
-        return chunk, self._tables.value(Value(storage, shard.dtype, (shard.count,), (1,)))
+        storage = self.tables.add(chunk, kind, name)
+        return chunk, self.tables.value(Value(storage, shard.dtype, (shard.count,), (1,)))
 
     def _gather_first(self, shard: Shard, row: torch.Tensor, chunk: torch.Tensor, name: str) -> None:
-        storage = self._tables.add(row, StorageKind.ACTIVATION, f"{name}, gathered")
-        self._append(Kind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
+        storage = self.tables.add(row, StorageKind.ACTIVATION, f"{name}, gathered")
+        self.append(Kind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
 
     def listen(self, fake: torch.Tensor, shard: Shard | None, *, at_once: bool) -> None:
         """Hook a parameter's final gradient; ``at_once`` if other hooks must find it reduced."""
@@ -145,10 +223,10 @@ class Sharding:
         own = self._exchanged(self._scaled(shard, gradient))
         row = torch.empty(shard.chunks.padded, dtype=own.dtype, device=own.device)
         module = shard.name.rpartition(".")[0]
-        self._append(Kind.ALL_GATHER, row, own, module, mutates=(self._tables.storage_of(row),))
+        self.append(Kind.ALL_GATHER, row, own, module, mutates=(self.tables.storage_of(row),))
         fake.grad = shard.whole_of(row)
-        traced.gradient, traced.gathered = own, self._tables.storage_of(row)
-        traced.since = len(self._tables.ops)
+        traced.gradient, traced.gathered = own, self.tables.storage_of(row)
+        traced.since = len(self.tables.ops)
 
     def _scaled(self, shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
         """Return all elements of a gradient in a row, divided by the number of processes."""
@@ -164,8 +242,8 @@ class Sharding:
     def _exchanged(self, row: torch.Tensor) -> torch.Tensor:
         """Return the own chunk of a row, added up over all processes in their order."""
         received = torch.empty_like(row)
-        storage = self._tables.storage_of(received)
-        self._append(Kind.ALL_TO_ALL, received, row, "", mutates=(storage,), again=False)
+        storage = self.tables.storage_of(received)
+        self.append(Kind.ALL_TO_ALL, received, row, "", mutates=(storage,), again=False)
         parts = received.view(self._count, -1).unbind()
         own = torch.add(parts[0], parts[1])
         for part in parts[2:]:
@@ -204,13 +282,13 @@ class Sharding:
             at += gradient.numel()
         own = self._exchanged(row)
         whole = torch.empty_like(row)
-        self._append(Kind.ALL_GATHER, whole, own, "", mutates=(self._tables.storage_of(whole),))
+        self.append(Kind.ALL_GATHER, whole, own, "", mutates=(self.tables.storage_of(whole),))
         at = 0
         for gradient in gradients:
             gradient.copy_(whole[at : at + gradient.numel()].view(gradient.shape))
             at += gradient.numel()
 
-    def _append(
+    def append(
         self,
         kind: Kind,
         row: torch.Tensor,
@@ -222,7 +300,7 @@ class Sharding:
         again: bool = True,
     ) -> None:
         """Record a collective that fills a whole row, which is dropped if nobody reads it."""
-        tables = self._tables
+        tables = self.tables
         call = Collective(kind, self._group, row.numel() * row.element_size(), row.dtype)
         place = tables.append(
             f"dist.{kind.value}",
@@ -237,97 +315,12 @@ class Sharding:
         )
         tables.optional.add(place)
 
-    # Around an update
-
-    def _is_written(self, storage: int, since: int) -> bool:
-        return any(storage in op.mutates for op, _ in self._tables.ops[since:])
-
-    def own_gradient(self, traced: Traced, gradient: torch.Tensor) -> int:
-        """Return the own range of a gradient's current value."""
-        shard, tables = traced.shard, self._tables
-        if traced.gradient is not None and self._is_reduced(traced, gradient):
-            storage = tables.storage_of(traced.gradient)
-            self._name(storage, shard)
-            return tables.value(Value(storage, gradient.dtype, (shard.count,), (1,)))
-        row = self._as_row(shard, gradient)
-        storage = tables.storage_of(row)
-        self._name(storage, shard)
-        return tables.value(Value(storage, gradient.dtype, (shard.count,), (1,), shard.start))
-
-    def _is_reduced(self, traced: Traced, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient is unchanged since it was reduced and gathered."""
-        shard = traced.shard
-        return (
-            self._tables.storage_of(gradient) == traced.gathered
-            and (tuple(gradient.shape), gradient.stride()) == (shard.shape, shard.stride)
-            and gradient.storage_offset() == 0
-            and not self._is_written(traced.gathered, traced.since)
-        )
-
-    def _as_row(self, shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
-        """Return all elements of a gradient, on memory for all chunks."""
-        tables = self._tables
-        count = tables.storages[tables.storage_of(gradient)].bytes
-        if (
-            count == shard.chunks.padded * gradient.element_size()
-            and gradient.stride() == shard.stride
-            and gradient.storage_offset() == 0
-        ):
-            return gradient.detach().as_strided((shard.chunks.padded,), (1,))
-        with torch.no_grad():
-            row = torch.empty(shard.chunks.padded, dtype=gradient.dtype, device=gradient.device)
-            shard.whole_of(row).copy_(gradient)
-        return row
-
-    def _name(self, storage: int, shard: Shard) -> None:
-        entry = self._tables.storages[storage]
-        if entry.created and entry.kind is StorageKind.ACTIVATION:
-            entry.kind, entry.name = StorageKind.GRADIENT, f"{shard.name}.grad"
-
-    def sync(self, traced: Traced) -> None:
-        """Copy what the step has written to the whole parameter to the own range."""
-        storage = self._tables.storage_of(traced.row)
-        if self._is_written(storage, traced.synced):
-            with torch.no_grad():
-                traced.chunk.copy_(self._window(traced.shard, traced.row))
-        traced.synced = len(self._tables.ops)
-
-    def updated(self, traced: Traced) -> None:
-        """Gather the parameter again after an update, for other readers."""
-        module = traced.shard.name.rpartition(".")[0]
-        self._append(Kind.ALL_GATHER, traced.row, traced.chunk, module, mutates=(self._tables.storage_of(traced.row),))
-        traced.synced = len(self._tables.ops)
-
-    def _window(self, shard: Shard, row: torch.Tensor) -> torch.Tensor:
-        return row[shard.rank * shard.chunks.each :][: shard.chunks.each]
-
     # After the step
 
     def end(self, run: RunOp) -> None:
         """Copy all persistent state into the own ranges."""
         for traced in self._traced.values():
-            run(self.sync, traced)
-
-    def end_gradient(self, traced: Traced, gradient: torch.Tensor, run: RunOp) -> int | None:
-        """Return the value of the own range of a gradient that the step leaves; None if it is persistent and in place.
-
-        An op of the step makes the storage of the value.
-        """
-        return run(self._end_gradient, traced, gradient)  # type: ignore[return-value]
-
-    def _end_gradient(self, traced: Traced, gradient: torch.Tensor) -> int | None:
-        shard = traced.shard
-        if traced.gradient is not None and self._is_reduced(traced, gradient):
-            chunk = traced.gradient
-        else:
-            chunk = self._window(shard, self._as_row(shard, gradient)).clone()
-        if traced.left is not None:
-            if chunk is not traced.left[0]:
-                traced.left[0].copy_(chunk)
-            return None
-        storage = self._tables.storage_of(chunk)
-        self._name(storage, shard)
-        return self._tables.value(Value(storage, shard.dtype, (shard.count,), (1,)))
+            run(traced.sync)
 
 
 def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:

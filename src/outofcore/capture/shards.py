@@ -10,9 +10,9 @@ has shape and dtype but no contents, so PyTorch refuses to read it. ``gather`` m
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from outofcore.capture.optimizers import updates_elementwise
 from outofcore.capture.replicas import parallel_models
 from outofcore.errors import CommunicationError, InputError, StateError
 from outofcore.graph import StorageKind
+from outofcore.tensor_data import set_data, swap
 
 
 @dataclass(frozen=True)
@@ -271,13 +272,21 @@ class Shards:
 
     def settle(self, error: BaseException | None, what: str) -> None:
         """Return if all processes succeeded; else raise this process's error, or ``StateError`` for another one's."""
+        self.exchange(error, what)
+        if error is not None:
+            raise error
+
+    def together(self, what: str) -> _Together:
+        """Return a context that all processes leave at once: without an error, or each with one as from ``settle``."""
+        return _Together(self, what)
+
+    def exchange(self, error: BaseException | None, what: str) -> None:
+        """Tell the other processes of an error; raises ``StateError`` for another one's if here is none."""
         texts: list[Any] = [None] * self.group.size()
         with talking():
             torch.distributed.all_gather_object(texts, "" if error is None else str(error), group=self.group)
-        if error is not None:
-            raise error
         for rank, text in enumerate(texts):
-            if text:
+            if text and error is None:
                 raise StateError(f"rank {rank} could not {what}: {text}")
 
     @property
@@ -299,14 +308,14 @@ class Shards:
             parameter = shard.parameter
             empty = torch.empty_strided(shard.shape, shard.stride, dtype=shard.dtype, device="meta")
             aside = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            _swap(parameter, aside)
+            swap(parameter, aside)
             vars(parameter).update(vars(aside))
             shard.aside = aside
 
     def _take_back(self) -> None:
         for shard in self.all:
             if shard.aside is not None:
-                _swap(shard.parameter, shard.aside)
+                swap(shard.parameter, shard.aside)
                 shard.aside = None
 
     def _described(self) -> list[tuple[str, str]]:
@@ -341,7 +350,7 @@ class Shards:
             shared = value.detach()
             self._share(shared)
             entries[name] = self.range_of(shard, shared.cpu())
-        aside.data = torch.empty(0, dtype=shard.dtype)
+        set_data(aside, torch.empty(0, dtype=shard.dtype))
 
     def _make_whole(self, shard: Shard, aside: nn.Parameter) -> None:
         parameter = shard.parameter
@@ -349,15 +358,28 @@ class Shards:
         whole = self.whole(shard, shard.own.detach())
         for entries, name, value in self.states(shard):
             entries[name] = self.whole(shard, value.detach())
-        aside.data = whole
+        set_data(aside, whole)
         aside.requires_grad_(parameter.requires_grad)
         parameter.grad = None
         vars(aside).clear()
         vars(aside).update(vars(parameter))
-        _swap(parameter, aside)
+        swap(parameter, aside)
         parameter.grad = gradient
         shard.aside = shard.face = None
         shard.own = torch.empty(shard.count, dtype=shard.dtype, device="meta")
+
+
+class _Together:
+    def __init__(self, shards: Shards, what: str) -> None:
+        self._shards, self._what = shards, what
+
+    def __enter__(self) -> None:
+        """See ``Shards.together``."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shards.exchange(error, self._what)
 
 
 def _can_be_spread(tensor: torch.Tensor) -> bool:
@@ -371,14 +393,6 @@ def _can_be_spread(tensor: torch.Tensor) -> bool:
         and tensor.untyped_storage().nbytes() == count
         and is_dense(tuple(tensor.shape), tensor.stride())
     )
-
-
-def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    try:
-        torch.utils.swap_tensors(one, other)
-    except RuntimeError:
-        gc.collect()  # an earlier capture may refer to it, weakly, in a cycle
-        torch.utils.swap_tensors(one, other)
 
 
 def _difference(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> str:

@@ -34,7 +34,7 @@ class Signature(NamedTuple):
         settings: of the optimizers: those that decide what state there is and which kernels run.
         surroundings: modes of PyTorch.
         phases: of wrappers that do something else in some steps.
-        variant: distinguishes captures that differ only in the Python values that they have read.
+        capture: tells apart captures that differ only in the Python values that they have read.
     """
 
     leaves: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Signature(NamedTuple):
     settings: tuple[Any, ...]
     surroundings: tuple[Any, ...]
     phases: tuple[Any, ...]
-    variant: int = 0
+    capture: int = 0
 
 
 def has_other_sizes(new: Signature, known: Iterable[Signature]) -> bool:
@@ -213,7 +213,7 @@ class Signer:
                 changes.append(f"{name} changed from {before} to {after}")
         if old.phases != new.phases:
             changes += _phase_changes(old.phases, new.phases)
-        if old.variant != new.variant and not changes:
+        if old.capture != new.capture and not changes:
             changes.append("values that the step reads are as they were in an earlier call")
         if len(changes) > 4:
             changes = [*changes[:4], f"and {len(changes) - 4} more"]

@@ -24,6 +24,7 @@ import types
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,19 +32,29 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore.capture.effects import slots_of
+from outofcore.capture.effects import LOOK_THROUGH, slots_of
 from outofcore.capture.reads import Origin, Reads, load_comparing, names_of, origin_of
 from outofcore.capture.words import Kind, word_at, word_of
 
-# Of containers that are larger, what is in their items is not looked at.
-_LOOK_THROUGH = 4096
-# Of lists that are larger, which items there are is not compared.
-_LONGEST_LIST = 65536
-# All items of dicts up to this size are compared, and of larger ones those whose keys the code names.
-_SMALL_DICT = 64
-_LARGEST_ARRAY = 65536  # bytes
-_MOST_ENTRIES = 500_000
 
+@dataclass(frozen=True)
+class _Limits:
+    """How much is compared before each call, which must not take long.
+
+    Attributes:
+        items: of lists and sets that are longer, it is not compared which items there are.
+        small_dict: all items of dicts up to this size are compared, and of larger ones those whose keys the code names.
+        array_bytes: of larger arrays, the contents are not compared.
+        entries: of all that is compared; with more, each call counts as changed.
+    """
+
+    items: int = 65536
+    small_dict: int = 64
+    array_bytes: int = 65536
+    entries: int = 500_000
+
+
+_MOST = _Limits()
 _ABSENT = object()
 _PLAIN = (
     int,
@@ -85,7 +96,7 @@ class Snapshot:
             walk.visit(root, label)
         walk.globals_of_code()
         walk.run()
-        self._is_whole = len(walk.entries) < _MOST_ENTRIES
+        self._is_whole = len(walk.entries) < _MOST.entries
         groups: dict[int, list[_Entry]] = {}
         alone: list[_Entry] = []
         for entry in walk.entries:
@@ -114,7 +125,7 @@ class Snapshot:
     def change(self) -> str | None:
         """Describe what has changed; None if nothing that matters has."""
         if not self._is_whole:
-            return f"the step can read more values than the {_MOST_ENTRIES} that are compared, and perhaps another one"
+            return f"the step can read more values than the {_MOST.entries} that are compared, and perhaps another one"
         library, start, count = load_comparing(), self._alone, len(self._entries)
         table, words = self._table.ctypes.data, self._words.ctypes.data
         while (place := library.outofcore_first_change_by_words(table, words, len(self._words))) >= 0:
@@ -279,7 +290,7 @@ class _Walk:
         self._drain()
 
     def _drain(self) -> None:
-        while self._stack and len(self.entries) < _MOST_ENTRIES:
+        while self._stack and len(self.entries) < _MOST.entries:
             value, label, named = self._stack.pop()
             if isinstance(value, (*_PLAIN, torch.Tensor, *_OPAQUE)) or id(value) in self._seen:
                 continue
@@ -408,19 +419,19 @@ class _Walk:
         if isinstance(value, dict):
             self._items(value, label, named=named)
         elif isinstance(value, list):
-            if len(value) <= _LONGEST_LIST:
+            if len(value) <= _MOST.items:
                 self._add(Kind.LIST, value, None, tuple(value), label, len(value))
             self._each(value, label, named=named)
         elif isinstance(value, tuple | frozenset):
             self._each(value, label, named=named)
         elif isinstance(value, set | collections.deque | bytearray | array):
-            if len(value) <= _LONGEST_LIST:
+            if len(value) <= _MOST.items:
                 before = list(value)
                 self._check(lambda: _are_equal(before, list(value)), value, label)
             if not isinstance(value, bytearray | array):
                 self._each(value, label, named=named)
         elif isinstance(value, np.ndarray):
-            if value.nbytes <= _LARGEST_ARRAY and not value.dtype.hasobject:
+            if value.nbytes <= _MOST.array_bytes and not value.dtype.hasobject:
                 self._call(lambda: (value.shape, value.tobytes()), value, label)
         elif isinstance(value, contextvars.ContextVar):
             self._call(lambda: id(value.get(None)), value, label)
@@ -433,17 +444,17 @@ class _Walk:
         self._add(Kind.CALL, value, None, is_same, label)
 
     def _each(self, values: Iterable[Any], label: str, *, named: bool) -> None:
-        if len(values) <= _LOOK_THROUGH:  # type: ignore[arg-type]
+        if len(values) <= LOOK_THROUGH:  # type: ignore[arg-type]
             self._stack += [
                 (v, f"{label}[{k}]", named) for k, v in enumerate(values) if not isinstance(v, (*_PLAIN, torch.Tensor))
             ]
 
     def _items(self, held: dict[Any, Any], label: str, *, named: bool) -> None:
-        everything = not named and (len(held) <= _SMALL_DICT or id(held) in self._reads.whole)
+        everything = not named and (len(held) <= _MOST.small_dict or id(held) in self._reads.whole)
         keys = self._keys if named else self._user_keys
         names = None if everything else keys
         self._size(held, names, label)
-        if len(held) > _LOOK_THROUGH:
+        if len(held) > LOOK_THROUGH:
             found: Iterable[tuple[Any, Any]] = [(k, held[k]) for k in keys.intersection(held)]
         else:
             found = list(dict.items(held))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -39,6 +39,23 @@ from outofcore.capture.tables import Tables
 from outofcore.errors import CaptureError
 
 
+@dataclass(frozen=True)
+class CaptureOptions:
+    """What else decides how a step is captured.
+
+    Attributes:
+        shards: the parameters that are spread over processes; None: none are.
+        orders: by ``DistributedDataParallel`` id, the order in which its gradients came in the first capture
+            (``ReplicaEnd.order``). Where none is known, the step runs twice.
+        layouts: corrects the layouts of results by running CPU kernels. None: no kernel runs and no memory is
+            allocated, but the captured step may differ from eager PyTorch in the last bits.
+    """
+
+    shards: Shards | None = None
+    orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    layouts: KernelLayouts | None = None
+
+
 def capture_step(
     step: Callable[..., Any],
     models: Sequence[nn.Module],
@@ -47,9 +64,7 @@ def capture_step(
     kwargs: dict[str, Any],
     device: torch.device | None = None,
     gradients: Mapping[int, Value | None] | None = None,
-    orders: Mapping[int, tuple[int, ...]] | None = None,
-    shards: Shards | None = None,
-    layouts: KernelLayouts | None = None,
+    options: CaptureOptions | None = None,
 ) -> Captured:
     """Capture ``step(*args, **kwargs)``: forward, loss, backward, optimizer update and all, as one graph of ATen ops.
 
@@ -65,10 +80,6 @@ def capture_step(
             to be there when it runs.
         gradients: by parameter id the assumed gradient before the step, in place of the actual one; None stands for no
             gradient. A capture with such gradients cannot be run.
-        orders: by ``DistributedDataParallel`` id, the order in which its gradients came in the first capture
-            (``ReplicaEnd.order``). Where none is known, the step runs twice.
-        layouts: corrects the layouts of results by running CPU kernels. None: no kernel runs and no memory is
-            allocated, but the captured step may differ from eager PyTorch in the last bits.
 
     Raises:
         InputError: a module is lazy and has no shapes yet, or is not initialised.
@@ -80,18 +91,17 @@ def capture_step(
     require(Feature.COMPILE)
     with TURN:
         check_modules(models)
+        call, options = _StepCall(step, models, optimizers, args, kwargs), options or CaptureOptions()
         try:
             check_supported(models)
-            inputs = (models, optimizers, args, kwargs)
-            trace = partial(_captured, step, *inputs, device, gradients or {}, shards, layouts)
-            captured, unknown = trace(orders or {})
+            captured, unknown = _captured(call, device, gradients or {}, options)
             if unknown:
                 found = {id(end.model): end.order for end in captured.replicas if end.reduced}
-                captured, _ = trace({**found, **(orders or {})})
+                options = replace(options, orders={**found, **options.orders})
+                captured, _ = _captured(call, device, gradients or {}, options)
             return captured
         except CaptureError as error:
-            tensors = _tensors_of(models, optimizers, args, kwargs)
-            devices = {device or CPU, *(tensor.device for tensor in tensors)}
+            devices = {device or CPU, *(tensor.device for tensor in call.tensors())}
             # What led to it inside of the capture tells the user nothing.
             raise pointed_to_loops(error, devices).with_traceback(users_part(error.__traceback__)) from None
 
@@ -109,45 +119,56 @@ def gradients_from_now_on(captured: Captured) -> dict[int, Value | None]:
     return found | {id(p): None for p in cleared if p is not None and p.grad is not None}
 
 
+@dataclass(frozen=True)
+class _StepCall:
+    """A call of the user's step, and the models and optimizers that it uses."""
+
+    step: Callable[..., Any]
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return chain(
+            (tensor for model in self.models for tensor in chain(model.parameters(), model.buffers())),
+            (parameter for o in self.optimizers for group in o.param_groups for parameter in group["params"]),
+            (leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, torch.Tensor)),
+        )
+
+
 def _captured(
-    step: Callable[..., Any],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device | None,
-    gradients: Mapping[int, Value | None],
-    shards: Shards | None,
-    layouts: KernelLayouts | None,
-    orders: Mapping[int, tuple[int, ...]],
+    call: _StepCall, device: torch.device | None, gradients: Mapping[int, Value | None], options: CaptureOptions
 ) -> tuple[Captured, bool]:
-    guard = Guard(step, models, optimizers)
+    """Capture a step; return also whether gradients were reduced in an order that was not known beforehand."""
+    models, optimizers, shards = call.models, call.optimizers, options.shards
+    guard = Guard(call.step, models, optimizers)
     counts = average_counts(models)
     if device is None:
-        device = next((tensor.device for tensor in _tensors_of(models, optimizers, args, kwargs)), CPU)
+        device = next((tensor.device for tensor in call.tensors()), CPU)
     tables, reads = Tables(device), Reads()
     mode = FakeTensorMode()
     with guard:
         mirror = Mirror(mode, tables, gradients, None if shards is None else Sharding(shards, mode, tables))
         mirror.add_states(models, optimizers)
-        fake_args, fake_kwargs = mirror.add_arguments(args, kwargs)
+        args, kwargs = mirror.add_arguments(call.args, call.kwargs)
         provenance = Provenance(models, mirror.names)
         steps = StepRecorder(optimizers, mirror, tables, provenance)
-        substitute = Substitute(mirror.fakes, mirror.reals(), device.type, counts)
-        recorder = Recorder(tables, provenance, device, substitute, layouts, reads)
-        replicas = Replicas(models, mirror.fakes, orders)
+        substitute = Substitute(mirror.fakes, mirror.reals(), device, counts)
+        recorder = Recorder(tables, provenance, substitute, options.layouts, reads)
+        replicas = Replicas(models, mirror.fakes, options.orders)
         with (
             # A mistake in the step is raised all the same; the fakes would print it besides.
             patched(FAKE_LOGGER, "disabled", True),
             substitute.everywhere(provenance),
             recorded_generators(recorder),
-            steps.standing_in(recorder.forget),
+            steps.standing_in(substitute.known.forget),
             provenance.following(),
             answering_what_is_fake(recorder.is_fake),
             uncompiled(models),
             replicas.following(),
         ):
-            result = _trace(partial(step, *fake_args, **fake_kwargs), substitute, mode, recorder, reads)
+            result = _trace(partial(call.step, *args, **kwargs), substitute, mode, recorder, reads)
 
         def run(func: Any, *operands: torch.Tensor) -> torch.Tensor:
             with mode, recorder, torch.no_grad():
@@ -156,7 +177,7 @@ def _captured(
         ending = read_ending(result, mirror, tables, guard, run)
         del result
         effects = guard.check(tables.source_of)
-        recorder.check()
+        substitute.known.check()
     check_inputs(mirror, tables)
     _check_learning(optimizers, steps, ending, mirror, tables)
     steps.finish()
@@ -186,16 +207,6 @@ def _trace(
     if substitute.first_refusal is not None:
         raise substitute.first_refusal
     return result
-
-
-def _tensors_of(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[torch.Tensor]:
-    return chain(
-        (tensor for model in models for tensor in chain(model.parameters(), model.buffers())),
-        (parameter for o in optimizers for group in o.param_groups for parameter in group["params"]),
-        (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)),
-    )
 
 
 def _check_learning(

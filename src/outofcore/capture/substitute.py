@@ -6,6 +6,7 @@ import contextlib
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from outofcore._torch_internals import (
     without_compiled_code,
     without_modes,
 )
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.engine_calls import around_engine
 from outofcore.capture.known import KnownValues
 from outofcore.capture.patching import capturing_thread, class_method, patched
@@ -45,7 +47,7 @@ _GIVES_AWAY = frozenset(
 # Likewise of a storage.
 _OF_STORAGES = (
     *("data_ptr", "tolist", "__getitem__", "__setitem__", "copy_", "fill_", "cpu", "cuda", "to", "clone", "pin_memory"),
-    *("share_memory_", "_share_memory_", "_share_fd_cpu_", "_share_filename_cpu_", "_write_file", "byteswap"),
+    *("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_", "_write_file", "byteswap"),
     *("__reduce_ex__", "__deepcopy__", "resize_"),
 )
 # What may be asked of a tensor without looking at its bytes.
@@ -78,18 +80,18 @@ class Substitute(TorchFunctionMode):
         self,
         fakes: dict[int, torch.Tensor],
         reals: Iterable[torch.Tensor],
-        device_type: str,
-        counts: Mapping[int, int] | None = None,
+        device: torch.device,
+        counts: Mapping[int, int],
     ) -> None:
         """``fakes`` is by the id of the real tensor; ``reals`` holds those tensors so that their ids are not reused.
 
         ``counts`` are values, by id, of counts that the step may compare with zero (see ``average_counts``).
         """
         super().__init__()
-        self._counts = dict(counts or {})
+        self._counts = dict(counts)
         self._fakes = fakes
         self._reals = list(reals)
-        self._device_type = device_type
+        self._device = device
         self._functions: list[tuple[str, tuple[str, torch.dtype] | None]] = []
         self._module: Callable[[], str] = str  # the path of the module that runs
         self.first_refusal: CaptureError | None = None
@@ -146,9 +148,9 @@ class Substitute(TorchFunctionMode):
                 if name not in _METADATA:
                     raise
                 new_args, new_kwargs = args, kwargs or {}
-            if name == "ctc_loss" and self._device_type == "cpu":
+            if name == "ctc_loss" and traits_of(self._device).computes_in_capture:
                 new_args, new_kwargs = _with_lengths(new_args, new_kwargs)
-            self._functions.append((name, _autocast_now(self._device_type)))
+            self._functions.append((name, _autocast_now(self._device.type)))
             try:
                 return func(*new_args, **new_kwargs)
             finally:
@@ -206,8 +208,26 @@ class Substitute(TorchFunctionMode):
         def substituted_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             return apply(cls, *self.swap(args), **self.swap(kwargs))
 
-        def from_numpy(array: Any) -> Any:
-            raise self._refused(_array_refusal())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(around_engine(run_backward))
+            stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(substituted_apply)))
+            for owner, name, replacement in self._ways_to_values():
+                stack.enter_context(patched(owner, name, replacement))
+            for owner, name in TRANSFORM_ENTRY_POINTS:
+                stack.enter_context(patched(owner, name, self._swapping(getattr(owner, name))))
+            # Gradient clipping takes another path for tensor types that it does not know: not the eager one.
+            FOREACH_TENSOR_TYPES.append(FakeTensor)
+            stack.callback(FOREACH_TENSOR_TYPES.remove, FakeTensor)
+            yield
+
+    def _ways_to_values(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Yield functions that get at values, and what replaces them: it refuses, or answers with a known value."""
+
+        def refusing(error: Callable[[], CaptureError]) -> Callable[..., Any]:
+            def refuse(*_: Any, **__: Any) -> Any:
+                raise self._refused(error())
+
+            return refuse
 
         as_list = torch.Tensor.tolist
 
@@ -218,9 +238,6 @@ class Substitute(TorchFunctionMode):
                 raise self._refused(value_read("tolist"))
             with without_modes():
                 return as_list(value)
-
-        def to_dlpack(_: torch.Tensor) -> Any:
-            raise self._refused(value_read("__dlpack__"))
 
         def of_storage(name: str) -> Callable[..., Any]:
             original = getattr(torch.UntypedStorage, name)
@@ -240,24 +257,15 @@ class Substitute(TorchFunctionMode):
                 raise self._refused(grad_scaler())
             return scale(scaler, outputs)
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(around_engine(run_backward))
-            stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(substituted_apply)))
-            stack.enter_context(patched(torch, "from_numpy", from_numpy))
-            for owner in (torch, torch.utils.dlpack):
-                stack.enter_context(patched(owner, "to_dlpack", to_dlpack))
-            for name in _OF_STORAGES:
-                if hasattr(torch.UntypedStorage, name):
-                    stack.enter_context(patched(torch.UntypedStorage, name, of_storage(name)))
-            for kind in (torch.Tensor, FakeTensor):
-                stack.enter_context(patched(kind, "tolist", tolist))
-            stack.enter_context(patched(torch.amp.GradScaler, "scale", scaled))
-            for owner, name in TRANSFORM_ENTRY_POINTS:
-                stack.enter_context(patched(owner, name, self._swapping(getattr(owner, name))))
-            # Gradient clipping takes another path for tensor types that it does not know: not the eager one.
-            FOREACH_TENSOR_TYPES.append(FakeTensor)
-            stack.callback(FOREACH_TENSOR_TYPES.remove, FakeTensor)
-            yield
+        yield torch, "from_numpy", refusing(_array_refusal)
+        for owner in (torch, torch.utils.dlpack):
+            yield owner, "to_dlpack", refusing(partial(value_read, "__dlpack__"))
+        for name in _OF_STORAGES:
+            if hasattr(torch.UntypedStorage, name):
+                yield torch.UntypedStorage, name, of_storage(name)
+        for kind in (torch.Tensor, FakeTensor):
+            yield kind, "tolist", tolist
+        yield torch.amp.GradScaler, "scale", scaled
 
 
 def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:

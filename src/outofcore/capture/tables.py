@@ -12,6 +12,7 @@ import torch
 from outofcore._torch_internals import storage_key
 from outofcore.analysis.chunks import is_dense
 from outofcore.capture.captured import CPU, Call, Value
+from outofcore.capture.device_traits import are_alike
 from outofcore.errors import CaptureError
 from outofcore.graph import Op, StorageKind
 
@@ -118,7 +119,7 @@ class Tables:
 
 def describe(tensor: torch.Tensor, storage: int, device: torch.device) -> Value:
     """Return the value of a tensor, in a step that runs on ``device``."""
-    offset, foreign = int(tensor.storage_offset()), tensor.device.type != device.type
+    offset, foreign = int(tensor.storage_offset()), not are_alike(tensor.device, device)
     shape, stride = tuple(tensor.shape), tensor.stride()
     return Value(storage, tensor.dtype, shape, stride, offset, foreign, tensor.is_conj(), tensor.is_neg())
 

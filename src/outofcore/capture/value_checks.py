@@ -2,7 +2,8 @@
 
 The capture assumes that such a check passes, and records an op that makes the check in each call.
 
-Limits: the error names the check, but not the value that failed it. Only steps on the CPU.
+Limits: the error names the check, but not the value that failed it. Only where an op has run when its call returns,
+as on the CPU.
 """
 
 from __future__ import annotations
@@ -44,6 +45,3 @@ def check_here(function: str) -> Check | None:
     code = reader_within(_DISTRIBUTIONS)
     is_check = code is not None and code.co_filename.endswith(_BASE) and code.co_name in _CHECKING
     return _OF_DISTRIBUTIONS if is_check else None
-
-
-__all__ = ["Check", "check_here"]

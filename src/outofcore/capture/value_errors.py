@@ -12,6 +12,7 @@ from typing import Any
 
 from outofcore._torch_internals import OpOverload, tree_flatten
 from outofcore.capture.captured import Call, Captured, Ref
+from outofcore.capture.operators import by_name
 from outofcore.capture.value_checks import Check
 
 _OWN = frozenset({"aten", "prims", "prim"})
@@ -50,7 +51,7 @@ def ops_that_may_raise(captured: Captured) -> frozenset[int]:
         elif isinstance(func, OpOverload):
             space, _, name = func._schema.name.partition("::")
             name = name.removesuffix("_")
-            if space not in _OWN or name in _BY_VALUE or _checks_errors(func, call):
+            if space not in _OWN or name in _BY_VALUE or by_name(func, call.args, call.kwargs).get("check_errors"):
                 found.add(op.id)
             elif name in _BY_INDEX:
                 indices = _integers(captured, call)
@@ -68,14 +69,3 @@ def _integers(captured: Captured, call: Call) -> set[int]:
     leaves: list[Any] = tree_flatten((call.args, call.kwargs))[0]
     values = [captured.values[leaf.value] for leaf in leaves if isinstance(leaf, Ref)]
     return {one.storage for one in values if not one.dtype.is_floating_point and not one.dtype.is_complex}
-
-
-def _checks_errors(func: OpOverload, call: Call) -> bool:
-    if call.kwargs.get("check_errors"):
-        return True
-    names = [argument.name for argument in func._schema.arguments]
-    place = names.index("check_errors") if "check_errors" in names else len(call.args)
-    return place < len(call.args) and bool(call.args[place])
-
-
-__all__ = ["ops_that_may_raise"]

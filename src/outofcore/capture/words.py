@@ -33,11 +33,11 @@ class Kind(IntEnum):
     CALL = 6  # whatever a function compares
 
 
-_WORD = 8
-# Offsets in bytes: an object's type, a dict's size and version, a cell's contents, a set's number of items.
-_TYPE, _SIZE, _VERSION, _CONTENTS, _COUNT = 8, 16, 24, 16, 24
+_WORD = 8  # bytes
+# Offsets in an object: its type; then of a dict size and version, of a cell its contents, of a set its number of items.
+_TYPE, _SIZE, _VERSION, _CONTENTS, _COUNT = _WORD, 2 * _WORD, 3 * _WORD, 2 * _WORD, 3 * _WORD
 # The offset of an object's ``__dict__`` if its type has this flag (Py_TPFLAGS_MANAGED_DICT).
-_MANAGED, _IS_MANAGED = -24, 1 << 4
+_MANAGED, _IS_MANAGED = -3 * _WORD, 1 << 4
 _IS_KNOWN = sys.implementation.name == "cpython" and object.__basicsize__ == 2 * _WORD
 _HAS_VERSIONS = sys.version_info < (3, 13)
 

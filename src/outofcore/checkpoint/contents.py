@@ -117,7 +117,7 @@ def contents_of(model: nn.Module) -> ModelContents:
             )
     for name, tensor, persistent in _named_tensors(model):
         window = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        key: Any = window if tensor.numel() and tensor.device.type != "meta" else id(tensor)
+        key: Any = window if tensor.numel() and not tensor.is_meta else id(tensor)
         if key in seen:
             found.aliases[name] = seen[key]
         else:

@@ -82,27 +82,19 @@ def save_checkpoint(
         TransferError: a write or a read failed; the previous checkpoint is still complete.
         StateError: something cannot be saved, or another process is saving into the folder, or cannot go on.
     """
-    together = None if shards is None else Together(shards, faces)
-    error: BaseException | None = None
-    try:
-        files, index = _contents(models, optimizers, extra, shards)
-    except BaseException as raised:
-        if shards is None:
-            raise
-        error, files, index = raised, {}, {}
-    if together is None or shards is None:
+    if shards is None:
+        files, index = _contents(models, optimizers, extra, None)
         _save(folder, files, index, faces, None)
         return
-    shards.settle(error, "save the model")
+    together = Together(shards, faces)
+    with shards.together("save the model"):
+        files, index = _contents(models, optimizers, extra, shards)
     files["training"] += together.generators()
-    try:
+    with shards.together("save the model"):
         if shards.rank:
             together.send([item for named in files.values() for _, item in named])
         else:
             _save(folder, files, index, faces, together)
-    except BaseException as raised:
-        error = raised
-    shards.settle(error, "save the model")
 
 
 def _contents(

@@ -12,12 +12,12 @@ import fcntl
 import json
 import math
 import os
+import struct
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -35,7 +35,7 @@ from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 BUFFER_BYTES = 4 * MIB
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_LENGTH_BYTES = 8
+_LENGTH = struct.Struct("<Q")  # of the header, before it
 _MOST_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
 _MOST_TOLD = 200  # characters of what is wrong with a header
@@ -101,7 +101,7 @@ def header_for(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     # The data shall start on a multiple of 8 bytes; spaces may follow the JSON.
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return _LENGTH.pack(len(text)) + text
 
 
 def read_header(path: Path) -> TensorFile:
@@ -110,15 +110,15 @@ def read_header(path: Path) -> TensorFile:
         with path.open("rb") as file:
             stamp = Stamp.of(file.fileno())
             total = stamp.bytes
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if total < _LENGTH_BYTES or length > min(_MOST_HEADER_BYTES, total - _LENGTH_BYTES):
+            length = int.from_bytes(file.read(_LENGTH.size), "little")
+            if total < _LENGTH.size or length > min(_MOST_HEADER_BYTES, total - _LENGTH.size):
                 raise InputError(f"{path} is not a safetensors file, or was cut off")
             text = file.read(length)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     try:
         described = json.loads(text, object_pairs_hook=_once_each)
-        start = _LENGTH_BYTES + length
+        start = _LENGTH.size + length
         found = [_entry(name, item, start) for name, item in described.items() if name != _METADATA]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_TOLD]
@@ -189,9 +189,7 @@ class OutFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if not self._closed:
             self._closed = True
             os.close(self._descriptor)
@@ -271,9 +269,7 @@ class InFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         os.close(self._descriptor)
 
     def read(self, offset: int, target: memoryview) -> None:

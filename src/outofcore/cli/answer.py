@@ -13,19 +13,20 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import cast
 
 from outofcore import planning
+from outofcore.cli.options import Answers, ReportOptions
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
-from outofcore.estimation.reports import report_step, trace_step
-from outofcore.estimation.sweep import Estimate, estimated, points_text
+from outofcore.estimation.reports import ReportedStep, report_step, trace_step
+from outofcore.estimation.sweep import Estimate, budgets_between, estimated, points_text
 from outofcore.graph import StepGraph
 from outofcore.graphfile import GraphFile, read_graph, write_graph
 from outofcore.planfile import PlanFile, read_plan, write_plan
 from outofcore.planning import POLICIES, Planned
 from outofcore.progress import following, silent
 from outofcore.report import (
+    Page,
     StepReport,
     columns,
     moved_text,
@@ -38,12 +39,8 @@ from outofcore.report import (
 from outofcore.units import format_bytes, format_seconds
 from outofcore.validator import validate
 
-# Parts of the budget at which nothing needs to leave; the smallest budget is added to them.
-COMPARED = (0.9, 0.5, 0.25, 1 / 7.5)
-# How many budgets a sweep tries, from the smallest to a little above that at which nothing needs to leave.
-_SWEPT = 9
-# The last budget of a sweep, in multiples of the latter.
-_ROOMY = 1.05
+# Parts of the budget at which nothing needs to leave, by their names; the smallest budget is added to them.
+COMPARED = {"0.9": 0.9, "0.5": 0.5, "0.25": 0.25, "0.133": 1 / 7.5}
 Say = Callable[[str], None]
 
 
@@ -87,17 +84,6 @@ def _flush_native() -> None:
         if stream is not None and not stream.closed:
             stream.flush()
     ctypes.CDLL(None).fflush(None)
-
-
-# What is told in JSON of a plan that fits.
-_FIGURES: tuple[str, ...] = (
-    "predicted_step_seconds",
-    "peak_bytes",
-    "arena_bytes",
-    "bytes_out",
-    "bytes_in",
-    "recompute_seconds",
-)
 
 
 @dataclass(frozen=True)
@@ -153,22 +139,6 @@ def subject_from(path: Path) -> Subject:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What to do with a plan besides summing it up.
-
-    ``picture`` is an HTML file for the memory of the step; ``curve`` plans for other budgets as well, and finds the one
-    from which on nothing is lost.
-    """
-
-    policy: str = "auto"
-    as_json: bool = False
-    picture: Path | None = None
-    save_graph: Path | None = None
-    save_plan: Path | None = None
-    curve: bool = False
-
-
-@dataclass(frozen=True)
 class Answer:
     """The result of one policy at one budget.
 
@@ -182,10 +152,6 @@ class Answer:
     report: StepReport | None
     refusal: BudgetError | None
     plan_seconds: float
-
-    def recompute_seconds(self, costs: Costs) -> float:
-        """Return the seconds of ops that run again."""
-        return 0.0 if self.report is None else max(self.report.compute_seconds - costs.compute_seconds, 0.0)
 
 
 def answer(subject: Subject, budget: int, policy: str) -> Answer:
@@ -201,12 +167,12 @@ def answer(subject: Subject, budget: int, policy: str) -> Answer:
     return Answer(policy, budget, planned, report, None, seconds)
 
 
-def present(subject: Subject, budget: int | None, wish: Wish, say: Say = print) -> bool:
+def present(subject: Subject, budget: int | None, policy: str, wish: Answers, say: Say) -> bool:
     """Plan if there is a budget, print the result, and write the requested files; False if it does not fit."""
     everything, subject = subject, subject.within(budget)
     if wish.save_graph is not None:
         write_graph(wish.save_graph, subject.file)
-    found = None if budget is None else answer(subject, budget, wish.policy)
+    found = None if budget is None else answer(subject, budget, policy)
     if found is not None and found.planned is not None:
         planned, timeline = found.planned, found.planned.timeline
         if wish.save_plan is not None:
@@ -214,10 +180,9 @@ def present(subject: Subject, budget: int | None, wish: Wish, say: Say = print) 
             write_plan(wish.save_plan, content, subject.file.keys)
         if wish.picture is not None:
             timelines = [("simulated" if subject.simulated else "predicted", timeline)]
-            page = page_content(
-                subject.graph, planned.plan, planned.program, timelines, budget=found.budget, title=subject.title
-            )
-            write_report(wish.picture, page)
+            page = Page(subject.title, found.budget)
+            content = page_content(subject.graph, planned.plan, planned.program, timelines, page)
+            write_report(wish.picture, content)
     bound = None if budget is None else planning.lower_bound_seconds(subject.graph, subject.costs, budget)
     forecast = None
     if wish.curve:
@@ -228,7 +193,7 @@ def present(subject: Subject, budget: int | None, wish: Wish, say: Say = print) 
                 everything.costs,
                 parts=None if parts is None else (parts.graph, parts.costs),
                 budgets=[] if budget is None else [budget],
-                policy=wish.policy,
+                policy=policy,
                 machine=subject.simulated,
                 tell=tell,
             )
@@ -277,12 +242,15 @@ def _step_content(subject: Subject) -> dict[str, object]:
 
 
 def _figures_content(subject: Subject, found: Answer | None) -> dict[str, object]:
-    if found is None or found.report is None:
-        return dict.fromkeys(_FIGURES, cast("object", None))
-    report = found.report
-    again = found.recompute_seconds(subject.costs)
-    figures = (report.seconds, report.peak_bytes, report.arena_bytes, report.bytes_out, report.bytes_in, again)
-    return dict(zip(_FIGURES, figures, strict=True))
+    report = None if found is None else found.report
+    return {
+        "predicted_step_seconds": report and report.seconds,
+        "peak_bytes": report and report.peak_bytes,
+        "arena_bytes": report and report.arena_bytes,
+        "bytes_out": report and report.bytes_out,
+        "bytes_in": report and report.bytes_in,
+        "recompute_seconds": report and report.again_seconds(subject.costs),
+    }
 
 
 def _text(
@@ -319,9 +287,7 @@ def _text(
     if report is not None and bound is not None:
         over = report.seconds / bound - 1 if bound else 0.0
         rows.append(("lower bound", f"{format_seconds(bound)}: the plan is within {max(over, 0.0):.1%} of the best"))
-    parts = [subject.title]
-    if subject.simulated:
-        parts.append(f"SIMULATED: {subject.simulated}")
+    parts = _titles(subject)
     parts.append("\n".join(f"  {name:<16} {value}" for name, value in rows))
     if found is not None and found.refusal is not None:
         parts.append(str(found.refusal))
@@ -332,12 +298,8 @@ def _text(
     return "\n".join(parts)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A policy at a budget."""
-
-    label: str  # of the budget
-    answer: Answer
+# A policy at a budget, which has a label.
+Cell = tuple[str, Answer]
 
 
 def _compared(subject: Subject) -> list[tuple[str, int]]:
@@ -346,38 +308,33 @@ def _compared(subject: Subject) -> list[tuple[str, int]]:
     Fractions of the in-core budget below the smallest budget are left out.
     """
     everything, smallest = subject.in_core_budget, subject.smallest_budget
-    named = [(f"in core × {part:.3g}", int(everything * part)) for part in COMPARED]
+    named = [(f"in core × {name}", int(everything * part)) for name, part in COMPARED.items()]
     return [*((name, budget) for name, budget in named if budget > smallest), ("smallest", smallest)]
 
 
 def _swept(subject: Subject) -> list[tuple[str, int]]:
-    """Return the default budgets of a sweep: rising, at equal ratios."""
-    everything, smallest = max(subject.in_core_budget, 1), max(subject.smallest_budget, 1)
-    ratio = max(everything * _ROOMY / smallest, 1.0)
-    budgets = [int(smallest * ratio ** (step / (_SWEPT - 1))) for step in range(_SWEPT)]
-    budgets[0] = smallest
-    return [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
+    """Return nine default budgets of a sweep, up to 5 % above that at which nothing needs to leave."""
+    budgets = budgets_between(subject.smallest_budget, int(1.05 * subject.in_core_budget), 9)
+    return [(format_bytes(budget), budget) for budget in budgets]
 
 
-def side_by_side(
-    subject: Subject, budgets: Sequence[int], *, swept: bool, as_json: bool, picture: Path | None, say: Say = print
-) -> bool:
+def side_by_side(subject: Subject, budgets: Sequence[int], wish: Answers, say: Say) -> bool:
     """Print the result of each policy at each budget; return whether any fits any.
 
-    Empty ``budgets`` are chosen to suit the step. ``swept`` prints step times by budget, rather than every figure of
-    each plan; ``picture`` is an HTML file for them. Raises ``OutOfCoreError`` if the homes cannot hold what is evicted.
+    Empty ``budgets`` are chosen to suit the step. A sweep prints step times by budget, rather than every figure of each
+    plan. Raises ``OutOfCoreError`` if the homes cannot hold what is evicted.
     """
     named = [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
-    named = named or (_swept(subject) if swept else _compared(subject))
-    cells = [Cell(label, answer(subject, budget, policy)) for label, budget in named for policy in POLICIES]
-    if picture is not None:
-        _draw(subject, cells, picture)
-    if as_json:
+    named = named or (_swept(subject) if wish.sweep else _compared(subject))
+    cells = [(label, answer(subject, budget, policy)) for label, budget in named for policy in POLICIES]
+    if wish.picture is not None:
+        _draw(subject, cells, wish.picture)
+    if wish.as_json:
         content = _step_content(subject) | {"cells": [_cell_content(subject, cell) for cell in cells]}
         say(json.dumps(content, indent=2))
     else:
-        say((_sweep_text if swept else _compare_text)(subject, named, cells))
-    return any(cell.answer.planned is not None for cell in cells)
+        say((_sweep_text if wish.sweep else _compare_text)(subject, named, cells))
+    return any(found.planned is not None for _, found in cells)
 
 
 def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
@@ -385,12 +342,9 @@ def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: S
     parts = _heading(subject)
     head = ("policy", "fits", "step", "× ops", "bytes out", "bytes in", "again", "peak", "planned in")
     for label, budget in budgets:
-        rows: list[tuple[str, ...]] = [head]
-        for cell in cells:
-            if cell.answer.budget == budget:
-                rows.append((cell.answer.policy, *_figures(subject, cell.answer, compute)))
+        rows = [(one.policy, *_figures(subject, one, compute)) for _, one in cells if one.budget == budget]
         parts.append(f"budget {format_bytes(budget)} ({label}, {budget} bytes)")
-        parts.append(columns(rows))
+        parts.append(columns([head, *rows]))
     return "\n".join(parts)
 
 
@@ -405,14 +359,14 @@ def _figures(subject: Subject, found: Answer, compute: float) -> tuple[str, ...]
         f"{report.seconds / compute:.3f}" if compute else "-",
         format_bytes(report.bytes_out),
         format_bytes(report.bytes_in),
-        format_seconds(found.recompute_seconds(subject.costs)),
+        format_seconds(report.again_seconds(subject.costs)),
         format_bytes(report.peak_bytes),
         took,
     )
 
 
 def _sweep_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
-    times = {(cell.answer.policy, cell.answer.budget): cell.answer.report for cell in cells}
+    times = {(one.policy, one.budget): one.report for _, one in cells}
     rows: list[tuple[str, ...]] = [("budget", *POLICIES)]
     for label, budget in budgets:
         found = [times[policy, budget] for policy in POLICIES]
@@ -421,20 +375,22 @@ def _sweep_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Seq
 
 
 def _heading(subject: Subject) -> list[str]:
-    lines = [subject.title]
-    if subject.simulated:
-        lines.append(f"SIMULATED: {subject.simulated}")
-    lines.append(
+    return [
+        *_titles(subject),
         f"  in core {format_bytes(subject.in_core_budget)}, smallest {format_bytes(subject.smallest_budget)}, "
-        f"ops alone {format_seconds(subject.costs.compute_seconds)} a step"
-    )
-    return lines
+        f"ops alone {format_seconds(subject.costs.compute_seconds)} a step",
+    ]
+
+
+def _titles(subject: Subject) -> list[str]:
+    return [subject.title, *([f"SIMULATED: {subject.simulated}"] if subject.simulated else [])]
 
 
 def _cell_content(subject: Subject, cell: Cell) -> dict[str, object]:
-    found, report = cell.answer, cell.answer.report
+    label, found = cell
+    report = found.report
     return {
-        "label": cell.label,
+        "label": label,
         "budget": found.budget,
         "policy": found.policy,
         "feasible": report is not None,
@@ -445,37 +401,23 @@ def _cell_content(subject: Subject, cell: Cell) -> dict[str, object]:
 
 def _draw(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
     lines = {
-        policy: sorted(
-            (cell.answer.budget, cell.answer.report.seconds)
-            for cell in cells
-            if cell.answer.policy == policy and cell.answer.report is not None
-        )
+        policy: sorted((one.budget, one.report.seconds) for _, one in cells if one.policy == policy and one.report)
         for policy in POLICIES
     }
     title = subject.title + (f" (simulated: {subject.simulated})" if subject.simulated else "")
     write_sweep(path, lines, title=title, floor=subject.costs.compute_seconds)
 
 
-def report_plan(subject: Subject, *, budget: int, policy: str, output: Path, trace: Path | None, curve: bool) -> None:
-    """Plan a step and report what is predicted; ``curve``: plan for other budgets as well."""
+def report_plan(subject: Subject, budget: int, policy: str, options: ReportOptions) -> None:
+    """Plan a step and report what is predicted."""
     subject = subject.within(budget)
     planned = planning.plan_step(subject.graph, subject.costs, budget, policy)
-    report_step(
-        output,
-        subject.graph,
-        subject.costs,
-        planned,
-        None,
-        budget=budget,
-        title=subject.title,
-        count=None if curve else 0,
-        policy=policy,
-        simulated=subject.simulated,
-    )
-    print(f"report: {output}")
-    if trace is not None:
-        trace_step(trace, subject.graph, planned, None)
-        print(f"trace: {trace}")
+    step = ReportedStep(subject.graph, subject.costs, planned, budget, policy, simulated=subject.simulated)
+    report_step(options.output, step, subject.title, count=None if options.curve else 0)
+    print(f"report: {options.output}")
+    if options.trace is not None:
+        trace_step(options.trace, step)
+        print(f"trace: {options.trace}")
 
 
 def check(graph: Path, plan: Path, budget: int | None) -> None:

@@ -26,6 +26,7 @@ from torch import nn, optim
 from outofcore._torch_internals import tree_flatten
 from outofcore.cli.config_fields import QUANTISED, check_dtype, check_sizes, quantisation_of
 from outofcore.errors import InputError, is_out_of_memory
+from outofcore.options import UserStep
 
 _INSTALL = "pip install transformers"
 # What is not computed in: gradients, moments and losses need a sign and many digits.
@@ -52,10 +53,8 @@ _SEQUENCE = 1024
 # Fields of which a configuration that leaves them out is of another model than people think.
 _SHAPES = ("hidden_size", "d_model", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
-# The edge of images of convolutional models, whose configurations leave it open.
-_PIXELS = 224
-# Samples a second and a frame's samples of speech models; transformers keeps them beside the configuration.
-_SAMPLES_PER_S, _SAMPLES_PER_FRAME = 16_000, 160
+# Of speech models, of which a frame is 10 ms; transformers keeps that beside the configuration.
+_SAMPLES_PER_S = 16_000
 
 
 # By a field of theirs, JSON files that are taken for configurations.
@@ -183,9 +182,7 @@ class ConfiguredStep:
     number of trained parameters. Other fields are as for ``PlainStep``; ``notes`` are for the reader of the answer.
     """
 
-    step: Callable[..., Any]
-    models: list[Any]
-    optimizers: list[Any]
+    user: UserStep[..., Any]
     inputs: tuple[Any, ...]
     title: str
     unit: Unit
@@ -215,11 +212,7 @@ def read_config(target: str) -> ModelConfig:
     Raises ``InputError`` if it cannot be read, is unknown to the installed transformers, needs code of its own, or
     transformers is not installed.
     """
-    path = Path(target)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InputError(f"the folder {path} has no config.json; give a model's configuration, or its folder")
-        path = path / "config.json"
+    path = _path_of(target)
     content = _content(path)
     try:
         with _quiet():
@@ -232,24 +225,7 @@ def read_config(target: str) -> ModelConfig:
             f"{path} is a model's configuration, which transformers builds, and it is not installed; install it with: "
             f"{_INSTALL}"
         ) from error
-    name = content.get("model_type")
-    if not isinstance(name, str):
-        what = next((said for key, said in _OTHER_FILES.items() if key in content), "")
-        what = what or "give the config.json that lies beside a model's weights"
-        raise InputError(
-            f"{path} has no 'model_type', which says what kind of model it is (such as \"llama\"): "
-            f"{what.format(path=path)}"
-        )
-    if name not in CONFIG_MAPPING:
-        if content.get("auto_map"):
-            raise InputError(
-                f"{path}: a model of type {name!r} needs code from its own repository, which outofcore never runs; "
-                "write a function that builds your step, and give it as my_script.py:build"
-            )
-        raise InputError(
-            f"{path}: transformers {transformers.__version__} knows no model of type {name!r}; look whether it is "
-            f"written rightly, or install a newer release: {_INSTALL} --upgrade"
-        )
+    name = _type_of(path, content, CONFIG_MAPPING, transformers.__version__)
 
     def known(kind: object) -> Any:
         return CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
@@ -268,6 +244,43 @@ def read_config(target: str) -> ModelConfig:
             f"{path}: transformers cannot use this configuration of a {name}: {_one_line(error)}"
         ) from error
     kind = _model_class(path, content, config, transformers)
+    return ModelConfig(path, config, kind, _labels_of(kind), _notes(config, content), quantisation_of(content))
+
+
+def _path_of(target: str) -> Path:
+    path = Path(target)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"the folder {path} has no config.json; give a model's configuration, or its folder")
+        path = path / "config.json"
+    return path
+
+
+def _type_of(path: Path, content: Mapping[str, Any], known: Any, version: str) -> str:
+    """Return the type of a model that is among those known to this version of transformers."""
+    name = content.get("model_type")
+    if not isinstance(name, str):
+        what = next((said for key, said in _OTHER_FILES.items() if key in content), "")
+        what = what or "give the config.json that lies beside a model's weights"
+        raise InputError(
+            f"{path} has no 'model_type', which says what kind of model it is (such as \"llama\"): "
+            f"{what.format(path=path)}"
+        )
+    if name not in known:
+        if content.get("auto_map"):
+            raise InputError(
+                f"{path}: a model of type {name!r} needs code from its own repository, which outofcore never runs; "
+                "write a function that builds your step, and give it as my_script.py:build"
+            )
+        raise InputError(
+            f"{path}: transformers {version} knows no model of type {name!r}; look whether it is "
+            f"written rightly, or install a newer release: {_INSTALL} --upgrade"
+        )
+    return name
+
+
+def _notes(config: Any, content: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what the reader of an answer should know of a configuration."""
     notes: list[str] = []
     if content.get("auto_map"):
         notes.append("the configuration names code of its own, which is not run: this is the model of transformers")
@@ -276,7 +289,7 @@ def read_config(target: str) -> ModelConfig:
     ]
     if absent:
         notes.append(f"not in the file, so as {type(config).__name__} has it by default: {', '.join(absent)}")
-    return ModelConfig(path, config, kind, _labels_of(kind), tuple(notes), quantisation_of(content))
+    return tuple(notes)
 
 
 def _without_quantisation(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -410,9 +423,7 @@ def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
     shapes = ", ".join(f"{name} {'×'.join(map(str, tensor.shape))}" for name, tensor in batch.items())
     how = _how(training, dtype, counted, learnt if training.trains else 0)
     return ConfiguredStep(
-        step,
-        [model],
-        optimizers,
+        UserStep(step, [model], optimizers),
         (batch,),
         f"{found.kind.__name__} of {found.path}: {how}; {shapes}",
         unit,
@@ -543,7 +554,7 @@ def _inputs(
 
     if main == "pixel_values" or ("pixel_values" in taken and found.labels is Labels.PAIRS):
         vision = getattr(config, "vision_config", None) or config
-        size = getattr(vision, "image_size", _PIXELS)
+        size = getattr(vision, "image_size", 224)  # convolutional models leave it open
         edges = (size, size) if isinstance(size, int) else tuple(size)
         frames = (vision.num_frames,) if hasattr(vision, "num_frames") else ()
         shape = (count, *frames, getattr(vision, "num_channels", 3), *edges)
@@ -552,11 +563,11 @@ def _inputs(
     if main == "input_features":
         frames = 2 * _needed(found, config, "max_source_positions")
         batch[main] = torch.empty((count, _needed(found, config, "num_mel_bins"), frames), dtype=dtype, device="meta")
-        unit, items = Unit.AUDIO, count * frames * _SAMPLES_PER_FRAME / _SAMPLES_PER_S
+        unit, items = Unit.AUDIO, count * frames / 100
     if main == "input_values":
-        samples = _SAMPLES_PER_S * 10
-        batch[main] = torch.empty((count, samples), dtype=dtype, device="meta")
-        unit, items = Unit.AUDIO, count * samples / _SAMPLES_PER_S
+        seconds = 10
+        batch[main] = torch.empty((count, seconds * _SAMPLES_PER_S), dtype=dtype, device="meta")
+        unit, items = Unit.AUDIO, float(count * seconds)
     if found.labels is Labels.PAIRS:
         batch["input_ids"] = ids(count, found.sequence_limit or _SEQUENCE)
     elif main == "input_ids" and length is not None:

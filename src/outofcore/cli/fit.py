@@ -8,6 +8,7 @@ for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -40,15 +41,45 @@ from outofcore.units import format_bytes, format_seconds
 SWIFT = replace(QUICK, rounds=1, placed=2, tuned=0, passes=3)
 # Layers of each stack that a shallow model keeps.
 _LAYERS = 2
-# Lengths of sequences are multiples of this, which kernels like.
-STRIDE = 64
 # How often the largest size is searched for, each time with what was learnt of the layers that shallow models lack.
 _SEARCHES = 3
-# No sizes above these are looked at.
-_MOST_SAMPLES, _MOST_TOKENS = 1 << 16, 1 << 24
 # Into how many pieces logits and loss are cut where that is asked about.
 _PIECES = 8
-_RANK = 16
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A size of a step that may be chosen.
+
+    Attributes:
+        field: of ``Training``.
+        what: it counts.
+        stride: sizes are multiples of this.
+        most: the largest that is looked at, in strides.
+        is_models: whether that is the model's own limit.
+        least: no size is smaller.
+    """
+
+    field: str
+    what: str
+    stride: int
+    most: int
+    is_models: bool = False
+    least: int = 1
+
+    def sized(self, training: Training, count: int, layers: int | None = None) -> Training:
+        """Return a way of training at so many strides."""
+        return replace(training, **{self.field: max(count * self.stride, self.least)}, layers=layers)
+
+
+SAMPLES = Axis("batch", "samples", 1, 1 << 16)
+
+
+def tokens_of(found: ModelConfig) -> Axis:
+    """Return the lengths of a model's sequences: multiples of 64, which kernels like, unless it has few positions."""
+    most = found.sequence_limit or 1 << 24
+    stride = 64 if most >= 4 * 64 else 1
+    return Axis("sequence", "tokens", stride, max(most // stride, 1), found.sequence_limit is not None, least=2)
 
 
 @dataclass(frozen=True)
@@ -157,10 +188,9 @@ class Fit:
 
 
 class Captures:
-    """Steps of one configuration, captured once for each way of training."""
+    """Steps of one configuration, captured once for each way of training, with costs of the device ``where``."""
 
     def __init__(self, found: ModelConfig, where: Device, tell: Tell = silent) -> None:
-        """Args: the configuration, the device that costs are of, and a progress callback ``(stage, done, total)``."""
         self._found, self._where, self._tell = found, where, tell
         self._known: dict[Training, tuple[ConfiguredStep, StepGraph, Costs]] = {}
         self._smallest: dict[Training, int] = {}
@@ -168,23 +198,13 @@ class Captures:
         self._shortens = True
 
     def of(self, training: Training) -> tuple[ConfiguredStep, StepGraph, Costs]:
-        """A step with its costs.
-
-        Raises:
-            InputError: an option does not go with the model.
-            CaptureError: the step cannot become one graph.
-        """
+        """A step with its costs; raises as ``fit`` does."""
         if training not in self._known:
             self._known[training] = self._captured(training)
         return self._known[training]
 
     def smallest(self, training: Training) -> int:
-        """The smallest budget of a step; of a shallow one nothing else is kept.
-
-        Raises:
-            InputError: an option does not go with the model.
-            CaptureError: the step cannot become one graph.
-        """
+        """The smallest budget of a step, of which nothing else is kept if it is shallow; raises as ``fit`` does."""
         if training not in self._smallest:
             if training.layers is not None and self._shortens:
                 try:
@@ -202,11 +222,9 @@ class Captures:
         """Whether a plan in which everything leaves between two uses lies within a memory."""
         if (training, memory) not in self._placed:
             _, graph, costs = self.of(training)
-            try:
+            self._placed[training, memory] = False
+            with contextlib.suppress(BudgetError):
                 planning.plan_step(graph, costs, memory, "offload-all")
-            except BudgetError:
-                self._placed[training, memory] = False
-            else:
                 self._placed[training, memory] = True
         return self._placed[training, memory]
 
@@ -217,11 +235,14 @@ class Captures:
     def _captured(self, training: Training) -> tuple[ConfiguredStep, StepGraph, Costs]:
         step = configured_step(self._found, training)
         try:
-            graph, costs, *_ = costed(
-                step.step, step.models, step.optimizers, step.inputs, {}, where=self._where, cache=None, tell=self._tell
-            )
-        except OutOfCoreError as error:
-            raise _uncaptured(self._found, error) from error
+            graph, costs, _ = costed(step.user, step.inputs, {}, self._where, tell=self._tell)
+        except CaptureError as error:
+            raise CaptureError(
+                f"{self._found.path}: {self._found.kind.__name__} cannot be captured as one graph: {error} It can be "
+                "trained as it is within outofcore.budget(...), but not planned for ahead."
+            ) from error
+        except OutOfCoreError:
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -231,16 +252,7 @@ class Captures:
                 f"{' '.join(str(error).split())[:400]}; its fields contradict each other, or the model wants other "
                 "inputs: then write a function that builds your step, and give it as my_script.py:build"
             ) from error
-        return replace(step, models=[], optimizers=[], inputs=()), graph, costs
-
-
-def _uncaptured(found: ModelConfig, error: OutOfCoreError) -> OutOfCoreError:
-    if not isinstance(error, CaptureError):
-        return error
-    return CaptureError(
-        f"{found.path}: {found.kind.__name__} cannot be captured as one graph: {error} It can be trained as it is "
-        "within outofcore.budget(...), but not planned for ahead."
-    )
+        return replace(step, user=replace(step.user, models=[], optimizers=[]), inputs=()), graph, costs
 
 
 def fit(
@@ -251,15 +263,7 @@ def fit(
     policy: PolicyLike,
     tell: Tell,
 ) -> Fit:
-    """Answer for a configuration.
-
-    Args:
-        found: the configuration.
-        training: what is done with it.
-        card: the device; None: only bytes are told.
-        budgets: bytes to plan for besides the device's memory.
-        policy: how to plan.
-        tell: progress callback ``(stage, done, total)``.
+    """Answer for a configuration; without a ``card`` only bytes are told.
 
     Raises:
         InputError: an option does not go with the model.
@@ -285,9 +289,9 @@ def fit(
     if limit is not None:
         tell("search for the largest that fits", 0, 2)
         if step.sequence is not None:
-            longest = _largest(captures, found, training, step.sequence, need, limit, tokens=True)
+            longest = _Largest(captures, training, tokens_of(found), limit).found(step.sequence, need)
         tell("search for the largest that fits", 1, 2)
-        batch = _largest(captures, found, training, training.batch, need, limit, tokens=False)
+        batch = _Largest(captures, training, SAMPLES, limit).found(training.batch, need)
         tell("search for the largest that fits", 2, 2)
     changes = _changes(captures, found, training, memory, tell)
     if card is None:
@@ -348,77 +352,82 @@ def _planned(
 # The largest that fits
 
 
-def _largest(
-    captures: Captures, found: ModelConfig, training: Training, now: int, need: Need, memory: int, *, tokens: bool
-) -> Largest:
-    """The longest sequence, or the largest batch, that fits a device's memory."""
-    stride, most = 1, _MOST_SAMPLES
-    if tokens:
-        own = found.sequence_limit
-        most = own or _MOST_TOKENS
-        stride = STRIDE if most >= 4 * STRIDE else 1
-    most = max(most // stride, 1)
+class _Largest:
+    """The search for the longest sequence, or the largest batch, that fits a memory; in strides of the axis."""
 
-    def sized(count: int, *, shallow: bool) -> Training:
-        size = max(count * stride, 2) if tokens else count
-        layers = _LAYERS if shallow else None
-        return replace(training, **{"sequence" if tokens else "batch": size}, layers=layers)
+    def __init__(self, captures: Captures, training: Training, axis: Axis, memory: int) -> None:
+        self._captures, self._training, self._axis, self._memory = captures, training, axis, memory
 
-    def shallow_need(count: int, added: int) -> int:
-        return captures.smallest(sized(count, shallow=True)) + added
+    def _shallow(self, count: int) -> int:
+        """Return the smallest budget of the first layers."""
+        return self._captures.smallest(self._axis.sized(self._training, count, _LAYERS))
 
-    def whole_need(count: int) -> int:
-        return captures.smallest(sized(count, shallow=False))
+    def _whole(self, count: int) -> int:
+        return self._captures.smallest(self._axis.sized(self._training, count))
 
-    # What the other layers add: their small parameters and results, which stay on the device. It changes with the size,
-    # as results grow that large that they may leave; so it is looked at again where the search ends.
-    here = replace(training, layers=_LAYERS, **({"sequence": now} if tokens else {}))
-    beyond = max(need.smallest_budget - captures.smallest(here), 0)
-    known = {now / stride: need.smallest_budget}
-    size = 0
-    for _ in range(_SEARCHES):
-        added = beyond
-        size = _search(partial(shallow_need, added=added), known, memory, most)
+    def found(self, now: int, need: Need) -> Largest:
+        """Return the largest size, given one, with what the step needs there."""
+        axis, memory = self._axis, self._memory
+        size = self._searched(now, need)
+        while size and self._whole(size) > memory:
+            size -= 1
+        # A shallow model that does not fit says enough of the whole one.
+        while size < axis.most and self._shallow(size + 1) <= memory and self._whole(size + 1) <= memory:
+            size += 1
         if not size:
-            break
-        whole = whole_need(size)
-        known = {float(size): whole}
-        beyond = whole - captures.smallest(sized(size, shallow=True))
-        if beyond == added:
-            break
-    while size and whole_need(size) > memory:
-        size -= 1
-    # A shallow model that does not fit says enough of the whole one.
-    while size < most and captures.smallest(sized(size + 1, shallow=True)) <= memory and whole_need(size + 1) <= memory:
-        size += 1
-    whole = whole_need(size) if size else 0
-    if not size:
-        least = whole_need(1)
-        return Largest(0, stride, False, least, least, False, "the least size was captured whole, and does not fit")
-    if size == most:
-        return Largest(
-            size * stride,
-            stride,
-            True,
-            whole,
-            None,
-            captures.placed(sized(size, shallow=False), memory),
-            "the device holds this, which is all that the model has positions for"
-            if tokens and found.sequence_limit
-            else "the device holds this, and nothing larger was looked at",
-        )
-    more = captures.smallest(sized(size + 1, shallow=True))
-    how = "by its first layers alone"
-    if more <= memory:
-        more, how = whole_need(size + 1), "as captured whole"
-    placed = captures.placed(sized(size, shallow=False), memory)
-    certainty = (
-        f"captured whole and {'planned for' if placed else 'not planned for'}; the next size does not fit, {how}"
-    )
-    in_core = _in_core(captures, sized, need, now / stride, size, memory)
-    return Largest(
-        size * stride, stride, False, whole, more, placed, certainty, None if in_core is None else in_core * stride
-    )
+            least, why = self._whole(1), "the least size was captured whole, and does not fit"
+            return Largest(0, axis.stride, False, least, least, False, why)
+        placed = self._captures.placed(axis.sized(self._training, size), memory)
+        largest = Largest(size * axis.stride, axis.stride, False, self._whole(size), None, placed, "")
+        if size == axis.most:
+            why = (
+                "which is all that the model has positions for"
+                if axis.is_models
+                else "and nothing larger was looked at"
+            )
+            return replace(largest, limit=True, certainty=f"the device holds this, {why}")
+        more, how = self._shallow(size + 1), "by its first layers alone"
+        if more <= memory:
+            more, how = self._whole(size + 1), "as captured whole"
+        planned = "planned for" if placed else "not planned for"
+        told = f"captured whole and {planned}; the next size does not fit, {how}"
+        in_core = self._in_core(now / axis.stride, need, size)
+        in_core = None if in_core is None else in_core * axis.stride
+        return replace(largest, next_smallest_budget=more, certainty=told, in_core=in_core)
+
+    def _searched(self, now: int, need: Need) -> int:
+        """Return about the largest size, by shallow models."""
+        # What the other layers add: their small parameters and results, which stay on the device. It changes with the
+        # size, as results grow that large that they may leave; so it is looked at again where the search ends.
+        here = replace(self._training, layers=_LAYERS, **{self._axis.field: now})
+        beyond = max(need.smallest_budget - self._captures.smallest(here), 0)
+        known = {now / self._axis.stride: need.smallest_budget}
+        size = 0
+        for _ in range(_SEARCHES):
+            added = beyond
+            size = _search(
+                lambda count, added=added: self._shallow(count) + added, known, self._memory, self._axis.most
+            )
+            if not size:
+                break
+            whole = self._whole(size)
+            known = {float(size): whole}
+            beyond = whole - self._shallow(size)
+            if beyond == added:
+                break
+        return size
+
+    def _in_core(self, now: float, need: Need, size: int) -> int | None:
+        """Return about the size up to which nothing needs to move, by a straight line through two that are known."""
+        if need.in_core_budget > self._memory and now <= 1:
+            return 0
+        _, graph, costs = self._captures.of(self._axis.sized(self._training, size))
+        above = planning.in_core_budget(graph, costs)
+        if above <= self._memory:
+            return size
+        known = {now: need.in_core_budget, float(size): above}
+        where = _where(known, self._memory) if now != size else None
+        return None if where is None else max(min(int(where), size), 0)
 
 
 def _search(need: Callable[[int], int], known: dict[float, int], memory: int, most: int) -> int:
@@ -465,25 +474,6 @@ def _where(points: dict[float, int], memory: int) -> float | None:
     return None if rise <= 0 else near[0] + (memory - points[near[0]]) / rise
 
 
-def _in_core(
-    captures: Captures,
-    sized: Callable[..., Training],
-    need: Need,
-    now: float,
-    size: int,
-    memory: int,
-) -> int | None:
-    """About the size up to which nothing needs to move, from a straight line through two that are known."""
-    if need.in_core_budget > memory and now <= 1:
-        return 0
-    _, graph, costs = captures.of(sized(size, shallow=False))
-    above = planning.in_core_budget(graph, costs)
-    if above <= memory:
-        return size
-    where = _where({now: need.in_core_budget, float(size): above}, memory) if now != size else None
-    return None if where is None else max(min(int(where), size), 0)
-
-
 # What would help
 
 
@@ -500,7 +490,7 @@ def _changes(
         if not training.checkpointing:
             wanted.append(("gradient checkpointing", "--checkpointing", replace(training, checkpointing=True)))
         if training.lora is None:
-            wanted.append((f"LoRA of rank {_RANK}", f"--lora {_RANK}", replace(training, lora=_RANK)))
+            wanted.append(("LoRA of rank 16", "--lora 16", replace(training, lora=16)))
     if dtype_of(found, training).itemsize == 4:
         wanted.append(("parameters in bfloat16", "--dtype bf16", replace(training, dtype="bf16")))
     for number, (what, flag, other) in enumerate(wanted):
@@ -652,11 +642,7 @@ def answer(
     as_json: bool,
     say: Say = print,
 ) -> bool:
-    """Say what there is to say of a configuration; False: something that was asked about does not fit.
-
-    Raises:
-        OutOfCoreError: an option does not go with the model, or it cannot be captured.
-    """
+    """Say what there is to say of a configuration; False: something that was asked about does not fit."""
     with following(silent if as_json else None) as tell:
         known = fit(found, training, card, budgets, policy, tell)
     say(json.dumps(content_of(known), indent=2) if as_json else text_of(known))

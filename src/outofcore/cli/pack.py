@@ -18,8 +18,8 @@ from outofcore.validator import Placed, check_packing
 # Other names that MiniMalloc reads. "end" is the last moment at which the bytes are held, "upper" the one after.
 _ALIASES = {"buffer": "id", "buffer_id": "id", "start": "lower", "begin": "lower", "end": "upper"}
 _NEEDED = ("id", "lower", "upper", "size")
-# How many rectangles a message lists, and how much of a field.
-_LISTED, _SHOWN = 12, 40
+# How many characters of a field a message shows.
+_SHOWN = 40
 # Rectangles looked at with an effort of 1; see ``PlacementParams``.
 EFFORT = 4_000_000_000
 
@@ -134,9 +134,9 @@ def explain(rectangles: tuple[Rectangle, ...], packing: Packing, capacity: int) 
             f"no placement can stay within {capacity} bytes: at time {most.time}, {len(largest)} rectangles hold "
             f"{most.bytes} bytes ({format_bytes(most.bytes)}), {most.bytes - capacity} too many:"
         ]
-        lines += [f"  {r.size:>14}  {r.id}, held over [{r.lower}, {r.upper})" for r in largest[:_LISTED]]
-        if len(largest) > _LISTED:
-            rest = largest[_LISTED:]
+        listed, rest = largest[:12], largest[12:]
+        lines += [f"  {r.size:>14}  {r.id}, held over [{r.lower}, {r.upper})" for r in listed]
+        if rest:
             lines.append(f"  {sum(r.size for r in rest):>14}  {len(rest)} others")
         return "\n".join(lines)
     alone = next((r for r in rectangles if r.size > capacity), None)

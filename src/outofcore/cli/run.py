@@ -86,21 +86,17 @@ def run(launch: Launch) -> NoReturn:
     After an interrupt of the script, Python dies of it as it would have.
     """
     process, follower = os.getpid(), _Follower(launch)
-    raised: BaseException | None = None
     ours: OutOfCoreError | None = None
     try:
         with follower:
-            try:
-                code, module = _prepared(launch)
-                exec(code, vars(module))
-            except BaseException as error:
-                raised = error
-                raise
-    except BaseException as error:
-        if error is not raised and isinstance(error, OutOfCoreError):
+            code, module = _prepared(launch)
+            exec(code, vars(module))
+    except BaseException as error:  # whatever ends a script, Ctrl-C and sys.exit() as well, is told as Python tells it
+        if error is not follower.raised and isinstance(error, OutOfCoreError):
             ours = error  # in place of what PyTorch raised, or from the end of the loop
-        elif raised is None:
+        elif follower.raised is None:
             raise
+    raised = follower.raised
     _tell(raised)
     if process == os.getpid():  # and not a child that came back here
         if ours is not None:
@@ -224,11 +220,12 @@ def _put_first(folder: str) -> None:
 
 
 class _Follower:
-    """Starts the loop once PyTorch has been imported, and stops it at the end."""
+    """Starts the loop once PyTorch has been imported, and stops it at the end; ``raised`` is what ended the script."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._loop: Loop | None = None
+        self.raised: BaseException | None = None
         self._finder: _AfterTorch | None = None
 
     def __enter__(self) -> None:
@@ -241,6 +238,7 @@ class _Follower:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.raised = error
         if self._finder is not None:
             self._finder.forget()
         if self._loop is not None:
@@ -263,12 +261,7 @@ class _Follower:
         launch = self._launch
         check: CheckName = "sampled" if launch.checked else "off"
         try:
-            self._loop = budget(
-                launch.budget,
-                home=launch.home,
-                host_budget=launch.host_budget,
-                check=check,
-            ).start()
+            self._loop = budget(launch.budget, home=launch.home, host_budget=launch.host_budget, check=check).start()
         except OutOfCoreError as error:  # before any line of the script that could depend on it
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from error

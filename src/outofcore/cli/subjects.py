@@ -6,7 +6,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -19,25 +19,24 @@ from outofcore import zoo
 from outofcore.cli.answer import Subject
 from outofcore.cli.targets import BUILDS, Kind, functions_in, functions_text, kind_of, nearest, split_script
 from outofcore.errors import InputError, OutOfCoreError, is_out_of_memory
-from outofcore.estimation.costing import Sharing, costed
-from outofcore.execution.opening import homes_of, open_backend
+from outofcore.estimation.costing import Here, Sharing, costed, opened_place
 from outofcore.graphfile import GraphFile
+from outofcore.options import UserStep
 from outofcore.planning import smallest_budget
-from outofcore.presets import Device, simulated
-from outofcore.profiling.cache import open_cache
+from outofcore.presets import Device
 from outofcore.profiling.groups import GroupCost
 from outofcore.progress import following, silent
 from outofcore.step_variants import Split
 from outofcore.units import GIB, format_bytes
 
-# What a collective takes before the first byte goes out, and what processes on a usual network send. Assumed.
-_LATENCY_S, _SENT_PER_S = 50e-6, 1.0 * GIB
+# Of collectives among processes on a usual network: seconds before the first byte goes out, bytes a second. Assumed.
+_USUAL_NETWORK = GroupCost(50e-6, 1.0 * GIB)
 
 
-def _link_between(preset: Device | None, between: int | None) -> GroupCost:
+def _link_between(where: Here | Device, between: int | None) -> GroupCost:
     """Return the cost of collectives among processes that need not exist."""
-    usual = _SENT_PER_S if preset is None else preset.in_bytes_per_s
-    return GroupCost(_LATENCY_S, usual if between is None else float(between))
+    usual = where.in_bytes_per_s if isinstance(where, Device) else _USUAL_NETWORK.bytes_per_s
+    return replace(_USUAL_NETWORK, bytes_per_s=usual if between is None else float(between))
 
 
 def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
@@ -61,14 +60,9 @@ def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
 
 @dataclass(frozen=True)
 class PlainStep:
-    """A training step in plain PyTorch, and all models and optimizers that it uses.
+    """A step to be planned; of ``inputs``, its positional arguments, only the shapes matter."""
 
-    Models may be on the device "meta". Of ``inputs``, the positional arguments, only the shapes matter.
-    """
-
-    step: Callable[..., Any]
-    models: list[Any]
-    optimizers: list[Any]
+    user: UserStep[..., Any]
     inputs: tuple[Any, ...]
     title: str
 
@@ -147,22 +141,15 @@ def _checked(target: str, built: object) -> PlainStep:
     count = sum(p.numel() for p in {id(p): p for one in models for p in one.parameters()}.values())
     leaves = ["×".join(map(str, leaf.shape)) or "scalar" for leaf in given if isinstance(leaf, torch.Tensor)]
     shapes = f"inputs {', '.join(leaves)}" if leaves else "no inputs"
-    return PlainStep(step, models, optimizers, given, f"{target}: {count:,} parameters, {shapes}")
+    return PlainStep(UserStep(step, models, optimizers), given, f"{target}: {count:,} parameters, {shapes}")
 
 
 def plain_step(work: zoo.Workload) -> PlainStep:
     """Return the step of a workload with a meta model and unwritten inputs: for planning, of any size."""
     network = work.skeleton()
     optimizer = work.optimizer(network)
-    return PlainStep(work.make_step(network, optimizer), [network], [optimizer], work.empty_batch(), work.describe())
-
-
-def onnx_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> PlainStep:
-    """Return the forward pass of an ONNX file; see ``onnx_models.forward_step``."""
-    from outofcore.cli.onnx_models import forward_step  # noqa: PLC0415 - few plan such files
-
-    found = forward_step(path, dims, arrays)
-    return PlainStep(found, [found.model], [], found.inputs, found.title)
+    user = UserStep(work.make_step(network, optimizer), [network], [optimizer])
+    return PlainStep(user, work.empty_batch(), work.describe())
 
 
 def find_step(
@@ -170,11 +157,14 @@ def find_step(
 ) -> PlainStep:
     """Find the step to plan: "folder/file.py:function", "file.onnx", or a model of the zoo with its options.
 
-    ``dims`` and ``arrays`` are for an ONNX file, as for ``onnx_step``.
+    ``dims`` and ``arrays`` are for an ONNX file; see ``onnx_models.forward_step``.
     """
     kind = kind_of(model)
     if kind is Kind.ONNX:
-        return onnx_step(model, dims, arrays)
+        from outofcore.cli.onnx_models import forward_step  # noqa: PLC0415 - few plan such files
+
+        found = forward_step(model, dims, arrays)
+        return PlainStep(UserStep(found, [found.model], []), found.inputs, found.title)
     if dims or arrays:
         raise InputError("--dim and --input are for ONNX files")
     if kind is Kind.CONFIG:
@@ -198,42 +188,22 @@ def subject_of(
     ``device`` may name a preset, which is simulated, and for which ``home``, ``cache`` and ``host_budget`` are ignored.
     ``ranks`` is how many processes share the model, ``between`` the bytes a second that each of them sends.
     """
-    preset = simulated(device)
-    sharing = None if ranks is None else Sharing(ranks, _link_between(preset, between))
-    backend = open_backend("cpu" if preset else device)
-    kept = open_cache(cache)
-    with following(silent if quiet else None) as tell:
-        stores = [] if preset else homes_of(backend, home, host_budget)
-        try:
-            found = costed(
-                plain.step,
-                plain.models,
-                plain.optimizers,
-                plain.inputs,
-                {},
-                where=preset or stores,
-                cache=kept,
-                tell=tell,
-                backend=backend,
-                sharing=sharing,
-                split=Split.EXACT,
-            )
-            graph, costs = found.graph, found.costs
-        finally:
-            for store in stores:
-                store.close()
-    title = plain.title
-    if backend.driver is not None:
-        beside = backend.beside(smallest_budget(graph, costs), 0, 0)
-        title += (
-            f", on {backend.device} (bytes of the arena; of a budget, {format_bytes(beside)} or more lie beside it)"
-        )
+    title, simulation = plain.title, ""
+    with following(silent if quiet else None) as tell, opened_place(device, home, host_budget, cache) as where:
+        sharing = None if ranks is None else Sharing(ranks, _link_between(where, between))
+        found = costed(plain.user, plain.inputs, {}, where, tell=tell, sharing=sharing, split=Split.EXACT)
+    if isinstance(where, Device):
+        simulation = where.describe()
+    elif where.backend.driver is not None:
+        beside = format_bytes(where.backend.beside(smallest_budget(found.graph, found.costs), 0, 0))
+        title += f", on {where.backend.device} (bytes of the arena; of a budget, {beside} or more lie beside it)"
     if sharing is not None:
+        graph = found.graph
         lasting = format_bytes(sum(graph.storages[storage].bytes for storage in graph.persistent))
         rate = format_bytes(int(sharing.cost.bytes_per_s))
         title += (
             f", spread over {ranks} processes that each send {rate}/s (assumed); each has {lasting} from step to step, "
             "and a batch of its own"
         )
-    parts = None if found.parts is None or found.parts_costs is None else GraphFile.of(found.parts, found.parts_costs)
-    return Subject(title, GraphFile.of(graph, costs), preset.describe() if preset else "", parts)
+    parts = None if found.parts is None else GraphFile.of(*found.parts)
+    return Subject(title, GraphFile.of(found.graph, found.costs), simulation, parts)

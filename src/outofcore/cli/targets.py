@@ -18,8 +18,6 @@ _KINDS = (
     "a model of the zoo, such as resnet50; a function of a script, as my_script.py:build; an ONNX file; "
     "or a model's config.json"
 )
-# How many names a message lists.
-_LISTED = 8
 
 
 class Kind(Enum):
@@ -108,8 +106,8 @@ def functions_text(path: Path) -> str:
     names = functions_in(path)
     if not names:
         return f"It has no function so far: write one, {BUILDS}"
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"Its functions are {', '.join(names[:_LISTED])}{more}"
+    listed, others = names[:8], len(names[8:])
+    return f"Its functions are {', '.join(listed)}{f' and {others} more' if others else ''}"
 
 
 def _missing(path: Path) -> str:

@@ -6,24 +6,24 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import nn
-from torch.optim import Optimizer
 
 import outofcore
+from outofcore.cli.options import Places, ReportOptions, TrainOptions
 from outofcore.cli.processes import Processes, joined
 from outofcore.cli.subjects import build, find_workload
 from outofcore.cli.targets import Kind, check_takes
 from outofcore.errors import InputError
 from outofcore.execution.opening import open_backend
-from outofcore.report import moved_text, page_content, step_report, step_text, write_report
+from outofcore.options import UserStep
+from outofcore.report import Page, moved_text, page_content, step_report, step_text, write_report
 from outofcore.report.machine import peak_memory_bytes
 from outofcore.units import format_bytes, format_seconds
 from outofcore.zoo import Workload
@@ -91,25 +91,135 @@ class _Live:
         self._progress.update(self._steps, completed=number, told=done.text())
 
 
-def train(
-    model: str,
-    options: Mapping[str, Any],
-    *,
-    budget: int | None,
-    steps: int,
-    home: str | None,
-    policy: str,
-    picture: Path | None,
-    save: Path | None = None,
-    resume: Path | None = None,
-    bits: bool = False,
-    cache: bool | Path = True,
-    host_budget: int | None = None,
-    device: str = "cpu",
-    elastic: int | None = None,
-    shard: bool = False,
-) -> None:
-    """Train and print progress and a summary; arguments are as on the command line, without a budget plain PyTorch."""
+def _display(steps: int) -> _Lines | _Live:
+    return (_Live if sys.stdout.isatty() else _Lines)(steps)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """A workload that a command trains, in this process among others."""
+
+    work: Workload
+    options: TrainOptions
+    places: Places
+    processes: Processes
+
+    def within(self, display: _Lines | _Live, budget: int) -> None:
+        """Train within a budget."""
+        options, processes = self.options, self.processes
+        shard = options.shard and processes.count > 1
+        with (
+            _built(self.work, processes, self.places, options.resume, shard=shard) as made,
+            made.compiled(budget, self.places, processes.device, shard=shard) as step,
+        ):
+            step.on_progress = display.stage
+            done = self.loop(display, step, made.begun, step)
+            if options.save is not None and (shard or not processes.rank):
+                step.save(options.save, extra={"steps": made.begun + options.steps})
+            if shard:
+                graph = step.captured.graph
+                lasting = format_bytes(sum(graph.storages[storage].bytes for storage in graph.persistent))
+                print(f"of the model, its gradients and the optimizer's state {lasting} are in each process")
+                step.close(whole=False)
+            if processes.rank:
+                return
+            if options.save is not None:
+                print(f"saved: {options.save}")
+            _print_summary(done, step)
+            if options.picture is not None:
+                planned = step.planned
+                timelines = [("measured", step.timeline), ("predicted", planned.timeline)]
+                page = Page(self.work.describe(), budget)
+                content = page_content(step.captured.graph, planned.plan, planned.program, timelines, page)
+                write_report(options.picture, content)
+                print(f"picture: {options.picture}")
+
+    def eagerly(self, display: _Lines | _Live) -> None:
+        """Train in plain PyTorch."""
+        work, options, processes = self.work, self.options, self.processes
+        where = open_backend(processes.device).device
+        network = work.build().to(where)
+        optimizer = work.optimizer(network)
+        _seed(work, processes)
+        begun = 0 if options.resume is None else _steps_in(outofcore.load(options.resume, network, optimizer))
+        plain = work.make_step(processes.wrapped(network), optimizer)
+        done = self.loop(display, lambda *batch: plain(*(tensor.to(where) for tensor in batch)), begun)
+        if options.save is not None and not processes.rank:
+            outofcore.save(options.save, network, optimizer, extra={"steps": begun + options.steps})
+        _print_summary(done)
+
+    def loop(
+        self, display: _Lines | _Live, run: TrainStep, begun: int, step: outofcore.Step[..., Any] | None = None
+    ) -> list[_Done]:
+        """Train all steps; ``step`` tells what each has moved."""
+        batches = self.processes.share(self.work.batches(), begun)
+        told: list[_Done] = []
+        with display.shown:
+            for number, batch in enumerate(itertools.islice(batches, self.options.steps), 1):
+                start = time.perf_counter()
+                loss = run(*batch)
+                done = _Done(loss.item(), time.perf_counter() - start, bits=self.options.bits)
+                if step is not None:
+                    stats, arena = step.stats, step.planned.program.arena_bytes
+                    done = replace(done, arena_bytes=arena, bytes_out=stats.bytes_out, bytes_in=stats.bytes_in)
+                told.append(done)
+                display.step(number, done)
+        return told
+
+    def elastically(self, workers: int, budget: int) -> None:
+        """Train with logical workers; process 0 prints.
+
+        Batches come in the order of the steps and within a step of the workers; each process takes its own.
+        """
+        work, options, places = self.work, self.options, self.places
+        with ExitStack() as stack:
+            home = _home_at(places, stack)
+            network = work.build() if home is None else outofcore.build(work.build, home=home)
+            optimizer = work.optimizer(network)
+            run = stack.enter_context(
+                outofcore.elastic(
+                    work.make_turn(network),
+                    network,
+                    optimizer,
+                    workers=workers,
+                    budget=budget,
+                    update=work.make_update(network, optimizer),
+                    seed=work.options.seed,
+                    device=places.device,
+                    home=home or places.home,
+                    host_budget=None if home else places.host_bytes,
+                    policy=places.policy,
+                    cache=places.kept,
+                )
+            )
+            if options.resume is not None:
+                run.load(options.resume)
+            batches = itertools.islice(work.batches(), run.steps * workers, None)
+            told: list[_Done] = []
+            display = _display(options.steps) if run.rank == 0 else None
+            if display is not None:
+                processes = "process" if run.processes == 1 else "processes"
+                print(f"{work.describe()}; {workers} logical workers on {run.processes} {processes}")
+                run.step.on_progress = display.stage
+            with nullcontext() if display is None else display.shown:
+                for number in range(1, options.steps + 1):
+                    together = list(itertools.islice(batches, workers))
+                    losses = run({worker: together[worker] for worker in run.workers})
+                    if display is not None:
+                        told.append(_Done(losses[0].item(), run.stats.seconds, bits=options.bits))
+                        display.step(number, told[-1])
+            if options.save is not None:
+                run.save(options.save)
+            if display is not None:
+                if options.save is not None:
+                    print(f"saved: {options.save}")
+                _print_summary(told)
+                sent, least = format_bytes(run.stats.bytes_sent), format_bytes(run.stats.least_bytes)
+                print(f"  sent in a step: {sent} by this process, {least} on average in a ring")
+
+
+def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: TrainOptions, places: Places) -> None:
+    """Train and print progress and a summary; without a budget plain PyTorch."""
     check_takes(
         model,
         [Kind.ZOO],
@@ -117,247 +227,108 @@ def train(
         "plan and report take others; train your own step by outofcore.compile, or the script as it is by: "
         "outofcore run --budget 6GiB my_script.py",
     )
-    if save is not None and save.exists() and not save.is_dir():
-        raise InputError(f"--save takes a folder, and {save} is a file; name another one")
-    work = find_workload(model, options)
-    if elastic is not None and budget is not None:
-        places = {"device": device, "home": home, "host_budget": host_budget, "policy": policy, "cache": cache}
-        _train_elastically(work, elastic, budget, steps, save, resume, bits, places)
+    if options.save is not None and options.save.exists() and not options.save.is_dir():
+        raise InputError(f"--save takes a folder, and {options.save} is a file; name another one")
+    work = find_workload(model, zoo)
+    if options.elastic is not None and budget is not None:
+        _Training(work, options, places, Processes(device=places.device)).elastically(options.elastic, budget)
         return
-    with joined(device) as processes:
+    with joined(places.device) as processes:
         print(work.describe())
         if processes.count > 1:
             print(f"{processes.count} processes, a batch for each; what is told is of the first")
-        display = (_Live if sys.stdout.isatty() else _Lines)(steps)
+        training, display = _Training(work, options, places, processes), _display(options.steps)
         if budget is None:
-            _train_eagerly(work, processes, display, steps, save, resume, bits)
-            return
-        _train_within(
-            work,
-            processes,
-            display,
-            budget,
-            steps,
-            home,
-            policy,
-            picture,
-            save,
-            resume,
-            bits,
-            cache,
-            host_budget,
-            shard=shard and processes.count > 1,
-        )
-
-
-def _train_within(
-    work: Workload,
-    processes: Processes,
-    display: _Lines | _Live,
-    budget: int,
-    steps: int,
-    home: str | None,
-    policy: str,
-    picture: Path | None,
-    save: Path | None,
-    resume: Path | None,
-    bits: bool,
-    cache: bool | Path,
-    host_budget: int | None,
-    *,
-    shard: bool,
-) -> None:
-    with (
-        _built(work, processes, home, host_budget, resume, shard=shard) as (plain, network, optimizer, begun, places),
-        outofcore.compile(
-            plain, network, optimizer, budget=budget, policy=policy, cache=cache, shard=shard or None, **places
-        ) as step,
-    ):
-        step.on_progress = display.stage
-        done = _loop(work, step, steps, display, step, begun, bits, processes)
-        if save is not None and (shard or not processes.rank):
-            step.save(save, extra={"steps": begun + steps})
-        if shard:
-            graph = step.captured.graph
-            lasting = sum(graph.storages[storage].bytes for storage in graph.persistent)
-            print(f"of the model, its gradients and the optimizer's state {format_bytes(lasting)} are in each process")
-            step.close(whole=False)
-        if processes.rank:
-            return
-        if save is not None:
-            print(f"saved: {save}")
-        _print_summary(done, step, budget)
-        if picture is not None:
-            planned, graph = step.planned, step.captured.graph
-            timelines = [("measured", step.timeline), ("predicted", planned.timeline)]
-            title = work.describe()
-            write_report(
-                picture, page_content(graph, planned.plan, planned.program, timelines, budget=budget, title=title)
-            )
-            print(f"picture: {picture}")
-
-
-def _train_eagerly(
-    work: Workload,
-    processes: Processes,
-    display: _Lines | _Live,
-    steps: int,
-    save: Path | None,
-    resume: Path | None,
-    bits: bool,
-) -> None:
-    where = open_backend(processes.device).device
-    network = work.build().to(where)
-    optimizer = work.optimizer(network)
-    torch.manual_seed(work.options.seed + processes.rank)  # for dropout; the weights have a generator of their own
-    begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer))
-    plain = work.make_step(processes.wrapped(network), optimizer)
-
-    def on_device(*batch: torch.Tensor) -> torch.Tensor:
-        return plain(*(tensor.to(where) for tensor in batch))
-
-    done = _loop(work, plain if where.type == "cpu" else on_device, steps, display, None, begun, bits, processes)
-    if save is not None and not processes.rank:
-        outofcore.save(save, network, optimizer, extra={"steps": begun + steps})
-    _print_summary(done, None, None)
-
-
-def _train_elastically(
-    work: Workload,
-    workers: int,
-    budget: int,
-    steps: int,
-    save: Path | None,
-    resume: Path | None,
-    bits: bool,
-    places: dict[str, Any],
-) -> None:
-    """Train with logical workers; process 0 prints.
-
-    Batches come in the order of the steps and within a step of the workers; each process takes its own.
-    """
-    with ExitStack() as stack:
-        if open_backend(places["device"]).device.type == "cpu":
-            opened = stack.enter_context(outofcore.open_home(places.pop("home"), places.pop("host_budget")))
-            places["home"] = opened
-            network = outofcore.build(work.build, home=opened)
+            training.eagerly(display)
         else:
-            network = work.build()
-        optimizer = work.optimizer(network)
-        run = stack.enter_context(
-            outofcore.elastic(
-                work.make_turn(network),
-                network,
-                optimizer,
-                workers=workers,
-                budget=budget,
-                update=work.make_update(network, optimizer),
-                seed=work.options.seed,
-                **places,
-            )
+            training.within(display, budget)
+
+
+def _seed(work: Workload, processes: Processes) -> None:
+    """Seed dropout; the weights have a generator of their own."""
+    torch.manual_seed(work.options.seed + processes.rank)
+
+
+def _home_at(places: Places, stack: ExitStack) -> outofcore.OpenHome | None:
+    """Open a home for the model to be made at; None: on a GPU, where the step opens homes of its own."""
+    if open_backend(places.device).driver is not None:
+        return None
+    return stack.enter_context(outofcore.open_home(places.home, places.host_bytes))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A step ready to be compiled, and how many steps its model has behind it.
+
+    ``home`` is where the model was made; None: in ordinary memory.
+    """
+
+    user: UserStep[..., Any]
+    begun: int = 0
+    home: outofcore.OpenHome | None = None
+
+    def compiled(self, budget: int, places: Places, device: str, *, shard: bool = False) -> outofcore.Step[..., Any]:
+        user, home = self.user, self.home
+        return outofcore.compile(
+            user.function,
+            user.models,
+            user.optimizers,
+            budget=budget,
+            device=device,
+            home=home or places.home,
+            host_budget=None if home else places.host_bytes,
+            policy=places.policy,
+            cache=places.kept,
+            shard=shard or None,
         )
-        if resume is not None:
-            run.load(resume)
-        batches = itertools.islice(work.batches(), run.steps * workers, None)
-        told: list[_Done] = []
-        display = (_Live if sys.stdout.isatty() else _Lines)(steps) if run.rank == 0 else None
-        if display is not None:
-            processes = "process" if run.processes == 1 else "processes"
-            print(f"{work.describe()}; {workers} logical workers on {run.processes} {processes}")
-            run.step.on_progress = display.stage
-        with nullcontext() if display is None else display.shown:
-            for number in range(1, steps + 1):
-                together = list(itertools.islice(batches, workers))
-                losses = run({worker: together[worker] for worker in run.workers})
-                if display is not None:
-                    told.append(_Done(losses[0].item(), run.stats.seconds, bits=bits))
-                    display.step(number, told[-1])
-        if save is not None:
-            run.save(save)
-        if display is not None:
-            if save is not None:
-                print(f"saved: {save}")
-            _print_summary(told, None, None)
-            sent, least = run.stats.bytes_sent, run.stats.least_bytes
-            print(f"  sent in a step: {format_bytes(sent)} by this process, {format_bytes(least)} on average in a ring")
 
 
 @contextmanager
 def _built(
-    work: Workload,
-    processes: Processes,
-    home: str | None,
-    host_budget: int | None,
-    resume: Path | None = None,
-    *,
-    shard: bool = False,
-) -> Generator[tuple[TrainStep, nn.Module, Optimizer, int, dict[str, Any]]]:
-    """Yield a workload ready to be compiled: step, model, optimizer, steps done, and ``compile``'s device and home.
-
-    On the CPU the model is made at the home; on a GPU in ordinary memory, and the step opens homes of its own.
-    """
+    work: Workload, processes: Processes, places: Places, resume: Path | None = None, *, shard: bool = False
+) -> Generator[_Made]:
+    """Yield a workload ready to be compiled, its model made at the home if that is not for a GPU."""
     with ExitStack() as stack:
-        opened, places = None, {"device": processes.device, "home": home, "host_budget": host_budget}
-        if open_backend(processes.device).device.type == "cpu":
-            opened = stack.enter_context(outofcore.open_home(home, host_budget))
-            places = {"home": opened}
-        if opened is None:
+        home = _home_at(places, stack)
+        if home is None:
             network = work.build()
         else:
-            network = outofcore.build(work.build, home=opened) if resume is None else work.skeleton()
+            network = outofcore.build(work.build, home=home) if resume is None else work.skeleton()
         optimizer = work.optimizer(network)
-        torch.manual_seed(work.options.seed + processes.rank)  # for dropout; the weights have a generator of their own
-        begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer, home=opened))
+        _seed(work, processes)
+        begun = 0 if resume is None else _steps_in(outofcore.load(resume, network, optimizer, home=home))
         network = processes.wrapped(network, shard=shard)
-        yield work.make_step(network, optimizer), network, optimizer, begun, places
+        yield _Made(UserStep(work.make_step(network, optimizer), [network], [optimizer]), begun, home)
 
 
-def report(
-    model: str,
-    options: Mapping[str, Any],
-    *,
-    budget: int,
-    steps: int,
-    device: str,
-    home: str | None,
-    host_budget: int | None,
-    policy: str,
-    output: Path,
-    trace: Path | None,
-    curve: bool,
-    cache: bool | Path = True,
-) -> None:
-    """Train some steps, at least one, and report the last of them; arguments are as on the command line."""
+def report(model: str, zoo: Mapping[str, Any], budget: int, options: ReportOptions, places: Places) -> None:
+    """Train some steps, at least one, and report the last of them."""
     with ExitStack() as stack:
-        processes = Processes(device=device)
+        processes = Processes(device=places.device)
         kind = check_takes(
             model, [Kind.ZOO, Kind.SCRIPT], "report", "plan it instead, with --picture for the memory of a step"
         )
         if kind is Kind.SCRIPT:
             own = build(model)
-            plain, network, optimizer, title = own.step, own.models, own.optimizers, own.title
-            places: dict[str, Any] = {"device": device, "home": home, "host_budget": host_budget}
+            made, title = _Made(own.user), own.title
             batches: Iterator[tuple[Any, ...]] = itertools.repeat(own.inputs)
         else:
-            work = find_workload(model, options)
+            work = find_workload(model, zoo)
             title = work.describe()
-            processes = stack.enter_context(joined(device))
-            made = stack.enter_context(_built(work, processes, home, host_budget))
+            processes = stack.enter_context(joined(places.device))
+            made = stack.enter_context(_built(work, processes, places))
             batches = processes.share(work.batches(), 0)
-            plain, network, optimizer, _, places = made
-        step = stack.enter_context(
-            outofcore.compile(plain, network, optimizer, budget=budget, policy=policy, cache=cache, **places)
-        )
-        for number in range(1, steps + 1):
+        step = stack.enter_context(made.compiled(budget, places, processes.device))
+        for number in range(1, options.steps + 1):
             step(*next(batches))
-            print(f"step {number}/{steps}  {format_seconds(step.stats.seconds)}", flush=True)
+            print(f"step {number}/{options.steps}  {format_seconds(step.stats.seconds)}", flush=True)
         if processes.rank:
             return
-        step.report(output, title=title, budgets=None if curve else 0)
-        print(f"report: {output}")
-        if trace is not None:
-            step.trace(trace)
-            print(f"trace: {trace}")
+        step.report(options.output, title=title, budgets=None if options.curve else 0)
+        print(f"report: {options.output}")
+        if options.trace is not None:
+            step.trace(options.trace)
+            print(f"trace: {options.trace}")
 
 
 def _steps_in(extra: Any) -> int:
@@ -370,34 +341,7 @@ def _steps_in(extra: Any) -> int:
     return steps
 
 
-def _loop(
-    work: Workload,
-    run: Callable[..., torch.Tensor],
-    steps: int,
-    display: _Lines | _Live,
-    step: outofcore.Step | None,
-    begun: int,
-    bits: bool,
-    processes: Processes,
-) -> list[_Done]:
-    batches = processes.share(work.batches(), begun)
-    told: list[_Done] = []
-    with display.shown:
-        for number in range(1, steps + 1):
-            batch = next(batches)
-            start = time.perf_counter()
-            loss = run(*batch)
-            seconds = time.perf_counter() - start
-            if step is None:
-                told.append(_Done(loss.item(), seconds, bits=bits))
-            else:
-                stats, arena = step.stats, step.planned.program.arena_bytes
-                told.append(_Done(loss.item(), seconds, arena, stats.bytes_out, stats.bytes_in, bits))
-            display.step(number, told[-1])
-    return told
-
-
-def _print_summary(done: list[_Done], step: outofcore.Step | None, budget: int | None) -> None:
+def _print_summary(done: list[_Done], step: outofcore.Step[..., Any] | None = None) -> None:
     first, rest = done[0], done[1:] or done
     rows = [
         ("loss", f"{first.loss:.4f} at first, {done[-1].loss:.4f} at last"),
@@ -411,9 +355,9 @@ def _print_summary(done: list[_Done], step: outofcore.Step | None, budget: int |
     peak = peak_memory_bytes()
     if peak is not None:
         rows.append(("process peak", f"{format_bytes(peak)} (RSS, PyTorch itself included)"))
-    if step is not None and budget is not None:
+    if step is not None:
         planned, graph = step.planned, step.captured.graph
-        report = step_report(graph, planned.plan, planned.program, step.timeline, budget)
+        report = step_report(graph, planned.plan, planned.program, step.timeline, step.budget)
         print(f"the last step\n{step_text(report)}\n{moved_text(report)}")
     width = max(len(name) for name, _ in rows)
     print("training")

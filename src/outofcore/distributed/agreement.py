@@ -49,6 +49,8 @@ class Agreement:
         self._group: ProcessGroup | None = None
         self._costs: dict[int, GroupCost] = {}
         self._follows_one_plan = group is not None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            end_when_threads_rest()
         groups = [group_of(model) for model in parallel_models(models)]
         if group is not None:
             groups.append(group)
@@ -136,33 +138,32 @@ class Agreement:
         """Run ``make`` in one process and return its result in all; the others raise ``StateError`` if it raised."""
         if self._group is None:
             return make()
-        made: list[Any] = [None, ""]
-        failure: BaseException | None = None
-        if self.rank == leader:
-            try:
-                made[0] = make()
-            except BaseException as error:
-                failure, made[1] = error, told(error)
-        try:
+        group = self._group
+
+        def share(made: Any, failure: str) -> tuple[Any, str]:
+            shared: list[Any] = [made, failure]
             with _talking():
-                torch.distributed.broadcast_object_list(made, group=self._group, group_src=leader)
-        except CommunicationError:
-            if failure is None:
-                raise
-        if failure is not None:
-            raise failure
-        if made[1]:
-            raise StateError(f"rank {leader}, which plans for all, cannot plan this step: {made[1]}")
-        return made[0]
+                torch.distributed.broadcast_object_list(shared, group=group, group_src=leader)
+            return shared[0], shared[1]
+
+        def tell(failure: str) -> None:
+            with contextlib.suppress(CommunicationError):
+                share(None, failure)
+
+        made: Any = None
+        if self.rank == leader:
+            with _telling(tell):
+                made = make()
+        made, failure = share(made, "")
+        if failure:
+            raise StateError(f"rank {leader}, which plans for all, cannot plan this step: {failure}")
+        return made
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
         """Leave the block when all processes have; raise this one's error, or ``StateError`` for another one's."""
-        try:
+        with _telling(self._tell):
             yield
-        except BaseException as error:
-            self._tell(told(error))
-            raise
         for rank, other in enumerate(self._tell("")):
             if other:
                 raise StateError(f"rank {rank} cannot run this step, and the others do not without it: {other}")
@@ -188,6 +189,16 @@ def _talking() -> Iterator[None]:
             "has ended, or did not come to the step within the timeout of the process group; end this one as well, and "
             "let torchrun start all of them again"
         ) from error
+
+
+@contextlib.contextmanager
+def _telling(tell: Callable[[str], object]) -> Iterator[None]:
+    """Tell the other processes of an error inside, and raise it."""
+    try:
+        yield
+    except BaseException as error:  # they wait for this process, whatever has happened to it
+        tell(told(error))
+        raise
 
 
 def told(error: BaseException) -> str:

@@ -10,33 +10,34 @@ here; no workspace is assumed; caches do not help; tensor cores reach their shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from outofcore._torch_internals import OpOverload
-from outofcore.capture.captured import Call, Captured, Ref
+from outofcore.capture.captured import CPU, Call, Captured, Ref
 from outofcore.capture.collectives import Collective
 from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.operators import by_name
 from outofcore.capture.shards import AssumedGroup, Shards
-from outofcore.capture.step import capture_step
 from outofcore.capture.tables import leaves_in
 from outofcore.costs import Costs, Home, OpCost
-from outofcore.execution.backend import Backend, CpuBackend
+from outofcore.execution.backend import Backend
 from outofcore.execution.homes import HomeStore
+from outofcore.execution.opening import homes_of, open_backend
 from outofcore.graph import Op, StepGraph
-from outofcore.presets import Device, Number, Work
-from outofcore.profiling.cache import Cache
+from outofcore.options import UserStep
+from outofcore.presets import Device, Number, Work, simulated
+from outofcore.profiling.cache import Cache, open_cache
 from outofcore.profiling.groups import GroupCost
 from outofcore.profiling.links import links_to
-from outofcore.progress import Tell
+from outofcore.progress import Tell, silent
 from outofcore.step_variants import Split, StepVariants
 from outofcore.transforms.fusing import fusing
 from outofcore.transforms.kernels import Kernels
@@ -53,8 +54,6 @@ _GROUPED = "_grouped_mm"
 _ALLOCATES = frozenset(
     ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 )
-# Products of matrices in fused attention; backward computes the scores again.
-_ATTENTION_FORWARD, _ATTENTION_BACKWARD = 2, 5
 
 
 @dataclass(frozen=True)
@@ -70,33 +69,83 @@ class Sharing:
     cost: GroupCost
 
 
+@dataclass(frozen=True)
+class Here:
+    """This machine, where a step is measured.
+
+    Attributes:
+        backend: where the step is to run.
+        stores: the homes whose links are measured, nearest first.
+        cache: where measurements are kept.
+    """
+
+    backend: Backend
+    stores: Sequence[HomeStore] = ()
+    cache: Cache | None = None
+
+
+@contextmanager
+def opened_place(
+    device: str | None,
+    home: str | os.PathLike[str] | None,
+    host_budget: int | str | None,
+    cache: bool | str | os.PathLike[str],
+) -> Generator[Here | Device]:
+    """Yield where a step is costed: a device by the name of its preset, or this machine with its homes open."""
+    preset = simulated(device)
+    if preset is not None:
+        yield preset
+        return
+    backend, kept = open_backend(device), open_cache(cache)
+    with ExitStack() as stack:
+        stores = homes_of(backend, home, host_budget)
+        for store in stores:
+            stack.callback(store.close)
+        yield Here(backend, stores, kept)
+
+
 class Costed(NamedTuple):
     """A step with what it costs.
 
     Attributes:
         graph: the step.
         costs: of its ops and homes.
-        parts: the step with ops in parts, where that needs less memory.
-        parts_costs: of the parts.
+        parts: the step with ops in parts and its costs, where that needs less memory.
     """
 
     graph: StepGraph
     costs: Costs
-    parts: StepGraph | None = None
-    parts_costs: Costs | None = None
+    parts: tuple[StepGraph, Costs] | None = None
+
+
+def captured_variants(
+    user: UserStep[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    where: Here | Device,
+    kernels: Kernels | None,
+    split: Split,
+    tell: Tell = silent,
+) -> StepVariants:
+    """Capture a call of a step; arguments and errors are those of ``costed``."""
+    if isinstance(where, Device):
+        # How a device that is not here rounds a range of an update is not known.
+        here, cache, layouts, home_bytes = None, None, None, 0
+    else:
+        here, cache, layouts = where.backend, where.cache, KernelLayouts()
+        home_bytes = where.stores[0].capacity if where.stores else None
+    plain = user.capturing(args, kwargs, CPU if here is None else here.device, layouts)
+    capture = summing(fusing(plain, kernels, tell), is_on=split is Split.CLOSE)
+    return StepVariants(capture(), capture, here, cache, split, home_bytes)
 
 
 def costed(
-    step: Callable[..., Any],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
+    user: UserStep[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    where: Here | Device,
     *,
-    where: Sequence[HomeStore] | Device,
-    cache: Cache | None,
     tell: Tell,
-    backend: Backend | None = None,
     sharing: Sharing | None = None,
     kernels: Kernels | None = None,
     split: Split = Split.OFF,
@@ -106,15 +155,11 @@ def costed(
     Where later calls are another step than the first (``step_variants``), it is the one that needs the larger budget.
 
     Args:
-        step: the user's own.
-        models: all that it uses; they may be on the device "meta".
-        optimizers: all that it uses.
-        args: of the step.
-        kwargs: of the step.
-        where: the homes whose links are measured, nearest first, or the device.
-        cache: where measurements are kept.
+        user: the step, called with ``args`` and ``kwargs``.
+        args: see there.
+        kwargs: see there.
+        where: this machine, or the device.
         tell: progress callback ``(stage, done, total)``.
-        backend: where the step is to run, and ops are measured; None: on the CPU.
         sharing: the processes over which the models are spread; the step is that of the first. None: they are not.
         kernels: with which ops that become one are compiled; None: none do.
         split: whether to look at ops in parts as well, and to take sums in parts; for a device that is not here, all
@@ -124,23 +169,16 @@ def costed(
         CaptureError: the step cannot become one graph.
     """
     tell("capture", 0, 1)
-    backend = backend or CpuBackend()
-    shards = None if sharing is None else Shards(models, optimizers, AssumedGroup(sharing.ranks))
-    layouts = None if isinstance(where, Device) else KernelLayouts()
-    given = (step, models, optimizers, args, kwargs)
-    plain = partial(capture_step, *given, backend.device, shards=shards, layouts=layouts)
-    capture = summing(fusing(plain, kernels, tell), is_on=split is Split.CLOSE)
-    here = None if isinstance(where, Device) else backend
-    # How a device that is not here rounds a range of an update is not known.
-    home_bytes = 0 if isinstance(where, Device) else where[0].capacity if where else None
-    first = StepVariants(capture(), capture, here, cache, split, home_bytes)
+    if sharing is not None:
+        user = replace(user, shards=Shards(user.models, user.optimizers, AssumedGroup(sharing.ranks)))
+    first = captured_variants(user, args, kwargs, where, kernels, split, tell)
     tell("capture", 1, 1)
     links: tuple[Home, ...] = ()
-    if not isinstance(where, Device):
-        backend.prepare()
+    if isinstance(where, Here):
+        where.backend.prepare()
         first.costs(LOWEST_MEMORY, timed=True, advance=partial(tell, "profile"))
         tell("measure the home", 0, 1)
-        links = links_to(where, cache, backend, 64 * MIB)
+        links = links_to(where.stores, where.cache, where.backend, 64 * MIB)
         tell("measure the home", 1, 1)
 
     def costs_of(step: StepVariants, variant: Variant, stage: str) -> tuple[StepGraph, Costs]:
@@ -153,14 +191,12 @@ def costed(
         return graph, _with_collectives(captured, costs, sharing)
 
     steps = [first] if first.later is None else [first, first.later]
-    needs = {step.is_later: step.need(LOWEST_MEMORY) or 0 for step in steps}
-    one = max(steps, key=lambda step: needs[step.is_later])
-    whole = costs_of(one, LOWEST_MEMORY, "profile")
+    whole = costs_of(max(steps, key=lambda step: step.need(LOWEST_MEMORY) or 0), LOWEST_MEMORY, "profile")
     if split is Split.OFF:
         return Costed(*whole)
     smallest = [(step, *smallest_variant(step)) for step in steps]
     one, variant, _ = max(smallest, key=lambda found: found[2])
-    return Costed(*whole) if variant.op_bytes is None else Costed(*whole, *costs_of(one, variant, "profile parts"))
+    return Costed(*whole, None if variant.op_bytes is None else costs_of(one, variant, "profile parts"))
 
 
 def _with_collectives(captured: Captured, costs: Costs, sharing: Sharing | None) -> Costs:
@@ -175,12 +211,7 @@ def _with_collectives(captured: Captured, costs: Costs, sharing: Sharing | None)
 
 
 def estimated_costs(captured: Captured, device: Device) -> Costs:
-    """The costs of a captured step on a device; its only home is the host's memory.
-
-    Args:
-        captured: the step, captured anywhere.
-        device: such as one of ``outofcore.presets``.
-    """
+    """The costs on a device of a step that was captured anywhere; its only home is the host's memory."""
     ops = [
         OpCost(_seconds(captured, op, call, device))
         for op, call in zip(captured.graph.ops, captured.calls, strict=True)
@@ -216,7 +247,7 @@ def operations_of(captured: Captured, op: Op, call: Call) -> tuple[Work, float]:
     if name.startswith("_scaled_dot_product"):
         # Backward is given the gradient of the result before query and key.
         query, key = shapes[1:3] if "backward" in name else shapes[:2]
-        products = _ATTENTION_BACKWARD if "backward" in name else _ATTENTION_FORWARD
+        products = 5 if "backward" in name else 2  # of matrices; backward computes the scores again
         # Fused kernels leave out what causal attention does not look at.
         func = call.func
         causal = isinstance(func, OpOverload) and by_name(func, call.args, call.kwargs).get("is_causal")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from outofcore.costs import Costs, Home
@@ -11,99 +12,78 @@ from outofcore.graph import StepGraph
 from outofcore.planning import Planned, PolicyLike
 from outofcore.program import Timeline
 from outofcore.progress import following
-from outofcore.report.content import page_content
+from outofcore.report.content import Page, page_content
 from outofcore.report.machine import this_machine
 from outofcore.report.page import write_report
 from outofcore.report.trace import write_trace
 from outofcore.units import format_bytes, format_seconds
 
 
-def report_step(
-    path: Path,
-    graph: StepGraph,
-    costs: Costs,
-    planned: Planned,
-    measured: Timeline | None,
-    *,
-    budget: int,
-    title: str,
-    count: int | None = None,
-    policy: PolicyLike = "auto",
-    simulated: str = "",
-    notes: Sequence[tuple[str, str]] = (),
-) -> None:
-    """Write the report of a step.
+@dataclass(frozen=True)
+class ReportedStep:
+    """A step to be reported.
 
-    Args:
-        path: the HTML file; its folder is created.
+    Attributes:
         graph: the step.
         costs: that it was planned with.
         planned: its plan.
-        measured: when everything ran, if it did.
         budget: bytes.
-        title: the heading.
-        count: how many other budgets to plan for, for the curve of step time against budget; 0: no curve.
-        policy: to plan with.
+        policy: to plan with for other budgets.
+        measured: when everything ran; None: it did not.
         simulated: the device that the costs are for, where that is not this machine.
-        notes: further facts to show, as pairs of name and text.
-
-    Raises:
-        InputError: the file cannot be written.
     """
+
+    graph: StepGraph
+    costs: Costs
+    planned: Planned
+    budget: int
+    policy: PolicyLike = "auto"
+    measured: Timeline | None = None
+    simulated: str = ""
+
+    def timelines(self, foreseen: str) -> list[tuple[str, Timeline]]:
+        """The timelines that there are, each with its name; that of the plan is ``foreseen``."""
+        ran = [] if self.measured is None else [("measured", self.measured)]
+        return [*ran, (foreseen, self.planned.timeline)]
+
+
+def report_step(
+    path: Path, step: ReportedStep, title: str, *, count: int | None = None, notes: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Write the report of a step as an HTML file, whose folder is created; raises ``InputError`` if that is refused.
+
+    ``count`` is how many other budgets to plan for, for the curve of step time against budget; 0: no curve. ``notes``
+    are further facts to show, as pairs of name and text.
+    """
+    graph, costs, planned = step.graph, step.costs, step.planned
     with following() as tell:
         known = insight(
             graph,
             costs,
-            budget,
+            step.budget,
             planned,
-            measured=measured,
+            measured=step.measured,
             count=POINTS if count is None else count,
-            policy=policy,
+            policy=step.policy,
             tell=lambda done, total: tell("plan for other budgets", done, total),
         )
-    content = page_content(
-        graph,
-        planned.plan,
-        planned.program,
-        timelines_of(planned, measured, "simulated" if simulated else "predicted"),
-        budget=budget,
-        title=title,
-        insight=known,
-        homes=[home.name for home in costs.homes],
-        notes=[*_notes(graph, costs, planned, simulated), *notes],
-    )
-    write_report(path, content)
+    page = Page(title, step.budget, known, [home.name for home in costs.homes], [*_notes(step), *notes])
+    timelines = step.timelines("simulated" if step.simulated else "predicted")
+    write_report(path, page_content(graph, planned.plan, planned.program, timelines, page))
 
 
-def trace_step(
-    path: Path,
-    graph: StepGraph,
-    planned: Planned,
-    measured: Timeline | None,
-    *,
-    began_ns: int = 0,
-    beside: Path | None = None,
-) -> None:
-    """Write the timelines of a step as a trace; see ``report.trace.write_trace``.
-
-    Raises:
-        InputError: a file cannot be read or written.
-    """
-    timelines = timelines_of(planned, measured, "predicted")
-    write_trace(path, graph, planned.program, timelines, began_ns=began_ns, beside=beside)
+def trace_step(path: Path, step: ReportedStep, *, began_ns: int = 0, beside: Path | None = None) -> None:
+    """Write the timelines of a step as a trace; see ``report.trace.write_trace``."""
+    timelines = step.timelines("predicted")
+    write_trace(path, step.graph, step.planned.program, timelines, began_ns=began_ns, beside=beside)
 
 
-def timelines_of(planned: Planned, measured: Timeline | None, foreseen: str) -> list[tuple[str, Timeline]]:
-    """The timelines that there are, each with its name."""
-    return [*([("measured", measured)] if measured is not None else []), (foreseen, planned.timeline)]
-
-
-def _notes(graph: StepGraph, costs: Costs, planned: Planned, simulated: str) -> list[tuple[str, str]]:
-    machine = this_machine()
+def _notes(step: ReportedStep) -> list[tuple[str, str]]:
+    machine, graph, planned = this_machine(), step.graph, step.planned
     here = f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, {machine.kernel}"
     return [
-        ("SIMULATED" if simulated else "machine", simulated or here),
-        *((f"link to {home.name}", _link(home)) for home in costs.homes),
+        ("SIMULATED" if step.simulated else "machine", step.simulated or here),
+        *((f"link to {home.name}", _link(home)) for home in step.costs.homes),
         ("step", f"{len(graph.ops)} ops on {len(graph.storages)} storages"),
         ("plan", f"policy {planned.plan.policy}, {len(planned.program.instructions)} instructions"),
     ]

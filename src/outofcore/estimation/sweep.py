@@ -18,18 +18,13 @@ from outofcore.report.waits import TimeSpent, time_spent
 from outofcore.simulator import simulate
 from outofcore.units import MIB, format_bytes, format_seconds, parse_bytes
 
-# How often the interval with the lossless budget is halved.
-_HALVINGS = 3
 # A step that is no more than this longer than its fastest has lost nothing.
 LOSSLESS = 1.01
 # How many budgets are looked at between the smallest and that at which nothing needs to leave.
 POINTS = 5
-_MORE = 100 * MIB
-# Where a budget is small, a share of it is worth asking about rather than 100 MiB.
-_MORE_SHARE = 4
-# What holds a step back is told apart from what it merely also does.
-_MUCH, _LITTLE = 0.02, 0.005
-# A prediction that is off by more deserves a word.
+# Parts of a step. Up to the first nothing is said to be lost, above the second the budget is said to be the limit.
+_LITTLE, _MUCH = 0.005, 0.02
+# A prediction that is off by more, as part of it, deserves a word.
 _FAR = 0.1
 
 # Progress callback: how many plans are made, and how many are to be.
@@ -37,11 +32,7 @@ Count = Callable[[int, int], None]
 
 
 def point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "auto") -> Point:
-    """What is predicted for one budget.
-
-    Raises:
-        InputError: there is no such policy.
-    """
+    """What is predicted for one budget; raises ``InputError`` if there is no such policy."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy)
     except BudgetError:
@@ -52,7 +43,7 @@ def point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "aut
 def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> Point:
     """A plan that was made already, as a point."""
     report = step_report(graph, planned.plan, planned.program, planned.timeline, budget)
-    again = max(report.compute_seconds - costs.compute_seconds, 0.0) if report.recomputed else 0.0
+    again = report.again_seconds(costs) if report.recomputed else 0.0
     return Point(budget, report.seconds, report.policy, report.bytes_out, report.bytes_in, again, report.peak_bytes)
 
 
@@ -73,13 +64,6 @@ def curve(
 
     A plan that is found for a budget is a plan for every larger one as well, so no point is slower than those at
     smaller budgets.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budgets: bytes.
-        policy: how to plan; see ``planning.plan_step``.
-        tell: progress callback ``(points found, points)``.
     """
     wanted = sorted(set(budgets))
     found: list[Point] = []
@@ -102,21 +86,13 @@ def lossless_budget(
 ) -> tuple[int, tuple[Point, ...]]:
     """The budget from which on nothing is lost: a step takes at most 1 % longer than with room for everything.
 
-    Found by bisection between the points, so it is exact to an eighth of their distance.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        points: of ``curve``, the last of them with room for everything.
-        policy: as for ``curve``.
-
-    Returns:
-        The budget in bytes, and the points with those that were looked at besides.
+    Found by bisection between the points of ``curve``, the last of them with room for everything, so it is exact to an
+    eighth of their distance. Returned with it are the points with those that were looked at besides.
     """
     known = sorted(points, key=lambda p: p.budget)
     limit = (known[-1].seconds or 0.0) * LOSSLESS
     enough = next(i for i, p in enumerate(known) if p.seconds is not None and p.seconds <= limit)
-    for _ in range(_HALVINGS if enough else 0):
+    for _ in range(3 if enough else 0):
         low, high = known[enough - 1].budget, known[enough].budget
         if high - low < 2 * MIB or high < low * LOSSLESS:
             break
@@ -140,19 +116,13 @@ def insight(
 ) -> Insight:
     """What a planned step would be under other budgets, and what would help it most.
 
-    Args:
-        graph: the step.
-        costs: that it was planned with.
-        budget: bytes.
-        planned: under this budget.
-        measured: the step as it ran, if it did: the verdict is on that.
-        count: of budgets to plan for besides; 0: none, and nothing is said of a larger budget.
-        policy: to plan with.
-        tell: progress callback ``(plans made, plans to make)``.
+    Where it was ``measured``, the verdict is on that. ``count`` budgets are planned for besides; with none, nothing is
+    said of a larger budget.
     """
     smallest, everything = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     here = point_of(graph, costs, budget, planned)
-    more = min(_more(budget), max(everything - budget, 0))
+    # How much more is asked about: 100 MiB, or of a small budget a quarter.
+    more = min(100 * MIB, max(budget // 4, 1), max(everything - budget, 0))
     wanted: set[int] = set()
     if count:
         wanted = {*budgets_between(smallest, everything, count), *((budget + more,) if more else ())} - {budget}
@@ -168,10 +138,6 @@ def insight(
     if measured is not None:
         verdict += _off(planned.timeline.step_seconds, measured.step_seconds)
     return Insight(smallest, everything, costs.compute_seconds, tuple(points), tuple(helps), verdict)
-
-
-def _more(budget: int) -> int:
-    return _MORE if budget >= _MORE_SHARE * _MORE else max(budget // _MORE_SHARE, 1)
 
 
 def _machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
@@ -332,19 +298,10 @@ def estimated(
     parts: tuple[StepGraph, Costs] | None = None,
     tell: Tell,
 ) -> Estimate:
-    """Plan a step for several budgets.
+    """Plan a step for the budgets given and for those that suit it; raises ``GraphError`` if it has no ops.
 
-    Args:
-        graph: the step.
-        costs: what it costs.
-        budgets: bytes, to be looked at besides those that suit the step.
-        policy: how to plan; see ``planning.plan_step``.
-        machine: what the costs are of, where that is not this machine.
-        parts: the step with ops in parts, for budgets that do not hold it otherwise.
-        tell: progress callback ``(stage, done, total)``.
-
-    Raises:
-        GraphError: the step has no ops.
+    ``machine`` is what the costs are of, where that is not this machine; ``parts`` the step with ops in parts, for
+    budgets that do not hold it otherwise.
     """
     if not graph.ops:
         raise GraphError("the step has no ops: nothing is computed in it, so there is nothing to estimate")

@@ -1,7 +1,7 @@
 """The user's tensors on persistent state: which tensors share bytes, where those may be, and how tensors are changed.
 
-``Place`` and ``TRANSITIONS`` decide where a state may be and how it moves; ``model_state`` moves it. In ``execution``
-and ``follow``, only ``set_data`` writes ``tensor.data``; CONTRIBUTING.md lists the writers elsewhere.
+``Place`` and ``TRANSITIONS`` decide where a state may be and how it moves; ``state_moves`` moves it, and
+``tensor_data`` writes the tensors.
 
 A *state* is one storage that persists. A *window* is one of the user's tensors on it; tied parameters are several. A
 *face* is a tensor over a slot at a home, by which the slot is recognised and given back. Gradients and optimizer state
@@ -34,6 +34,7 @@ from outofcore.execution.homes import HomeStore
 from outofcore.execution.mapped_files import MappedFiles
 from outofcore.execution.slots import Slots
 from outofcore.graph import StorageKind
+from outofcore.tensor_data import is_in_host_memory, move_onto, set_data
 
 _POINTER = torch.Tensor.data_ptr
 _STRIDE = torch.Tensor.stride
@@ -58,25 +59,14 @@ TRANSITIONS: Mapping[tuple[Place, Place], str] = {
     (Place.HOME, Place.HOME): "moved to another home, or within one whose free pages are moved together",
     (Place.HOME, Place.ARENA): "read into the block of a program that keeps it on the device",
     (Place.HOME, Place.UNBORN): "a gradient at home was cleared or taken away; its slot waits for the next one",
-    (
-        Place.ARENA,
-        Place.OWN,
-    ): "taken out where it is small, or no home has room; or the user has put other memory there",
+    (Place.ARENA, Place.OWN): "taken out where small, or no home has room; or the user has put other memory there",
     (Place.ARENA, Place.HOME): "saved, as another program or nothing takes the arena",
     (Place.ARENA, Place.ARENA): "moved to where the next program has its block",
     (Place.ARENA, Place.UNBORN): "a gradient that stayed was cleared or taken away",
     (Place.UNBORN, Place.OWN): "a small gradient arrived in memory of its own",
-    (
-        Place.UNBORN,
-        Place.HOME,
-    ): "a gradient arrived in its slot; or one of zeros waits for a first update",
+    (Place.UNBORN, Place.HOME): "a gradient arrived in its slot; or one of zeros waits for a first update",
     (Place.UNBORN, Place.ARENA): "a gradient stayed; or a block of zeros waits for a first update",
 }
-
-
-def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Point one of the user's tensors at other bytes; once a step exists, all moves of its states pass through here."""
-    tensor.data = data
 
 
 @dataclass(slots=True)
@@ -173,7 +163,7 @@ class Window:
 
 def _fingerprint_of(tensor: torch.Tensor) -> int | None:
     """Return the fingerprint of a tensor; None unless it is contiguous in memory of the CPU."""
-    if tensor.device.type != "cpu" or not tensor.numel():
+    if not is_in_host_memory(tensor) or not tensor.numel():
         return None
     flat = tensor.detach().as_strided((_extent(tensor),), (1,))
     return fingerprint(internals.memory_of(flat.view(torch.uint8)))
@@ -379,7 +369,7 @@ def fits(captured: Captured) -> bool:
             continue
         if (tensor.dtype, tuple(tensor.shape), tensor.stride()) != (value.dtype, value.shape, value.stride):
             return False
-        if tensor.numel() and tensor.device.type != "meta":
+        if tensor.numel() and not tensor.is_meta:
             key = internals.storage_key(tensor)
             if owners.setdefault(key, value.storage) != value.storage or storages.setdefault(value.storage, key) != key:
                 return False
@@ -522,7 +512,7 @@ class Faces:
         newer than the tensor's memory. The pages are mapped again at the last home.
         """
         storage = tensor.untyped_storage()
-        if tensor.device.type != "cpu" or not is_large(storage.nbytes()) or not self.takes_files:
+        if not is_in_host_memory(tensor) or not is_large(storage.nbytes()) or not self.takes_files:
             return None
         found = files.unwritten(storage.data_ptr(), storage.nbytes())
         return None if found is None else self.adopt(*found, storage.nbytes())
@@ -555,8 +545,7 @@ class Faces:
         base = self.birth(count) if is_large(count) else torch.empty(count, dtype=torch.uint8)
         base.copy_(internals.storage_bytes(tensor))
         self.drop_cache(base)
-        apart = torch.empty(0, dtype=tensor.dtype)
-        set_data(tensor, apart.set_(base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()))
+        move_onto(tensor, base)
 
     def disown(self, home: int, offset: int, count: int) -> None:
         """Let a slot live as long as its face."""

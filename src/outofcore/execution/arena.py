@@ -23,7 +23,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -35,16 +34,16 @@ from outofcore.execution.homes import HomeStore
 from outofcore.execution.memory import Region, advise_pages, map_anonymous, tensor_over, unmap
 from outofcore.execution.native import Native, load_native
 from outofcore.planning.placement.requests import Event, EventKind
-from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
-
-DEFAULT_RESERVE = 16 * MIB
-
-# In place of an offset: a request that is left to the stock allocator and may be absent (``requests.Elsewhere``).
-STOCK = -1
-# Answers of a lender that are no addresses, as in ``arena.cpp``.
-REFUSE, EXCEED = 0, 1
+from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 _REFUSAL = "outofcore arena: "  # how arena.cpp begins the message of a refused request
+
+
+class Answer(IntEnum):
+    """What a lender answers in place of an address: as in ``arena.cpp``."""
+
+    REFUSE = 0  # the request fails
+    EXCEED = 1  # the stock allocator serves it, beyond the budget
 
 
 class Installed(IntEnum):
@@ -115,6 +114,7 @@ class Memory(Protocol):
     native: Native
     bytes: int
     address: int
+    takes_turns: bool  # whether an op has ended when the next one is called, so that they can share a workspace
 
     @property
     def region(self) -> object:
@@ -166,9 +166,9 @@ class Arena:
     ``ArenaError`` if the system lacks the memory, or the allocator cannot be installed under PyTorch.
     """
 
-    def __init__(
-        self, count: int, *, reserve: int = DEFAULT_RESERVE, annex: int = 0, native: Native | None = None
-    ) -> None:
+    takes_turns = True
+
+    def __init__(self, count: int, *, reserve: int = 0, annex: int = 0, native: Native | None = None) -> None:
         self.native = native if native is not None else load_native()
         self.bytes = round_up(max(count, 1), PAGE_BYTES)
         self.annex_bytes = 0 if self.native.library is None else round_up(annex, PAGE_BYTES)
@@ -208,9 +208,7 @@ class Arena:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -265,10 +263,6 @@ class Arena:
         self._check(offset, count)
         advise_pages(region.address + offset, count, mmap.MADV_DONTNEED)
 
-    def discard_annex(self, address: int, count: int) -> None:
-        """Give back the physical memory of whole pages of the annex."""
-        advise_pages(address, count, mmap.MADV_DONTNEED)
-
     def resident_bytes(self) -> int:
         """Return the bytes of the arena and its annex that are in physical memory."""
         return self.region.resident_bytes()
@@ -281,7 +275,7 @@ class Arena:
     def set_lender(self, lender: Any) -> None:
         """Set a native callback ``void (bytes, scope, answer)`` for what the reserve cannot hold, or None.
 
-        It answers ``REFUSE``, ``EXCEED``, or an address in the annex or elsewhere, whose memory stays as long as
+        It returns an ``Answer``, or an address in the annex or elsewhere, whose memory stays as long as
         ``lent`` names it. The caller keeps the callback alive.
         """
         if self.native.library is not None and self._region is not None:
@@ -320,9 +314,9 @@ class ScopeTable:
     a scope may share bytes where the first is freed before the second comes; if in fact it is not, the second is served
     off the plan. A scope that does not exist has no list.
 
-    ``scopes`` are (bytes, offset in the arena) of each request; an offset of ``STOCK`` leaves it to the stock
-    allocator. ``workspaces`` are (bytes, offset) of each op's workspace, which also serves requests off the plan that
-    fit there.
+    ``scopes`` are (bytes, offset in the arena) of each request; None in place of an offset leaves it to the stock
+    allocator (see ``requests.Elsewhere``): it may not come. ``workspaces`` are (bytes, offset) of each op's workspace,
+    which also serves requests off the plan that fit there.
     """
 
     begin: Callable[[int], object]
@@ -333,7 +327,7 @@ class ScopeTable:
     def __init__(
         self,
         arena: Memory,
-        scopes: Sequence[Sequence[tuple[int, int]]],
+        scopes: Sequence[Sequence[tuple[int, int | None]]],
         workspaces: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._region = arena.region  # the arena's pages must outlive the table
@@ -341,12 +335,12 @@ class ScopeTable:
         row = 0
         for number, scope in enumerate(scopes):
             for count, offset in scope:
-                if count <= 0 or (offset != STOCK and not 0 <= offset <= arena.bytes - count):
+                if count <= 0 or (offset is not None and not 0 <= offset <= arena.bytes - count):
                     raise ArenaError(
                         f"scope {number} plans {count} bytes at {offset}, outside of the arena of "
                         f"{arena.bytes} bytes; this is a fault of the plan: please report it"
                     )
-                requests[row] = count, 0 if offset == STOCK else arena.address + offset
+                requests[row] = count, 0 if offset is None else arena.address + offset
                 row += 1
         library = arena.native.library
         self._library = library
@@ -409,8 +403,7 @@ class ScopeTable:
 class Recorder:
     """Records what the calling thread does with the allocator, in ``with recorder:``; each ``with`` starts afresh.
 
-    Each ``with`` starts afresh. Without the native allocator nothing can be seen, and ``events``
-    stays empty.
+    Without the native allocator ``events`` stays empty.
     """
 
     def __init__(self, native: Native | None = None) -> None:
@@ -430,9 +423,7 @@ class Recorder:
                 raise _exhausted()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         library = self._library
         if library is None or self._log is None:
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any
 
 import torch
@@ -18,16 +18,18 @@ from outofcore.capture.captured import Captured, Ref, Value
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.tables import map_leaves
 from outofcore.errors import GraphError
-from outofcore.execution.arena import STOCK, Memory
+from outofcore.execution.arena import Memory
 from outofcore.graph import StepGraph
 from outofcore.planning.placement.requests import Requests, Result, Scratch
-from outofcore.program import Block, Program, Queue, Run, Wait, lane_of
+from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Wait, lane_of
 from outofcore.transforms.passes import Over
 
-# Queues are numbered: ops first, then for each home copies out and copies in; collectives are the last, however many
-# homes there are, as a list counts from its end.
-COMPUTE = 0
-COMMUNICATE = -1
+
+class Lane(IntEnum):
+    """Numbers of queues; from 1 on each home has one for copies out and one for copies in."""
+
+    COMPUTE = 0  # the ops
+    COMMUNICATE = -1  # the collectives: the last, however many homes there are, as a list counts from its end
 
 
 class Draws(Enum):
@@ -83,7 +85,7 @@ class Bound:
 
 def queue_number(queue: Queue, home: int) -> int:
     if queue in (Queue.COMPUTE, Queue.COMMUNICATE):
-        return COMPUTE if queue is Queue.COMPUTE else COMMUNICATE
+        return Lane.COMPUTE if queue is Queue.COMPUTE else Lane.COMMUNICATE
     return 2 * home + (1 if queue is Queue.COPY_OUT else 2)
 
 
@@ -97,11 +99,59 @@ def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
 
 
 class _Binder:
-    def __init__(self, captured: Captured, arena: Memory) -> None:
-        self.captured = captured
-        self.arena = arena
+    """Binds the instructions of one program to an arena, in their order."""
+
+    def __init__(self, captured: Captured, program: Program, arena: Memory, homes: int) -> None:
+        self.captured, self.program, self.arena = captured, program, arena
         self.bases: dict[int, torch.Tensor] = {}
         self.tensors: dict[tuple[int, int], torch.Tensor] = {}
+        self.unseen = unseen_results(captured.graph)
+        self.awaited = {pair for i in program.instructions for pair in _pairs(i.waits)}
+        self.random_again = {
+            i.op for i in program.instructions if isinstance(i, Run) and i.again and captured.graph.ops[i.op].random
+        }
+        self.counts = [0] * (2 + 2 * homes)
+
+    def place(self, queue: int) -> tuple[int, bool]:
+        """Return the number of the next instruction of a queue, and whether another queue waits for it."""
+        self.counts[queue] += 1
+        return self.counts[queue], (queue, self.counts[queue]) in self.awaited
+
+    def run(self, index: int, instruction: Run, queue: int) -> BoundRun:
+        captured, program = self.captured, self.program
+        op, call = captured.graph.ops[instruction.op], captured.calls[instruction.op]
+        blocks = {s: program.blocks[b] for s, b in zip(op.touched, instruction.blocks, strict=True)}
+        results: list[tuple[int, int, torch.Tensor, tuple[int, ...]]] = []
+        for leaf, value_index in enumerate(call.results):
+            if value_index is None:
+                continue
+            value = captured.values[value_index]
+            target = self.tensor(value_index, blocks[value.storage])
+            # What nobody looks at need not be in its place, nor be there at all.
+            if target.numel() and value.storage not in self.unseen:
+                results.append((leaf, target.data_ptr(), target, target.stride()))
+
+        def to_tensor(ref: Ref) -> torch.Tensor:
+            return self.tensor(ref.value, blocks[captured.values[ref.value].storage])
+
+        args, kwargs = map_leaves((call.args, call.kwargs), to_tensor, Ref)
+        func = call.func
+        if isinstance(func, OptimizerUpdate):
+            func = func.on(*args)
+        elif isinstance(func, Over):
+            func, kwargs = func.run, func.completed(args, kwargs)
+        draws = Draws.FREELY
+        if op.id in self.random_again:
+            draws = Draws.AGAIN if instruction.again else Draws.FIRST
+        waits = _pairs(instruction.waits)
+        return BoundRun(index, op.id, func, args, kwargs, tuple(results), waits, *self.place(queue), draws)
+
+    def copy(self, index: int, instruction: CopyOut | CopyIn, queue: int) -> BoundCopy:
+        block, home = self.program.blocks[instruction.block], instruction.home
+        if block.storage is None:
+            raise GraphError(f"instruction {index} copies a workspace")
+        waits = _pairs(instruction.waits)
+        return BoundCopy(index, block.storage, home, block.offset, block.bytes, waits, *self.place(queue))
 
     def tensor(self, value_index: int, block: Block) -> torch.Tensor:
         found = self.tensors.get((value_index, block.id))
@@ -138,13 +188,7 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
 
     Raises ``GraphError`` if the program copies a workspace, or uses a home that does not exist.
     """
-    binder = _Binder(captured, arena)
-    awaited = {pair for i in program.instructions for pair in _pairs(i.waits)}
-    random_again = {
-        i.op for i in program.instructions if isinstance(i, Run) and i.again and captured.graph.ops[i.op].random
-    }
-    unseen = unseen_results(captured.graph)
-    counts = [0] * (2 + 2 * homes)
+    binder = _Binder(captured, program, arena, homes)
     runs: list[BoundRun] = []
     collectives: list[BoundRun] = []
     copies: list[list[BoundCopy]] = [[] for _ in range(2 * homes)]
@@ -155,83 +199,30 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
                 "it with costs that name those alone"
             )
         queue = queue_number(*lane_of(instruction))
-        counts[queue] += 1
-        number, is_awaited = counts[queue], (queue, counts[queue]) in awaited
         if isinstance(instruction, Run):
-            op, call = captured.graph.ops[instruction.op], captured.calls[instruction.op]
-            blocks = {s: program.blocks[b] for s, b in zip(op.touched, instruction.blocks, strict=True)}
-            results: list[tuple[int, int, torch.Tensor, tuple[int, ...]]] = []
-            for leaf, value_index in enumerate(call.results):
-                if value_index is None:
-                    continue
-                value = captured.values[value_index]
-                target = binder.tensor(value_index, blocks[value.storage])
-                # What nobody looks at need not be in its place, nor be there at all.
-                if target.numel() and value.storage not in unseen:
-                    results.append((leaf, target.data_ptr(), target, target.stride()))
-
-            def to_tensor(ref: Ref, blocks: dict[int, Block] = blocks) -> torch.Tensor:
-                return binder.tensor(ref.value, blocks[captured.values[ref.value].storage])
-
-            args, kwargs = map_leaves((call.args, call.kwargs), to_tensor, Ref)
-            func = call.func
-            if isinstance(func, OptimizerUpdate):
-                func = func.on(*args)
-            elif isinstance(func, Over):
-                func, kwargs = func.run, func.completed(args, kwargs)
-            draws = Draws.FREELY
-            if op.id in random_again:
-                draws = Draws.AGAIN if instruction.again else Draws.FIRST
-            (collectives if instruction.communicates else runs).append(
-                BoundRun(
-                    index,
-                    op.id,
-                    func,
-                    args,
-                    kwargs,
-                    tuple(results),
-                    _pairs(instruction.waits),
-                    number,
-                    is_awaited,
-                    draws,
-                )
-            )
+            (collectives if instruction.communicates else runs).append(binder.run(index, instruction, queue))
         else:
-            block = program.blocks[instruction.block]
-            if block.storage is None:
-                raise GraphError(f"instruction {index} copies a workspace")
-            copies[queue - 1].append(
-                BoundCopy(
-                    index,
-                    block.storage,
-                    instruction.home,
-                    block.offset,
-                    block.bytes,
-                    _pairs(instruction.waits),
-                    number,
-                    is_awaited,
-                )
-            )
+            copies[queue - 1].append(binder.copy(index, instruction, queue))
     return Bound(captured.graph, program, arena, tuple(runs), tuple(map(tuple, copies)), tuple(collectives))
 
 
 def scopes(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
-) -> list[list[tuple[int, int]]]:
+) -> list[list[tuple[int, int | None]]]:
     """Return for each op that a placed program runs the (bytes, offset in the arena) of its measured requests.
 
     Collectives are left out: they request nothing.
     """
-    found: list[list[tuple[int, int]]] = []
+    found: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or run.communicates:
             continue
         blocks = {s: program.blocks[b] for s, b in zip(captured.graph.ops[run.op].touched, run.blocks, strict=True)}
-        scratch = program.blocks[run.workspace].offset if run.workspace is not None else STOCK
+        scratch = program.blocks[run.workspace].offset if run.workspace is not None else None
         results = captured.calls[run.op].results
-        scope: list[tuple[int, int]] = []
+        scope: list[tuple[int, int | None]] = []
         for request in requests[run.op].requests:
-            offset = STOCK
+            offset = None
             match request.placement:
                 case Result(leaf):
                     value_index = results[leaf]
@@ -239,7 +230,7 @@ def scopes(
                     foreign = value_index is not None and captured.values[value_index].foreign
                     if block is not None and not foreign and request.bytes <= block.bytes:
                         offset = block.offset
-                case Scratch(within) if scratch != STOCK:
+                case Scratch(within) if scratch is not None:
                     offset = scratch + within
                 case _:
                     pass
@@ -247,18 +238,3 @@ def scopes(
                 scope.append((request.bytes, offset))
         found.append(scope)
     return found
-
-
-__all__ = [
-    "COMMUNICATE",
-    "COMPUTE",
-    "Bound",
-    "BoundCopy",
-    "BoundRun",
-    "Draws",
-    "bind",
-    "queue_number",
-    "scopes",
-    "tensor_on",
-    "unseen_results",
-]

@@ -18,14 +18,11 @@ from outofcore.errors import TransferError
 from outofcore.execution.file_ranges import FileRanges
 from outofcore.execution.fingerprints import sampled
 from outofcore.execution.homes import HomeStore, Location
-from outofcore.execution.memory import Region, map_anonymous
-from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
+from outofcore.execution.spill import copy_buffer
+from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
-# Of a slot that is sampled: its first page, its last, and so many between them.
-_BETWEEN = 2
 # An odd number whose multiples are spread well over 32 bits (Knuth, TAOCP vol. 3, section 6.4).
 _SPREAD = 2654435761
-_PIECE = MIB  # of a slot that is read back
 
 
 class Check(Enum):
@@ -41,15 +38,15 @@ def checksum(memory: memoryview, offset: int, check: Check) -> int:
     if (quickly := sampled(memory, offset)) is not None:
         return quickly
     pages = round_up(len(memory), PAGE_BYTES) // PAGE_BYTES
-    picked = {0, pages - 1}
-    picked |= {((offset // PAGE_BYTES + k + 1) * _SPREAD % 2**32) * pages >> 32 for k in range(_BETWEEN)}
+    picked = {0, pages - 1}  # and two between them
+    picked |= {((offset // PAGE_BYTES + k) * _SPREAD % 2**32) * pages >> 32 for k in (1, 2)}
     found = 0
     for page in sorted(picked):
         found = zlib.crc32(memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES], found)
     return found
 
 
-class CheckedHome:
+class CheckedHome(HomeStore):
     """A home whose copies are checked; otherwise it behaves like the home that it wraps."""
 
     def __init__(self, home: HomeStore, check: Check) -> None:
@@ -98,9 +95,6 @@ class CheckedHome:
     def grow(self, count: int) -> None:
         self.inner.grow(count)
 
-    def reserve(self, count: int) -> int:
-        return self.inner.reserve(count)
-
     def write(self, offset: int, source: memoryview) -> None:
         self._sums[offset] = (len(source), checksum(source, offset, self.check_mode))
         self.inner.write(offset, source)
@@ -131,10 +125,10 @@ class CheckedHome:
         count, known = self._sums[offset]
         buffer: memoryview | None = getattr(self._buffers, "memory", None)
         if buffer is None:
-            buffer = self._buffers.memory = Region(map_anonymous(_PIECE), _PIECE).memory(0, _PIECE)
+            buffer = self._buffers.memory = copy_buffer()
         found = 0
-        for start in range(0, count, _PIECE):
-            piece = buffer[: min(_PIECE, count - start)]
+        for start in range(0, count, len(buffer)):
+            piece = buffer[: min(len(buffer), count - start)]
             self.inner.read(offset + start, piece)
             found = zlib.crc32(piece, found)
         if found != known:

@@ -14,6 +14,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
 from outofcore.compiling import native_callback
@@ -23,14 +24,28 @@ from outofcore.execution.binding import Bound, BoundCopy
 from outofcore.execution.checks import damaged
 from outofcore.execution.fingerprints import secrets
 from outofcore.execution.homes import HomeStore, Location, Remember
+from outofcore.execution.interrupts import SIGNALS_SECONDS
 from outofcore.execution.native import without_lock
 from outofcore.execution.slots import Piece
 
-# Signals are handled between two waits.
-_SECONDS = 0.05
-_MEMORY, _CALLED = -1, -2  # in place of a descriptor
-_ENDED, _DAMAGED, _RAISED, _STOPPED = -1, -2, -3, -4  # in place of what the system says
-_NOT_SUMMED = -1
+_NOT_SUMMED = -1  # in place of the row of a piece in ``_Work.sums``
+
+
+class _Outside(IntEnum):
+    """What is in place of a file's descriptor; as ``kMemory`` and ``kCalled`` in copying.cpp."""
+
+    MEMORY = -1  # the piece is at an address
+    CALLED = -2  # Python makes the copy
+
+
+class _Failure(IntEnum):
+    """Why a copy failed, in place of the system's error; as ``kEnded`` and those below it in copying.cpp."""
+
+    NONE = 0
+    ENDED = -1  # the file ended, or took nothing
+    DAMAGED = -2  # the bytes are not those that were written
+    RAISED = -3  # a copy by Python raised
+    STOPPED = -4  # ``Copying.fail`` gave the step up
 
 
 class _Piece(ctypes.Structure):
@@ -158,7 +173,7 @@ def copies_of(
             found = slots.get(copy.index)
             if found is None:
                 rows.ports.append((copy.storage, first_piece))
-                rows.add(_Piece(at, 0, 0, 0, _NOT_SUMMED, _MEMORY, 0), None)
+                rows.add(_Piece(at, 0, 0, 0, _NOT_SUMMED, _Outside.MEMORY, 0), None)
             else:
                 _add_pieces(rows, homes[copy.home], copy, at, found, writes=number % 2 == 1)
             rows.copies.append(
@@ -205,10 +220,10 @@ def _add_pieces(
     for piece, place in zip(found, places, strict=True):
         source = _Source(home, piece.offset, writes)
         if by_python or place is None:
-            rows.add(_Piece(at, piece.bytes, 0, piece.offset, _NOT_SUMMED, _CALLED, 0), source)
+            rows.add(_Piece(at, piece.bytes, 0, piece.offset, _NOT_SUMMED, _Outside.CALLED, 0), source)
             rows.called[copy.index] = writes, copy
             return
-        descriptor = _MEMORY if place.descriptor is None else place.descriptor
+        descriptor = _Outside.MEMORY if place.descriptor is None else place.descriptor
         row = _NOT_SUMMED
         if place.remember is not None:
             row = rows.sums.setdefault((copy.home, piece.offset), len(rows.sums))
@@ -290,7 +305,7 @@ class Copying:
             at = queue % self._queues
             if self._library.outofcore_copying_reached(self._pointer, ctypes.c_int64(at), ctypes.c_int64(number)):
                 continue
-            while status := self._wait(self.handle, at, number, _SECONDS):
+            while status := self._wait(self.handle, at, number, SIGNALS_SECONDS):
                 if status > 1:
                     raise StateError("another queue of the step failed") from self.failure
 
@@ -323,21 +338,21 @@ class Copying:
         told = (ctypes.c_int64 * 4)()
         self._library.outofcore_copying_failure(self.handle, told)
         index, piece, done, code = told
-        if code in (0, _RAISED, _STOPPED) or self._copies is None:
+        if code in (_Failure.NONE, _Failure.RAISED, _Failure.STOPPED) or self._copies is None:
             return self._raised
         source = self._copies.sources[piece]
         if source is None:
             return StateError(f"copy {index} between arena and caller failed; please report it")
         count = self._copies.pieces[piece].bytes
-        if code == _DAMAGED:
+        if code == _Failure.DAMAGED:
             return damaged(source.home, source.offset, count)
         return source.home.failed(
-            source.offset + done, count - done, None if code == _ENDED else code, writes=source.writes
+            source.offset + done, count - done, None if code == _Failure.ENDED else code, writes=source.writes
         )
 
     def finish(self) -> None:
         """Return when no copy is under way."""
-        while self._idle(self.handle, _SECONDS):
+        while self._idle(self.handle, SIGNALS_SECONDS):
             pass
         if self._copies is not None:
             for (remember, offset), found in zip(self._copies.sampled, self._copies.sums, strict=True):
@@ -353,7 +368,7 @@ class Copying:
             return 1
         try:
             self._copy(*self._copies.called[index])
-        except BaseException as error:
+        except BaseException as error:  # the thread of the ops raises it
             self._raised = self._raised or error
             return 1
         return 0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,25 +22,23 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.capture.optimizers import UpdateOn
 from outofcore.errors import CommunicationError, OutOfCoreError, StateError, TransferError
-from outofcore.execution.aliases import set_data
-from outofcore.execution.arena import Arena, Lender, Memory, ScopeTable, as_arena_error
-from outofcore.execution.binding import COMMUNICATE, COMPUTE, Bound, BoundCopy, BoundRun, Draws
+from outofcore.execution.arena import Arena, Lender, ScopeTable, as_arena_error
+from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws, Lane
 from outofcore.execution.copying import Copies, Copying, copies_of
 from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.homes import HomeStore
+from outofcore.execution.interrupts import SIGNALS_SECONDS
 from outofcore.execution.native import load_native
 from outofcore.execution.replay import Replay, is_worth_building, is_worth_it, replay_if_there, spans
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.finalization import end_when_threads_rest
-from outofcore.program import Program, Timeline
+from outofcore.program import Timeline
+from outofcore.tensor_data import is_in_host_memory, move_onto
 
 _log = logging.getLogger("outofcore")
 
 _Item = TypeVar("_Item", BoundCopy, BoundRun)
-
-# A signal that comes as its thread falls asleep is handled when the thread next wakes: without a copy that ends, never.
-_SIGNALS_SECONDS = 1.0
 
 
 class _Queues(Protocol):
@@ -95,9 +94,25 @@ class _Progress:
                 continue
             with self.condition:
                 while done[queue] < count and self.failure is None:
-                    self.condition.wait(_SIGNALS_SECONDS)
+                    self.condition.wait(SIGNALS_SECONDS)
             if self.failure is not None:
                 raise StateError("another queue of the step failed") from self.failure
+
+
+class _Reporting:
+    """A context that tells the other queues what is raised in it; it may be entered again."""
+
+    def __init__(self, queues: _Queues) -> None:
+        self._queues = queues
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._queues.fail(error)
 
 
 class _Worker(threading.Thread, Generic[_Item]):
@@ -127,7 +142,7 @@ class _Worker(threading.Thread, Generic[_Item]):
         with self._gate:
             self._paused = True
             while waits and self._moving:
-                self._gate.wait(_SIGNALS_SECONDS)
+                self._gate.wait(SIGNALS_SECONDS)
 
     def resume(self) -> None:
         with self._gate:
@@ -138,7 +153,7 @@ class _Worker(threading.Thread, Generic[_Item]):
         """Return when the work of this step is done or given up."""
         with self._condition:
             while self._work is not None:
-                self._condition.wait(_SIGNALS_SECONDS)
+                self._condition.wait(SIGNALS_SECONDS)
 
     def close(self) -> None:
         with self._condition:
@@ -158,7 +173,7 @@ class _Worker(threading.Thread, Generic[_Item]):
                 work = self._work
             try:
                 self._run_all(work)
-            except BaseException as error:
+            except BaseException as error:  # the thread of the ops raises it
                 self._progress.fail(error)
             with self._condition:
                 self._work = None
@@ -202,7 +217,7 @@ class _Inline:
         """Make the copies that are waited for, each after what it waits for; raises ``StateError`` for a later op."""
         done = self._done
         for queue, count in waits:
-            if queue == COMPUTE and done[queue] < count:
+            if queue == Lane.COMPUTE and done[queue] < count:
                 raise StateError("a copy that an op waits for waits for a later op; please report it")
             while done[queue] < count:
                 work, run = self._queues[queue - 1]
@@ -279,6 +294,49 @@ class _Calls:
             self.settle(self._lender)
         self._ends[run.index] = perf_counter()
 
+    def run_all(
+        self, runs: Sequence[BoundRun], queues: _Queues, inline: _Inline | None, replayed: _Replayed | None
+    ) -> None:
+        """Call all ops in their order; with ``replayed``, native code calls those that were recorded."""
+        natively = queues if isinstance(queues, Copying) else None
+        until = None
+        if replayed is not None:
+            until = replayed.until if natively is None else replayed.ordered
+        lender = self._lender
+        stops = None if lender is None else lender.flag
+        index = 0
+        while index < len(runs):
+            run = runs[index]
+            is_told = False
+            try:
+                end = index if until is None else until[index]
+                if run.waits and (end == index or natively is None):
+                    if inline is not None:
+                        inline.wait(run.waits, self._starts, self._ends)
+                    else:
+                        queues.wait(run.waits)
+                if replayed is not None and end > index:
+                    given = (self._table, self._starts, self._ends)
+                    index = replayed.replay.run(index, end, *given, queues=natively, stops=stops)
+                    is_told = natively is not None
+                    if lender is not None and lender.is_active:
+                        self._table.end()
+                        replayed.replay.let_go()
+                        self.settle(lender)
+                        is_told = False
+                    run = runs[index - 1]
+                else:
+                    self(index, run)
+                    index += 1
+            except StateError as error:
+                raise _explained(queues.failure or error) from error
+            except RuntimeError as error:
+                raise as_arena_error(error) or error from error
+            if not is_told:
+                (queues.publish if run.awaited else queues.passed)(Lane.COMPUTE, run.number)
+        if replayed is not None:
+            replayed.replay.let_go()
+
     def settle(self, lender: Lender) -> None:
         """Restore the planned state of the arena after an op that was lent memory."""
         self._table.end()
@@ -299,7 +357,7 @@ def _keep_what_stays(table: ScopeTable, update: UpdateOn, lender: Lender | None)
     """Move unplanned tensors that an optimizer has made and keeps to memory of their own."""
     moved: dict[int, list[torch.Tensor]] = {}
     for tensor in update.kept_by_optimizer():
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided and table.passes(tensor):
+        if is_in_host_memory(tensor) and table.passes(tensor):
             moved.setdefault(internals.storage_key(tensor), []).append(tensor)
     if moved:
         _log.info("%s keeps what the plan has no place for; it lies beside the arena until the next call", update.name)
@@ -307,10 +365,9 @@ def _keep_what_stays(table: ScopeTable, update: UpdateOn, lender: Lender | None)
         with table.unbounded():
             before = internals.storage_bytes(tensors[0])
             there = None if lender is None else lender.keep(before.numel())
-            own = (before.clone() if there is None else there.copy_(before)).untyped_storage()
+            own = before.clone() if there is None else there.copy_(before)
         for tensor in tensors:
-            data = torch.empty(0, dtype=tensor.dtype)
-            set_data(tensor, data.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride()))
+            move_onto(tensor, own)
 
 
 class CpuEngine:
@@ -386,21 +443,18 @@ class CpuEngine:
             at += piece.bytes
 
     def run(
-        self,
-        program: Program,
-        bound: Bound,
-        arena: Memory,
-        table: ScopeTable,
-        slots: Mapping[int, tuple[Piece, ...]],
-        ports: dict[int, Port],
+        self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
     ) -> Timeline:
         """Run one step and return when all queues are empty."""
-        count = len(program.instructions)
+        count, arena = len(bound.program.instructions), bound.arena
         starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
         if not isinstance(arena, Arena):
             raise StateError("a step on the CPU was given an arena elsewhere")
         self._arena, self._slots, self._ports = arena, slots, ports
-        inline = None if slots or bound.collectives else self._inline(bound)
+        inline = None
+        if not slots and not bound.collectives:
+            turns = (partial(self._copy, True), partial(self._copy, False))
+            inline = _Inline(self._progress, [(work, turns[number % 2]) for number, work in enumerate(bound.copies)])
         copying = self._native_copying() if inline is None else None
         queues: _Queues
         if copying is None:
@@ -439,36 +493,33 @@ class CpuEngine:
         resting: list[Callable[[], None]] = []
         lender: Lender | None = None
         self.update_failure = None
+        reporting = _Reporting(queues)
         try:
-            if copying is not None:
-                copies = self._copies_of(bound, arena)
-                resting.append(copying.finish)
-                copying.begin(copies, self._ports, starts, ends)
-            elif inline is None:
-                for copier, work in zip(self._started(), bound.copies, strict=True):
-                    if work:
-                        resting.append(copier.finish)
-                        copier.begin(work, queues, starts, ends)
-            if bound.collectives:
-                communicator = self._talking()
-                resting.append(communicator.finish)
-                communicator.begin(bound.collectives, queues, starts, ends)
-            lender = self._lender_of(arena, copying, inline)
-            with internals.below_autograd():
-                self.update_failure = self._compute(bound, queues, table, starts, ends, inline, lender)
-            if inline is not None:
-                inline.finish(starts, ends)
-        except BaseException as error:
-            queues.fail(error)
-            raise
+            with reporting:
+                if copying is not None:
+                    copies = self._copies_of(bound, arena)
+                    resting.append(copying.finish)
+                    copying.begin(copies, self._ports, starts, ends)
+                elif inline is None:
+                    for copier, work in zip(self._started(), bound.copies, strict=True):
+                        if work:
+                            resting.append(copier.finish)
+                            copier.begin(work, queues, starts, ends)
+                if bound.collectives:
+                    communicator = self._talking()
+                    resting.append(communicator.finish)
+                    communicator.begin(bound.collectives, queues, starts, ends)
+                lender = self._lender_of(arena, copying, inline)
+                with internals.below_autograd():
+                    self.update_failure = self._compute(bound, queues, table, inline, lender)
+                if inline is not None:
+                    inline.finish(starts, ends)
         finally:
             table.end()
             try:
                 if lender is not None:
-                    lender.end()
-            except BaseException as error:
-                queues.fail(error)
-                raise
+                    with reporting:
+                        lender.end()
             finally:
                 _finish(resting, queues)
 
@@ -500,7 +551,7 @@ class CpuEngine:
         """Return the started thread of collectives."""
         if self._communicator is None:
             end_when_threads_rest()
-            self._communicator = _Worker(COMMUNICATE, "collectives", _communicate)
+            self._communicator = _Worker(Lane.COMMUNICATE, "collectives", _communicate)
             self._communicator.start()
         return self._communicator
 
@@ -515,10 +566,6 @@ class CpuEngine:
         if found is None or found.slots != self._slots:
             found = self._copies[bound] = copies_of(bound, arena, self._slots, self._homes, self._queues)
         return found
-
-    def _inline(self, bound: Bound) -> _Inline:
-        turns = (partial(self._copy, True), partial(self._copy, False))
-        return _Inline(self._progress, [(work, turns[number % 2]) for number, work in enumerate(bound.copies)])
 
     def _replay(self, bound: Bound) -> _Replayed | None:
         """Return the recorded calls of a program; None if Python calls its ops in this step."""
@@ -540,20 +587,18 @@ class CpuEngine:
         bound: Bound,
         queues: _Queues,
         table: ScopeTable,
-        starts: array[float],
-        ends: array[float],
         inline: _Inline | None,
         lender: Lender | None,
     ) -> Exception | None:
         """Run all ops; returns what an optimizer's code has raised."""
         replayed = self._replay(bound)
-        if replayed is None or replayed.until is not None:
-            calls = _Calls(table, starts, ends, None, lender)
-            self._run_all(bound, queues, calls, replayed, table, starts, ends, inline, lender)
+        is_new = replayed is not None and replayed.until is None
+        calls = _Calls(table, self._starts, self._ends, replayed if is_new else None, lender)
+        if replayed is None or not is_new:
+            calls.run_all(bound.runs, queues, inline, replayed)
             return calls.failure
         with replayed.replay.watching():
-            calls = _Calls(table, starts, ends, replayed, lender)
-            self._run_all(bound, queues, calls, None, table, starts, ends, inline, lender)
+            calls.run_all(bound.runs, queues, inline, None)
         for number, run in enumerate(bound.runs):
             if replayed.taken[number]:
                 waits = [(queue % self._queues, count) for queue, count in run.waits]
@@ -561,59 +606,6 @@ class CpuEngine:
         replayed.until = spans(bound.runs, replayed.taken)
         replayed.ordered = spans(bound.runs, replayed.taken, ordered=True)
         return calls.failure
-
-    def _run_all(
-        self,
-        bound: Bound,
-        queues: _Queues,
-        call: _Calls,
-        replayed: _Replayed | None,
-        table: ScopeTable,
-        starts: array[float],
-        ends: array[float],
-        inline: _Inline | None,
-        lender: Lender | None,
-    ) -> None:
-        runs = bound.runs
-        natively = queues if isinstance(queues, Copying) else None
-        until = None
-        if replayed is not None:
-            until = replayed.until if natively is None else replayed.ordered
-        stops = None if lender is None else lender.flag
-        index = 0
-        while index < len(runs):
-            run = runs[index]
-            is_replayed = replayed is not None and until is not None and until[index] > index
-            if not (is_replayed and natively is not None):
-                if run.waits and inline is not None:
-                    inline.wait(run.waits, starts, ends)
-                elif run.waits:
-                    try:
-                        queues.wait(run.waits)
-                    except StateError as error:
-                        raise _explained(queues.failure or error) from error
-            is_told = False
-            try:
-                if replayed is not None and until is not None and until[index] > index:
-                    index = replayed.replay.run(index, until[index], table, starts, ends, queues=natively, stops=stops)
-                    is_told = natively is not None
-                    if lender is not None and lender.is_active:
-                        table.end()
-                        replayed.replay.let_go()
-                        call.settle(lender)
-                        is_told = False
-                    run = runs[index - 1]
-                else:
-                    call(index, run)
-                    index += 1
-            except StateError as error:
-                raise _explained(queues.failure or error) from error
-            except RuntimeError as error:
-                raise as_arena_error(error) or error from error
-            if not is_told:
-                (queues.publish if run.awaited else queues.passed)(COMPUTE, run.number)
-        if replayed is not None:
-            replayed.replay.let_go()
 
 
 def _finish(resting: Sequence[Callable[[], None]], queues: _Queues) -> None:

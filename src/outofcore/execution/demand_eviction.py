@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import partial
 
 import numpy as np
@@ -29,8 +31,8 @@ import torch
 from outofcore.capture.captured import Captured
 from outofcore.compiling import native_callback
 from outofcore.errors import OutOfCoreError, SpillError
-from outofcore.execution.arena import EXCEED, REFUSE, Arena
-from outofcore.execution.memory import lasting_tensor
+from outofcore.execution.arena import Answer, Arena
+from outofcore.execution.memory import advise_pages, lasting_tensor
 from outofcore.execution.slots import Piece, Slots
 from outofcore.execution.undo import Reached, Undo
 from outofcore.graph import Op
@@ -39,9 +41,15 @@ from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 _log = logging.getLogger("outofcore")
 
-# What a page of the arena holds.
-_FREE, _HELD, _PINNED = 0, 1, 2
 _Pages = npt.NDArray[np.uint8]
+
+
+class _Page(IntEnum):
+    """What a page of the arena holds."""
+
+    FREE = 0
+    HELD = 1  # what may be evicted
+    PINNED = 2  # what the running op uses
 
 
 class DemandEviction:
@@ -81,7 +89,7 @@ class DemandEviction:
         self.refused: tuple[Op, int] | None = None
         self.error: OutOfCoreError | None = None
         self.peak_bytes = self.evicted_bytes = self.overflow_bytes = 0
-        self._is_lost = False
+        self.is_lost = False
         self._overflowing: set[int] = set()  # ops of this step
         self._pages: _Pages = np.zeros(0, np.uint8)
         self._evicted: list[tuple[int, int, Piece]] = []  # offset in the arena, home, where
@@ -93,18 +101,13 @@ class DemandEviction:
 
         def serve(count: int, scope: int) -> int:
             lender = this()
-            return REFUSE if lender is None else lender._serve(count, scope)
+            return Answer.REFUSE if lender is None else lender._serve(count, scope)
 
         # No collector of garbage sees through it: it must not refer to what refers to it.
-        self._callback = native_callback(serve, ctypes.c_int64, ctypes.c_int64, failed=REFUSE)
+        self._callback = native_callback(serve, ctypes.c_int64, ctypes.c_int64, failed=Answer.REFUSE)
         planned = round_up(program.arena_bytes, PAGE_BYTES)
         arena.discard(planned, arena.bytes - planned)
         arena.set_reserve(max(budget - planned, 0))
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether evicted bytes could not be read back, so that the step cannot be undone."""
-        return self._is_lost
 
     @property
     def has_overflowed(self) -> bool:
@@ -115,7 +118,7 @@ class DemandEviction:
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
         self._starts, self._ends, self._pause, self._resume = starts, ends, pause, resume
-        self.refused, self.error, self._is_lost = None, None, False
+        self.refused, self.error, self.is_lost = None, None, False
         self._overflowing.clear()
         self._arena.set_lender(self._callback)
 
@@ -130,12 +133,11 @@ class DemandEviction:
         if not self.is_active:
             return
         self._reap()
+        self.is_lost = True
         try:
             for offset, home, piece in self._evicted:
                 self._arena.load(offset, piece.bytes, self._slots[home].home, piece.offset)
-        except BaseException:
-            self._is_lost = True
-            raise
+            self.is_lost = False
         finally:
             for _, home, piece in self._evicted:
                 self._slots[home].give(piece.offset, piece.bytes)
@@ -156,7 +158,7 @@ class DemandEviction:
         op = self._op(scope)
         if self.may_refuse and self.undo.is_possible(Reached.at(self._starts, self._ends)):
             self.refused = op, count
-            return REFUSE
+            return Answer.REFUSE
         found = self._overflow(count)
         if op.id not in self._overflowing:
             self._overflowing.add(op.id)
@@ -169,7 +171,7 @@ class DemandEviction:
                 format_bytes(self._budget),
                 where,
             )
-        return EXCEED if found is None else found[0]
+        return Answer.EXCEED if found is None else found[0]
 
     def _overflow(self, count: int) -> tuple[int, str] | None:
         """Return the address of memory of a home, and the home's name; None if no home has room."""
@@ -209,7 +211,7 @@ class DemandEviction:
         # What lies outside, a library's cache perhaps, is not ours to evict.
         used = held + sum(self._lent.values()) + self._arena.counters().live_bytes
         missing = max(used + count - self._budget, 0)
-        if address is None or missing > int(np.count_nonzero(self._pages == _HELD)) * PAGE_BYTES:
+        if address is None or missing > int(np.count_nonzero(self._pages == _Page.HELD)) * PAGE_BYTES:
             return None
         self._evict(missing)
         self._lent[address] = count
@@ -223,14 +225,14 @@ class DemandEviction:
         self._pause()
         self.is_active, self._flag.value = True, 1
         self._pages = self._survey()
-        for first, last in _runs(self._pages == _FREE):
+        for first, last in _runs(self._pages == _Page.FREE):
             self._arena.discard(first * PAGE_BYTES, (last - first) * PAGE_BYTES)
 
     def _reap(self) -> None:
         """Release pieces that are no longer in use."""
         live = self._arena.lent()
         for address in [address for address in self._lent if address not in live]:
-            self._arena.discard_annex(address, self._lent.pop(address))
+            advise_pages(address, self._lent.pop(address), mmap.MADV_DONTNEED)
         for address in [address for address in self._faces if address not in live]:
             face, slots, offset = self._faces.pop(address)
             slots.give(offset, face.numel())
@@ -247,7 +249,7 @@ class DemandEviction:
 
     def _evict(self, count: int) -> None:
         """Write pages that the op does not touch to a home, and give their memory back."""
-        for first, last in sorted(_runs(self._pages == _HELD), key=lambda run: run[0] - run[1]):
+        for first, last in sorted(_runs(self._pages == _Page.HELD), key=lambda run: run[0] - run[1]):
             if count <= 0:
                 return
             size = min((last - first) * PAGE_BYTES, round_up(count, PAGE_BYTES))
@@ -257,7 +259,7 @@ class DemandEviction:
                 self._arena.save(at, piece.bytes, self._slots[home].home, piece.offset)
                 self._evicted.append((at, home, piece))
                 self._arena.discard(at, piece.bytes)
-                self._pages[at // PAGE_BYTES : (at + piece.bytes) // PAGE_BYTES] = _FREE
+                self._pages[at // PAGE_BYTES : (at + piece.bytes) // PAGE_BYTES] = _Page.FREE
                 at += piece.bytes
             count -= size
             self.evicted_bytes += size
@@ -278,13 +280,13 @@ class DemandEviction:
         # Small blocks share pages: what is pinned must stay.
         for block in self._program.blocks:
             if block.bytes and self._holds(block):
-                pages[block.offset // PAGE_BYTES : -(-(block.offset + block.bytes) // PAGE_BYTES)] = _HELD
+                pages[_pages(block)] = _Page.HELD
         for index, instruction in enumerate(self._program.instructions):
             if self._starts[index] > 0 and self._ends[index] <= 0:
                 for number in blocks_of(instruction):
                     block = self._program.blocks[number]
                     if block.bytes:
-                        pages[block.offset // PAGE_BYTES : -(-(block.offset + block.bytes) // PAGE_BYTES)] = _PINNED
+                        pages[_pages(block)] = _Page.PINNED
         return pages
 
     def _holds(self, block: Block) -> bool:
@@ -308,6 +310,10 @@ class DemandEviction:
                 for number in blocks_of(instruction):
                     self._users[number].append(index)
         return self._users
+
+
+def _pages(block: Block) -> slice:
+    return slice(block.offset // PAGE_BYTES, -(-(block.offset + block.bytes) // PAGE_BYTES))
 
 
 def _face(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int] | None:
@@ -358,6 +364,3 @@ def _runs(chosen: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 def _nothing() -> None:
     """Stands in for queues where none runs."""
-
-
-__all__ = ["DemandEviction", "blocks_of", "describe"]

@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from outofcore.execution.arena import Memory, ScopeTable
+from outofcore.execution.arena import ScopeTable
 from outofcore.execution.binding import Bound, BoundRun, Draws
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
-from outofcore.program import Program, Timeline
+from outofcore.program import Timeline
 
 # Whether native code may call ops, and on a GPU make CUDA graphs of them.
 Replaying: TypeAlias = bool | Literal["graphs"]
@@ -35,18 +35,12 @@ class Engine(Protocol):
     update_failure: Exception | None
 
     def run(
-        self,
-        program: Program,
-        bound: Bound,
-        arena: Memory,
-        table: ScopeTable,
-        slots: Mapping[int, tuple[Piece, ...]],
-        ports: dict[int, Port],
+        self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
     ) -> Timeline:
         """Run one step, and return when everything ran; steps that are not measured give the last measured times.
 
-        ``program`` is what ``bound`` was made from. ``slots`` has by copy index the pieces of the block at its home;
-        copies without a slot use the caller's memory in ``ports``. Raises ``TransferError`` if a copy failed, and
+        ``slots`` has by copy index the pieces of the block at its home; copies without a slot use the caller's memory
+        in ``ports``. Raises ``TransferError`` if a copy failed, and
         ``ArenaError`` if an op requested more memory than was planned and reserved.
         """
         ...

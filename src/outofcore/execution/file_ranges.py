@@ -29,11 +29,11 @@ from outofcore.execution.memory import (
     address_of,
     advise_pages,
     any_written,
+    map_file,
     map_over,
-    map_private,
     tensor_over,
 )
-from outofcore.execution.spill import SpillFile, copy_buffer, kept_bytes
+from outofcore.execution.spill import CHUNK_BYTES, SpillFile, copy_buffer, kept_bytes
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
 # From here on offsets name ranges of files; no home has so many bytes of its own.
@@ -132,8 +132,8 @@ def read_range(descriptor: int, direct: int | None, begin: int, target: memoryvi
     address = address_of(target)
     if begin % PAGE_BYTES == 0 and address % PAGE_BYTES == 0:
         done = count // PAGE_BYTES * PAGE_BYTES
-        for start in range(0, done, 64 * MIB):
-            _read(source, target[start : min(start + 64 * MIB, done)], begin + start, name)
+        for start in range(0, done, CHUNK_BYTES):
+            _read(source, target[start : min(start + CHUNK_BYTES, done)], begin + start, name)
     buffer = _bounce()
     while done < count:
         at = begin + done
@@ -261,7 +261,7 @@ class FileRanges:
         if memory is None:
             first, count = one.begin - one.within, one.within + one.bytes
             if one.file is not None:
-                region = map_private(one.file.descriptor, first, count)
+                region = map_file(one.file.descriptor, first, count, private=True)
             elif spill is not None:
                 region = spill.map(first, count)
             else:
@@ -318,7 +318,7 @@ def writes_are_seen() -> bool:
         with tempfile.TemporaryFile() as file:
             file.write(b"\1" * 2 * PAGE_BYTES)
             file.flush()
-            region = map_private(file.fileno(), 0, 2 * PAGE_BYTES)
+            region = map_file(file.fileno(), 0, 2 * PAGE_BYTES, private=True)
             memory = region.memory(0, 2 * PAGE_BYTES)
             read = memory[0]
             before = any_written(region.address, region.bytes)

@@ -15,15 +15,14 @@ import os
 from outofcore.execution.memory import address_of
 from outofcore.execution.native import load_native
 
-_SECRETS = 10  # of 64 bits, as fingerprint.cpp takes them
+_Secrets = ctypes.c_uint64 * 10  # as fingerprint.cpp takes them
 
 
 @functools.cache
 def secrets() -> ctypes.Array[ctypes.c_uint64]:
     """Return the random odd numbers on which this process's fingerprints depend; a product with one loses nothing."""
-    drawn = os.urandom(8 * _SECRETS)
-    words = [int.from_bytes(drawn[8 * i : 8 * i + 8], "little") | 1 for i in range(_SECRETS)]
-    return (ctypes.c_uint64 * _SECRETS)(*words)
+    drawn = _Secrets.from_buffer_copy(os.urandom(ctypes.sizeof(_Secrets)))
+    return _Secrets(*(word | 1 for word in drawn))
 
 
 def sampled(memory: memoryview, offset: int) -> int | None:

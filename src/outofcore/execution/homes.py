@@ -58,7 +58,7 @@ class Location:
 
 
 class HomeStore(Protocol):
-    """What the executor needs of a home. Offsets of slots are multiples of the page size.
+    """What the executor needs of a home, with what holds for memory. Offsets of slots are multiples of the page size.
 
     ``write`` and ``read`` block with the GIL released and may be called from several threads. They own a slot's last
     page whole. The caller orders transfers of one slot, and the use of its face.
@@ -92,12 +92,12 @@ class HomeStore(Protocol):
     @property
     def edges(self) -> Sequence[int]:
         """Ordered offsets that no slot may cross; the end is one of them if added room is not contiguous to it."""
-        ...
+        return ()
 
     @property
     def files(self) -> FileRanges | None:
         """Ranges of others' files that count as slots here; None if the home takes none."""
-        ...
+        return None
 
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
         """Move a range of ``files`` to pages of the home's own, given as offset and bytes."""
@@ -113,11 +113,13 @@ class HomeStore(Protocol):
 
     def grow(self, count: int) -> None:
         """Do what ``ensure`` does, with more room at once where growing is expensive."""
-        ...
+        self.ensure(count)
 
     def reserve(self, count: int) -> int:
         """Make room for one more slot of ``count`` bytes, and return its offset."""
-        ...
+        offset = self.bytes
+        self.ensure(offset + count)
+        return offset
 
     def write(self, offset: int, source: memoryview) -> None:
         """Copy ``source`` into the slot at ``offset``; raises ``TransferError``."""
@@ -151,7 +153,6 @@ class HomeStore(Protocol):
 
     def drop_cache(self, face: torch.Tensor) -> None:
         """Give back physical memory that a face occupies for caching alone; its contents stay."""
-        ...
 
     def discard(self, offset: int, count: int) -> None:
         """Give back memory that a slot occupies; its contents are lost."""
@@ -162,7 +163,6 @@ class HomeStore(Protocol):
 
         Raises ``TransferError`` if something is missing.
         """
-        ...
 
     def sibling(self, count: int) -> HomeStore:
         """Make an empty home on the same link, with room for at least ``count`` bytes, to measure on."""
@@ -182,7 +182,7 @@ def check_slot(offset: int, count: int, total: int) -> None:
         )
 
 
-class HostHome:
+class HostHome(HomeStore):
     """Slots in one slab of host memory.
 
     Its addresses are reserved at once and for good, so that slots never move; memory is taken up only as ``ensure``
@@ -234,14 +234,6 @@ class HostHome:
         """The limit, or the slots' current bytes and the memory available."""
         return min(self._limit, self._bytes + self._available())
 
-    @property
-    def edges(self) -> Sequence[int]:
-        return ()
-
-    @property
-    def files(self) -> FileRanges | None:
-        return None
-
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
         raise StateError("host memory has no ranges of files; please report it")
 
@@ -278,14 +270,6 @@ class HostHome:
             ) from error
         self._bytes = wanted
 
-    def grow(self, count: int) -> None:
-        self.ensure(count)
-
-    def reserve(self, count: int) -> int:
-        offset = self.bytes
-        self.ensure(offset + count)
-        return offset
-
     def write(self, offset: int, source: memoryview) -> None:
         region = self._opened()
         check_slot(offset, len(source), self._bytes)
@@ -317,15 +301,9 @@ class HostHome:
         check_slot(offset, count, self._bytes)
         return tensor_over(region.memory(offset, count))
 
-    def drop_cache(self, face: torch.Tensor) -> None:
-        """Do nothing: the slot is the face."""
-
     def discard(self, offset: int, count: int) -> None:
         """Give the pages back; they come back empty when they are next used."""
         advise_pages(self._opened().address + offset, round_up(count, PAGE_BYTES), mmap.MADV_DONTNEED)
-
-    def start(self) -> None:
-        """Do nothing: memory does not go away."""
 
     def sibling(self, count: int) -> HostHome:
         return HostHome(count)
@@ -452,7 +430,7 @@ class PinnedHome(HostHome):
         return PinnedHome(self._pin, self._unpin, count)
 
 
-class DiskHome:
+class DiskHome(HomeStore):
     """Slots in one spill file without a name, by direct I/O where the file system allows it.
 
     Nothing is opened before the first ``ensure``.
@@ -503,10 +481,6 @@ class DiskHome:
         return self._ranges.bytes + (room if self._limit is None else min(self._limit, room))
 
     @property
-    def edges(self) -> Sequence[int]:
-        return ()
-
-    @property
     def files(self) -> FileRanges | None:
         return self._ranges
 
@@ -541,14 +515,6 @@ class DiskHome:
         if self._file is None:
             self._file = SpillFile(self.directory)
         self._file.grow(count)
-
-    def grow(self, count: int) -> None:
-        self.ensure(count)
-
-    def reserve(self, count: int) -> int:
-        offset = self.bytes
-        self.ensure(offset + count)
-        return offset
 
     def write(self, offset: int, source: memoryview) -> None:
         self._opened().write(offset, source)

@@ -9,10 +9,13 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 _log = logging.getLogger("outofcore")
+
+# A thread that waits wakes as often: a signal that comes as it falls asleep is handled when it next wakes.
+SIGNALS_SECONDS = 0.05
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -69,9 +72,7 @@ class Deferred:
                     self._what,
                 )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if self._pending and not self._is_told:

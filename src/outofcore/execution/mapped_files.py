@@ -21,6 +21,7 @@ import torch
 from outofcore.errors import InputError
 from outofcore.execution.file_ranges import ReadFile, Stamp
 from outofcore.execution.memory import any_written, is_in_region
+from outofcore.tensor_data import is_in_host_memory
 
 _LINE = re.compile(
     r"(?P<begin>[0-9a-f]+)-(?P<end>[0-9a-f]+) r[w-][x-]p (?P<offset>[0-9a-f]+) \S+ (?P<inode>[1-9]\d*) +(?P<path>/.*)"
@@ -126,7 +127,7 @@ class MappedFiles:
 
         This library's own mappings do not count.
         """
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if not is_in_host_memory(tensor):
             return False
         storage = tensor.untyped_storage()
         address, count = storage.data_ptr(), storage.nbytes()

@@ -17,18 +17,26 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
 
 import numpy as np
 import torch
 
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
+
+class _Linux(IntEnum):
+    """Numbers of Linux that the mmap module lacks before Python 3.13, or altogether."""
+
+    MAP_FIXED = 0x10
+    MAP_NORESERVE = 0x4000
+    MADV_POPULATE_WRITE = 23
+
+
+_NORESERVE = _Linux.MAP_NORESERVE if sys.platform == "linux" else 0
 _HUGE_PAGE = 2 * MIB
-_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # absent from the mmap module before Python 3.13
-_MADV_POPULATE_WRITE = 23  # absent from the mmap module
 # Pages are made in runs of so many bytes, by so many threads at most: more of them wait for each other.
 _RUN_BYTES, _MAKERS = 128 * MIB, 8
-_MAP_FIXED = 0x10  # absent from the mmap module
 # Of an entry of /proc/self/pagemap: present or swapped, or of a file.
 _OF_A_FILE = np.uint64(1 << 61)
 _PAGE_FLAGS = np.uint64(7 << 61)
@@ -163,7 +171,7 @@ def populate(address: int, count: int) -> None:
 
     def make(run: tuple[int, int]) -> int:
         # By ctypes, which lets go of the GIL.
-        return ctypes.get_errno() if _libc.madvise(*run, _MADV_POPULATE_WRITE) else 0
+        return ctypes.get_errno() if _libc.madvise(*run, _Linux.MADV_POPULATE_WRITE) else 0
 
     workers = min(len(runs), os.cpu_count() or 1, _MAKERS)
     if workers < 2:
@@ -184,7 +192,7 @@ def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) 
     """
     slack = _HUGE_PAGE if count >= _HUGE_PAGE else 0
     protection = mmap.PROT_READ | mmap.PROT_WRITE if accessible else 0
-    flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | mmap.MAP_ANONYMOUS | _NORESERVE
     start = _map(count + slack, protection, flags, -1, 0)
     address = round_up(start, _HUGE_PAGE) if slack else start
     if address > start:
@@ -197,22 +205,19 @@ def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) 
     return address
 
 
-def map_file(descriptor: int, offset: int, count: int) -> Region:
-    """Map ``count`` bytes of a file from a page boundary on, shared; it keeps the file alive without the descriptor."""
-    whole = round_up(count, PAGE_BYTES)
-    return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset), whole)
+def map_file(descriptor: int, offset: int, count: int, *, private: bool = False) -> Region:
+    """Map ``count`` bytes of a file from a page boundary on, which keeps the file alive without the descriptor.
 
-
-def map_private(descriptor: int, offset: int, count: int) -> Region:
-    """Map ``count`` bytes of a file from a page boundary on; writes stay in this process."""
+    Writes go to the file, or stay in this process where ``private``.
+    """
     whole = round_up(count, PAGE_BYTES)
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | _NORESERVE if private else mmap.MAP_SHARED
     return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset), whole)
 
 
 def map_over(region: Watched, descriptor: int, offset: int) -> None:
     """Map bytes of a file, shared, over a region; nothing has changed if it raises ``OSError``."""
-    flags = mmap.MAP_SHARED | _MAP_FIXED
+    flags = mmap.MAP_SHARED | _Linux.MAP_FIXED
     _map(region.bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset, region.address)
 
 

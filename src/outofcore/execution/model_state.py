@@ -12,15 +12,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from itertools import pairwise
 
 import torch
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import is_large, placed_bytes
-from outofcore.capture.captured import Captured, GradientLeft, StateBinding, Value
+from outofcore.capture.captured import CPU, Captured, GradientLeft, StateBinding, Value
 from outofcore.errors import SpillError, StateError
 from outofcore.execution.aliases import (
     Faces,
@@ -36,33 +35,24 @@ from outofcore.execution.aliases import (
 )
 from outofcore.execution.arena import Memory
 from outofcore.execution.mapped_files import MappedFiles
-from outofcore.execution.memory import Region, map_anonymous
+from outofcore.execution.state_moves import StateMoves
 from outofcore.graph import StorageKind
-from outofcore.program import Block, Program
-from outofcore.units import MIB
 
 _log = logging.getLogger("outofcore")
 
-# What moves between two slots does so in pieces of so many bytes.
-_MOVED_BYTES = MIB
-
 
 class StateKeeper:
-    """Moves states between memory of their own, their home and the arena, and keeps their faces right.
+    """Knows the states of all captures of a step, and what the user has done to their tensors.
 
-    ``faces`` are of the homes, nearest first; the program in the arena chooses the home of each large state. Small ones
-    (below 64 KiB) get memory of their own instead.
+    ``faces`` are of the homes, nearest first.
     """
 
     def __init__(self, faces: Faces) -> None:
         self._faces = faces
         self.slots = faces.slots
         self._states: dict[str, State] = {}
+        self.moves = StateMoves(faces, self._states)
         self._by_tensor: dict[str, State] = {}
-        self._arena: Memory | None = None
-        self._settled: set[int] = set()  # ids of states that are not to make way for others
-        self._in_files: list[State] = []  # of the program in the arena, what is shown in others' files
-        self._relied_on: set[int] = set()  # ids of states in the arena of which a program needs the copy at home
         self._origins: dict[str, torch.device] = {}
         self.generation = 0  # how often all states were forgotten
         self._shared: list[tuple[State, Window]] = []  # what lies in memory that others see
@@ -166,17 +156,17 @@ class StateKeeper:
         last = len(self.slots) - 1
         for state in self._states.values():
             if state.stays():
-                self._to_own(state)
+                self.moves.to_own(state)
             if state.place is Place.HOME and state.home != last:
                 with contextlib.suppress(SpillError):
-                    self._to_home(state, last)
+                    self.moves.to_home(state, last)
             if state.place is Place.HOME and state.slot is not None:
                 self._faces.disown(state.home, state.slot, placed_bytes(state.bytes))
                 state.slot = None
                 state.become(Place.OWN)
                 state.look_at(None)
             else:
-                self._vacate(state)
+                self.moves.vacate(state)
 
     def take_back(self) -> bool:
         """Find where everything is after others have had it.
@@ -197,7 +187,7 @@ class StateKeeper:
     def let_go(self) -> None:
         """Release the user's replacements of what was shown; ``forget_all`` must follow."""
         for state in let_go(self._states.values()):
-            self._vacate(state)
+            self.moves.vacate(state)
             state.lose()
 
     def forget_all(self) -> None:
@@ -225,59 +215,6 @@ class StateKeeper:
             if window.key == binding.key:
                 return window.known_as
         raise StateError(f"{binding.key} has no tensor")
-
-    def slot(self, state: State) -> int:
-        """Return the offset of a large state's slot at its home, by default a new one at the first home."""
-        if state.place is Place.UNBORN and (state.home != 0 or self._is_range(state)):
-            self._vacate(state)  # what a step leaves, it writes to the first home
-        if state.slot is None:
-            state.slot, state.home = self._take(0, state), 0
-        return state.slot
-
-    def _take(self, home: int, state: State) -> int:
-        """Make room for a state at a home, moving others if needed; raises ``SpillError``."""
-        count = placed_bytes(state.bytes)
-        slots, last = self.slots[home], len(self.slots) - 1
-        try:
-            return slots.take(count)
-        except SpillError:
-            kept = [s for s in self._states.values() if s.place is Place.ARENA and s.home == home]
-            spare = [s for s in kept if s.slot is not None and id(s) not in self._relied_on]
-            spare = [s for s in spare if s.slot is not None and not slots.is_in_file(s.slot)]
-            for other in spare:
-                self._vacate(other)
-            if home == last and not slots.home.in_memory and not spare:
-                raise
-        if home < last:
-            for other in self._states.values():
-                if other.place is Place.HOME and other.home == home and id(other) not in self._settled:
-                    self._to_home(other, last)
-        if slots.home.in_memory:
-            self._compact(home)
-        return slots.take(count)
-
-    def _compact(self, home: int) -> None:
-        """Move the states at a home in memory together, so that free room is contiguous."""
-        slots = self.slots[home]
-        held = (Place.HOME, Place.ARENA)
-        here = [s for s in self._states.values() if s.place in held and s.home == home and s.slot is not None]
-        for state in sorted(here, key=lambda s: s.slot or 0):
-            old, count = self.slot(state), placed_bytes(state.bytes)
-            self._faces.drop(home, old)
-            slots.give(old, count)
-            state.slot = slots.take(count)
-            if state.slot != old:
-                slots.home.write(state.slot, internals.memory_of(state.bytes_now()))
-            if state.place is Place.HOME:
-                state.show(self._faces.show(home, state.slot, state.bytes), Place.HOME)
-            elif state.slot != old:
-                state.mark = state.fingerprint()
-
-    def _vacate(self, state: State) -> None:
-        if state.slot is not None:
-            self._faces.drop(state.home, state.slot)
-            self.slots[state.home].give(state.slot, placed_bytes(state.bytes))
-            state.slot = state.mark = None
 
     def rebind(self, state: State, binding: StateBinding, tensor: torch.Tensor) -> None:
         """Record the user's new tensor object for a state; raises ``StateError`` for another shape or dtype."""
@@ -324,7 +261,7 @@ class StateKeeper:
         """Return the tensor of a gradient that a step has just left in the arena, where it stays until the next one."""
         known = state.windows[0].renew(value)
         if not known or state.place is not Place.ARENA or state.offset_in(arena.address) != offset:
-            self._vacate(state)
+            self.moves.vacate(state)
             state.show(arena.view(offset, state.bytes), Place.ARENA)
         return state.windows[0].tensor
 
@@ -364,7 +301,7 @@ class StateKeeper:
             return None
         for state in known if leaving else ():
             if state.is_elsewhere():
-                self._vacate(state)
+                self.moves.vacate(state)
                 state.look_at(None)
                 state.become(Place.OWN)
         return take_over(known)
@@ -390,8 +327,8 @@ class StateKeeper:
                 raise StateError(f"{state.key} is at home, and has no slot: please report it")
             if state.slot is not None:
                 spans.setdefault(state.home, []).append((state.slot, state.slot + count, state.key))
-            if state.place is Place.ARENA and self._arena is not None and state.bytes:
-                at = state.address - self._arena.address
+            if state.place is Place.ARENA and self.moves.arena is not None and state.bytes:
+                at = state.address - self.moves.arena.address
                 spans.setdefault("the arena", []).append((at, at + state.bytes, state.key))
         for where, found in spans.items():
             found.sort()
@@ -400,300 +337,39 @@ class StateKeeper:
                     raise StateError(f"{one} and {other} overlap in {where}: please report it")
 
     def _face(self, state: State) -> torch.Tensor:
-        slot = self.slot(state)
+        slot = self.moves.slot(state)
         return self._faces.show(state.home, slot, state.bytes)
-
-    def enter(
-        self, states: dict[int, State], program: Program, arena: Memory, unwritten: Set[int] = frozenset()
-    ) -> None:
-        """Bring every state to where ``program`` expects it when a step starts; the arena then holds no other.
-
-        What is in the arena for another program stays if its place is the same, and else moves within the arena; it
-        goes by way of a home only where two are in each other's place. No op writes the ``unwritten`` storages: they
-        may be in the arena and on a disk at once, so that they leave without a copy. Raises ``SpillError`` or
-        ``TransferError``.
-        """
-        self._arena = arena
-        last = len(self.slots) - 1
-        wrapping = {b.storage: b for b in program.blocks if b.wraps and b.storage is not None}
-        lodgings = {lodging.storage: lodging.home for lodging in program.lodgings}
-        leaving = {s: lodgings.get(s, 0) for s, state in states.items() if s not in wrapping and is_large(state.bytes)}
-        self._settled = {id(states[storage]) for storage in leaving}
-        self._relied_on = {id(states[storage]) for storage in program.clean}
-        staying = {id(states[storage]) for storage in wrapping if storage in states}
-        for state in self._states.values():
-            if state.is_idle():
-                self._discard(state)
-            elif state.place is Place.ARENA and id(state) not in staying:
-                self._out(state)
-        kept = self._relied_on | {
-            id(state) for s, state in states.items() if s in unwritten and not self.slots[state.home].home.in_memory
-        }
-        # What goes far first: it makes room for what comes near.
-        for storage, home in leaving.items():
-            if home == last:
-                self._to_home(states[storage], home)
-        self._rearrange([(state, wrapping[s]) for s, state in states.items() if s in wrapping], arena, kept)
-        for home in range(last - 1, -1, -1):
-            for storage, wanted in leaving.items():
-                if wanted == home:
-                    self._to_home(states[storage], home)
-        for storage in program.clean:
-            self._copy_home(states[storage], lodgings.get(storage, 0), arena)
-        for storage in sorted(leaving.keys() - unwritten):
-            self._to_slot(states[storage])
-        self._in_files = [state for state in states.values() if self._is_in_file(state)]
-
-    def _to_slot(self, state: State) -> None:
-        """Move a state that a step writes to a writable slot."""
-        if state.place is not Place.HOME or state.slot is None or not self._is_range(state):
-            return
-        self._notice(state)
-        old, slots = state.slot, self.slots[state.home]
-        new = self._take(state.home, state)
-        buffer = Region(map_anonymous(_MOVED_BYTES), _MOVED_BYTES).memory(0, _MOVED_BYTES)
-        try:
-            for start in range(0, state.bytes, _MOVED_BYTES):
-                piece = buffer[: min(_MOVED_BYTES, state.bytes - start)]
-                slots.home.read(old + start, piece)
-                slots.home.write(new + start, piece)
-        except BaseException:
-            slots.give(new, placed_bytes(state.bytes))
-            raise
-        self._vacate(state)
-        state.slot = new
-        state.show(self._faces.show(state.home, new, state.bytes), Place.HOME)
-
-    def _copy_home(self, state: State, home: int, arena: Memory) -> None:
-        """Copy a state in the arena to a home."""
-        if state.home != home:
-            self._vacate(state)
-        if state.slot is None:
-            state.slot, state.home = self._take(home, state), home
-            state.mark = None
-        self.bring_home(state, arena)
-
-    def bring_home(self, state: State, arena: Memory) -> bool:
-        """Write a state in the arena to its copy at home if they differ; return whether they did.
-
-        A copy in somebody else's file is not written: the state moves to a slot of its own. If this fails there is no
-        copy, and the next attempt makes one.
-        """
-        mark = state.fingerprint()
-        if mark == state.mark:
-            return False
-        if state.slot is None or self._is_range(state):
-            self._vacate(state)
-            state.slot = self._take(state.home, state)
-        store = self.slots[state.home].home
-        try:
-            arena.save(state.offset_in(arena.address), placed_bytes(state.bytes), store, state.slot)
-        except BaseException:
-            self._vacate(state)  # who knows what is there
-            raise
-        state.mark = mark
-        return True
-
-    def notice_writes(self) -> None:
-        """Keep what the user has written to tensors that are shown in a file."""
-        for state in self._in_files:
-            self._notice(state)
-        self._in_files = [state for state in self._in_files if self._is_in_file(state)]
-
-    def _notice(self, state: State) -> None:
-        if self._is_in_file(state) and state.slot is not None and self.slots[state.home].was_written(state.slot):
-            self.slots[state.home].own(state.slot)
-            _log.info("%s was changed, and has been moved from the file that it was read from in place", state.key)
-
-    def _is_range(self, state: State) -> bool:
-        """Return whether its slot is, or was, in somebody else's file: not page-aligned, and never written."""
-        return state.slot is not None and self.slots[state.home].is_range(state.slot)
-
-    def _is_in_file(self, state: State) -> bool:
-        return state.place is Place.HOME and state.slot is not None and self.slots[state.home].is_in_file(state.slot)
-
-    def leave(self, arena: Memory) -> None:
-        """Take every state out of the arena: to the nearest home with room or, if small, to memory of its own."""
-        self._settled = {id(state) for state in self._states.values()}
-        for state in self._states.values():
-            if state.is_idle():
-                self._discard(state)
-            elif state.place is Place.ARENA:
-                self._out(state)
-
-    def _discard(self, state: State) -> None:
-        self._vacate(state)
-        state.lose()
-
-    def _out(self, state: State) -> None:
-        if state.slot is not None and self._leaves_for(state, state.home):
-            return
-        if not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
-            self._to_own(state)
-
-    def _rearrange(self, wanted: list[tuple[State, Block]], arena: Memory, kept: Set[int]) -> None:
-        """Bring states into their blocks, those in the arena first: a move may need the room of another.
-
-        ``kept`` are ids of the states whose copies at home are kept.
-        """
-        now = {id(s): s.offset_in(arena.address) for s, _ in wanted if s.place is Place.ARENA}
-        moving = [(s, b) for s, b in wanted if id(s) in now and now[id(s)] != b.offset]
-        sources = [(now[id(s)], now[id(s)] + b.bytes) for s, b in moving]
-        for number in move_order(sources, [b.offset for _, b in moving]):
-            if number < 0:
-                self._out(moving[~number][0])
-                continue
-            state, block = moving[number]
-            if arena.move(now[id(state)], block.offset, state.bytes):
-                state.show(arena.view(block.offset, state.bytes), Place.ARENA)
-            else:
-                self._out(state)
-        for state, block in wanted:
-            if state.place is not Place.ARENA:
-                self._to_arena(state, block, arena, keep=id(state) in kept)
-
-    def _leaves_for(self, state: State, home: int) -> bool:
-        try:
-            self._to_home(state, home)
-        except SpillError:
-            return False
-        return True
 
     def evacuate(self) -> None:
         """Move every state with memory of its own off a device, so that an arena has room there."""
         for state in self._states.values():
-            if state.place is Place.OWN:
-                own = state.bytes_now()
-                if own.device.type != "cpu":
-                    state.show(own.cpu(), Place.OWN)
+            self._bring_own(state, CPU)
 
     def go_back(self) -> None:
         """Move the user's tensors back to a device once there is no arena."""
         for state in self._states.values():
-            if state.place is Place.OWN and state.origin.type != "cpu":
-                state.show(state.bytes_now().to(state.origin), Place.OWN)
+            if state.origin != CPU:
+                self._bring_own(state, state.origin)
+
+    @staticmethod
+    def _bring_own(state: State, device: torch.device) -> None:
+        if state.place is Place.OWN and state.windows[0].tensor.device != device:
+            state.show(state.bytes_now().to(device), Place.OWN)
 
     def give_back(self) -> None:
         """Give every state memory of its own, as plain PyTorch has it, on the CPU."""
         for state in self._states.values():
             if state.place in (Place.HOME, Place.ARENA):
-                self._to_own(state)
+                self.moves.to_own(state)
 
     def give_to_allocator(self) -> None:
         """Give every state memory of PyTorch's current allocator, and forget all states."""
         for state in self._states.values():
             if state.is_idle():
-                self._discard(state)
+                self.moves.discard(state)
             elif state.place in (Place.HOME, Place.ARENA):
                 home, slot = state.home, state.slot
-                self._to_own(state)
+                self.moves.to_own(state)
                 if slot is not None:
                     self.slots[home].home.discard(slot, placed_bytes(state.bytes))
         self.forget_all()
-
-    def _to_own(self, state: State) -> None:
-        if state.stays():
-            state.look_at(None)
-            for window in state.windows:
-                window.point_at(window.known_as.data)
-            state.become(Place.OWN)
-        else:
-            now = state.bytes_now()
-            if not self._is_in_file(state):  # there its pages are its own already: they are mapped for it alone
-                now = now.clone() if now.device.type == "cpu" else now.cpu()
-            state.show(now, Place.OWN)
-        self._vacate(state)
-
-    def _to_home(self, state: State, home: int) -> None:
-        if state.place is Place.HOME and state.home == home:
-            return
-        if state.place is Place.ARENA and state.slot is not None and state.home == home and self._arena is not None:
-            self.bring_home(state, self._arena)
-            state.mark = None
-            state.show(self._faces.show(home, state.slot, state.bytes), Place.HOME)
-            return
-        self._notice(state)
-        slots = self.slots[home]
-        fresh = slots.end
-        slot = self._take(home, state)
-        face = self._faces.show(home, slot, state.bytes)
-        try:
-            if state.place is Place.ARENA and self._arena is not None:
-                offset = state.offset_in(self._arena.address)
-                self._arena.save(offset, placed_bytes(state.bytes), slots.home, slot)
-            elif state.place is Place.HOME and slots.home.in_memory and state.slot is not None:
-                # Reading it through its face would fill the page cache.
-                self.slots[state.home].home.read(state.slot, internals.memory_of(face))
-            elif state.place is not Place.UNBORN:
-                slots.home.write(slot, internals.memory_of(state.bytes_now().cpu()))
-            elif slot < fresh:
-                face.zero_()
-        except BaseException:
-            self._faces.drop(home, slot)
-            slots.give(slot, placed_bytes(state.bytes))
-            raise
-        self._vacate(state)
-        state.slot, state.home = slot, home
-        state.show(face, Place.HOME)
-
-    def _to_arena(self, state: State, block: Block, arena: Memory, *, keep: bool) -> None:
-        target = arena.view(block.offset, state.bytes)
-        if state.place is Place.UNBORN:
-            target.zero_()
-        elif state.place is Place.HOME and state.slot is not None:
-            self._notice(state)
-            arena.load(block.offset, block.bytes, self.slots[state.home].home, state.slot)
-        else:
-            target.copy_(state.bytes_now())
-        if keep and state.place is Place.HOME and state.slot is not None:
-            self._faces.drop(state.home, state.slot)
-            state.show(target, Place.ARENA)
-            state.mark = state.fingerprint()
-            return
-        self._vacate(state)
-        state.show(target, Place.ARENA)
-
-
-def move_order(sources: Sequence[tuple[int, int]], targets: Sequence[int]) -> list[int]:
-    """Order moves within one region such that no bytes are overwritten before they have moved.
-
-    ``sources`` are (start, end), ``targets`` starts; neither overlap among themselves, but a target may overlap its own
-    source. Returns the numbers of the moves; in a cycle one has to be put aside first: it is listed as ``~number``, and
-    its move is left out.
-    """
-    ends = [start + end - begin for start, (begin, end) in zip(targets, sources, strict=True)]
-    by_address = sorted(range(len(sources)), key=lambda i: sources[i])
-    starts = [sources[i][0] for i in by_address]
-    # By move: whose sources lie where it goes; and the reverse.
-    blockers: list[set[int]] = []
-    waiting: list[list[int]] = [[] for _ in sources]
-    for number, target in enumerate(targets):
-        found: set[int] = set()
-        for at in range(max(bisect_right(starts, target) - 1, 0), bisect_left(starts, ends[number])):
-            other = by_address[at]
-            if other != number and sources[other][1] > target and sources[other][0] < ends[number]:
-                found.add(other)
-                waiting[other].append(number)
-        blockers.append(found)
-    ready = [number for number, found in enumerate(blockers) if not found]
-    left = set(range(len(sources))) - set(ready)
-    order: list[int] = []
-    while ready or left:
-        if ready:
-            gone = ready.pop()
-            order.append(gone)
-        else:
-            # Of those in each other's place the smallest; it takes the least time to put aside.
-            gone = min({b for number in left for b in blockers[number]}, key=lambda i: (_length(sources[i]), i))
-            left.discard(gone)
-            order.append(~gone)
-        for number in waiting[gone]:
-            blockers[number].discard(gone)
-            if not blockers[number] and number in left:
-                left.discard(number)
-                ready.append(number)
-    return order
-
-
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]

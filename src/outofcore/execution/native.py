@@ -13,10 +13,11 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -28,9 +29,10 @@ _CUDA_SOURCE = _FOLDER / "cuda" / "issue.cpp"
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
-# Result and arguments. No arguments declared (None): ctypes then passes a plain int and a ready-made c_void_p with
-# no conversion, in half the time, which counts only for what every op calls.
-_PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...] | None]] = {
+# Result and arguments by name. No arguments declared (None): ctypes then passes a plain int and a ready-made c_void_p
+# with no conversion, in half the time, which counts only for what every op calls.
+Prototypes: TypeAlias = Mapping[str, tuple[type | None, tuple[type, ...] | None]]
+_PROTOTYPES: Prototypes = {
     "outofcore_install": (ctypes.c_int, ()),
     "outofcore_uninstall": (None, ()),
     "outofcore_arena_open": (_POINTER, (_POINTER, _COUNT, _COUNT, _COUNT)),
@@ -71,7 +73,7 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...] | None]] = {
     "outofcore_copying_idle": (ctypes.c_int, (_POINTER, ctypes.c_double)),
     "outofcore_copying_failure": (None, (_POINTER, _POINTER)),
 }
-_CUDA_PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...] | None]] = {
+_CUDA_PROTOTYPES: Prototypes = {
     "outofcore_issue": (ctypes.c_int, None),
     "outofcore_lane_holds": (ctypes.c_int, (_POINTER, _POINTER)),
     "outofcore_cuda_error": (ctypes.c_char_p, (ctypes.c_int,)),
@@ -118,7 +120,7 @@ def build_key(flavor: Flavor = Flavor.CPU) -> str:
     hashed = hashlib.sha256()
     for path in (*_sources(flavor), *sorted(_FOLDER.glob("*.h"))):
         hashed.update(path.read_bytes())
-    hashed.update("\0".join((str(_torch_folder()), *_flags(flavor))).encode())
+    hashed.update("\0".join((str(torch_folder()), *_flags(flavor))).encode())
     tag = sys.implementation.cache_tag or sys.implementation.name
     return f"torch-{torch.__version__}-{tag}-{platform.machine()}-{hashed.hexdigest()[:16]}"
 
@@ -135,7 +137,12 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = F
 def load_library(path: Path, flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
     """Load a build and declare its functions; raises ``OSError`` if that fails."""
     library = ctypes.PyDLL(str(path))
-    prototypes = _PROTOTYPES | (_CUDA_PROTOTYPES if flavor is Flavor.CUDA else {})
+    declare(library, path, {**_PROTOTYPES, **(_CUDA_PROTOTYPES if flavor is Flavor.CUDA else {})})
+    return library
+
+
+def declare(library: ctypes.CDLL, path: Path, prototypes: Prototypes) -> None:
+    """Declare the functions of a library; raises ``OSError`` if it lacks one."""
     for name, (result, arguments) in prototypes.items():
         try:
             function = getattr(library, name)
@@ -144,12 +151,11 @@ def load_library(path: Path, flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
         function.restype = result
         if arguments is not None:
             function.argtypes = arguments
-    return library
 
 
 def cuda_headers() -> Path | None:
     """Return the folder with the CUDA runtime's headers: of PyTorch's packages, of conda, or of the system."""
-    packages = sorted(_torch_folder().parent.glob("nvidia/*/include"))
+    packages = sorted(torch_folder().parent.glob("nvidia/*/include"))
     named = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
     conda = [Path(sys.prefix) / "include", *sorted(Path(sys.prefix).glob("targets/*/include"))]
     system = [Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include"), reverse=True)]
@@ -160,9 +166,9 @@ def cuda_headers() -> Path | None:
 
 
 def without_lock(library: ctypes.PyDLL, name: str) -> Callable[..., int]:
-    """Return a function of the library that releases the GIL while it runs."""
-    function = getattr(ctypes.CDLL(None, handle=library._handle), name)
-    function.restype, function.argtypes = _PROTOTYPES[name]
+    """Return a declared function of the library that releases the GIL while it runs."""
+    function, declared = getattr(ctypes.CDLL(None, handle=library._handle), name), getattr(library, name)
+    function.restype, function.argtypes = declared.restype, declared.argtypes
     found: Callable[..., int] = function
     return found
 
@@ -171,7 +177,7 @@ def _sources(flavor: Flavor) -> tuple[Path, ...]:
     return (*_SOURCES, _CUDA_SOURCE) if flavor is Flavor.CUDA else _SOURCES
 
 
-def _torch_folder() -> Path:
+def torch_folder() -> Path:
     return Path(torch.__file__).resolve().parent
 
 
@@ -189,11 +195,11 @@ def _flags(flavor: Flavor) -> list[str]:
     return [
         *device_flags(flavor),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{_torch_folder() / 'include'}",
+        f"-I{torch_folder() / 'include'}",
     ]
 
 
 def _link_flags(flavor: Flavor) -> list[str]:
-    library = _torch_folder() / "lib"
+    library = torch_folder() / "lib"
     cuda = ["-lc10_cuda", "-ldl"] if flavor is Flavor.CUDA else []
     return [f"-L{library}", "-lc10", *cuda, "-pthread", f"-Wl,-rpath,{library}"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
 
+from outofcore._torch_internals import memory_of
+from outofcore.analysis import is_large
 from outofcore.errors import InputError, SpillError, StateError, UnitError
 from outofcore.execution.aliases import Faces
 from outofcore.execution.backend import Backend, CpuBackend
@@ -53,15 +54,72 @@ class OpenHome:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     @property
     def bytes(self) -> int:
         """Bytes that are in use."""
         return sum(store.bytes for store in self.stores)
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Make a row of elements without contents, which lives in the home if it takes 64 KiB or more.
+
+        Raises:
+            SpillError: the home has no room.
+
+        >>> import torch
+        >>> import outofcore
+        >>> with outofcore.open_home("disk") as home:
+        ...     row = home.empty(1 << 20, torch.float32)
+        ...     home.copy(torch.arange(1024.0), row[1024:2048])
+        ...     found = torch.empty(1024)
+        ...     home.copy(row[1024:2048], found)
+        >>> found[-1]
+        tensor(1023.)
+        """
+        size = count * dtype.itemsize
+        base = self.faces.birth(size) if is_large(size) else torch.empty(size, dtype=torch.uint8)
+        return base.view(dtype)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy elements, past the page cache if one of the tensors is on a disk; it does what ``target.copy_`` does.
+
+        So what is read or written piece by piece takes no memory beside the pieces. A part of a tensor goes past the
+        cache if it is whole pages, or ends with the tensor.
+
+        Args:
+            source: a tensor, or a slice of one.
+            target: one of the same shape and dtype, which does not overlap it.
+
+        Raises:
+            TransferError: the disk cannot be read or written.
+            SpillError: the home has no room to make a tensor writable that is in somebody else's file.
+        """
+        if (place := self._on_disk(source)) is not None and _is_memory(target) and self._on_disk(target) is None:
+            home, offset = place
+            home.start()  # the tensor may have been changed since it was last written there
+            home.read(offset, memory_of(_bytes_of(target)))
+        elif _is_memory(source) and (place := self._on_disk(target, to_write=True)) is not None:
+            home, offset = place
+            home.write(offset, memory_of(_bytes_of(source)))
+        else:
+            with torch.no_grad():
+                target.copy_(source)
+
+    def _on_disk(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
+        """Return the home on a disk that has a tensor's bytes, and where they begin; None if they are in memory.
+
+        The same if they share a page with others.
+        """
+        slot = self.faces.slot_of(tensor, to_write=to_write) if tensor.is_contiguous() else None
+        if slot is None or slot[0].in_memory:
+            return None
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        end = begin + tensor.numel() * tensor.element_size()
+        if begin % PAGE_BYTES or (end % PAGE_BYTES and end != tensor.untyped_storage().nbytes()):
+            return None
+        return slot[0], slot[1] + begin
 
     def close(self) -> None:
         """Close the home; it is given back to the system once no step uses it. May be called again.
@@ -116,6 +174,14 @@ class OpenHome:
         """Record that a step has nothing in its arena any more."""
         if self._tenant is not None and self._tenant[0] is step:
             self._tenant = None
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def host_limit(host_budget: int | str | None) -> int | None:

@@ -29,19 +29,19 @@ from outofcore.errors import StateError
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.binding import BoundRun, Draws
 from outofcore.execution.copying import Copying
+from outofcore.execution.interrupts import SIGNALS_SECONDS
+from outofcore.execution.native import Prototypes, declare, torch_folder, without_lock
 
 _SOURCE = Path(__file__).with_name("replay.cpp")
 _FILE = "replay.so"
-# Of a call by Python, and how much of a step they have to take so that the library is built for it.
-_CALL_SECONDS, _WORTH = 5e-6, 0.001
+# Of a step, for each of its ops: in longer ones the calls by Python, 5 us each, take less than a thousandth.
+_WORTH_SECONDS = 5e-3
 # Short programs end before it is built, and would begin again and again.
 _LONG_STEPS, _LONG_SECONDS = 50, 5.0
-# A signal is handled between two calls of native code.
-_SECONDS = 0.05
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
-_PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+_PROTOTYPES: Prototypes = {
     "replay_new": (_POINTER, (_COUNT,)),
     "replay_free": (None, (_POINTER,)),
     "replay_watch": (_COUNT, ()),
@@ -49,37 +49,9 @@ _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "replay_expect": (None, ()),
     "replay_take": (
         _COUNT,
-        (
-            _POINTER,
-            _COUNT,
-            ctypes.c_char_p,
-            ctypes.c_char_p,
-            ctypes.c_int,
-            _COUNT,
-            _COUNT,
-            _POINTER,
-            _COUNT,
-            _POINTER,
-        ),
+        (_POINTER, _COUNT, *[ctypes.c_char_p] * 2, ctypes.c_int, _COUNT, _COUNT, _POINTER, _COUNT, _POINTER),
     ),
-    "replay_run": (
-        _COUNT,
-        (
-            _POINTER,
-            _COUNT,
-            _COUNT,
-            ctypes.c_double,
-            _POINTER,
-            _POINTER,
-            _POINTER,
-            _POINTER,
-            _POINTER,
-            _POINTER,
-            _POINTER,
-            _POINTER,
-            _POINTER,
-        ),
-    ),
+    "replay_run": (_COUNT, (_POINTER, _COUNT, _COUNT, ctypes.c_double, *[_POINTER] * 9)),
     "replay_order": (_COUNT, (_POINTER, _COUNT, _COUNT, _POINTER, _COUNT)),
     "replay_issue": (None, (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER)),
     "replay_let_go": (None, (_POINTER,)),
@@ -164,7 +136,7 @@ _loading = _Loading()
 
 def is_worth_it(calls: int, seconds: float) -> bool:
     """Return whether a step with so many op calls and of that length gains from native calls."""
-    return calls * _CALL_SECONDS > _WORTH * seconds
+    return calls * _WORTH_SECONDS > seconds
 
 
 def is_worth_building(steps: int, seconds: float) -> bool:
@@ -178,7 +150,7 @@ def replay_if_there(*, build: bool) -> ctypes.PyDLL | None:
 
 
 def _flags() -> list[str]:
-    include = _torch_folder() / "include"
+    include = torch_folder() / "include"
     return [
         "-DNDEBUG",  # as PyTorch itself is built: what observers are told has other members without it
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
@@ -187,31 +159,22 @@ def _flags() -> list[str]:
     ]
 
 
-def _torch_folder() -> Path:
-    return Path(torch.__file__).resolve().parent
-
-
 def _build_key() -> str:
     hashed = hashlib.sha256(_SOURCE.read_bytes())
-    hashed.update("\0".join((str(_torch_folder()), *_flags())).encode())
+    hashed.update("\0".join((str(torch_folder()), *_flags())).encode())
     tag = sys.implementation.cache_tag or sys.implementation.name
     return f"replay-{torch.__version__}-{tag}-{platform.machine()}-{hashed.hexdigest()[:16]}"
 
 
 def _build(folder: Path) -> Path:
-    library = _torch_folder() / "lib"
+    library = torch_folder() / "lib"
     links = [f"-L{library}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library}"]
     return compile_library(_SOURCE, folder / _FILE, _flags(), links)
 
 
 def _load(path: Path) -> ctypes.PyDLL:
     library = ctypes.PyDLL(str(path))
-    for name, (result, arguments) in _PROTOTYPES.items():
-        try:
-            function = getattr(library, name)
-        except AttributeError as error:
-            raise OSError(f"{path} lacks the function {name}") from error
-        function.restype, function.argtypes = result, arguments
+    declare(library, path, _PROTOTYPES)
     return library
 
 
@@ -226,9 +189,7 @@ class Replay:
         self._handle: int = handle
         self._end = weakref.finalize(self, library.replay_free, handle)
         self._end.atexit = False
-        # The same without the GIL: copies have threads of their own.
-        self._run = ctypes.CDLL(None, handle=library._handle).replay_run
-        self._run.restype, self._run.argtypes = _PROTOTYPES["replay_run"]
+        self._run = without_lock(library, "replay_run")  # copies have threads of their own
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -319,7 +280,7 @@ class Replay:
             self._handle,
             first,
             end,
-            _SECONDS,
+            SIGNALS_SECONDS,
             begin,
             close if ends_scopes else None,
             pointer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,22 +11,22 @@ import torch
 
 from outofcore import _torch_internals as internals
 from outofcore._torch_internals import mark_stepped
-from outofcore.analysis import is_large
-from outofcore.capture.captured import Captured, LeafKind, StateBinding
+from outofcore.capture.captured import Captured, LeafKind
 from outofcore.capture.optimizers import OptimizerUpdate, StateOrder
 from outofcore.costs import Costs
 from outofcore.errors import OutOfCoreError, StateError
-from outofcore.execution.aliases import Owned, Place, State, assign_gradient, references_to
+from outofcore.execution.aliases import Owned, Place, State
 from outofcore.execution.arena import Arena, Memory, ScopeTable
 from outofcore.execution.binding import Bound, BoundRun, bind, scopes, tensor_on
 from outofcore.execution.checks import CheckedHome
 from outofcore.execution.demand_eviction import DemandEviction
 from outofcore.execution.engines import Engine, Port
+from outofcore.execution.gradients import StepGradients
 from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.slots import Layout, Piece, lay_out, needed_bytes
 from outofcore.execution.stopping import can_stop, stop, stops_as_plain, updates_of
 from outofcore.execution.undo import Undo
-from outofcore.graph import Op, StorageKind
+from outofcore.graph import Op
 from outofcore.planning.placement.requests import Event, EventKind, Requests, Result, workspace_layout
 from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
 
@@ -91,25 +92,7 @@ class Runner:
         self._updates = [call.func for call in captured.calls if isinstance(call.func, OptimizerUpdate)]
         self._state_order = StateOrder(self._updates)
         self._optimizers = list({id(u.optimizer): u.optimizer for u in self._updates}.values())
-        self._gradients = {
-            left.value: (captured.states[left.parameter], keeper.gradient(captured, left))
-            for left in captured.gradients_left
-        }
-        end = len(program.instructions)
-        blocks = {b.storage: b for b in program.blocks if b.storage in program.staying and b.dies == end}
-        # Of the gradients left, where those are that stay in the arena: offsets by value.
-        self._staying = {
-            index: blocks[storage].offset
-            for index in self._gradients
-            if (storage := captured.values[index].storage) in blocks
-        }
-        self._cleared = [parameter_of(captured.states[i]) for i in captured.gradients_cleared]
-        self._accumulated = [
-            (binding, state)
-            for binding in captured.states
-            if binding.kind is StorageKind.GRADIENT
-            for state in (self._states[captured.values[binding.value].storage],)
-        ]
+        self._gradients = StepGradients(captured, program, keeper, self._states)
         self._owned = Owned(captured)
         written = {storage for op in captured.graph.ops for storage in op.mutates}
         written |= {found.whole for storage, found in captured.ranges.items() if storage in written}
@@ -129,10 +112,11 @@ class Runner:
 
         If it raises ``SpillError`` or ``TransferError``, all states are out of the arena.
         """
-        keeper, layout = self._keeper, None
+        keeper = self._keeper
         for slots in keeper.slots:
             slots.home.start()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(keeper.moves.leave, arena)
             bound = self._kept
             if bound is None or bound.arena is not arena:
                 bound = bind(self.captured, self.program, arena, max(len(keeper.slots), 1))
@@ -141,15 +125,12 @@ class Runner:
             for slots, count in zip(keeper.slots, needed, strict=False):
                 slots.expect(count)
             wholes = {found.whole for found in self.captured.ranges.values()}
-            keeper.enter(self._states, self.program, arena, self.captured.graph.frozen - wholes)
+            keeper.moves.enter(self._states, self.program, arena, self.captured.graph.frozen - wholes)
             lasting = self._lasting()
             layout = lay_out(self.captured.graph, self._costs, self.program, keeper.slots)
+            undo.callback(layout.give_back, keeper.slots)
             self._placed = self._bound(arena, bound, lasting, layout)
-        except BaseException:
-            if layout is not None:
-                layout.give_back(keeper.slots)
-            keeper.leave(arena)
-            raise
+            undo.pop_all()
 
     def _bound(self, arena: Memory, bound: Bound, lasting: dict[int, int], layout: Layout) -> _Placed:
         slots = dict(layout.pieces)
@@ -158,14 +139,13 @@ class Runner:
                 block = self.program.blocks[instruction.block]
                 if block.storage in lasting:
                     slots[index] = (Piece(lasting[block.storage], block.bytes),)
-        workspaces = self._workspaces()
+        workspaces = self._workspaces() if arena.takes_turns else []
         table = ScopeTable(arena, scopes(self.captured, self.program, self._requests), workspaces)
         first_table = None
         if self._first_requests:
             first = [self._first_requests.get(i, r) for i, r in enumerate(self._requests)]
             first_table = ScopeTable(arena, scopes(self.captured, self.program, first), workspaces)
-        for storage, value in self.captured.constants.items():
-            self._load_constant(storage, value, arena)
+        self._load_constants(arena)
         left = tuple(
             (instruction.home, slots[index][0])
             for index, instruction in enumerate(self.program.instructions)
@@ -181,8 +161,6 @@ class Runner:
 
     def _workspaces(self) -> list[tuple[int, int]]:
         """Return (bytes, offset) of each scope's workspace."""
-        if self.captured.device.type != "cpu":  # where ops run later than they are called
-            return []
         runs = [i for i in self.program.instructions if isinstance(i, Run) and not i.communicates]
         blocks = [None if run.workspace is None else self.program.blocks[run.workspace] for run in runs]
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
@@ -192,20 +170,20 @@ class Runner:
         found: dict[int, int] = {}
         for storage, state in self._states.items():
             if state.place is Place.HOME or storage in self.program.clean:
-                found[storage] = self._keeper.slot(state)
-        for index, (_, state) in self._gradients.items():
-            if is_large(state.bytes) and index not in self._staying:
-                found[self.captured.values[index].storage] = self._keeper.slot(state)
+                found[storage] = self._keeper.moves.slot(state)
+        for storage, state in self._gradients.at_home().items():
+            found[storage] = self._keeper.moves.slot(state)
         for storage, part in self.captured.ranges.items():
-            found[storage] = self._keeper.slot(self._states[part.whole]) + part.offset
+            found[storage] = self._keeper.moves.slot(self._states[part.whole]) + part.offset
         return found
 
-    def _load_constant(self, storage: int, constant: torch.Tensor, arena: Memory) -> None:
-        if constant.device.type != self.captured.device.type:
-            return  # bound as it is
+    def _load_constants(self, arena: Memory) -> None:
+        """Copy the constants into their blocks, except for those of another device, which are bound in place."""
+        foreign = {value.storage for value in self.captured.values if value.foreign}
         for block in self.program.blocks:
-            if block.storage == storage:
-                count = self.captured.own_bytes(storage)
+            constant = None if block.storage is None else self.captured.constants.get(block.storage)
+            if block.storage is not None and constant is not None and block.storage not in foreign:
+                count = self.captured.own_bytes(block.storage)
                 arena.view(block.offset, count).copy_(internals.storage_bytes(constant)[:count])
 
     def make_way(self) -> None:
@@ -245,7 +223,7 @@ class Runner:
                 self._first_requests = {}
         for slots in self._keeper.slots:
             slots.home.start()
-        self._keeper.notice_writes()
+        self._keeper.moves.notice_writes()
         placed = self._bring_home(placed)
         lender = self._lender
         if lender is not None:
@@ -253,7 +231,7 @@ class Runner:
         placed.undo.begin(placed.arena)
         self._begun = True
         try:
-            timeline = engine.run(self.program, placed.bound, placed.arena, table, placed.slots, ports)
+            timeline = engine.run(placed.bound, table, placed.slots, ports)
         except Exception as error:
             self._name_op(engine, error)
             raise
@@ -261,7 +239,7 @@ class Runner:
             replica.apply()
         self._check_left()
         self._keeper.write_shared(self._written)
-        self._show_gradients(placed.arena, results)
+        self._gradients.show(placed.arena, results)
         if to_publish:
             self._publish()
         if engine.update_failure is not None:
@@ -270,6 +248,10 @@ class Runner:
         self._state_order.end()
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
+        return self._returned(leaves, results), timeline
+
+    def _returned(self, leaves: Sequence[Any], results: dict[int, torch.Tensor]) -> Any:
+        captured = self.captured
         returned: list[Any] = []
         for leaf in captured.outputs:
             match leaf.kind:
@@ -282,7 +264,7 @@ class Runner:
                     returned.append(leaves[leaf.index])
                 case LeafKind.CONSTANT:
                     returned.append(leaf.constant)
-        return internals.tree_unflatten(returned, captured.output_spec), timeline
+        return internals.tree_unflatten(returned, captured.output_spec)
 
     @property
     def _lender(self) -> DemandEviction | None:
@@ -321,8 +303,8 @@ class Runner:
     def _bring_home(self, placed: _Placed) -> _Placed:
         """Write home the user's changes since the last step to what leaves without a copy."""
         for storage in self.program.clean:
-            self._keeper.bring_home(self._states[storage], placed.arena)
-        copies = {storage: self._keeper.slot(self._states[storage]) for storage in self.program.clean}
+            self._keeper.moves.bring_home(self._states[storage], placed.arena)
+        copies = {storage: self._keeper.moves.slot(self._states[storage]) for storage in self.program.clean}
         moved = {storage: slot for storage, slot in copies.items() if slot != placed.copies[storage]}
         if not moved:
             return placed
@@ -345,17 +327,8 @@ class Runner:
         reached = engine.reached()
         if reached is None or (self._lender is not None and self._lender.is_lost):
             return False
-        self._let_gradients_go()
+        self._gradients.leave_arena()
         return self._placed.undo.undo(self._placed.arena, self._keeper.slots, reached)
-
-    def _let_gradients_go(self) -> None:
-        """Remove the gradients in the arena: other bytes may be there now."""
-        for index in self._staying:
-            parameter, state = self._gradients[index]
-            if state.place is Place.ARENA:
-                if parameter_of(parameter).grad is state.windows[0].tensor:
-                    parameter_of(parameter).grad = None
-                self._keeper.taken(state)
 
     def may_stop(self, engine: Engine) -> bool:
         """Return whether the running step can be left: no update has begun."""
@@ -372,7 +345,7 @@ class Runner:
             return False
         if not (can_stop(captured, program, reached) and stops_as_plain(captured, program, reached)):
             return False
-        self._let_gradients_go()
+        self._gradients.leave_arena()
         stop(captured, program, placed.slots, placed.arena, self._keeper.slots, reached)
         self._keeper.write_shared(self._written)
         if self._makes_state:
@@ -423,11 +396,7 @@ class Runner:
             leaf = leaves[binding.leaf]
             ports[storage] = Port(leaf.data_ptr(), captured.own_bytes(storage), leaf)
         results: dict[int, torch.Tensor] = {}
-        elsewhere = {
-            captured.values[index].storage
-            for index, (_, state) in self._gradients.items()
-            if index in self._staying or is_large(state.bytes)
-        }
+        elsewhere = self._gradients.in_arena() | self._gradients.at_home().keys()
         for storage in captured.graph.outputs:
             if storage in elsewhere:
                 continue
@@ -435,23 +404,6 @@ class Runner:
             result = results[storage] = torch.empty(count, dtype=torch.uint8, device=captured.device)
             ports[storage] = Port(result.data_ptr(), count, result)
         return ports, results
-
-    def _show_gradients(self, arena: Memory, results: dict[int, torch.Tensor]) -> None:
-        for index, (parameter, state) in self._gradients.items():
-            value = self.captured.values[index]
-            if index in self._staying:
-                shown = self._keeper.stayed(state, value, arena, self._staying[index])
-            else:
-                shown = self._keeper.arrived(state, value, results.get(value.storage))
-            assign_gradient(parameter_of(parameter), shown)
-        shown = None
-        for _, state in self._gradients.values():
-            state.references = references_to(state.windows[0].tensor)
-        for parameter in self._cleared:
-            parameter.grad = None
-        for binding, state in self._accumulated:
-            if parameter_grad_owner(self.captured, binding).grad is None:
-                self._keeper.forget(state, binding)
 
     def _publish(self) -> None:
         """Show the user optimizer state that an update has created."""
@@ -470,14 +422,7 @@ class Runner:
 
     def _take_over(self) -> bool:
         """Take over gradients and optimizer state that the user has replaced; return whether state must be created."""
-        for binding, state in self._gradients.values():
-            # What the step clears lives on for others who have it.
-            held = references_to(state.windows[0].tensor) > state.references
-            if held or parameter_of(binding).grad is not state.windows[0].tensor:
-                self._keeper.taken(state)
-        for binding, state in self._accumulated:
-            self._keeper.rebind(state, binding, live_gradient(self.captured, binding))
-            state.lay(binding.key, self.captured.values[binding.value])
+        self._gradients.take_over()
         cleared = False
         for binding, _, live in self._owned.replaced(self._keeper.tensor):
             if live is None:
@@ -488,27 +433,6 @@ class Runner:
             for update in self._updates:
                 update.forget()
         return cleared
-
-
-def parameter_of(binding: StateBinding) -> torch.Tensor:
-    """Return the user's own parameter of a binding; raises ``StateError`` if the user has none."""
-    if binding.tensor is None:
-        raise StateError(f"{binding.key} is not a parameter of the model")
-    return binding.tensor
-
-
-def parameter_grad_owner(captured: Captured, binding: StateBinding) -> torch.Tensor:
-    """Return the parameter whose gradient a GRADIENT binding is."""
-    key = binding.key.removesuffix(".grad")
-    return parameter_of(next(b for b in captured.states if b.key == key))
-
-
-def live_gradient(captured: Captured, binding: StateBinding) -> torch.Tensor:
-    """Return the user's current gradient; raises ``StateError`` if there is none although one was captured."""
-    gradient = parameter_grad_owner(captured, binding).grad
-    if gradient is None:
-        raise StateError(f"{binding.key} was there when the step was captured and is None now")
-    return gradient
 
 
 def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event], alignment: int) -> Requests:

@@ -148,11 +148,10 @@ class Slots:
             return
         count = round_up(files.needed(offset), PAGE_BYTES)
         pages = (self.take(count), count)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.give, *pages)
             self.home.move_range(offset, pages)
-        except BaseException:
-            self.give(*pages)
-            raise
+            undo.pop_all()
 
     def give(self, offset: int, count: int) -> None:
         """Free a slot or a piece."""

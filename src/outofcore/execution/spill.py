@@ -13,7 +13,6 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 from outofcore.errors import SpillError, StateError, TransferError
@@ -21,8 +20,8 @@ from outofcore.execution.memory import Region, address_of, map_anonymous, map_fi
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 # One system call moves at most this much: a copy can then be stopped. Each call takes the processor from ops.
-_CHUNK_BYTES = 64 * MIB
-_BOUNCE_BYTES = MIB
+CHUNK_BYTES = 64 * MIB
+BUFFER_BYTES = MIB  # of what direct I/O cannot move in place
 
 
 def check_directory(directory: Path, count: int = 0) -> None:
@@ -150,44 +149,38 @@ class SpillFile:
 
     def write(self, offset: int, source: memoryview) -> None:
         """Write all of ``source`` at ``offset``; raises ``TransferError``."""
-        descriptor = self._check_transfer("write", offset, source)
-        whole = _whole_pages(source)
-        for start in range(0, whole, _CHUNK_BYTES):
-            self._write(descriptor, source[start : min(start + _CHUNK_BYTES, whole)], offset + start)
-        for start in range(whole, len(source), _BOUNCE_BYTES):
-            piece = source[start : start + _BOUNCE_BYTES]
-            buffer = self._buffer()
-            buffer[: len(piece)] = piece
-            self._write(descriptor, buffer[: round_up(len(piece), PAGE_BYTES)], offset + start)
-        if not self.direct:
-            self.forget(offset, len(source))
+        self._move(offset, source, writes=True)
 
     def read(self, offset: int, target: memoryview) -> None:
         """Fill all of ``target`` from ``offset`` on; raises ``TransferError``."""
-        descriptor = self._check_transfer("read", offset, target)
-        whole = _whole_pages(target)
-        for start in range(0, whole, _CHUNK_BYTES):
-            self._read(descriptor, target[start : min(start + _CHUNK_BYTES, whole)], offset + start)
-        for start in range(whole, len(target), _BOUNCE_BYTES):
-            piece = target[start : start + _BOUNCE_BYTES]
+        self._move(offset, target, writes=False)
+
+    def _move(self, offset: int, memory: memoryview, *, writes: bool) -> None:
+        """Transfer whole pages in place as far as they are aligned, and the rest through a buffer."""
+        descriptor = self._check_transfer("write" if writes else "read", offset, memory)
+        whole = _whole_pages(memory)
+        for start in range(0, whole, CHUNK_BYTES):
+            self._transfer(descriptor, memory[start : min(start + CHUNK_BYTES, whole)], offset + start, writes)
+        for start in range(whole, len(memory), BUFFER_BYTES):
+            piece = memory[start : start + BUFFER_BYTES]
             buffer = self._buffer()
-            self._read(descriptor, buffer[: round_up(len(piece), PAGE_BYTES)], offset + start)
-            piece[:] = buffer[: len(piece)]
+            if writes:
+                buffer[: len(piece)] = piece
+            self._transfer(descriptor, buffer[: round_up(len(piece), PAGE_BYTES)], offset + start, writes)
+            if not writes:
+                piece[:] = buffer[: len(piece)]
         if not self.direct:
-            self.forget(offset, len(target))
+            self.forget(offset, len(memory))
 
-    def _write(self, descriptor: int, source: memoryview, offset: int) -> None:
-        self._transfer(len(source), offset, lambda done: os.pwrite(descriptor, source[done:], offset + done), True)
-
-    def _read(self, descriptor: int, target: memoryview, offset: int) -> None:
-        self._transfer(len(target), offset, lambda done: os.preadv(descriptor, [target[done:]], offset + done), False)
-
-    def _transfer(self, count: int, offset: int, move: Callable[[int], int], writes: bool) -> None:
-        """Move ``count`` bytes by calls that may move fewer than they are asked to."""
-        done, stuck = 0, False
+    def _transfer(self, descriptor: int, memory: memoryview, offset: int, writes: bool) -> None:
+        """Move all bytes by calls that may move fewer than they are asked to."""
+        count, done, stuck = len(memory), 0, False
         while done < count:
             try:
-                moved = move(done)
+                if writes:
+                    moved = os.pwrite(descriptor, memory[done:], offset + done)
+                else:
+                    moved = os.preadv(descriptor, [memory[done:]], offset + done)
             except OSError as error:
                 raise self.failed(offset + done, count - done, error.errno, writes=writes) from error
             kept = kept_bytes(moved, count - done)
@@ -230,7 +223,7 @@ class SpillFile:
     def _buffer(self) -> memoryview:
         memory: memoryview | None = getattr(self._buffers, "memory", None)
         if memory is None:
-            memory = self._buffers.memory = copy_buffer(_BOUNCE_BYTES)
+            memory = self._buffers.memory = copy_buffer()
         return memory
 
     def _open_direct(self) -> int | None:
@@ -261,7 +254,7 @@ class SpillFile:
         return descriptor
 
 
-def copy_buffer(count: int) -> memoryview:
+def copy_buffer(count: int = BUFFER_BYTES) -> memoryview:
     """Return ``count`` bytes of new page-aligned memory; raises ``TransferError`` if the system gives none."""
     try:
         return Region(map_anonymous(count), count).memory(0, count)

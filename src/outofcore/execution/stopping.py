@@ -80,6 +80,3 @@ def stop(
         for piece in slots[index]:
             move(at, piece.bytes, home, piece.offset)
             at += piece.bytes
-
-
-__all__ = ["can_stop", "stop", "stops_as_plain", "updates_of"]

@@ -157,6 +157,3 @@ def _clean(program: Program, block: Block, slots: Mapping[int, tuple[Piece, ...]
     copies = enumerate(program.instructions)
     index, back = next((i, c) for i, c in copies if isinstance(c, CopyIn) and c.block == block.id)
     return _Stray(block, None, slots[index], back.home, index, ())
-
-
-__all__ = ["Reached", "Undo"]

@@ -2,7 +2,7 @@
 
 Python methods that return an address, or make a second storage on the same memory, are wrapped while a loop is followed
 and as long as a tensor is in its memory. A function that modules have imported by name is changed in CPython's own
-structure. NumPy arrays are always seen: ``Tensor.numpy`` marks the storage (``has_array`` in paging.cpp). Readers such
+structure. NumPy arrays are always seen: ``Tensor.numpy`` marks the storage (``has_array`` in blocks.h). Readers such
 as savers are wrapped too: the storage stays in place while another thread than the loop's reads it.
 
 Not seen are addresses other than NumPy's that are taken while no loop has memory, NumPy's of a tensor that
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import DLPACK_EXPORTERS, FILE_WRITER, TENSOR_MODULE
+from outofcore.follow.native import flavor_of, has_pieces, trampoline
 
 # By class, what hands out an address, or something that has it: methods, and a property. Left out is what shares the
 # storage itself (``set_``, ``_weak_ref``), copies (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), moves
@@ -64,10 +65,6 @@ _STORAGE_MODULE = torch.TypedStorage.__module__
 # This library's own, between the steps of a compiled step.
 _OURS = "outofcore."
 
-# Returns the address of a C function that tells of a call with its arguments, and then calls another. It is given which
-# of two it is, whom to tell, and the address of the other.
-Trampoline = Callable[[int, Callable[[tuple[object, ...]], int], int], int]
-
 
 class AddressWatch:
     """Calls a function with a storage before its address is handed out.
@@ -76,20 +73,17 @@ class AddressWatch:
         fix: is called with storages in memory of the CPU or of a GPU, and whether only other threads than the loop's
             keep the address until the next op.
         held: returns a context for reading the memory of one without an op.
-        is_needed: whether a tensor is in memory of a loop, open or not: then watching goes on after ``watching``.
+
+    As long as a tensor is in memory of a loop, open or not, watching goes on after ``watching``.
     """
 
     def __init__(
         self,
         fix: Callable[[torch.UntypedStorage, bool], object],
         held: Callable[[torch.UntypedStorage], contextlib.AbstractContextManager[None]],
-        is_needed: Callable[[], bool],
-        trampoline: Trampoline,
     ) -> None:
         self._fix = fix
         self._held = held
-        self._is_needed = is_needed
-        self._trampoline = trampoline
         self._open = False
         self._undo: contextlib.ExitStack | None = None
         self._wrapped: list[tuple[Any, str, object]] = []
@@ -111,7 +105,7 @@ class AddressWatch:
 
     def _stop_if_needless(self) -> None:
         with self._lock:
-            if self._open or self._undo is None or self._is_needed():
+            if self._open or self._undo is None or has_pieces():
                 return
             # Where somebody else has wrapped a method since, it is left for later.
             if all(vars(kind).get(name) is wrapper for kind, name, wrapper in self._wrapped):
@@ -166,7 +160,7 @@ class AddressWatch:
             for name in names:
                 self._replace(undo, kind, name, held)
         for number, function in enumerate(DLPACK_EXPORTERS):
-            _divert(undo, function, functools.partial(self._trampoline, number, self._tell_of_all))
+            _divert(undo, function, functools.partial(trampoline, number, self._tell_of_all))
         return undo
 
     def _tell_of_all(self, arguments: tuple[object, ...]) -> int:
@@ -177,22 +171,27 @@ class AddressWatch:
     def _replace(
         self, undo: contextlib.ExitStack, kind: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
-        own = vars(kind).get(name)
         plain: Any = getattr(kind, name)
         getter: Any = getattr(plain, "fget", None)  # of a property
         wrapper = wrap(plain) if getter is None else property(wrap(getter))
-        setattr(kind, name, wrapper)
+        replace_attribute(undo, kind, name, wrapper)
         self._wrapped.append((kind, name, wrapper))
-        if own is None:  # what the class inherits, it inherits again
-            undo.callback(delattr, kind, name)
-        else:
-            undo.callback(setattr, kind, name, own)
+
+
+def replace_attribute(undo: contextlib.ExitStack, kind: Any, name: str, value: object) -> None:
+    """Set an attribute of a class; what the class inherits, it inherits again once that is undone."""
+    own = vars(kind).get(name)
+    setattr(kind, name, value)
+    if own is None:
+        undo.callback(delattr, kind, name)
+    else:
+        undo.callback(setattr, kind, name, own)
 
 
 def _storage_of(value: object) -> torch.UntypedStorage | None:
     if isinstance(value, torch.UntypedStorage):
         return value
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type in {"cpu", "cuda"}:
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and flavor_of(value.device) is not None:
         return value.untyped_storage()
     return None
 

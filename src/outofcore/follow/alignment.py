@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from outofcore._torch_internals import is_aligned, storage_address
-from outofcore.follow.native import Flavor, loaded_paging
-
-# Addresses of PyTorch's own tensors are multiples of this.
-_ALIGNMENT = 64
+from outofcore.analysis import SMALL_ALIGNMENT
+from outofcore.execution.native import Flavor
+from outofcore.follow.native import flavor_of, loaded_paging
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,9 +24,9 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     >>> outofcore.aligned(weight) is weight, outofcore.aligned(weight[1:]).tolist()
     (True, [1.0, 1.0, 1.0])
     """
-    if tensor.device.type != "cpu" or is_aligned(tensor, _ALIGNMENT):
+    if flavor_of(tensor.device) is not Flavor.CPU or is_aligned(tensor, SMALL_ALIGNMENT):
         return tensor
-    library = None if tensor.storage_offset() else loaded_paging(Flavor.CPU)
+    library = None if tensor.storage_offset() else loaded_paging(tensor.device)
     if library is not None and library.follow_where(storage_address(tensor.untyped_storage())) != 0:
         return tensor  # a loop moves it, and ops see it at the beginning of a page
     return tensor.clone()

@@ -18,11 +18,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import storage_address, storage_bytes, storage_key, tree_flatten, tree_unflatten
-from outofcore.execution.aliases import set_data
 from outofcore.execution.mapped_files import MappedFiles
-from outofcore.follow.loop import Loop, explained, parts_of, tensors_of
-from outofcore.follow.native import call, load_paging
+from outofcore.follow.devices import CPU
+from outofcore.follow.failures import explained
+from outofcore.follow.loop import Loop
+from outofcore.follow.native import call
 from outofcore.follow.stats import LoopStats
+from outofcore.follow.user_tensors import state_of, tensors_of
+from outofcore.tensor_data import move_onto
 
 _log = logging.getLogger("outofcore")
 
@@ -85,7 +88,7 @@ class FollowedCalls:
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
         """Give back memory of a tensor that is resident only because somebody read it at its home."""
-        load_paging().follow_forget(storage_address(tensor.untyped_storage()))
+        CPU.library.follow_forget(storage_address(tensor.untyped_storage()))
 
     def vacate(self) -> None:
         """Bring everything home, because another step is to have the model."""
@@ -102,11 +105,14 @@ class FollowedCalls:
         try:
             self._loop.resume()
             return run()
-        except BaseException as error:
+        except RuntimeError as error:
             told = explained(error)
             if told is None:
                 raise
-            raise told from error
+            try:
+                raise told from error
+            finally:
+                del told  # it would keep this frame, and the frame it
         finally:
             self._loop.pause()
 
@@ -114,18 +120,14 @@ class FollowedCalls:
         for model in self._models:
             yield from tensors_of(model)
         for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        yield from parts_of(value)
+            yield from state_of(optimizer)
 
     def _take_strangers(self) -> None:
         """Take over tensors that the user, a checkpoint or another step has replaced."""
-        plain = [t for t in self._states() if t.layout is torch.strided and t.device.type == "cpu"]
-        strangers = self._loop.strangers(plain)
+        strangers = self._loop.strangers([tensor for tensor in self._states() if CPU.has(tensor)])
         if not strangers:
             return
-        library, mapped = load_paging(), MappedFiles()
+        library, mapped = CPU.library, MappedFiles()
         of_others: dict[int, list[torch.Tensor]] = {}
         for tensor in strangers:
             storage = tensor.untyped_storage()
@@ -137,22 +139,21 @@ class FollowedCalls:
                 of_others.setdefault(storage_key(tensor), []).append(tensor)
         # Another step may know that memory by what it lies in: the model leaves it, and the memory stays as it is.
         for tensors in of_others.values():
-            own = storage_bytes(tensors[0]).clone().untyped_storage()
+            own = storage_bytes(tensors[0]).clone()
             for tensor in tensors:
-                data = torch.empty(0, dtype=tensor.dtype)
-                set_data(tensor, data.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride()))
+                move_onto(tensor, own)
         _log.info("taken over %d tensors that lay elsewhere", len(strangers))
 
     def _given(self, result: Any) -> Any:
         """Return a call's result as a compiled step returns it."""
-        library, lasting = load_paging(), {storage_key(tensor) for tensor in self._states()}
+        library, lasting = CPU.library, {storage_key(tensor) for tensor in self._states()}
 
         def give(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             if value.grad_fn is not None:
                 value = value.detach()
-            if value.layout is torch.strided and value.device.type == "cpu" and storage_key(value) not in lasting:
+            if CPU.has(value) and storage_key(value) not in lasting:
                 call(library, "follow_release", storage_address(value.untyped_storage()))
             return value
 

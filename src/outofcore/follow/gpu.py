@@ -19,18 +19,18 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import cublas_workspaces
+from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import BudgetError, StateError
-from outofcore.units import KIB, MIB, format_bytes, round_up
+from outofcore.execution.cuda.driver import ALLOCATOR
+from outofcore.follow.addresses import replace_attribute
+from outofcore.units import format_bytes, round_up
 
 # By name, what a graph does that cannot be followed.
 _REFUSED = {"capture_begin": "captured", "replay": "replayed"}
-# What the caching allocator takes from the device at once, for requests below 1 MiB; and from which size on it takes a
-# multiple of that. What lies between comes out of larger pieces.
-_SEGMENT, _LARGE = 2 * MIB, 10 * MIB
-# Storages below this are left to it: ``smallest`` in paging.cpp.
-_SMALL = 64 * KIB
+# PyTorch's allocator takes multiples of a segment from the device for requests of this size and more.
+_LARGE = ALLOCATOR.middle_segment // 2
 # Of the budget, a part for small tensors of the loop; this at the least.
-_SMALL_SHARE, _LEAST_SMALL = 64, 4 * _SEGMENT
+_SMALL_SHARE, _LEAST_SMALL = 64, 4 * ALLOCATOR.segment
 # Of the arena, a part stays free: tensors that an op uses part what is free, and its results need holes.
 _SPARE_SHARE = 32
 
@@ -57,13 +57,13 @@ def shares_of(budget: int, device: torch.device) -> Shares:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     beside = _bytes_beside(device)
-    segments = max(round_up(budget // _SMALL_SHARE, _SEGMENT), _LEAST_SMALL)
-    arena = (budget - beside - segments) // _SEGMENT * _SEGMENT
+    segments = max(round_up(budget // _SMALL_SHARE, ALLOCATOR.segment), _LEAST_SMALL)
+    arena = (budget - beside - segments) // ALLOCATOR.segment * ALLOCATOR.segment
     if arena < _LARGE:
         least = beside + _LEAST_SMALL + _LARGE
         raise BudgetError(
             f"a budget of {format_bytes(budget)} leaves no room for a loop on {device}: libraries keep "
-            f"{format_bytes(beside)} there, with tensors of less than {format_bytes(_SMALL)}. Give a budget of at "
+            f"{format_bytes(beside)} there, with tensors of less than {format_bytes(LARGE_BYTES)}. Give a budget of at "
             f"least {format_bytes(least)}",
             least,
         )
@@ -77,7 +77,7 @@ def _bytes_beside(device: torch.device) -> int:
         for segment in torch.cuda.memory_snapshot()
         if segment["device"] == device.index
         for block in segment["blocks"]
-        if block["state"] != "inactive" and block["size"] >= _SMALL
+        if block["state"] != "inactive" and block["size"] >= LARGE_BYTES
     )
     # Among those, workspaces are, for this thread and for autograd's. Not all are kept by each version of PyTorch.
     large = used - Counter(2 * cublas_workspaces())
@@ -110,12 +110,6 @@ def graphs_refused() -> Iterator[None]:
         return refuse
 
     with contextlib.ExitStack() as undo:
-        kind = torch.cuda.CUDAGraph
         for name, done in _REFUSED.items():
-            own = vars(kind).get(name)
-            setattr(kind, name, refusing(done))
-            if own is None:
-                undo.callback(delattr, kind, name)
-            else:
-                undo.callback(setattr, kind, name, own)
+            replace_attribute(undo, torch.cuda.CUDAGraph, name, refusing(done))
         yield

@@ -27,6 +27,8 @@ from outofcore.execution.native import Flavor, cuda_headers, device_flags
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "paging.cpp"
 _FILES = {Flavor.CPU: "paging.so", Flavor.CUDA: "paging-cuda.so"}
+# By the type of the device whose tensors it follows.
+_FLAVORS = {"cpu": Flavor.CPU, "cuda": Flavor.CUDA}
 # Of the allocators that compiled steps wrap as well.
 _BENEATH = tuple(sorted((_FOLDER.parent / "execution").glob("device_*.h")))
 
@@ -42,7 +44,7 @@ _ERRORS: dict[str, type[Exception]] = {
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
-# By which ops are seen: ``kKey`` in paging.cpp.
+# By which ops are seen: ``kKey`` in space.h.
 DISPATCH_KEY = "Fake"
 # Result and arguments. A result of -1 is a failure.
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -125,9 +127,15 @@ def load_paging(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
     return _loaded(flavor)
 
 
-def loaded_paging(flavor: Flavor) -> ctypes.CDLL | None:
-    """Return the library if this process has loaded it."""
-    return _key.loaded.get(flavor)
+def flavor_of(device: torch.device) -> Flavor | None:
+    """Return the flavor that follows tensors of a device; None if there is none."""
+    return _FLAVORS.get(device.type)
+
+
+def loaded_paging(device: torch.device) -> ctypes.CDLL | None:
+    """Return the library for the tensors of a device if this process has loaded it."""
+    flavor = flavor_of(device)
+    return None if flavor is None else _key.loaded.get(flavor)
 
 
 def loaded_pagings() -> list[ctypes.CDLL]:
@@ -149,7 +157,7 @@ def _loaded(flavor: Flavor) -> ctypes.CDLL:
     return library
 
 
-def open_paging(library: ctypes.CDLL, space: int, beside: bool) -> None:
+def open_paging(library: ctypes.CDLL, space: object, beside: bool) -> None:
     """Begin to follow with a library, which gets the dispatch key; raises ``StateError``."""
     with _key.lock:
         if _key.holder is not library:
@@ -212,7 +220,7 @@ def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
 def error_of(text: str) -> Exception | None:
     """Return the error that a message of the native code stands for; None if it is none of these.
 
-    A refusal by the budget is none of them: ``explained`` in loop.py makes an error of it.
+    A refusal by the budget is none of them: ``explained`` in failures.py makes an error of it.
     """
     at = text.find(OURS)
     if at < 0 or REFUSED in text:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, fields
+from enum import IntEnum, IntFlag
+from itertools import islice
+from typing import NamedTuple
 
+from outofcore.follow.records import take
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Timeline, Wait, lane_of
@@ -22,12 +25,22 @@ from outofcore.units import format_bytes, format_seconds
 # What a storage is called, and is, where that is known.
 Known = Mapping[int, tuple[str, StorageKind]]
 
-# The links of a program: copies beside the ops, and copies that the loop itself makes while an op waits for them.
-AHEAD, LATE = 0, 1
-LINKS = ("ahead", "late")
 
-_HEADER, _EVENT, _DEPARTURE = 8, 6, 9
-_WRITES, _CREATES = 1, 2
+class Link(IntEnum):
+    """The links of a program."""
+
+    AHEAD = 0  # copies beside the ops
+    LATE = 1  # copies that the loop itself makes while an op waits for them
+
+
+LINKS = tuple(link.name.lower() for link in Link)
+
+
+class Touched(IntFlag):
+    """How an op uses a block, if it does not only read it."""
+
+    WRITES = 1
+    CREATES = 2
 
 
 class Event(IntEnum):
@@ -138,7 +151,7 @@ class Observed:
         began_ns: when it began, in nanoseconds since 1970.
         graph: its ops and storages of 64 KiB and more.
         plan: what was evicted, planned or not.
-        program: its ops and copies; of copies the home is ``AHEAD`` or ``LATE``.
+        program: its ops and copies; of copies the home is a ``Link``.
         memory: bytes of the arena in use.
         on_demand: ops that ran without a plan.
         departures: the last ones of the loop, in order, of ``departures_ever``.
@@ -163,65 +176,72 @@ class Observed:
         return len(self.graph.ops) - len(self.on_demand)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Header(NamedTuple):
+    steps: int  # that have ended
+    complete: int  # whether this one has
+    cut: int  # events left out
+    began_ns: int  # since 1970
+    nanos: int
+    events: int
+    departures: int  # that are listed
+    departures_ever: int
+
+
+class _Row(NamedTuple):
+    """An event of the log; its times are nanoseconds as they are read, and then seconds."""
+
     event: Event
     start: float
     end: float
-    number: int
-    bytes: int
-    flags: int
+    number: int  # of the block or the operator
+    bytes: int  # of an op: the nanoseconds that it waited
+    flags: int  # of an op: whether it came by plan; of a touch: ``Touched``; of a copy: ``Copied``
 
 
 def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, budget: int, policy: str) -> Observed:
     """Read a step from the native code's numbers.
 
     Args:
-        numbers: how many steps have ended, whether this one has, events left out, when it began (nanoseconds since
-            1970), its nanoseconds, counts of events, of departures listed and of departures ever. Then for each event
-            its kind, start and end (nanoseconds), the number of its block or of its operator, bytes (of an op: the
-            nanoseconds that it waited) and flags: of an op whether it came by plan, of a touch 1 if it writes and 2 if
-            it creates, of a copy how it was made. For each departure its step, the op of the plan, its nanoseconds,
-            the cause, bytes, ops until the plan was found again, where, and the operators that were planned and came.
+        numbers: a header and the rows of the log. Then for each departure its step, the op of the plan, its
+            nanoseconds, the cause, bytes, ops until the plan was found again, where, and the operators that were
+            planned and came.
         names: of operators.
         known: names and kinds of blocks.
         budget: bytes of the arena.
         policy: of the plan that was followed.
     """
-    steps, complete, cut, began, nanos, count, told, ever = numbers[:_HEADER]
-    seconds = nanos / 1e9
+    rest = iter(numbers)
+    header = take(rest, _Header)
+    seconds = header.nanos / 1e9
 
-    def within(time: int) -> float:
+    def within(time: float) -> float:
         return min(max(time / 1e9, 0.0), seconds)
 
-    log = [
-        _Row(Event(kind), within(start), within(end), number, size, flags)
-        for kind, start, end, number, size, flags in _rows(numbers, _HEADER, _EVENT, count)
-    ]
-    departures = tuple(
-        Departure(step, op, at / 1e9, Cause(cause), _name(names, expected), _name(names, came), size, missed, back)
-        for step, op, at, cause, size, missed, back, expected, came in _rows(
-            numbers, _HEADER + _EVENT * count, _DEPARTURE, told
-        )
-    )
+    rows = (take(rest, _Row) for _ in range(header.events))
+    log = [_Row(Event(row.event), within(row.start), within(row.end), *row[3:]) for row in rows]
+    departures: list[Departure] = []
+    for _ in range(header.departures):
+        step, op, at, cause, size, missed, back, expected, came = islice(rest, len(fields(Departure)))
+        expected_name, name = _name(names, expected), _name(names, came)
+        departures.append(Departure(step, op, at / 1e9, Cause(cause), expected_name, name, size, missed, back))
     reader = _Reader(log, names, known)
     graph = reader.graph()
     program, timeline = reader.program(seconds)
     memory = reader.memory(seconds)
     decisions = reader.decisions()
     return Observed(
-        steps - complete,
-        bool(complete),
-        cut,
-        began,
+        header.steps - header.complete,
+        bool(header.complete),
+        header.cut,
+        header.began_ns,
         graph,
         Plan(policy if len(reader.on_demand) < len(graph.ops) else "on demand", budget, decisions),
         Program(program.instructions, program.blocks, memory.peak_bytes),
         timeline,
         memory,
         frozenset(reader.on_demand),
-        departures,
-        ever,
+        tuple(departures),
+        header.departures_ever,
     )
 
 
@@ -267,7 +287,7 @@ class _Reader:
                 waited = []
                 if not row.flags:
                     self.on_demand.add(len(self._ops))
-                self._ran.append((row.start, row.end, len(self._ops), -1, False, AHEAD, [], for_it))
+                self._ran.append((row.start, row.end, len(self._ops), -1, False, Link.AHEAD, [], for_it))
                 self._ops.append((names[row.number], []))
                 self._starts.append(row.start)
             elif row.event is Event.TOUCH:
@@ -276,7 +296,7 @@ class _Reader:
                 self._moved.add(block)
                 if row.event is Event.IN:
                     self._back[block].append(row.start)
-                link = LATE if row.flags == Copied.ON_DEMAND else AHEAD
+                link = Link.LATE if row.flags == Copied.ON_DEMAND else Link.AHEAD
                 if row.flags != Copied.BESIDE:
                     waited.append(len(self._ran))
                 stays = [staying[block]] if block in staying else []
@@ -292,7 +312,7 @@ class _Reader:
         op = len(self._ops) - 1
         block = row.number
         uses = self._uses[block]
-        if row.flags & _CREATES and not uses and block not in self._outlived and block not in self._moved:
+        if row.flags & Touched.CREATES and not uses and block not in self._outlived and block not in self._moved:
             self._creator[block] = op
         if not uses or uses[-1] != op:
             uses.append(op)
@@ -323,7 +343,7 @@ class _Reader:
             new = {t.number for t in touches if self._creator.get(t.number) == index}
             reads = dict.fromkeys(self._numbers[t.number] for t in touches if t.number not in new)
             writes = dict.fromkeys(
-                self._numbers[t.number] for t in touches if t.number not in new and t.flags & _WRITES
+                self._numbers[t.number] for t in touches if t.number not in new and t.flags & Touched.WRITES
             )
             creates = dict.fromkeys(self._numbers[t.number] for t in touches if t.number in new)
             ops.append(
@@ -382,7 +402,7 @@ class _Reader:
                         latest[line] = wait
                 one: Instruction = Run(op, held, None, tuple(latest.values()))
                 for touch in self._ops[op][1]:
-                    versions[touch.number] += bool(touch.flags & _WRITES)
+                    versions[touch.number] += bool(touch.flags & Touched.WRITES)
             elif held:
                 one = (CopyOut if out else CopyIn)(held[0], versions[block], (), link)
             else:  # it had no memory any more when that was noticed
@@ -443,7 +463,7 @@ class _Reader:
                 release_by = max(before, last + 1)
             release_by = min(release_by, gap.end)
             returns = [i for start in self._back[block] if release_by <= (i := self._begun(start)) <= gap.end]
-            found[gap] = Decision(gap, Residency.OFFLOAD, release_by, returns[0] if returns else gap.end, AHEAD)
+            found[gap] = Decision(gap, Residency.OFFLOAD, release_by, returns[0] if returns else gap.end, Link.AHEAD)
         return tuple(found[gap] for gap in sorted(found))
 
     def _begun(self, time: float) -> int:
@@ -462,10 +482,6 @@ def graph_name(name: str) -> str:
 
 def _name(names: Sequence[str], number: int) -> str:
     return names[number] if number >= 0 else ""
-
-
-def _rows(numbers: Sequence[int], start: int, width: int, count: int) -> list[Sequence[int]]:
-    return [numbers[i : i + width] for i in range(start, start + width * count, width)]
 
 
 def observed_notes(observed: Observed, plans: Sequence[PlanMade]) -> list[tuple[str, str]]:

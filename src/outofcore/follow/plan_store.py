@@ -34,11 +34,11 @@ class _File(Struct):
     format: str
     policy: str
     seconds: Annotated[float, Meta(ge=0)]
-    leave: list[tuple[_Count, _Count]]
-    fetch: list[tuple[_Count, _Count]]
-    write: list[tuple[_Count, _Count]]
-    offsets: list[tuple[_Count, _Count, _Count]]
-    scratch: list[tuple[_Count, _Count]]
+    leave: tuple[tuple[_Count, _Count], ...]
+    fetch: tuple[tuple[_Count, _Count], ...]
+    write: tuple[tuple[_Count, _Count], ...]
+    offsets: tuple[tuple[_Count, _Count, _Count], ...]
+    scratch: tuple[tuple[_Count, _Count], ...]
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,7 @@ class PlanStore:
         except (OutOfCoreError, OSError) as error:
             _log.warning("a plan that was kept is made anew: %s", error)
             return None
-        schedule = Schedule(
-            tuple(found.leave), tuple(found.fetch), tuple(found.write), tuple(found.offsets), tuple(found.scratch)
-        )
+        schedule = Schedule(found.leave, found.fetch, found.write, found.offsets, found.scratch)
         ops, storages = record.ops, len(record.graph.storages)
         pairs = (*schedule.leave, *schedule.fetch, *schedule.write, *((op, s) for op, s, _ in schedule.offsets))
         if any(op >= ops or s >= storages for op, s in pairs) or any(op >= ops for op, _ in schedule.scratch):
@@ -82,17 +80,8 @@ class PlanStore:
     def keep(self, record: StepRecord, budget: int, policy: str, plan: FollowedPlan) -> None:
         if self.folder is None:
             return
-        schedule = plan.schedule
-        file = _File(
-            FORMAT,
-            plan.policy,
-            plan.seconds,
-            list(schedule.leave),
-            list(schedule.fetch),
-            list(schedule.write),
-            list(schedule.offsets),
-            list(schedule.scratch),
-        )
+        by = plan.schedule
+        file = _File(FORMAT, plan.policy, plan.seconds, by.leave, by.fetch, by.write, by.offsets, by.scratch)
         try:
             folder = private_folder(self.folder)
             with tempfile.TemporaryDirectory(dir=folder) as beside:

@@ -17,9 +17,8 @@ import torch
 
 from outofcore._torch_internals import DisableTorchFunction, saved_tensors_of, tensor_at, tensor_impl
 from outofcore.compiling import native_callback
-from outofcore.execution.native import Flavor
-from outofcore.follow.native import call, load_paging
 from outofcore.follow.remaking import Made
+from outofcore.follow.space import Space
 
 
 class Recompute(enum.IntEnum):
@@ -32,16 +31,11 @@ class Recompute(enum.IntEnum):
 
 
 class Recipes:
-    """Says of a followed loop which tensors autograd need not keep.
+    """Says of a followed loop which tensors autograd need not keep."""
 
-    Args:
-        space: the loop's, as ``follow_new`` gave it.
-        flavor: of the loop's native code.
-    """
-
-    def __init__(self, space: int, flavor: Flavor = Flavor.CPU) -> None:
-        self._space, self._library = space, load_paging(flavor)
-        _listen(flavor)
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        _listen(space.library)
 
     def off(self) -> None:
         """From now on autograd keeps what it saves. Recipes that it has already stay good."""
@@ -59,7 +53,7 @@ class Recipes:
         """
         chosen = list(storages)
         ids = (ctypes.c_int64 * len(chosen))(*chosen)
-        call(self._library, "follow_recompute_set", self._space, ids, len(chosen))
+        self._space.call("follow_recompute_set", ids, len(chosen))
         self._switch(Recompute.CHOSEN)
 
     def note(self) -> None:
@@ -68,13 +62,10 @@ class Recipes:
 
     def noted(self) -> tuple[Made, ...]:
         """What was made since ``note`` was called, and what else autograd saved, in the order of their ids."""
-        library = self._library
-        count = call(library, "follow_notes", self._space, None, 0)
-        numbers = (ctypes.c_int64 * count)()
-        count = min(count, call(library, "follow_notes", self._space, numbers, count))
+        numbers = self._space.numbers("follow_notes")
         found: list[Made] = []
         at = 0
-        while at + 5 <= count and at + 5 + numbers[at + 4] <= count:
+        while at < len(numbers):
             storage, size, nanoseconds, saved, inputs = numbers[at : at + 5]
             at += 5 + inputs
             seconds = None if nanoseconds < 0 else nanoseconds / 1e9
@@ -82,7 +73,7 @@ class Recipes:
         return tuple(found)
 
     def _switch(self, mode: Recompute) -> None:
-        call(self._library, "follow_recompute", self._space, int(mode))
+        self._space.call("follow_recompute", int(mode))
 
 
 class _Packed:
@@ -128,9 +119,8 @@ def _instead(packed: _Packed, _: torch.Tensor) -> _Packed:
 
 
 @functools.cache
-def _listen(flavor: Flavor) -> object:
+def _listen(library: ctypes.CDLL) -> object:
     """Have the native code offer results of ops. Returns what it calls, which must stay alive."""
-    library = load_paging(flavor)
 
     def offered(address: int) -> int:
         with DisableTorchFunction():

@@ -8,9 +8,10 @@ time, never runs, and nothing is fetched for it alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import NamedTuple, TypeVar
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
@@ -20,14 +21,10 @@ from outofcore.units import MIB
 
 # Of the ops that stand for the end of a storage.
 FREED = "freed"
-# Bytes a second that a home is taken to copy until enough was copied to tell.
-_USUAL_RATE = 1.5e9
+# A home as it is taken to be: copies both ways slow each other and the ops down by what nobody has measured.
+_USUAL_HOME = Home("home", None, 1.5e9, 1.5e9, latency_s=1e-4, contention=0.5, compute_slowdown=0.1)
+# Once so many bytes were copied, the speed is known.
 _ENOUGH_BYTES = 16 * MIB
-_LATENCY_SECONDS = 1e-4
-# What copies both ways take from each other, and from ops, where nobody has measured it.
-_CONTENTION = 0.5
-_SLOWDOWN = 0.1
-_HEADER = 8
 
 
 @dataclass(frozen=True)
@@ -76,88 +73,140 @@ class Schedule:
         return [number for entries in lists for number in (len(entries), *chain.from_iterable(entries))]
 
 
+class _Header(NamedTuple):
+    anchor: int
+    ops: int
+    storages: int
+    leftovers: int
+    in_bytes: int
+    in_nanos: int
+    out_bytes: int
+    out_nanos: int
+
+
+class _Storage(NamedTuple):
+    bytes: int
+    freed: int  # the ops that had begun then; -1: it was not freed
+    created: int  # whether the step made it
+    lasts: int  # whether it is there from step to step
+
+
+class _Op(NamedTuple):
+    name: int
+    nanos: int
+    workspace: int
+    touches: int
+
+
+class _Touch(NamedTuple):
+    place: int
+    storage: int
+    writes: int
+    creates: int
+
+
+_T = TypeVar("_T", bound=NamedTuple)
+
+
+def take(rest: Iterator[int], kind: type[_T]) -> _T:
+    """Read the fields of a named tuple from the numbers that are left."""
+    return kind._make(islice(rest, len(kind._fields)))
+
+
 def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
     """Read a step from the native code's numbers.
 
     Args:
-        numbers: anchor; counts of ops, storages and leftovers; bytes and nanoseconds of copies in, and out. Then for
-            each storage its bytes, the ops that had begun when it was freed (-1: none), whether the step made it, and
-            whether it lasts; for each op the number of its name, its nanoseconds, bytes of scratch memory and count of
-            touches, and for each touch its place, the storage, whether it writes and whether it creates; for each
-            leftover the storage, and the ops of the next step that had begun when it was freed.
+        numbers: a header, the storages, and each op with its touches; for each leftover the storage, and the ops of the
+            next step that had begun when it was freed.
         names: of operators.
     """
-    anchor, count, storages, leftovers, in_bytes, in_nanos, out_bytes, out_nanos = numbers[:_HEADER]
-    rest = iter(numbers[_HEADER:])
-    found = [tuple(_take(rest, 4)) for _ in range(storages)]
-    touches: list[list[tuple[int, ...]]] = []
-    ops: list[tuple[int, ...]] = []
-    for _ in range(count):
-        ops.append(tuple(_take(rest, 4)))
-        touches.append([tuple(_take(rest, 4)) for _ in range(ops[-1][3])])
-    left = dict(_pair(rest) for _ in range(leftovers))
+    rest = iter(numbers)
+    header = take(rest, _Header)
+    storages = [take(rest, _Storage) for _ in range(header.storages)]
+    steps: list[tuple[_Op, list[_Touch]]] = []
+    for _ in range(header.ops):
+        op = take(rest, _Op)
+        steps.append((op, [take(rest, _Touch) for _ in range(op.touches)]))
+    left = {next(rest): next(rest) for _ in range(header.leftovers)}
 
-    uses: list[list[int]] = [[] for _ in found]
-    for index, touched in enumerate(touches):
-        for _, storage, _, _ in touched:
-            uses[storage].append(index)
+    uses: list[list[int]] = [[] for _ in storages]
+    for index, (_, touches) in enumerate(steps):
+        for touch in touches:
+            uses[touch.storage].append(index)
     # What lives on into the next step, and ends there, is seen as lasting: made anew in each step.
-    carried = {s: freed for s, freed in left.items() if found[s][2] and found[s][1] < 0 and 0 < freed < uses[s][0]}
-    ends: list[list[int]] = [[] for _ in range(count + 1)]
-    for storage, (_, freed, created, lasts) in enumerate(found):
-        if storage in carried:
-            ends[carried[storage]].append(storage)
-        elif not lasts and (created or freed >= 0):
-            end = freed if freed >= 0 else count
-            if end > uses[storage][-1] + 1:
-                ends[end].append(storage)
+    carried = {
+        s: freed
+        for s, freed in left.items()
+        if storages[s].created and storages[s].freed < 0 and 0 < freed < uses[s][0]
+    }
+    graph, costs, places = _graph(storages, steps, _ends(storages, uses, carried, header.ops), carried, names)
+    home = replace(
+        _USUAL_HOME,
+        bytes_per_s_out=_rate(header.out_bytes, header.out_nanos, _USUAL_HOME.bytes_per_s_out),
+        bytes_per_s_in=_rate(header.in_bytes, header.in_nanos, _USUAL_HOME.bytes_per_s_in),
+    )
+    graph.check()
+    return StepRecord(header.anchor, graph, Costs(tuple(costs), (home,)), tuple(places), header.ops)
 
+
+def _ends(
+    storages: Sequence[_Storage], uses: Sequence[Sequence[int]], carried: Mapping[int, int], count: int
+) -> list[list[int]]:
+    """List the storages that end before each op, and before the end of the step."""
+    ends: list[list[int]] = [[] for _ in range(count + 1)]
+    for number, storage in enumerate(storages):
+        if number in carried:
+            ends[carried[number]].append(number)
+        elif not storage.lasts and (storage.created or storage.freed >= 0):
+            end = storage.freed if storage.freed >= 0 else count
+            if end > uses[number][-1] + 1:
+                ends[end].append(number)
+    return ends
+
+
+def _graph(
+    storages: Sequence[_Storage],
+    steps: Sequence[tuple[_Op, Sequence[_Touch]]],
+    ends: Sequence[Sequence[int]],
+    carried: Mapping[int, int],
+    names: Sequence[str],
+) -> tuple[StepGraph, list[OpCost], list[int]]:
+    """Return the graph, with the costs of its ops and their places in the record."""
     made: list[Op] = []
     costs: list[OpCost] = []
     places: list[int] = []
 
-    def add(place: int, cost: OpCost, name: str, *sets: Iterator[int]) -> None:
+    def add(place: int, cost: OpCost, name: str, *sets: Iterable[int]) -> None:
         reads, mutates, creates = (tuple(dict.fromkeys(s)) for s in sets)
         made.append(Op(len(made), name, reads, mutates, creates, rerunnable=False))
         costs.append(cost)
         places.append(place)
 
-    for place in range(count + 1):
-        for storage in ends[place]:
-            add(place, OpCost(0.0), FREED, iter((storage,)), iter(()), iter(()))
-        if place == count:
+    for place, ending in enumerate(ends):
+        for storage in ending:
+            add(place, OpCost(0.0), FREED, (storage,), (), ())
+        if place == len(steps):
             break
-        name, nanos, workspace, _ = ops[place]
-        touched = touches[place]
-        new = {s for _, s, _, creates in touched if creates}
+        op, touches = steps[place]
+        new = {touch.storage for touch in touches if touch.creates}
         add(
             place,
-            OpCost(nanos / 1e9, workspace),
-            names[name],
-            (s for _, s, _, _ in touched if s not in new),
-            (s for _, s, writes, _ in touched if (writes and s not in new) or (s in new and s in carried)),
+            OpCost(op.nanos / 1e9, op.workspace),
+            names[op.name],
+            (t.storage for t in touches if t.storage not in new),
+            (t.storage for t in touches if (t.storage in carried if t.storage in new else t.writes)),
             (s for s in sorted(new) if s not in carried),
         )
-    kinds = [
-        StorageKind.PARAMETER
-        if lasts or storage in carried
-        else StorageKind.ACTIVATION
-        if created
-        else StorageKind.INPUT
-        for storage, (_, _, created, lasts) in enumerate(found)
-    ]
-    graph = StepGraph(tuple(Storage(i, found[i][0], kind) for i, kind in enumerate(kinds)), tuple(made))
-    home = Home(
-        "home",
-        None,
-        _rate(out_bytes, out_nanos),
-        _rate(in_bytes, in_nanos),
-        _LATENCY_SECONDS,
-        _CONTENTION,
-        _SLOWDOWN,
-    )
-    graph.check()
-    return StepRecord(anchor, graph, Costs(tuple(costs), (home,)), tuple(places), count)
+    kinds = (_kind(storage, is_carried=number in carried) for number, storage in enumerate(storages))
+    found = tuple(Storage(number, storages[number].bytes, kind) for number, kind in enumerate(kinds))
+    return StepGraph(found, tuple(made)), costs, places
+
+
+def _kind(storage: _Storage, *, is_carried: bool) -> StorageKind:
+    if storage.lasts or is_carried:
+        return StorageKind.PARAMETER
+    return StorageKind.ACTIVATION if storage.created else StorageKind.INPUT
 
 
 def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
@@ -199,14 +248,5 @@ def _offsets(
     return tuple(found), tuple(scratch)
 
 
-def _rate(count: int, nanos: int) -> float:
-    return count / nanos * 1e9 if count >= _ENOUGH_BYTES else _USUAL_RATE
-
-
-def _take(rest: Iterator[int], count: int) -> Iterator[int]:
-    return (next(rest) for _ in range(count))
-
-
-def _pair(rest: Iterator[int]) -> tuple[int, int]:
-    first, second = _take(rest, 2)
-    return first, second
+def _rate(count: int, nanos: int, usual: float) -> float:
+    return count / nanos * 1e9 if count >= _ENOUGH_BYTES else usual

@@ -32,7 +32,7 @@ class LoopStats:
         peak_outside_bytes: the peak of these.
         foreign: times an op used memory in place, outside of the budget: memory that is not PyTorch's own, or whose
             address a NumPy array or somebody else has; and data from before the loop that it uses in part, such as by
-            index, or that is too large to move (see ``is_worth_adopting`` in paging.cpp).
+            index, or that is too large to move (see ``is_worth_adopting`` in storages.h).
         at_home_bytes: of operands that ops used at home, since no hole in the arena was large enough, or another thread
             used them as well. A GPU reads and writes them over its link.
         transfer_microseconds: spent waiting for fetches and evictions.

@@ -17,35 +17,42 @@ class Lifetime:
 
     def __init__(
         self,
-        limit: int | str,
+        budget: int | str,
         *,
         home: str | os.PathLike[str] | None = None,
         host_budget: int | str | None = None,
         check: CheckName = "sampled",
+        log: bool = False,
     ) -> None:
-        self._limit, self._home, self._host_budget = limit, home, host_budget
+        self._limit, self._home, self._host_budget = budget, home, host_budget
         self._check: CheckName = check
+        self._logs = log
         self._loop(None)  # refuses now what cannot be used
-        self.run: Loop | None = None
+        self._last: Loop | None = None
+
+    @property
+    def run(self) -> Loop | None:
+        """The last loop; None before the first."""
+        return self._last
 
     @property
     def stats(self) -> LoopStats:
-        """The statistics of the running loop, or of the last one."""
-        return LoopStats() if self.run is None else self.run.stats
+        """What has happened in the last loop so far."""
+        return LoopStats() if self._last is None else self._last.stats
 
-    def begin(self, model: nn.Module | None) -> None:
+    def _begin(self, model: nn.Module | None) -> None:
         """Start a loop; end one first that was never ended because its training failed."""
-        self.end()
-        self.run = self._loop(model).start()
+        self._end()
+        self._last = self._loop(model).start()
         # A trainer that failed and is gone leaves no loop behind.
-        weakref.finalize(self, _stop, self.run).atexit = False
+        weakref.finalize(self, _stop, self._last).atexit = False
 
-    def end(self, error: BaseException | None = None) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         """Stop the loop, if one runs, and note its explanation on the error that made it fail."""
-        if self.run is None:
+        if self._last is None:
             return
         try:
-            self.run.__exit__(
+            self._last.__exit__(
                 None if error is None else type(error), error, None if error is None else error.__traceback__
             )
         except OutOfCoreError as told:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
-from outofcore.api import CheckName, Loop, LoopStats
 from outofcore.integrations._lifetime import Lifetime
 from outofcore.integrations._meter import Meter, prefixed
 
@@ -30,7 +28,7 @@ else:
 __all__ = ["OutOfCore"]
 
 
-class OutOfCore(Callback):
+class OutOfCore(Lifetime, Callback):
     """Runs all that a trainer does within a budget: ``Trainer(..., callbacks=[OutOfCore("6GiB")])``.
 
     ``fit``, ``validate``, ``test`` and ``predict`` are followed from their setup to their end, also where they fail: an
@@ -53,37 +51,18 @@ class OutOfCore(Callback):
     0
     """
 
-    def __init__(
-        self,
-        budget: int | str,
-        *,
-        home: str | os.PathLike[str] | None = None,
-        host_budget: int | str | None = None,
-        check: CheckName = "sampled",
-        log: bool = False,
-    ) -> None:
-        self._meter = Meter() if log else None
-        self._step = 0
-        self._lifetime = Lifetime(budget, home=home, host_budget=host_budget, check=check)
-
-    @property
-    def run(self) -> Loop | None:
-        """The last loop; None before the first."""
-        return self._lifetime.run
-
-    @property
-    def stats(self) -> LoopStats:
-        """What has happened in the last loop so far."""
-        return self._lifetime.stats
+    _meter: Meter | None = None
+    _step = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Start the loop."""
-        self._lifetime.begin(pl_module)
+        self._begin(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the meter."""
         self._step = trainer.global_step
-        if self._meter is not None:
+        if self._logs:
+            self._meter = Meter()
             self._meter.begin(self.stats)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -98,8 +77,8 @@ class OutOfCore(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop the loop."""
-        self._lifetime.end()
+        self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop the loop."""
-        self._lifetime.end(exception)
+        self._end(exception)

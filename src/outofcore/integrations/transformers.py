@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
-from outofcore.api import CheckName, Loop, LoopStats
 from outofcore.integrations._lifetime import Lifetime
 from outofcore.integrations._meter import Meter, prefixed
 
@@ -23,11 +21,8 @@ except ModuleNotFoundError as error:
 
 __all__ = ["OutOfCoreCallback"]
 
-# How far up a handler of callbacks is looked for: a class that derives from a callback has a frame of its own.
-_FRAMES = 8
 
-
-class OutOfCoreCallback(TrainerCallback):
+class OutOfCoreCallback(Lifetime, TrainerCallback):
     """Trains within a budget, with the very same numbers: ``Trainer(..., callbacks=[OutOfCoreCallback("6GiB")])``.
 
     The loop is followed from the beginning of the training to its end, with evaluations in between. A trainer does not
@@ -43,9 +38,6 @@ class OutOfCoreCallback(TrainerCallback):
         log: put ``outofcore/step_seconds``, ``wait_seconds``, ``bytes_out``, ``bytes_in`` (means over the steps since
             the last log) and ``peak_bytes`` into the logs of the training, and so into all that it reports to.
 
-    Attributes:
-        run: the loop of the last training; None before the first.
-
     Raises:
         InputError: an argument cannot be used.
 
@@ -55,41 +47,22 @@ class OutOfCoreCallback(TrainerCallback):
     0
     """
 
-    def __init__(
-        self,
-        budget: int | str,
-        *,
-        home: str | os.PathLike[str] | None = None,
-        host_budget: int | str | None = None,
-        check: CheckName = "sampled",
-        log: bool = False,
-    ) -> None:
-        self._numbers = _Numbers(self) if log else None
-        self._lifetime = Lifetime(budget, home=home, host_budget=host_budget, check=check)
-
-    @property
-    def run(self) -> Loop | None:
-        """The loop of the last training; None before the first."""
-        return self._lifetime.run
-
-    @property
-    def stats(self) -> LoopStats:
-        """What has happened in the last training so far."""
-        return self._lifetime.stats
+    _numbers: _Numbers | None = None
 
     def stop(self) -> None:
         """Stop following, after a training that failed. May be called at any time, and again."""
-        self._lifetime.end()
+        self._end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the loop."""
-        self._lifetime.begin(kwargs.get("model"))
-        if self._numbers is not None:
+        self._begin(kwargs.get("model"))
+        if self._logs:
+            self._numbers = self._numbers or _Numbers(self)
             self._numbers.begin(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop the loop."""
-        self._lifetime.end()
+        self._end()
         if self._numbers is not None:
             self._numbers.end()
 
@@ -110,14 +83,12 @@ class _Numbers(TrainerCallback):
         self._meter.begin(self._owner.stats)
         # A trainer does not tell callbacks who calls them.
         frame = sys._getframe(1)
-        for _ in range(_FRAMES):
+        while frame is not None and self._handler is None:
             handler = frame.f_locals.get("self")
             if isinstance(handler, CallbackHandler):
                 # Another list: that one is being gone through.
                 handler.callbacks = [self, *handler.callbacks]
                 self._handler = handler
-            if self._handler is not None or frame.f_back is None:
-                return
             frame = frame.f_back
 
     def end(self) -> None:

@@ -274,15 +274,8 @@ class _Lowering:
             for storage, needed in needs.items():
                 if (storage, needed) in blocks or on_device((storage, needed)):
                     continue
-                holders = [home for home, held in homes[storage].items() if held == needed]
-                if not holders:
-                    raise GraphError(
-                        f"the chain before op {at} runs op {index} ({op.name}) at position {position}, which needs "
-                        f"version {needed} of storage {storage} ({graph.storages[storage].name}): it is neither on the "
-                        "device nor at home then, and no run before makes it; run what makes it first"
-                    )
-                blocks[storage, needed] = self._new_stay(storage)
-                self.instructions.append(CopyIn(blocks[storage, needed], needed, home=min(holders)))
+                run = f"the chain before op {at} runs op {index} ({op.name}) at position {position}"
+                blocks[storage, needed] = self._fetched(storage, needed, run)
             makes = dict(history.makes(op))
             used: dict[int, int] = {}
             for storage in op.touched:
@@ -310,6 +303,18 @@ class _Lowering:
                     f"({graph.storages[storage].name}), which is to be computed again there"
                 )
             self.block_of[storage] = blocks[storage, version[storage]]
+
+    def _fetched(self, storage: int, version: int, run: str) -> int:
+        """Copy in what a run of a chain needs, and return its block."""
+        holders = [home for home, held in self.homes[storage].items() if held == version]
+        if not holders:
+            raise GraphError(
+                f"{run}, which needs version {version} of storage {storage} ({self.graph.storages[storage].name}): it "
+                "is neither on the device nor at home then, and no run before makes it; run what makes it first"
+            )
+        block = self._new_stay(storage)
+        self.instructions.append(CopyIn(block, version, home=min(holders)))
+        return block
 
     def _run_op(self, op: Op) -> None:
         for storage in op.creates:

@@ -18,16 +18,15 @@ from typing import Any, Self
 import numpy as np
 
 from outofcore.errors import InputError
-from outofcore.onnx.wire import Slim, slim
+from outofcore.onnx.wire import DEEPEST, Slim, slim
 
 # The newest version of the standard operators whose changes have been read.
 NEWEST_OPSET = 28
 # Nodes of a model once its functions are written out: more is no model but a riddle.
 _MOST_NODES = 2_000_000
-_DEEPEST = 32  # graphs within graphs, functions within functions
+# Elements of a tensor: so their bytes can be counted in 64 bits, and no disk has as many.
 _MOST_ELEMENTS = 1 << 60
 _STANDARD = ("", "ai.onnx")
-_EXTERNAL = 1
 # How many bits an element has in a file, by the number of its data type in TensorProto.
 BITS = {
     **dict.fromkeys((2, 3, 9, 17, 18, 19, 20), 8),
@@ -37,7 +36,7 @@ BITS = {
     15: 128,
     **dict.fromkeys((21, 22), 4),
 }
-STRING = 8
+STRING = 8  # TensorProto.STRING
 
 
 class _Unchanging:
@@ -262,8 +261,8 @@ def _domain(name: str) -> str:
 
 
 def _graph(reading: _Reading, proto: Any, around: frozenset[str], depth: int) -> Graph:
-    if depth > _DEEPEST:
-        raise InputError(f"graphs lie more than {_DEEPEST} deep within each other")
+    if depth > DEEPEST:
+        raise InputError(f"graphs lie more than {DEEPEST} deep within each other")
     tensors: dict[str, StoredTensor] = {}
     for item in proto.initializer:
         _add(tensors, item.name, _tensor(reading, item), "initializer")
@@ -351,8 +350,8 @@ def _has_graphs(proto: Any) -> bool:
 def _uses(proto: Any, reading: _Reading, depth: int) -> set[str]:
     """Names that a node uses, or that graphs within it may."""
     names = {name for name in proto.input if name}
-    if depth > _DEEPEST:
-        raise InputError(f"graphs lie more than {_DEEPEST} deep within each other")
+    if depth > DEEPEST:
+        raise InputError(f"graphs lie more than {DEEPEST} deep within each other")
     for item in proto.attribute:
         for graph in (*((item.g,) if item.type == 5 else ()), *(item.graphs if item.type == 10 else ())):
             own = {one.name for one in graph.input} | {one.name for one in graph.initializer}
@@ -445,8 +444,8 @@ def _called(reading: _Reading, proto: Any, function: Any, attributes: Mapping[st
     key = (function.domain, function.name, function.overload)
     if key in reading.calls:
         raise InputError(f"the function {title} calls itself; it cannot be run")
-    if depth > _DEEPEST:
-        raise InputError(f"functions call each other more than {_DEEPEST} deep")
+    if depth > DEEPEST:
+        raise InputError(f"functions call each other more than {DEEPEST} deep")
     if len(proto.input) > len(function.input) or len(proto.output) > len(function.output):
         raise InputError(f"{_title(proto)} has more inputs or outputs than the function {title}")
     opsets: dict[str, int] = {_domain(item.domain): item.version for item in function.opset_import}
@@ -611,7 +610,7 @@ def _tensor(reading: _Reading, proto: Any) -> StoredTensor:
     if reading.slim.key in entries:
         offset, length = reading.slim.ranges[int(entries[reading.slim.key])]
         place = FileRange(reading.path, offset, length)
-    elif proto.data_location == _EXTERNAL:
+    elif proto.data_location == proto.EXTERNAL:
         place = _external(reading.path, title, entries, wanted)
     elif proto.HasField("raw_data"):
         _check_length(title, shape, code, len(proto.raw_data), wanted)

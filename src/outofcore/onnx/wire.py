@@ -10,16 +10,34 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from outofcore.errors import InputError
 
 # Raw bytes of a tensor from here on stay in the file.
 LARGE_BYTES = 64 << 10
-# Graphs within graphs; what is deeper is left as it is, and refused by protobuf.
-_DEEPEST = 32
+# Graphs within graphs, functions within functions. What is deeper is left as it is here, and refused when it is read.
+DEEPEST = 32
 
-_VARINT, _FIXED64, _MESSAGE, _FIXED32 = 0, 1, 2, 5
-_FIXED = {_FIXED64: 8, _FIXED32: 4}
+
+class _Form(IntEnum):
+    """The wire types of protobuf that are in use."""
+
+    VARINT = 0  # a number, seven bits a byte
+    FIXED64 = 1  # eight bytes
+    MESSAGE = 2  # a length, and as many bytes
+    FIXED32 = 5  # four bytes
+
+
+class _TensorField(IntEnum):
+    """The numbers of some fields of TensorProto (onnx.proto)."""
+
+    RAW_DATA = 9
+    EXTERNAL_DATA = 13
+    DATA_LOCATION = 14
+
+
+_FIXED: dict[int, int] = {_Form.FIXED64: 8, _Form.FIXED32: 4}
 # Where tensors may be: by message, the fields that lead to them (onnx.proto).
 _INNER: dict[str, dict[int, str]] = {
     "Model": {7: "Graph", 25: "Function"},
@@ -30,7 +48,6 @@ _INNER: dict[str, dict[int, str]] = {
     "SparseTensor": {1: "Tensor", 2: "Tensor"},
     "Tensor": {},
 }
-_RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 9, 13, 14
 
 
 @dataclass(frozen=True)
@@ -81,26 +98,27 @@ def _walked(walk: _Walk, kind: str, begin: int, end: int, depth: int) -> bytes:
         number, form = tag >> 3, tag & 7
         if number == 0:
             raise InputError(f"a field without a number at byte {start}")
-        if form == _VARINT:
+        if form == _Form.VARINT:
             _, at = _varint(source, at, end)
             continue
         if form in _FIXED:
             at += _FIXED[form]
-        elif form == _MESSAGE:
+        elif form == _Form.MESSAGE:
             length, at = _varint(source, at, end)
             body, at = at, at + length
         else:
             raise InputError(f"a field of the unknown form {form} at byte {start}")
         if at > end:
             raise InputError(f"the field at byte {start} does not end within what holds it; the file was cut off")
-        if form != _MESSAGE or length < LARGE_BYTES:
+        if form != _Form.MESSAGE or length < LARGE_BYTES:
             continue
         replaced = None
-        if kind == "Tensor" and number == _RAW_DATA:
+        if kind == "Tensor" and number == _TensorField.RAW_DATA:
             entry = _field(1, walk.key.encode()) + _field(2, str(len(walk.ranges)).encode())
-            replaced = _field(_EXTERNAL_DATA, entry) + _number(_DATA_LOCATION << 3 | _VARINT) + _number(1)
+            place = _number(_TensorField.DATA_LOCATION << 3 | _Form.VARINT) + _number(1)  # EXTERNAL
+            replaced = _field(_TensorField.EXTERNAL_DATA, entry) + place
             walk.ranges.append((body, length))
-        elif number in inner and depth < _DEEPEST:
+        elif number in inner and depth < DEEPEST:
             replaced = _field(number, _walked(walk, inner[number], body, at, depth + 1))
         if replaced is not None:
             parts += [source[copied:start], replaced]
@@ -130,4 +148,4 @@ def _number(value: int) -> bytes:
 
 
 def _field(number: int, body: bytes) -> bytes:
-    return _number(number << 3 | _MESSAGE) + _number(len(body)) + body
+    return _number(number << 3 | _Form.MESSAGE) + _number(len(body)) + body

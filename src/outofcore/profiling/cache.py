@@ -37,7 +37,6 @@ FORMAT = "outofcore-measured/1"
 _MOST_ENTRIES = 20_000
 # How long a writer waits for another one before it gives up: what it has measured is then lost, not wrong.
 _LOCK_SECONDS = 5.0
-_LOCK_POLL_SECONDS = 0.01
 _ENDINGS = (".json", ".lock", ".part")
 
 
@@ -188,7 +187,7 @@ class Shelf:
                     if time.monotonic() >= until:
                         yield False
                         return
-                    time.sleep(_LOCK_POLL_SECONDS)
+                    time.sleep(0.01)
                 else:
                     break
             yield True

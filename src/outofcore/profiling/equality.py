@@ -37,20 +37,22 @@ from typing import Any
 import torch
 
 from outofcore import _torch_internals as internals
-from outofcore.analysis.chunks import is_dense
+from outofcore.analysis import SMALL_ALIGNMENT
+from outofcore.analysis.chunks import extent, is_dense
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.helpers import packed, received, started
-from outofcore.capture.operators import by_name, traits, written_arguments
+from outofcore.capture.operators import by_name, placed, written_arguments
 from outofcore.capture.patching import TURN
 from outofcore.execution.backend import Backend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import op_shelf
 from outofcore.profiling.scratch import fit
 from outofcore.report.machine import available_memory_bytes
-from outofcore.transforms.split.exactness import ALIGNED, Claim
+from outofcore.transforms.split.exactness import Claim
 from outofcore.transforms.split.rules import is_elementwise
-from outofcore.transforms.split.tensors import dense_like
+from outofcore.transforms.split.tensors import dense_like, named_refs, with_tensors
 from outofcore.transforms.split.ways import Cut, Name
+from outofcore.units import MIB
 
 _log = logging.getLogger("outofcore.profiling")
 
@@ -59,16 +61,30 @@ _SEED = 20_406
 _THREAD_ELEMENTS = 32_768
 # More elements than a kernel takes at a time.
 _LANES = 64
-# Of one scrap, which no kernel takes at a time; and of all.
-_SCRAP, _SCRAPS = 7, 7 * 1024
-# In so many ways arguments are placed at most: where they lie, or in memory of their own.
-_MOST_PLACINGS = 8
-# Parts are tried on new numbers until so many elements were compared, or so many bytes given and made, or so often.
-_COMPARED, _TRIED_BYTES, _MOST_DRAWS = 4_096, 64 << 20, 64
-# The share of an op that a stretch of it has to be to stand for it.
-_SHARE = 0.25
-# A trial takes scratch memory as well, of which little is known: so many times what is known shall be left.
-_MARGIN = 2
+_SCRAP = 7  # elements, of which no kernel takes so few at a time
+_SCRAPS = 1024 * _SCRAP  # of all scraps
+
+
+@dataclass(frozen=True)
+class _Effort:
+    """How much is tried before a split is believed.
+
+    Attributes:
+        elements: parts are tried on new numbers until so many were compared,
+        bytes: or so many were given and made,
+        draws: or so often.
+        placings: in so many ways are arguments placed, in place or in memory of their own.
+        share: a stretch of an op stands for it if it is at least so large a part.
+    """
+
+    elements: int = 4096
+    bytes: int = 64 * MIB
+    draws: int = 64
+    placings: int = 8
+    share: float = 0.25
+
+
+_EFFORT = _Effort()
 # What PyTorch says where the system gives it no memory.
 _NO_MEMORY = "DefaultCPUAllocator"
 # Whole numbers of as many bytes as others.
@@ -141,7 +157,8 @@ class _Verdicts:
 
     def find_elsewhere(self, claims: Sequence[Claim]) -> None:
         """Try the whole ops in a process of its own, as far as there is memory."""
-        most = _left_on(self.device) // _MARGIN
+        # A trial takes scratch memory as well, of which little is known.
+        most = _left_on(self.device) // 2
         unknown = [c for c in claims if not self.is_known(c) and _fits(c, self.values, _whole(c), most)]
         found = _tried_elsewhere(unknown, self.values, self.device)
         self.new |= {_key(claim, (_whole(claim),)): found[claim.key] for claim in unknown if claim.key in found}
@@ -249,7 +266,7 @@ def stretches_of(claim: Claim, values: Sequence[Value], most: int) -> tuple[Stre
         middle = middle // grain * grain if middle // grain * grain > low else middle
         if low < middle:
             found.append(Stretch(low, high, ((low, middle), (middle, high))))
-    least = (end - claim.ends[0]) * _SHARE
+    least = (end - claim.ends[0]) * _EFFORT.share
     return () if any(stretch.high - stretch.low < least for stretch in found) else tuple(dict.fromkeys(found))
 
 
@@ -290,13 +307,7 @@ def _size(value: Value, is_cut: bool, claim: Claim, low: int, high: int) -> int:
 
 
 def _tensors(call: Call, values: Sequence[Value]) -> dict[Name, Value]:
-    found: dict[Name, Value] = {}
-    for name, item in by_name(_operator(call), call.args, call.kwargs).items():
-        if isinstance(item, Ref):
-            found[name, -1] = values[item.value]
-        elif isinstance(item, list | tuple):
-            found |= {(name, place): values[r.value] for place, r in enumerate(item) if isinstance(r, Ref)}
-    return found
+    return {name: values[index] for name, index in named_refs(call)}
 
 
 def _operator(call: Call) -> Any:
@@ -329,11 +340,11 @@ def _draws(claim: Claim, values: Sequence[Value], stretch: Stretch) -> int:
     made = [prod(values[v].shape) for v in claim.call.results if v is not None]
     made += [prod(value.shape) for (name, _), value in _tensors(claim.call, values).items() if name in written]
     share = (stretch.high - stretch.low) / claim.way.extent
-    wanted = ceil(_COMPARED / max(min(made, default=1) * share, 1))
+    wanted = ceil(_EFFORT.elements / max(min(made, default=1) * share, 1))
     low, high = stretch.low, stretch.high
     tried = _given(claim, values, low, high) + _made(claim, values, low, high, claim.call)
-    affordable = _TRIED_BYTES // max(tried, 1)
-    return max(min(wanted, affordable, _MOST_DRAWS), 1)
+    affordable = _EFFORT.bytes // max(tried, 1)
+    return max(min(wanted, affordable, _EFFORT.draws), 1)
 
 
 def _rounds_alike(claim: Claim, values: Sequence[Value], device: torch.device) -> bool:
@@ -413,15 +424,8 @@ def _long(
         long[name] = tensor
 
     def run(given: Mapping[Name, torch.Tensor]) -> torch.Tensor:
-        named = dict(by_name(func, call.args, call.kwargs))
-        for name, item in named.items():
-            if (name, -1) in given:
-                named[name] = given[name, -1]
-            elif isinstance(item, list | tuple):
-                named[name] = [given.get((name, place), each) for place, each in enumerate(item)]
-        names = traits(func).names[: len(call.args)]
-        out = func(*[named[name] for name in names], **{name: named[name] for name in call.kwargs})
-        return internals.result_leaves(out)[0]
+        args, kwargs = placed(func, call, with_tensors(by_name(func, call.args, call.kwargs), given))
+        return internals.result_leaves(func(*args, **kwargs))[0]
 
     return long, run
 
@@ -448,11 +452,11 @@ class Trial:
         cut = self.way.given.get(name)
         shape, stride = value.shape, value.stride
         if cut is not None and not self.whole:
-            shape = _part_shape(value.shape, cut, self.low, self.high)
+            shape = cut.part_shape(value.shape, self.low, self.high)
             stride = dense_like(shape, (*stride[: cut.dims[0]], stride[cut.dims[1] - 1], *stride[cut.dims[1] :]))
         # Where it begins matters as well: libraries take other ways through memory that is not aligned.
-        shift = value.offset % max(ALIGNED // value.dtype.itemsize, 1)
-        base = torch.empty(shift + _extent(shape, stride), dtype=value.dtype, device=self.device)
+        shift = value.offset % max(SMALL_ALIGNMENT // value.dtype.itemsize, 1)
+        base = torch.empty(shift + extent(shape, stride), dtype=value.dtype, device=self.device)
         flat, tensor = base[shift:], torch.as_strided(base, shape, stride, shift)
         if value.dtype.is_floating_point or value.dtype.is_complex:
             flat.normal_(generator=self.generator)
@@ -472,12 +476,7 @@ class Trial:
         call: Call | None = None,
     ) -> dict[str, Any]:
         call = call or self.claim.call
-        named = dict(by_name(self.func, call.args, call.kwargs))
-        for name, item in named.items():
-            if (name, -1) in tensors:
-                named[name] = tensors[name, -1]
-            elif isinstance(item, list | tuple):
-                named[name] = [tensors.get((name, place), each) for place, each in enumerate(item)]
+        named = with_tensors(by_name(self.func, call.args, call.kwargs), tensors)
         if settle and self.way.settle is not None and not (self.whole and (low, high) == (self.low, self.high)):
             self.way.settle(named, low, high)
         return named
@@ -487,10 +486,9 @@ class Trial:
     ) -> tuple[list[Any], dict[Name, torch.Tensor]]:
         """Run a part; return its results, and what it has written in place."""
         named = self._named(tensors, low, high, call=call)
-        names = traits(self.func).names[: len(self.claim.call.args)]
+        args, kwargs = placed(self.func, self.claim.call, named)
         written = written_arguments(self.func, named)
-        args = [named[name] for name in names]
-        out = self.func(*args, **{name: named[name] for name in self.claim.call.kwargs})
+        out = self.func(*args, **kwargs)
         return internals.result_leaves(out), {name: t for name, t in tensors.items() if name[0] in written}
 
     def _part(self, name: Name, low: int, high: int) -> torch.Tensor:
@@ -555,9 +553,9 @@ class Trial:
             gaps = not is_dense(view.shape, view.stride())
             # What has no gaps as a whole is copied where a part has some.
             is_copied = gaps and is_dense(merged.shape, merged.stride())
-            if not is_copied and (gaps or view.data_ptr() % ALIGNED):
+            if not is_copied and (gaps or view.data_ptr() % SMALL_ALIGNMENT):
                 views[name] = view
-        for number in range(min(1 << len(views), _MOST_PLACINGS)):
+        for number in range(min(1 << len(views), _EFFORT.placings)):
             there = {name for place, name in enumerate(views) if number >> place & 1}
             yield {name: views[name] if name in there else self._part(name, low, high) for name in self.given}
 
@@ -575,7 +573,7 @@ class Trial:
 
 def _copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor with its layout and its misalignment."""
-    shift, count = tensor.storage_offset(), _extent(tensor.shape, tensor.stride())
+    shift, count = tensor.storage_offset(), extent(tensor.shape, tensor.stride())
     base = torch.empty(shift + count, dtype=tensor.dtype, device=tensor.device)
     base[shift:].copy_(torch.as_strided(tensor, (count,), (1,), shift))
     return torch.as_strided(base, tensor.shape, tensor.stride(), shift)
@@ -586,18 +584,6 @@ def _one_of_each(ends: Sequence[int]) -> list[tuple[int, int]]:
     parts = list(itertools.pairwise(ends))
     lengths = {high - low: (low, high) for low, high in parts[1:-1]}
     return list(dict.fromkeys([parts[0], *lengths.values(), parts[-1]]))
-
-
-def _part_shape(shape: tuple[int, ...], cut: Cut, low: int, high: int) -> tuple[int, ...]:
-    first, last = cut.ends(low, high)
-    return (*shape[: cut.dims[0]], last - first, *shape[cut.dims[1] :])
-
-
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of elements from the first to the last of a tensor."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _same(one: torch.Tensor, other: Any) -> bool:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from outofcore.capture.captured import Captured, Value
+from outofcore.capture.captured import CPU, Captured, Value
+from outofcore.capture.device_traits import are_alike
 from outofcore.execution.binding import unseen_results
 from outofcore.graph import Op
 from outofcore.units import format_bytes
@@ -52,10 +53,10 @@ def _compared(captured: Captured, leaf: int, value: Value, given: object) -> Ite
     if not isinstance(given, torch.Tensor):
         yield Difference(leaf, "kind", "undefined" if given is None else f"a {type(given).__name__}", wanted)
         return
-    device = "cpu" if value.foreign else captured.device.type
+    device = CPU if value.foreign else captured.device
     real = _kind(given.dtype, tuple(given.shape))
-    if given.device.type != device:
-        yield Difference(leaf, "device", f"{real} on {given.device.type}", f"{wanted} on {device}")
+    if not are_alike(given.device, device):
+        yield Difference(leaf, "device", f"{real} on {given.device}", f"{wanted} on {device}")
     if given.dtype != value.dtype:
         yield Difference(leaf, "dtype", real, wanted)
     if tuple(given.shape) != value.shape:

@@ -14,13 +14,14 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from msgspec import Meta
 
 from outofcore.capture.captured import Captured
 from outofcore.capture.collectives import Collective
+from outofcore.capture.device_traits import wait_for
 from outofcore.costs import OpCost
 from outofcore.errors import GraphError
 from outofcore.jsonfile import convert_json
@@ -31,8 +32,14 @@ from outofcore.units import MIB
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_SMALL_BYTES, _LARGE_BYTES = 1024, 8 * MIB
-_SMALL_ROUNDS, _LARGE_ROUNDS = 20, 4
+
+class _Message(NamedTuple):
+    bytes: int
+    rounds: int  # in which it is sent
+
+
+# One takes the latency, the other the time of its bytes.
+_SMALL, _LARGE = _Message(1024, 20), _Message(8 * MIB, 4)
 
 
 @dataclass(frozen=True)
@@ -71,22 +78,20 @@ def group_cost(group: ProcessGroup, device: torch.device, cache: Cache | None) -
 
 
 def _measured(group: ProcessGroup, device: torch.device) -> GroupCost:
-    small = _median(group, device, _SMALL_BYTES, _SMALL_ROUNDS)
-    large = _median(group, device, _LARGE_BYTES, _LARGE_ROUNDS)
+    small, large = _median(group, device, _SMALL), _median(group, device, _LARGE)
     count = group.size()
-    sent = 2 * (_LARGE_BYTES - _SMALL_BYTES) * (count - 1) / count
+    sent = 2 * (_LARGE.bytes - _SMALL.bytes) * (count - 1) / count
     # A group of processes that have nothing to send has no bandwidth that matters.
     return GroupCost(small, max(sent, 1.0) / max(large - small, 1e-9))
 
 
-def _median(group: ProcessGroup, device: torch.device, count: int, rounds: int) -> float:
-    tensor = torch.zeros(count, dtype=torch.uint8, device=device)
+def _median(group: ProcessGroup, device: torch.device, message: _Message) -> float:
+    tensor = torch.zeros(message.bytes, dtype=torch.uint8, device=device)
     seconds: list[float] = []
-    for _ in range(rounds + 1):
+    for _ in range(message.rounds + 1):
         begin = time.perf_counter()
         torch.distributed.all_reduce(tensor, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds[1:])  # the first makes connections
 

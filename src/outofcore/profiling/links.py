@@ -13,7 +13,8 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Annotated
@@ -37,13 +38,10 @@ from outofcore.units import MIB, PAGE_BYTES, round_up
 
 _log = logging.getLogger("outofcore.profiling")
 
-_LATENCY_COPIES = 9
-_MOST_COPIES = 500
+_LATENCY_COPIES = 9  # of a page, of which the median is taken
+_MOST_COPIES = 500  # that are issued to a device at once
 # How often each thing is measured, in turn with the others.
 _ROUNDS = 3
-# The ops that copies are measured beside: a product of matrices, and a pass over memory that no cache holds.
-_MATRIX, _PASS_BYTES = 512, 32 * MIB
-_DEVICE_MATRIX, _DEVICE_PASS_BYTES = 2048, 64 * MIB
 # Disks fill up and grow old: what was measured longer ago is measured again.
 _FRESH_SECONDS = 7 * 24 * 3600.0
 # Nothing that was measured lies beyond these; what is kept and does is damaged.
@@ -119,6 +117,18 @@ class LinkReport:
             self.compute_slowdown,
             self.contention_out,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The ops that copies are measured beside: products of matrices, and a pass over memory that no cache holds."""
+
+    rows: int  # of a square matrix
+    products: int
+    pass_bytes: int
+
+
+_HOST_WORK, _DEVICE_WORK = Work(512, 4, 32 * MIB), Work(2048, 1, 64 * MIB)
 
 
 def links_to(stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int) -> tuple[Home, ...]:
@@ -328,10 +338,11 @@ def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Cal
     random = torch.Generator().manual_seed(0)  # of its own: the user's draws are not to be shifted
     torch.frombuffer(outgoing, dtype=torch.int64).random_(generator=random)  # compressible bytes would flatter
     home.write(slots[1], outgoing)
-    squares, passes = torch.empty(2, _MATRIX, _MATRIX), torch.empty(2, _PASS_BYTES // 4)
+    work = _HOST_WORK
+    squares, passes = torch.empty(2, work.rows, work.rows), torch.empty(2, work.pass_bytes // 4)
     return _Bench(
         beside_each_other,
-        _Action(compute or _ops(*squares, *passes, products=4)),
+        _Action(compute or _ops(*squares, *passes, products=work.products)),
         _Action(lambda: home.write(slots[0], outgoing)),
         _Action(lambda: home.read(slots[1], incoming)),
         _Action(lambda: home.write(slots[0], outgoing[:PAGE_BYTES])),
@@ -344,7 +355,6 @@ def beside_each_other(actions: Sequence[_Action], seconds: float, least: int) ->
 
     No thread is left when this returns or raises, whatever interrupts it.
     """
-    failures: list[BaseException] = []
     times: list[list[float]] = [[] for _ in actions]
     enough = [threading.Event() for _ in actions]
     start = threading.Barrier(len(actions))
@@ -366,35 +376,32 @@ def beside_each_other(actions: Sequence[_Action], seconds: float, least: int) ->
                 taken += times[which][-1]
                 if len(times[which]) >= least and taken >= seconds:
                     enough[which].set()
-        except BaseException as error:
-            failures.append(error)
-            stop()
+        finally:
+            stop()  # either all have enough, or this one has failed
 
-    others = [threading.Thread(target=run, args=(which,), name="outofcore-measure") for which in range(1, len(actions))]
+    # Those who waited for one that failed say nothing new.
+    waited_in_vain = suppress(threading.BrokenBarrierError)
+    pool = ThreadPoolExecutor(len(actions), "outofcore-measure")
     try:
-        for other in others:
-            other.start()
-        run(0)
-    except BaseException:
-        stop()
-        raise
+        others = [pool.submit(run, which) for which in range(1, len(actions))]
+        with waited_in_vain:
+            run(0)
     finally:
-        _join(others, failures)
-    for error in failures:
-        # Those who waited for one that failed say nothing new.
-        if not isinstance(error, threading.BrokenBarrierError):
-            raise error
+        stop()
+        _join(pool)
+    while others:
+        with waited_in_vain:
+            others.pop(0).result()
     return times
 
 
-def _join(threads: Sequence[threading.Thread], failures: list[BaseException]) -> None:
-    """Return when threads have ended; interrupts are added to the failures."""
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join()
-            except BaseException as error:  # the handler of a signal
-                failures.insert(0, error)
+def _join(pool: ThreadPoolExecutor) -> None:
+    """Return when the threads of a pool have ended, whatever interrupts the wait."""
+    try:
+        pool.shutdown()
+    except BaseException:  # of the handler of a signal; the threads use memory that the caller closes
+        _join(pool)
+        raise
 
 
 def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB) -> float:
@@ -409,8 +416,9 @@ def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB) -> float:
 def _device_bench(
     driver: Driver, home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None
 ) -> Iterator[_Bench]:
-    square = _DEVICE_MATRIX * _DEVICE_MATRIX * 4
-    arena = driver.open_arena(2 * (size + _DEVICE_PASS_BYTES + square), 1 << 62)
+    rows, products, pass_bytes = _DEVICE_WORK.rows, _DEVICE_WORK.products, _DEVICE_WORK.pass_bytes
+    square = rows * rows * 4
+    arena = driver.open_arena(2 * (size + pass_bytes + square), 1 << 62)
 
     def floats(at: int, count: int) -> torch.Tensor:
         return arena.view(2 * size + at, count).view(torch.float32)
@@ -418,9 +426,9 @@ def _device_bench(
     try:
         arena.view(0, size).fill_(1)
         if compute is None:
-            squares = (floats(k * square, square).view(_DEVICE_MATRIX, _DEVICE_MATRIX) for k in range(2))
-            passes = (floats(2 * square + k * _DEVICE_PASS_BYTES, _DEVICE_PASS_BYTES) for k in range(2))
-            compute = _ops(*squares, *passes, products=1)
+            squares = (floats(k * square, square).view(rows, rows) for k in range(2))
+            passes = (floats(2 * square + k * pass_bytes, pass_bytes) for k in range(2))
+            compute = _ops(*squares, *passes, products=products)
         work = compute
         with driver.step(None):
             if isinstance(home, DiskHome):

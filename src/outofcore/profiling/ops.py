@@ -23,7 +23,7 @@ import torch
 from msgspec import Meta, Struct
 
 from outofcore import _torch_internals as internals
-from outofcore.analysis import LARGE_BYTES, placed_bytes
+from outofcore.analysis import LARGE_BYTES, SMALL_ALIGNMENT, is_large, placed_bytes
 from outofcore.capture.captured import Call, Captured
 from outofcore.capture.optimizers import PIECE_ELEMENTS
 from outofcore.capture.patching import TURN
@@ -50,7 +50,7 @@ from outofcore.profiling.faithfulness import differences
 from outofcore.profiling.scratch import Contents, contents_to_try
 from outofcore.program import Block, Program, Run
 from outofcore.report.machine import this_machine
-from outofcore.units import MIB
+from outofcore.units import MIB, PAGE_BYTES, round_up
 
 _log = logging.getLogger("outofcore.profiling")
 
@@ -233,7 +233,7 @@ class _Bench:
 
     def _bound(
         self, op: Op, requests: Requests, contents: Contents | None
-    ) -> tuple[BoundRun, Memory, list[list[tuple[int, int]]], int]:
+    ) -> tuple[BoundRun, Memory, list[list[tuple[int, int | None]]], int]:
         program, arguments_end, end = self._layout(op, requests.workspace_bytes)
         arena = self._room(end)
         bound = bind(self._captured, program, arena)
@@ -341,8 +341,7 @@ def _unmeasurable(op: Op, error: Exception | None) -> CaptureError:
 
 def _aligned(offset: int, count: int) -> int:
     """Align an offset to the boundaries at which ``placed_bytes`` lets blocks end."""
-    step = placed_bytes(1) if count < 65536 else 4096
-    return -(-offset // step) * step
+    return round_up(offset, PAGE_BYTES if is_large(count) else SMALL_ALIGNMENT)
 
 
 def machine_facts() -> dict[str, object]:

@@ -10,7 +10,7 @@ keeps a higher clock than in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from outofcore._torch_internals import OpOverload
 from outofcore.capture import operators
 from outofcore.capture.captured import CPU
+from outofcore.capture.device_traits import are_alike, traits_of
 from outofcore.capture.tables import leaves_in
 from outofcore.execution.binding import BoundRun
 
@@ -51,14 +52,14 @@ class Contents:
             return
         whole = target[: target.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         if self.varied and dtype in _DRAWN:
-            whole.uniform_(*_AROUND)
+            whole.uniform_(0.25, 0.75)  # within 0 and 1: what is no probability ends the process on a GPU
         else:
             whole.fill_(0.5)
 
     def fill(self, run: BoundRun, device: torch.device = CPU) -> None:
         """Fill the arguments of an op, which hold halves and zeros; skip constants, which are not on ``device``."""
         given = list(leaves_in([run.args, run.kwargs]))
-        scratch = [tensor for tensor in given if tensor.device.type == device.type]
+        scratch = [tensor for tensor in given if are_alike(tensor.device, device)]
         if replace(self, varied=False) != PLAIN:
             for tensor in scratch:
                 self._fill(tensor)
@@ -83,21 +84,15 @@ def fit(func: OpOverload, given: Given) -> None:
         _FITTING[func._schema.name](given)
 
 
-PLAIN = Contents()
-# Within 0 and 1, as what is no probability ends the process on a GPU.
-_AROUND = (0.25, 0.75)
+PLAIN, _RANDOM = Contents(), Contents(random=True)
 _DRAWN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-def contents_to_try(device: torch.device) -> Iterator[Contents]:
-    """Yield contents to try one after the other until an op runs."""
-    yield PLAIN if device.type == "cpu" else Contents(varied=True)
-    yield Contents(identity=True)
-    # On a device an index out of range ends the process, and cannot be tried.
-    if device.type == "cpu":
-        yield Contents(whole=1, identity=True)
-        yield Contents(whole=1)
-    yield Contents(random=True)
+def contents_to_try(device: torch.device) -> tuple[Contents, ...]:
+    """Return contents to try one after the other until an op runs."""
+    if traits_of(device).survives_bad_indices:
+        return PLAIN, Contents(identity=True), Contents(whole=1, identity=True), Contents(whole=1), _RANDOM
+    return Contents(varied=True), Contents(identity=True), _RANDOM
 
 
 def _even_groups(given: Given) -> None:
@@ -203,32 +198,20 @@ def _windows(given: Given) -> None:
 
 # Ops whose work, or whose right to run, depends on whole numbers that they are given.
 _FITTING: dict[str, Callable[[Given], None]] = {
-    "aten::embedding": _rows_of("weight"),
-    "aten::embedding_dense_backward": _rows_of("num_weights"),
-    "aten::gather": _places_along,
-    "aten::scatter": _places_along,
-    "aten::scatter_": _places_along,
-    "aten::scatter_add": _places_along,
-    "aten::scatter_add_": _places_along,
-    "aten::index_select": _places_along,
-    "aten::index_add": _places_along,
-    "aten::index_add_": _places_along,
-    "aten::index": _places_of_each,
-    "aten::index_put": _places_of_each,
-    "aten::index_put_": _places_of_each,
-    "aten::_unsafe_index": _places_of_each,
-    "aten::_unsafe_index_put": _places_of_each,
-    "aten::nll_loss_forward": _classes,
-    "aten::nll_loss_backward": _classes,
-    "aten::nll_loss2d_forward": _classes,
-    "aten::nll_loss2d_backward": _classes,
-    "aten::max_pool2d_with_indices_backward": _windows,
-    "aten::_ctc_loss": _longest_sequences,
-    "aten::_ctc_loss_backward": _longest_sequences,
-    "aten::_grouped_mm": _even_groups,
-    "aten::_embedding_bag_backward": _full_bags,
-    "aten::_embedding_bag_dense_backward": _full_bags,
-    "aten::repeat_interleave": _even_repeats,
-    "aten::segment_reduce": _even_segments,
-    "aten::_segment_reduce_backward": _even_segments,
+    f"aten::{name}": fill
+    for fill, names in (
+        (_rows_of("weight"), ("embedding",)),
+        (_rows_of("num_weights"), ("embedding_dense_backward",)),
+        (_places_along, ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_")),
+        (_places_along, ("index_select", "index_add", "index_add_")),
+        (_places_of_each, ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put")),
+        (_classes, ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")),
+        (_windows, ("max_pool2d_with_indices_backward",)),
+        (_longest_sequences, ("_ctc_loss", "_ctc_loss_backward")),
+        (_even_groups, ("_grouped_mm",)),
+        (_full_bags, ("_embedding_bag_backward", "_embedding_bag_dense_backward")),
+        (_even_repeats, ("repeat_interleave",)),
+        (_even_segments, ("segment_reduce", "_segment_reduce_backward")),
+    )
+    for name in names
 }

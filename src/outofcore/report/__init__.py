@@ -1,6 +1,6 @@
 """Reports of plans and measured steps: numbers, text, and pages with pictures."""
 
-from outofcore.report.content import page_content
+from outofcore.report.content import Page, page_content
 from outofcore.report.data import MemoryOverTime, Moved, StepReport, memory_over_time, step_report
 from outofcore.report.notebook import ReportPath, facts_html, table_html
 from outofcore.report.page import write_report, write_sweep
@@ -9,6 +9,7 @@ from outofcore.report.text import columns, moved_text, step_text
 __all__ = [
     "MemoryOverTime",
     "Moved",
+    "Page",
     "ReportPath",
     "StepReport",
     "columns",

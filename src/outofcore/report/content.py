@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from outofcore.analysis import is_large
 from outofcore.graph import StepGraph, Storage, StorageKind
 from outofcore.plan import Decision, Plan, Residency
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Run, Timeline, lane_of
 from outofcore.report.data import Insight, MemoryOverTime, memory_over_time, step_report
-from outofcore.report.naming import instruction_text, op_name, storage_text
+from outofcore.report.naming import LANES, instruction_text, op_name, storage_text
+from outofcore.report.trace import Beyond
 from outofcore.report.waits import time_spent
 
 Object = dict[str, object]
@@ -20,14 +21,27 @@ Object = dict[str, object]
 _MOMENTS = 1500
 # Waits that are told one by one: the longest.
 _WAITS = 100
-_LANES = {
-    Queue.COMPUTE: "ops",
-    Queue.COMMUNICATE: "collectives",
-    Queue.COPY_IN: "copies in",
-    Queue.COPY_OUT: "copies out",
-}
 # The rows that a page has in any case.
 _ALWAYS = tuple((queue, 0) for queue in Queue if queue is not Queue.COMMUNICATE)
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a report says beside the step itself.
+
+    Attributes:
+        title: the heading.
+        budget: bytes that the user named.
+        insight: the step under other circumstances, if that is known.
+        homes: the names of the homes, in the order of their numbers.
+        notes: pairs of name and text, such as the machine.
+    """
+
+    title: str
+    budget: int
+    insight: Insight | None = None
+    homes: Sequence[str] = ()
+    notes: Sequence[tuple[str, str]] = ()
 
 
 def page_content(
@@ -35,39 +49,29 @@ def page_content(
     plan: Plan,
     program: Program,
     timelines: Sequence[tuple[str, Timeline]],
-    *,
-    budget: int,
-    title: str,
-    insight: Insight | None = None,
-    homes: Sequence[str] = (),
-    notes: Sequence[tuple[str, str]] = (),
-    memories: Sequence[MemoryOverTime] = (),
-    on_demand: Collection[int] = (),
+    page: Page,
+    beyond: Beyond | None = None,
 ) -> Object:
     """Return everything that a report shows. Times in microseconds, sizes in bytes.
 
     Args:
         timelines: of this program, each with its name; the page opens with the first.
-        budget: bytes that the user named.
-        insight: the step under other circumstances, if that is known.
-        homes: the names of the homes, in the order of their numbers.
-        notes: pairs of name and text, such as the machine.
-        memories: of each timeline the memory over time; by default derived from the program.
-        on_demand: ids of ops that ran without a plan, in a step of which others were planned.
+        beyond: what is known of the first, beside the program, where it was measured without a plan.
     """
     lanes = list(dict.fromkeys([*_ALWAYS, *map(lane_of, program.instructions)]))
-    lanes.sort(key=lambda lane: (list(_LANES).index(lane[0]), lane[1]))
+    lanes.sort(key=lambda lane: (list(LANES).index(lane[0]), lane[1]))
     several = len({home for _, home in lanes}) > 1
-    report = step_report(graph, plan, program, timelines[0][1], budget)
+    report = step_report(graph, plan, program, timelines[0][1], page.budget)
     shown, fates = _storages(graph, plan, program)
+    on_demand = () if beyond is None else beyond.on_demand
     return {
-        "title": title,
-        "budget": budget,
+        "title": page.title,
+        "budget": page.budget,
         "arena": report.arena_bytes,
         "policy": plan.policy,
         "moved": [{**asdict(moved), "kind": _kind(moved.kind)} for moved in report.moved],
         "recomputed": report.recomputed,
-        "lanes": [_lane_name(queue, home, homes if several else ()) for queue, home in lanes],
+        "lanes": [_lane_name(queue, home, page.homes if several else ()) for queue, home in lanes],
         "ops": [[op_name(op), op.module, op.source] for op in graph.ops],
         "storages": shown,
         "fates": fates,
@@ -79,11 +83,11 @@ def page_content(
             for one in program.instructions
         ],
         "timelines": [
-            _timeline(graph, program, name, timeline, memories[i] if i < len(memories) else None)
-            for i, (name, timeline) in enumerate(timelines)
+            _timeline(graph, program, name, timeline, None if number or beyond is None else beyond.memory)
+            for number, (name, timeline) in enumerate(timelines)
         ],
-        "insight": None if insight is None else _insight(insight),
-        "notes": [list(note) for note in notes],
+        "insight": None if page.insight is None else _insight(page.insight),
+        "notes": [list(note) for note in page.notes],
     }
 
 
@@ -93,8 +97,8 @@ def _kind(kind: StorageKind) -> str:
 
 def _lane_name(queue: Queue, home: int, homes: Sequence[str]) -> str:
     if queue in (Queue.COMPUTE, Queue.COMMUNICATE) or not homes:
-        return _LANES[queue]
-    return f"{_LANES[queue]}, {homes[home] if home < len(homes) else home}"
+        return LANES[queue]
+    return f"{LANES[queue]}, {homes[home] if home < len(homes) else home}"
 
 
 def _timeline(

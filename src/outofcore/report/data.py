@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
+from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.plan import Plan
 from outofcore.program import CopyOut, Program, Run, Timeline
@@ -51,6 +52,10 @@ class StepReport:
     compute_seconds: float
     recomputed: int
     moved: tuple[Moved, ...]
+
+    def again_seconds(self, costs: Costs) -> float:
+        """Return the seconds of ops that run again, given what each op costs once."""
+        return max(self.compute_seconds - costs.compute_seconds, 0.0)
 
     @property
     def bytes_out(self) -> int:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
-from outofcore.program import CopyOut, Instruction, Program, Run
+from outofcore.program import CopyOut, Instruction, Program, Queue, Run
 
+# Queues by the names of their rows, in the order of a page.
+LANES = {
+    Queue.COMPUTE: "ops",
+    Queue.COMMUNICATE: "collectives",
+    Queue.COPY_IN: "copies in",
+    Queue.COPY_OUT: "copies out",
+}
 _MADE = frozenset({StorageKind.ACTIVATION, StorageKind.OUTPUT})
 
 

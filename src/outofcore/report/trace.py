@@ -17,19 +17,13 @@ from outofcore.errors import InputError
 from outofcore.graph import StepGraph
 from outofcore.program import Program, Queue, Run, Timeline, lane_of
 from outofcore.report.data import MemoryOverTime, memory_over_time
-from outofcore.report.naming import instruction_text, storage_text
+from outofcore.report.naming import LANES, instruction_text, storage_text
 from outofcore.report.waits import time_spent
 
-_MICRO = 1e6
 # Above the numbers that systems give to processes, so that no process of a profiler's trace has one of them.
 _FIRST_PROCESS = 1 << 30
-_WAITS_THREAD = 1
-_LANES = {
-    Queue.COMPUTE: "ops",
-    Queue.COPY_IN: "copies in",
-    Queue.COPY_OUT: "copies out",
-    Queue.COMMUNICATE: "collectives",
-}
+_WAITS_THREAD = 1  # its number in each process; those of the queues follow, in this order
+_ROWS = (Queue.COMPUTE, Queue.COPY_IN, Queue.COPY_OUT, Queue.COMMUNICATE)
 
 Event = dict[str, Any]
 
@@ -76,8 +70,12 @@ def trace_events(
 def _named(process: int, number: int, name: str) -> Iterator[Event]:
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": number - 1000}}
-    yield {"ph": "M", "pid": process, "tid": _WAITS_THREAD, "name": "thread_name", "args": {"name": "waits of ops"}}
-    yield {"ph": "M", "pid": process, "tid": _WAITS_THREAD, "name": "thread_sort_index", "args": {"sort_index": 0}}
+    yield from _thread(process, _WAITS_THREAD, "waits of ops", 0)
+
+
+def _thread(process: int, thread: int, name: str, order: int) -> Iterator[Event]:
+    yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": order}}
 
 
 def _lanes(
@@ -89,23 +87,10 @@ def _lanes(
         lane = lane_of(instruction)
         if lane not in threads:
             queue, home = lane
-            threads[lane] = thread = 2 + list(_LANES).index(queue) + len(_LANES) * home
+            threads[lane] = thread = 2 + _ROWS.index(queue) + len(_ROWS) * home
             link = f"home {home}" if beyond is None else beyond.homes[home]
             of = f", {link}" if several and queue not in (Queue.COMPUTE, Queue.COMMUNICATE) else ""
-            yield {
-                "ph": "M",
-                "pid": process,
-                "tid": thread,
-                "name": "thread_name",
-                "args": {"name": _LANES[queue] + of},
-            }
-            yield {
-                "ph": "M",
-                "pid": process,
-                "tid": thread,
-                "name": "thread_sort_index",
-                "args": {"sort_index": thread},
-            }
+            yield from _thread(process, thread, LANES[queue] + of, thread)
         args: dict[str, object] = {}
         name = instruction_text(graph, program, instruction)
         category = lane[0].value
@@ -126,7 +111,7 @@ def _lanes(
             "cat": category,
             "name": name,
             "ts": _time(start, origin),
-            "dur": round((end - start) * _MICRO, 3),
+            "dur": _time(end - start),
             "args": args,
         }
 
@@ -140,7 +125,7 @@ def _waits(graph: StepGraph, program: Program, timeline: Timeline, process: int,
             "cat": "wait",
             "name": waited.text,
             "ts": _time(waited.start, origin),
-            "dur": round(waited.seconds * _MICRO, 3),
+            "dur": _time(waited.seconds),
             "args": {"why": waited.why},
         }
 
@@ -170,8 +155,9 @@ def _memory(memory: MemoryOverTime, process: int, origin: float) -> Iterator[Eve
         }
 
 
-def _time(seconds: float, origin: float) -> float:
-    return round(origin + seconds * _MICRO, 3)
+def _time(seconds: float, origin: float = 0.0) -> float:
+    """Return microseconds."""
+    return round(origin + seconds * 1e6, 3)
 
 
 def write_trace(

@@ -22,12 +22,13 @@ from outofcore.analysis.fusing import ops_to_fuse
 from outofcore.analysis.gaps import LARGE_BYTES
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, Value, with_ops
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.operators import by_name, written_arguments
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op
 from outofcore.progress import Tell, silent
 from outofcore.transforms.kernels import BATCH_NORM, REWRITTEN, Kernels, Recipe, described, functional_of
-from outofcore.transforms.passes import PASSING
+from outofcore.transforms.passes import may_be_overwritten
 
 _DTYPES = frozenset(
     {
@@ -69,9 +70,12 @@ def fused(captured: Captured, kernels: Kernels, tell: Tell = silent, *, least: i
     New kernels are added to ``kernels``. Two ops are fused only over a storage of at least ``least`` bytes.
     """
     pairs = list(zip(captured.graph.ops, captured.calls, strict=True))
-    fusible = [op.id for op, call in pairs if _is_fusible(captured, op, call) and _is_worth_it(captured, call)]
-    alone = [op for op in fusible if _is_worth_it_alone(captured, captured.calls[op])]
-    groups = ops_to_fuse(captured.graph, fusible, alone=alone, scratch=_known_scratch(captured), least=least)
+    fusible, alone, scratch = [op.id for op, call in pairs if _is_fusible(captured, op, call)], list[int](), {}
+    if traits_of(captured.device).knows_faster_kernels:
+        fusible = [op for op in fusible if _is_worth_it(captured, captured.calls[op])]
+        alone = [op for op in fusible if _is_worth_it_alone(captured.calls[op])]
+        scratch = _known_scratch(captured)
+    groups = ops_to_fuse(captured.graph, fusible, alone=alone, scratch=scratch, least=least)
     made = [_Fusion(captured, group, least) for group in groups]
     found = kernels.of([fusion.recipe for fusion in made], tell)
     kept = [fusion for fusion in made if fusion.recipe.text in found]
@@ -103,11 +107,9 @@ def fusing(capture: Callable[..., Captured], kernels: Kernels | None, tell: Tell
 def _known_scratch(captured: Captured) -> dict[int, int]:
     """Return lower bounds in bytes of the scratch memory of ops, known without measuring.
 
-    On the CPU oneDNN copies the arguments of a convolution to another layout, and the gradient of batch norm is
+    oneDNN copies the arguments of a convolution to another layout, and the gradient of batch norm is
     computed in two parts.
     """
-    if captured.device.type != "cpu":
-        return {}
     storages = captured.graph.storages
     return {
         op.id: max((storages[s].bytes for s in op.reads), default=0)
@@ -143,8 +145,6 @@ def _is_worth_it(captured: Captured, call: Call) -> bool:
     """Return whether measurements found Inductor's loops no slower than PyTorch's own kernel."""
     func: Any = call.func
     name = func._schema.name
-    if captured.device.type != "cpu":
-        return True
     if name in _OWN_ON_CPU:
         return False
     given = by_name(func, call.args, call.kwargs)
@@ -162,11 +162,10 @@ def _is_worth_it(captured: Captured, call: Call) -> bool:
     return True
 
 
-def _is_worth_it_alone(captured: Captured, call: Call) -> bool:
+def _is_worth_it_alone(call: Call) -> bool:
     func: Any = call.func
     given = by_name(func, call.args, call.kwargs)
-    slow = func._schema.name in _ALONE_ON_CPU and given.get("approximate", "none") == "none"
-    return slow and captured.device.type == "cpu"
+    return func._schema.name in _ALONE_ON_CPU and given.get("approximate", "none") == "none"
 
 
 def _values_of(captured: Captured, call: Call) -> Iterator[Value]:
@@ -264,9 +263,7 @@ class _Fusion:
             for storage, indices in of.items()
             if len(indices) == 1
             and storage not in mutated
-            and storage in graph.creator
-            and storage not in graph.outputs
-            and graph.storages[storage].kind in PASSING
+            and may_be_overwritten(graph, storage)
             and graph.uses[storage][-1] in self.ops
         ]
         found: dict[int, int] = {}

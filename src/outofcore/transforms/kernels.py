@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from outofcore._torch_internals import CompilerMissingError, OpOverload, compile_traced, force_strides
-from outofcore.analysis.windows import Derivation, Window, derivation
+from outofcore.analysis.windows import Derivation, derivation
 from outofcore.capture.captured import Call, Ref, Value
 from outofcore.capture.operators import by_name, value_text, written_arguments
 from outofcore.capture.patching import TURN
@@ -59,9 +59,8 @@ class Recipe:
         return "fused." + "+".join(names[:_NAMES]) + (f"+{len(names) - _NAMES}" if len(names) > _NAMES else "")
 
 
-_NAMES = 4
-# The second kernel tells whether they are in Inductor's cache: the first of a process takes seconds in any case.
-_TRIED, _CACHED_SECONDS = 1, 0.5
+_NAMES = 4  # of operators in the name of a kernel
+_CACHED_SECONDS = 0.5  # that a kernel takes at most which is in Inductor's cache
 
 
 def described(recipe: Recipe) -> str:
@@ -123,7 +122,8 @@ class Kernels:
                 tell("compile kernels", number, len(new))
                 begin = time.monotonic()
                 self._known[recipe.text, threads] = self._made(recipe, threads)
-                if number == _TRIED and self.compiles and time.monotonic() - begin > _CACHED_SECONDS:
+                # The first kernel of a process takes seconds in any case; the second tells whether they are cached.
+                if number == 1 and self.compiles and time.monotonic() - begin > _CACHED_SECONDS:
                     stack.enter_context(compiling_ahead(new[number + 1 :], threads))
         if new:
             tell("compile kernels", len(new), len(new))
@@ -228,14 +228,10 @@ class _Traced:
 def _viewed(tensor: torch.Tensor, lies: Value, wanted: Value) -> torch.Tensor:
     if lies.layout() == wanted.layout() and lies.dtype == wanted.dtype:
         return tensor
-    found = None if lies.dtype != wanted.dtype else derivation(_window(lies), _window(wanted))
+    found = None if lies.dtype != wanted.dtype else derivation(lies.window(), wanted.window())
     if found is None:
         raise NotFusibleError(f"{value_text(wanted)} is no view of {value_text(lies)}")
     return derived(tensor, found)
-
-
-def _window(value: Value) -> Window:
-    return Window(value.shape, value.stride, value.offset)
 
 
 def derived(tensor: torch.Tensor, how: Derivation) -> torch.Tensor:

@@ -24,16 +24,17 @@ import torch
 from outofcore._torch_internals import OpOverload
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, Value, with_ops
-from outofcore.capture.operators import by_name, family_text, traits
+from outofcore.capture.operators import by_name, family_text, placed
 from outofcore.capture.tables import covers, map_leaves
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.transforms.passes import halves_of_convolution, halves_of_norm
+from outofcore.transforms.split.rules import ROWS
 from outofcore.transforms.split.ways import Cut, Given, Name, Settle
 from outofcore.units import MIB
 
 _aten = torch.ops.aten
-# What a part adds up takes at least so many bytes, and it is so many rows of a product; there are at most so many.
-PART_BYTES, _ROWS, _MOST_PARTS = 4 * MIB, 64, 16
+# What a part adds up takes at least so many bytes; there are at most so many parts.
+PART_BYTES, _MOST_PARTS = 4 * MIB, 16
 _PRECISE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
@@ -149,8 +150,7 @@ def _in_parts(
             named[name] = part if place < 0 else [part if p == place else i for p, i in enumerate(named[name])]
         if found.settle is not None:
             found.settle(named, low, high)
-        args = tuple(named[name] for name in traits(func).names[: len(call.args)])
-        kwargs = {name: named[name] for name in call.kwargs}
+        args, kwargs = placed(func, call, named)
         results = call.results
         if low:
             results = tuple(None if v is None else _beside(values[v], op, values, storages) for v in call.results)
@@ -192,7 +192,7 @@ def _product(given: Given) -> Sum | None:
     if one is None or len(one.shape) != 2:
         return None
     cuts: dict[Name, Cut] = {("self", -1): Cut((1, 2)), ("mat2", -1): Cut((0, 1))}
-    return Sum(one.shape[1], cuts, grain=_ROWS)
+    return Sum(one.shape[1], cuts, grain=ROWS)
 
 
 def _added_up(given: Given) -> Sum | None:
@@ -233,7 +233,7 @@ def _of_layer_norm(*arguments: str) -> Callable[[Given], Sum | None]:
             return None
         lead = len(first.shape) - len(given.named["normalized_shape"])
         cuts: dict[Name, Cut] = {(name, -1): Cut((0, lead)) for name in ("input", *arguments)}
-        return Sum(prod(first.shape[:lead]), cuts, grain=_ROWS) if lead else None
+        return Sum(prod(first.shape[:lead]), cuts, grain=ROWS) if lead else None
 
     return rule
 

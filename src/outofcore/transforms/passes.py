@@ -26,19 +26,17 @@ from outofcore.analysis import LARGE_BYTES, fullest_op, is_large, live_bytes
 from outofcore.analysis.hoisting import hoisted_order
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, with_ops
-from outofcore.capture.operators import by_name, family_text, traits
+from outofcore.capture.device_traits import traits_of
+from outofcore.capture.operators import by_name, family_text, placed, traits
 from outofcore.capture.optimizer_steps import call_of_update
 from outofcore.capture.optimizers import OptimizerUpdate, is_torchs_own
 from outofcore.capture.tables import covers, map_leaves
 from outofcore.capture.value_errors import ops_that_may_raise
-from outofcore.graph import Op, StorageKind
-from outofcore.units import MIB
+from outofcore.graph import Op, StepGraph, StorageKind
 
 _aten = torch.ops.aten
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _NORMS_BACKWARD = frozenset({"aten::native_group_norm_backward", "aten::native_layer_norm_backward"})
-_INPUT = 1  # the place of the input among the arguments
-_MASK = 10  # the place of ``output_mask`` among the arguments
 
 
 def split(captured: Captured) -> Captured:
@@ -49,27 +47,19 @@ def split(captured: Captured) -> Captured:
 
 def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
     """Split a convolution's backward pass into two ops; return any other op, or one with a single half, unchanged."""
-    if call.func is not _CONVOLUTION_BACKWARD or len(call.args) <= _MASK or call.kwargs:
+    halves = _halves(captured, op, call) if call.func is _CONVOLUTION_BACKWARD else None
+    if halves is None:
         return [(op, call)]
-    wanted = [bool(flag) for flag in call.args[_MASK]]
-    if not wanted[0] or not any(wanted[1:]) or len(call.results) != len(wanted):
-        return [(op, call)]
-    halves = (
-        ([False, *wanted[1:]], (None, *call.results[1:])),
-        ([True, False, False], (call.results[0], None, None)),
-    )
-    parts: list[tuple[Op, Call]] = []
-    for mask, results in halves:
-        args = [*call.args[:_MASK], mask, *call.args[_MASK + 1 :]]
-        given, result = args[_INPUT], results[0]
-        if mask[0] and result is not None and isinstance(given, Ref) and _same_layout(captured, given.value, result):
-            args[_INPUT] = Ref(result)
-        creates = dict.fromkeys(captured.values[v].storage for v in results if v is not None)
-        used = {captured.values[a.value].storage for a in args if isinstance(a, Ref)}
-        reads = tuple(s for s in op.reads if s in used)
-        part = replace(op, reads=reads, creates=tuple(creates), family=f"{op.family}{mask}")
-        parts.append((part, replace(call, args=tuple(args), results=tuple(results))))
-    return parts
+    (of_input, call_of_input), of_weights = halves
+    place = traits(_CONVOLUTION_BACKWARD).names.index("input")
+    given, result, values = call_of_input.args[place], call_of_input.results[0], captured.values
+    if result is not None and isinstance(given, Ref) and values[given.value].is_laid_like(values[result]):
+        # Of the input only the shape matters.
+        args = (*call_of_input.args[:place], Ref(result), *call_of_input.args[place + 1 :])
+        used = {values[arg.value].storage for arg in args if isinstance(arg, Ref)}
+        of_input = replace(of_input, reads=tuple(storage for storage in op.reads if storage in used))
+        call_of_input = replace(call_of_input, args=args)
+    return [of_weights, (of_input, call_of_input)]
 
 
 def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
@@ -77,29 +67,25 @@ def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Cal
 
     Any other op is returned unchanged.
     """
-    func = call.func
-    if not isinstance(func, OpOverload) or func._schema.name not in _NORMS_BACKWARD:
-        return [(op, call)]
+    is_norm = isinstance(call.func, OpOverload) and call.func._schema.name in _NORMS_BACKWARD
+    return (_halves(captured, op, call) if is_norm else None) or [(op, call)]
+
+
+def _halves(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]] | None:
+    """Split a backward pass into the gradient of its input and those of its weights; None if it makes only one."""
+    func: Any = call.func
     named = by_name(func, call.args, call.kwargs)
     wanted = [bool(flag) for flag in named["output_mask"]]
     if not wanted[0] or not any(wanted[1:]) or len(call.results) != len(wanted):
-        return [(op, call)]
+        return None
     halves: list[tuple[Op, Call]] = []
     for mask in ([True] + [False] * len(wanted[1:]), [False, *wanted[1:]]):
-        given = named | {"output_mask": mask}
-        args = tuple(given[name] for name in traits(func).names[: len(call.args)])
-        kwargs = {name: given[name] for name in call.kwargs}
+        args, kwargs = placed(func, call, named | {"output_mask": mask})
         results = tuple(v if flag else None for v, flag in zip(call.results, mask, strict=True))
         creates = tuple(dict.fromkeys(captured.values[v].storage for v in results if v is not None))
         half = replace(op, creates=creates, family=f"{op.family}{mask}")
-        halves.append((half, Call(func, args, kwargs, results)))
+        halves.append((half, replace(call, args=args, kwargs=kwargs, results=results)))
     return halves
-
-
-def _same_layout(captured: Captured, one: int, other: int) -> bool:
-    """Return whether two values differ only in their place."""
-    a, b = captured.values[one], captured.values[other]
-    return (a.dtype, a.shape, a.stride) == (b.dtype, b.shape, b.stride)
 
 
 # Operators that take nothing of a tensor but its shape, and the number that they fill another with; None: with nothing.
@@ -142,6 +128,11 @@ def _by_shape(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
 
 # What may be written over: what the step itself has made, and what nobody sees when it ends.
 PASSING = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
+
+
+def may_be_overwritten(graph: StepGraph, storage: int) -> bool:
+    """Return whether only ops of the step can miss what a storage held."""
+    return graph.storages[storage].kind in PASSING and storage in graph.creator and storage not in graph.outputs
 
 
 def recompute_casts(captured: Captured) -> Captured:
@@ -271,9 +262,7 @@ def _written_over(captured: Captured, op: Op, call: Call, least: int) -> Over | 
         if (
             (value.dtype, value.layout()) == (result.dtype, result.layout())
             and graph.storages[kept].bytes == graph.storages[gone].bytes
-            and graph.storages[kept].kind in PASSING
-            and kept in graph.creator
-            and kept not in graph.outputs
+            and may_be_overwritten(graph, kept)
             and graph.uses[kept][-1] == op.id
             and sum(values[ref.value].storage == kept for ref in refs) == 1
         ):
@@ -330,14 +319,10 @@ def reordered(captured: Captured, order: Sequence[int]) -> Captured:
     return with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
 
 
-# An op of so many bytes of parameters has no fixed price to speak of, and is still measured in little memory.
-TOGETHER_BYTES = 4 * MIB
-# On a device they pass in less time than the host takes to issue the op. There optimizers go over all parameters at
-# once, with scratch memory for as many: of what the step holds at once, it is no more than a small part.
-DEVICE_TOGETHER_BYTES, _SMALL_PART = 64 * MIB, 8
-# Parameters that are updated together, where memory is short, are of this part of it at most, and on the CPU of no more
-# bytes. With their gradients and state they take about four times as much (`benchmarks/updates.py` compares others).
-SHARE_OF_UPDATES, MOST_UPDATED = 16, 16 * MIB
+# Updates that go over all parameters at once need scratch memory for as many: a small part of what the step holds.
+_SMALL_PART = 8
+# Parameters that are updated together, where memory is short, are of this part of it at most.
+SHARE_OF_UPDATES = 16
 
 
 def delayed(captured: Captured, most: int) -> Captured:
@@ -349,7 +334,7 @@ def delayed(captured: Captured, most: int) -> Captured:
     places: list[list[int]] = [[op.id] for op in captured.graph.ops]
     row: list[tuple[Op, Call]] = []
     held: set[int] = set()
-    at_once = captured.device.type != "cpu"
+    at_once = traits_of(captured.device).updates_all_at_once
     raising = ops_that_may_raise(captured)
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
         op = pair[0]
@@ -375,11 +360,12 @@ def together(captured: Captured, most: int | None = None) -> Captured:
     Those that go over all at once are joined on a device alone, where their fixed price is what counts. ``most`` limits
     the bytes of parameters of an op; None chooses a limit that needs little more memory.
     """
-    at_once = captured.device.type != "cpu"
+    device = traits_of(captured.device)
+    at_once, sizes = device.updates_all_at_once, device.update_bytes
     if most is None:
-        most = TOGETHER_BYTES
+        most = sizes.joined
         if at_once:
-            most = max(most, min(live_bytes(captured.graph) // _SMALL_PART, DEVICE_TOGETHER_BYTES))
+            most = max(sizes.chunk, min(live_bytes(captured.graph) // _SMALL_PART, most))
     rows: list[list[tuple[Op, Call]]] = []
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
         if rows and _follows(rows[-1], pair, most, at_once=at_once):
@@ -454,5 +440,5 @@ def lean(traced: Captured, room: int) -> Captured:
     held longer.
     """
     captured = leanest(traced)
-    most = min(room // SHARE_OF_UPDATES, MOST_UPDATED if captured.device.type == "cpu" else DEVICE_TOGETHER_BYTES)
+    most = min(room // SHARE_OF_UPDATES, traits_of(captured.device).update_bytes.delayed)
     return together(delayed(captured, most), most)

@@ -22,9 +22,6 @@ from outofcore.units import MIB, format_bytes
 
 Batches = Iterator[tuple[Tensor, ...]]
 
-TEXT_BYTES = 8 * MIB
-# Below this edge a crop of a photograph shows nothing that could be told apart.
-_SMALLEST_PHOTO = 64
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -34,7 +31,7 @@ class ImageSource(StrEnum):
     GENERATED = "generated"  # gratings made from the seed; needs nothing
 
 
-def library_text(limit: int = TEXT_BYTES) -> Tensor:
+def library_text(limit: int = 8 * MIB) -> Tensor:
     """Return the source text of Python's standard library as (n,) uint8: ``.py`` files by path, up to ``limit``.
 
     Raises ``InputError`` if this Python comes without that source.
@@ -87,7 +84,8 @@ def image_source(size: int, asked: ImageSource | None = None) -> ImageSource:
                 "run pip install 'outofcore[data]' or take images 'generated'"
             )
         return asked
-    fitting = [source for source in needs if source is not ImageSource.PHOTOS or size >= _SMALLEST_PHOTO]
+    # A smaller crop of a photograph shows nothing that could be told apart.
+    fitting = [source for source in needs if source is not ImageSource.PHOTOS or size >= 64]
     return next(source for source in fitting if all(find_spec(package) for package in needs[source]))
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from outofcore.errors import InputError
 
 _HEAD_WIDTH = 64  # channels of an attention head, in GPT-2 and in most of its kin
-_USUAL_ASPECT = 64  # width / layers of the first model of each GPT family
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ def shape_for(parameters: int, context: int, vocab: int, dropout: float) -> GPTS
     """
 
     def error(shape: GPTShape) -> float:
-        aspect = shape.width / shape.layers / _USUAL_ASPECT
+        aspect = shape.width / shape.layers / 64  # that of the first model of each GPT family is 1
         return abs(math.log(shape.parameters / parameters)) + abs(math.log2(aspect)) / 20
 
     best = GPTShape(1, _HEAD_WIDTH, 1, context, vocab, dropout)

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from outofcore.errors import InputError
 
-_DEEPEST_PUBLISHED = 152
-
 
 @dataclass(frozen=True, slots=True)
 class ResNetShape:
@@ -36,7 +34,7 @@ def resnet_shape(depth: int) -> ResNetShape:
         case 152:
             return ResNetShape((3, 8, 36, 3), bottleneck=True)
     blocks, rest = divmod(depth - 2, 3)
-    first, second, last = (3, 4, 3) if depth <= _DEEPEST_PUBLISHED else (6, 32, 6)
+    first, second, last = (3, 4, 3) if depth <= 152 else (6, 32, 6)
     third = blocks - first - second - last
     if rest or third < 1:
         below = max(2 + 3 * blocks, 35)
@@ -176,7 +174,7 @@ class VGG16(nn.Module):
         return self.classifier(self.features(x).flatten(1))
 
 
-_DENSE_BLOCKS = (6, 12, 24, 16)
+# New channels of each layer of a DenseNet, as in the paper's table 1.
 _GROWTH = 32
 _BOTTLENECK = 4 * _GROWTH
 
@@ -229,11 +227,12 @@ class DenseNet121(nn.Module):
             nn.ReLU(inplace=True),
             nn.MaxPool2d(3, stride=2, padding=1),
         ]
-        for index, count in enumerate(_DENSE_BLOCKS):
+        blocks = (6, 12, 24, 16)
+        for index, count in enumerate(blocks):
             layers.append(DenseBlock(channels, count))
             channels += count * _GROWTH
             layers += [nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
-            if index < len(_DENSE_BLOCKS) - 1:
+            if index < len(blocks) - 1:
                 layers += [nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2)]
                 channels //= 2
         self.features = nn.Sequential(*layers)

@@ -24,7 +24,7 @@ Loss = Callable[..., Tensor]
 TrainStep = Callable[..., Tensor]
 
 _COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-_BYTES = 256
+_BYTES = 256  # tokens that gpt has at least: the values of a byte
 _SOURCES = {
     ImageSource.PHOTOS: "crops of scikit-learn's sample photographs",
     ImageSource.DIGITS: "scikit-learn's handwritten digits, enlarged",

@@ -30,7 +30,7 @@ from worlds import World, eager, same
 import outofcore
 from outofcore.errors import ArenaError, BudgetError, DeviceError, StateError
 from outofcore.execution.cuda.backend import CudaBackend
-from outofcore.follow import loop as loop_module
+from outofcore.follow import devices
 from outofcore.follow.gpu import Shares
 from outofcore.program import CopyIn, CopyOut
 from outofcore.step import Step
@@ -141,7 +141,7 @@ def bits(
 
 def arena_of_the_whole_budget() -> contextlib.AbstractContextManager[object]:
     """Small tensors and workspaces lie beside the budget."""
-    return mock.patch.object(loop_module, "shares_of", lambda budget, device: Shares(budget, 0, 8 * MIB))
+    return mock.patch.object(devices, "shares_of", lambda budget, device: Shares(budget, 0, 8 * MIB))
 
 
 @contextlib.contextmanager

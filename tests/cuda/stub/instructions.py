@@ -33,7 +33,7 @@ def take_steps(way: str) -> None:
     from at_once import PlannedAtOnce
 
     import outofcore
-    from outofcore.follow import loop
+    from outofcore.follow import loop_planner
     from outofcore.zoo import workload
 
     work = workload("gpt", batch=2, layers=4, width=256, context=64, amp=True)
@@ -42,7 +42,7 @@ def take_steps(way: str) -> None:
     batch = tuple(tensor.cuda() for tensor in next(work.batches()))
     step: Callable[..., Any] = work.make_step(model, work.optimizer(model))
     options: dict[str, Any] = {} if way == "planned" else {"policy": None}
-    at_once = mock.patch.object(loop, "BackgroundPlanner", PlannedAtOnce)
+    at_once = mock.patch.object(loop_planner, "BackgroundPlanner", PlannedAtOnce)
     followed = nullcontext() if way == "plain" else outofcore.budget("2GiB", model, cache=False, **options)
     with at_once, followed as run:
         for _ in range(WARM_UP):

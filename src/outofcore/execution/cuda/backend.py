@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from outofcore.execution.arena import Memory, Recorder
-from outofcore.execution.cuda.driver import ALIGNMENT, MIDDLE_SEGMENT, SEGMENT, CudaDriver
+from outofcore.execution.cuda.driver import ALLOCATOR, CudaDriver
 from outofcore.execution.cuda.engine import CudaEngine
 from outofcore.execution.engines import Replaying
 from outofcore.execution.homes import HomeStore, PinnedHome
@@ -16,10 +16,9 @@ from outofcore.units import MIB, round_up
 # Off-plan requests may take a 64th of the budget, and this at least: libraries keep workspaces of tens of MiB.
 _RESERVE_SHARE = 64
 _LEAST_RESERVE = 32 * MIB
-# Pieces that the caching allocator opens beside the arena: for small requests, and the rest of a large one; and one
-# for what it takes to be neither.
-_POOLS = 4
-_BESIDE = _POOLS * SEGMENT + MIDDLE_SEGMENT
+# Segments that the caching allocator opens beside the arena: four for small requests and the rest of a large one, and
+# one for what it takes to be neither.
+_BESIDE = 4 * ALLOCATOR.segment + ALLOCATOR.middle_segment
 
 
 class CudaBackend:
@@ -28,7 +27,7 @@ class CudaBackend:
     Raises ``InputError`` if there is no such device.
     """
 
-    alignment = ALIGNMENT
+    alignment = ALLOCATOR.alignment
     warms_up = True
 
     def __init__(self, device: torch.device, driver: CudaDriver | None = None, *, replay: Replaying = True) -> None:
@@ -62,7 +61,8 @@ class CudaBackend:
         last step; the pieces that the caching allocator opens count as well.
         """
         others = max(self.driver.allocated_bytes() - moved, 0)
-        return round_up(others, SEGMENT) + self.reserve(budget) + 2 * round_up(given, SEGMENT) + _BESIDE
+        segment = ALLOCATOR.segment
+        return round_up(others, segment) + self.reserve(budget) + 2 * round_up(given, segment) + _BESIDE
 
     def prepare(self) -> None:
         self.driver.prepare()

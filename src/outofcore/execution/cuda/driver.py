@@ -23,6 +23,7 @@ import logging
 import statistics
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -33,7 +34,7 @@ from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import ArenaError, DeviceError, InputError, OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import ArenaCounters, Recorder, install, read_counters
 from outofcore.execution.binding import Bound, BoundRun
-from outofcore.execution.cuda.interface import Action, Actions, Copy, FileHome, Mark, Move, Record, Stream, Tape, Wait
+from outofcore.execution.cuda.interface import Action, Actions, Copy, FileHome, Move, Record, Stream, Tape, Wait
 from outofcore.execution.cuda.staging import Transfer, check_transfers, transfer_of
 from outofcore.execution.homes import HomeStore, PinnedHome
 from outofcore.execution.native import Flavor, load_native
@@ -41,16 +42,23 @@ from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 _log = logging.getLogger("outofcore")
 
-# What the caching allocator hands out begins at multiples of this, and kernels are chosen by it.
-ALIGNMENT = 512
-# It takes memory from the device in pieces of this, for requests below 1 MiB and for those of 10 MiB and more, and in
-# pieces of that for what lies between.
-SEGMENT, MIDDLE_SEGMENT = 2 * MIB, 20 * MIB
 _PORTABLE = 1  # cudaHostRegisterPortable
 _LINE_BYTES = 128
 _REPEATS = 5
 # Cycles that the device idles while the host issues what is to be timed: some milliseconds.
 _AHEAD = 8_000_000
+
+
+@dataclass(frozen=True)
+class CachingAllocator:
+    """Sizes of PyTorch's caching allocator on CUDA, in bytes."""
+
+    alignment: int = 512  # of what it hands out; kernels are chosen by it
+    segment: int = 2 * MIB  # it takes multiples from the device for requests below 1 MiB and from 10 MiB on
+    middle_segment: int = 20 * MIB  # the same for requests between
+
+
+ALLOCATOR = CachingAllocator()
 
 
 class CudaDriver:
@@ -321,7 +329,7 @@ class CudaDriver:
 
     def allocated_bytes(self) -> int:
         """Return the bytes in use that PyTorch has from the device, at least in whole segments."""
-        return round_up(torch.cuda.memory_allocated(self.device), SEGMENT)
+        return round_up(torch.cuda.memory_allocated(self.device), ALLOCATOR.segment)
 
     def reserved_bytes(self) -> int:
         """Return the bytes that PyTorch has from the device after giving back what it can."""
@@ -382,6 +390,8 @@ class CudaArena:
     for off-plan requests of 64 KiB and more. Raises ``ArenaError`` if the device lacks the memory, or the allocator
     cannot be installed under PyTorch.
     """
+
+    takes_turns = False
 
     def __init__(self, count: int, device: torch.device, reserve: int) -> None:
         self.native = load_native(Flavor.CUDA)
@@ -550,6 +560,3 @@ def _end_lanes(library: ctypes.PyDLL, device: torch.device, lanes: Sequence[int]
 
 def _nothing() -> None:
     """Stands in for the native allocator's call."""
-
-
-__all__ = ["ALIGNMENT", "SEGMENT", "CudaArena", "CudaDriver", "Mark"]

@@ -15,48 +15,32 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
 from outofcore import _torch_internals as internals
-from outofcore.errors import DeviceError, GraphError, StateError, TransferError
-from outofcore.execution.arena import Memory, ScopeTable, as_arena_error
-from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws
+from outofcore.errors import DeviceError, StateError, TransferError
+from outofcore.execution.arena import ScopeTable, as_arena_error
+from outofcore.execution.binding import Bound
 from outofcore.execution.cuda.interface import Actions, Driver, Issuer, Mark, Stream, Tape
-from outofcore.execution.cuda.staging import (
-    BUFFER_BYTES,
-    BUFFERS,
-    Part,
-    Staging,
-    first_stream,
-    last_stream,
-    reads_after_writes,
-)
-from outofcore.execution.engines import GeneratorStates, Port, Replaying, place_results
+from outofcore.execution.cuda.preparing import BESIDE, Batch, Issue, Preparation, Prepared, collective, op_call
+from outofcore.execution.cuda.staging import BUFFER_BYTES, BUFFERS, Staging, first_stream, last_stream
+from outofcore.execution.engines import Port, Replaying
 from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.replay import NotIssuedError, Replay, replay_if_there
 from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
-from outofcore.program import Program, Timeline
+from outofcore.program import Timeline
 
-# The streams that begin after the compute stream at the start of a step, and those after which it goes on; the others
-# follow from these.
+# The streams that begin after the compute stream at the start of a step; the others follow from these.
 _BEGIN = (Stream.COPY_OUT, Stream.COPY_IN)
 _BEGIN_DISK = (Stream.DISK_OUT, Stream.READ)
-_END = (Stream.COPY_OUT, Stream.COPY_IN)
-# Collectives have a stream of their own, where a step has any. (Never run: it takes a GPU for each process.)
-_BESIDE = (Stream.COMMUNICATE,)
-_END_DISK = (Stream.WRITE, Stream.DISK_IN)
-# Steps of a program that are measured: the first ones, by which plans are judged, and then one in so many.
-_FIRST_MEASURED = 6
 _LATE = (
     "A device tells of a failure late, at any op after the one that failed, and does nothing more in this process: "
     "start it again, with CUDA_LAUNCH_BLOCKING=1 in the environment to be told which op it was."
 )
-_MEASURED_EVERY = 32
 # A program that has run so often goes on until a library is built.
 _LONG_RUN = 20
 # Fewer ops than that are issued one by one as quickly as a graph of them.
@@ -64,38 +48,14 @@ _GRAPH_OPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Issue:
-    index: int
-    stream: Stream
-    waits: tuple[Mark, ...]
-    mark: Mark | None  # where another queue waits for this instruction
-    run: BoundRun | None = None
-    scope: int = -1  # of the run
-    pieces: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # of a copy: bytes in the arena, and in host memory
-    device: torch.Tensor | None = None  # of a copy to or from the caller's memory: its bytes in the arena
-    storage: int = -1  # likewise: what it is
-    parts: tuple[Part, ...] = ()  # of a copy to or from a disk
-    after: Mark | None = None  # of a copy from a disk: when the file holds what is to be read
-    stored: Mark | None = None  # of a copy to a disk, where one from there reads it
+class _Measured:
+    """Which steps of a program are measured."""
+
+    first: int = 6  # plans are judged by them
+    every: int = 32  # one in as many later on
 
 
-@dataclass
-class _Prepared:
-    issues: list[_Issue]
-    shown: list[Mark]  # behind the last copies, out and in, of what the user may look at in host memory
-    disk: bool  # whether it copies to or from a disk
-    begin: Mark
-    ends: dict[Stream, Mark]
-    stamps: list[Mark]  # two for each instruction; empty until a step is measured
-    started: Mark
-    stopped: Mark
-    generators: GeneratorStates
-    table: ScopeTable | None = None  # that the calls are made for
-    calls: dict[int, Callable[[], None]] = field(default_factory=dict[int, Callable[[], None]])  # ops, by instruction
-    parts: list[_Part] | None = None  # as soon as a step is not measured
-    replayed: list[_Part] | None = None  # the same with ops that native code calls, as soon as they were taken down
-    runs: int = 0
-    timeline: Timeline | None = None
+_MEASURED = _Measured()
 
 
 class _Graphed:
@@ -111,18 +71,6 @@ class _Graphed:
         if self._calls == 2:  # by then libraries have made what they make once
             self._graph = self._driver.graph(self._call)
         (self._graph or self._call)()
-
-
-class _Part(NamedTuple):
-    """A row of instructions that a step issues at once when it is not measured.
-
-    ``reached`` is how many instructions have then begun. ``play`` issues what is the same in every step, None for a
-    copy of the caller's memory; ``issue`` is that copy, or the single op that ``play`` calls.
-    """
-
-    reached: int
-    play: Callable[[], object] | None
-    issue: _Issue | None = None
 
 
 class CudaEngine:
@@ -162,7 +110,7 @@ class CudaEngine:
         self._whole = False  # whether the last step was issued to its end
         self._failed = False  # whether the device itself failed in it
         self._bound: Bound | None = None
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
 
     def close(self) -> None:
         """Wait for what is under way."""
@@ -190,28 +138,25 @@ class CudaEngine:
         return Reached([i < started for i in range(count)], [i < done for i in range(count)])
 
     def run(
-        self,
-        program: Program,
-        bound: Bound,
-        arena: Memory,
-        table: ScopeTable,
-        slots: Mapping[int, tuple[Piece, ...]],
-        ports: dict[int, Port],
+        self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
     ) -> Timeline:
         """Issue one step. The first six are measured, and every 32nd."""
-        prepared = self._prepared
+        prepared, driver = self._prepared, self._driver
         if prepared is None or self._bound is not bound:
-            prepared = self._prepared = self._prepare(bound, arena, slots)
+            disk = any(copy.home for queue in bound.copies for copy in queue)
+            if disk and self._staging is None and self._disk is not None:
+                self._staging = Staging(driver, self._disk, *self._buffers)
+            preparation = Preparation(driver, self._home, self._staging, bound, slots)
+            prepared = self._prepared = preparation.prepare()
             self._bound = bound
-        measured = prepared.runs < _FIRST_MEASURED or prepared.runs % _MEASURED_EVERY == 0
+        measured = prepared.runs < _MEASURED.first or prepared.runs % _MEASURED.every == 0
         prepared.runs += 1
-        driver = self._driver
         if prepared.table is not table:
             prepared.table, prepared.parts, prepared.replayed = table, None, None
             prepared.calls = {
-                issue.index: _collective(issue.run)
+                issue.index: collective(issue.run)
                 if issue.stream is Stream.COMMUNICATE
-                else _call(issue.run, issue.scope, table, prepared.generators)
+                else op_call(issue.run, issue.scope, table, prepared.generators)
                 for issue in prepared.issues
                 if issue.run is not None
             }
@@ -229,7 +174,7 @@ class CudaEngine:
                 self._end(prepared, measured)
             self._whole = True
             prepared.generators.forget()
-        except BaseException as error:
+        except BaseException as error:  # whatever ends the step gets notes on what was under way
             self._failed = isinstance(error, DeviceError | torch.AcceleratorError)
             self._end_early(error)
             raise
@@ -255,20 +200,20 @@ class CudaEngine:
         except TransferError as other:
             error.add_note(f"Besides, a transfer failed: {other}")
 
-    def _begin(self, prepared: _Prepared, measured: bool) -> None:
+    def _begin(self, prepared: Prepared, measured: bool) -> None:
         driver = self._driver
         if measured and not prepared.stamps:
             prepared.stamps = [driver.mark(timed=True) for _ in range(2 * len(prepared.issues))]
         if measured:
             driver.record(Stream.COMPUTE, prepared.started)
         driver.record(Stream.COMPUTE, prepared.begin)
-        beside = _BESIDE if Stream.COMMUNICATE in prepared.ends else ()
+        beside = BESIDE if Stream.COMMUNICATE in prepared.ends else ()
         for stream in (*_BEGIN, *(_BEGIN_DISK if prepared.disk else ()), *beside):
             driver.wait(stream, prepared.begin)
         if self._staging is not None:
             self._staging.begin()
 
-    def _end(self, prepared: _Prepared, measured: bool) -> None:
+    def _end(self, prepared: Prepared, measured: bool) -> None:
         driver = self._driver
         for stream, mark in prepared.ends.items():
             driver.record(stream, mark)
@@ -278,7 +223,7 @@ class CudaEngine:
 
     def _issue(
         self,
-        issue: _Issue,
+        issue: Issue,
         stamps: list[Mark],
         calls: Mapping[int, Callable[[], None]],
         ports: dict[int, Port],
@@ -296,7 +241,7 @@ class CudaEngine:
         driver.record(last_stream(stream), stamps[2 * issue.index + 1])
         self._ask_to_mark(issue, driver)
 
-    def _play(self, prepared: _Prepared, ports: dict[int, Port], held: list[Mark]) -> None:
+    def _play(self, prepared: Prepared, ports: dict[int, Port], held: list[Mark]) -> None:
         """Issue a step that is not measured: consecutive ops, and the actions between them, at once."""
         if prepared.parts is None:
             prepared.parts = self._parts(prepared)
@@ -315,12 +260,12 @@ class CudaEngine:
 
     def _taken_down(
         self,
-        parts: Sequence[_Part],
+        parts: Sequence[Batch],
         library: ctypes.PyDLL,
         table: ScopeTable,
         ports: dict[int, Port],
         held: list[Mark],
-    ) -> list[_Part]:
+    ) -> list[Batch]:
         """Issue a step and record its ops; returns the parts for later steps."""
         replay = Replay(library, len(parts))
         taken: list[bool] = []
@@ -339,14 +284,14 @@ class CudaEngine:
                 elif issue is not None:
                     self._copy(issue, ports, held)
                 taken.append(found)
-        merged: list[_Part] = []
+        merged: list[Batch] = []
         done = 0
         for first, end in self._cut(parts, taken):
             merged += [*parts[done:first], self._stretch(parts, replay, first, end, table)]
             done = end
         return [*merged, *parts[done:]]
 
-    def _cut(self, parts: Sequence[_Part], taken: list[bool]) -> list[tuple[int, int]]:
+    def _cut(self, parts: Sequence[Batch], taken: list[bool]) -> list[tuple[int, int]]:
         """Return begin and end of each row of ops and actions that can be issued at once."""
         kinds = [
             0 if not found else 1 + self._goes_into_a_graph(part) for part, found in zip(parts, taken, strict=True)
@@ -354,7 +299,7 @@ class CudaEngine:
         cuts = [number for number in range(1, len(kinds)) if kinds[number] != kinds[number - 1]]
         return [(first, end) for first, end in pairwise([0, *cuts, len(kinds)]) if kinds[first]]
 
-    def _goes_into_a_graph(self, part: _Part) -> bool:
+    def _goes_into_a_graph(self, part: Batch) -> bool:
         """Return whether an op draws no random numbers, and reads nothing on the host."""
         run = None if part.issue is None else part.issue.run
         if not self._graphs or run is None or self._bound is None or self._bound.graph.ops[run.op].random:
@@ -362,7 +307,7 @@ class CudaEngine:
         given = internals.tensor_leaves([*run.args, *run.kwargs.values()])
         return all(tensor.device == self._driver.device for tensor in (*given, *(result[2] for result in run.results)))
 
-    def _stretch(self, parts: Sequence[_Part], replay: Replay, first: int, end: int, table: ScopeTable) -> _Part:
+    def _stretch(self, parts: Sequence[Batch], replay: Replay, first: int, end: int, table: ScopeTable) -> Batch:
         """Combine consecutive ops, each in its scope, and the actions between them into one native call."""
         tapes = [(number, part.play) for number, part in enumerate(parts) if isinstance(part.play, Tape)]
         issued = [(number, tape.issued) for number, tape in tapes if first <= number < end and tape.issued is not None]
@@ -385,17 +330,17 @@ class CudaEngine:
                         note()
 
         if end - first >= _GRAPH_OPS and self._goes_into_a_graph(parts[first]):
-            return _Part(parts[end - 1].reached, _Graphed(self._driver, call))
-        return _Part(parts[end - 1].reached, call)
+            return Batch(parts[end - 1].reached, _Graphed(self._driver, call))
+        return Batch(parts[end - 1].reached, call)
 
-    def _parts(self, prepared: _Prepared) -> list[_Part]:
-        found: list[_Part] = []
+    def _parts(self, prepared: Prepared) -> list[Batch]:
+        found: list[Batch] = []
         between = Actions()
 
         def close(reached: int) -> None:
             nonlocal between
             if between.list:
-                found.append(_Part(reached, self._driver.tape(between.list)))
+                found.append(Batch(reached, self._driver.tape(between.list)))
                 between = Actions()
 
         for issue in prepared.issues:
@@ -404,30 +349,30 @@ class CudaEngine:
                 close(issue.index)
                 launch = self._driver.launching(issue.run, prepared.calls[issue.index], issue.stream)
                 # What only calls the op can be played together with others.
-                found.append(_Part(issue.index + 1, launch, issue if launch is prepared.calls[issue.index] else None))
+                found.append(Batch(issue.index + 1, launch, issue if launch is prepared.calls[issue.index] else None))
             elif issue.device is not None:
                 close(issue.index)
-                found.append(_Part(issue.index + 1, None, issue))
+                found.append(Batch(issue.index + 1, None, issue))
             else:
                 self._move(issue, between)
             self._ask_to_mark(issue, between)
         close(len(prepared.issues))
         return found
 
-    def _ask_to_wait(self, issue: _Issue, issuer: Issuer) -> None:
+    def _ask_to_wait(self, issue: Issue, issuer: Issuer) -> None:
         if issue.after is not None:
             issuer.wait(Stream.READ, issue.after)
         if issue.stream is not Stream.DISK_IN or not issue.parts:
             for mark in issue.waits:
                 issuer.wait(issue.stream, mark)
 
-    def _ask_to_mark(self, issue: _Issue, issuer: Issuer) -> None:
+    def _ask_to_mark(self, issue: Issue, issuer: Issuer) -> None:
         if issue.mark is not None:
             issuer.record(issue.stream, issue.mark)
         if issue.stored is not None:
             issuer.record(Stream.WRITE, issue.stored)
 
-    def _move(self, issue: _Issue, issuer: Issuer) -> None:
+    def _move(self, issue: Issue, issuer: Issuer) -> None:
         """Issue a copy between the arena and a home."""
         stream, index = issue.stream, issue.index
         if issue.parts and self._staging is not None:
@@ -439,7 +384,7 @@ class CudaEngine:
             inwards = stream is Stream.COPY_IN
             issuer.copy(stream, index, device if inwards else host, host if inwards else device)
 
-    def _copy(self, issue: _Issue, ports: dict[int, Port], held: list[Mark]) -> None:
+    def _copy(self, issue: Issue, ports: dict[int, Port], held: list[Mark]) -> None:
         """Issue a copy between the arena and the caller's memory."""
         driver, stream, index = self._driver, issue.stream, issue.index
         if issue.device is None:
@@ -460,88 +405,7 @@ class CudaEngine:
                 driver.record(stream, mark)
                 held.append(mark)
 
-    def _prepare(self, bound: Bound, arena: Memory, slots: Mapping[int, tuple[Piece, ...]]) -> _Prepared:
-        driver = self._driver
-        marks: dict[tuple[int, int], Mark] = {}
-        issues: list[_Issue] = []
-        runs = {run.index: (scope, run) for scope, run in enumerate(bound.runs)}
-        collectives = {run.index: run for run in bound.collectives}
-        copies = {copy.index: (Stream(queue), copy) for queue, found in enumerate(bound.copies, 1) for copy in found}
-        disk = any(copy.home for _, copy in copies.values())
-        if disk and self._staging is None and self._disk is not None:
-            self._staging = Staging(driver, self._disk, *self._buffers)
-        staged = sorted((index, stream is Stream.DISK_OUT) for index, (stream, copy) in copies.items() if copy.home)
-        sources = reads_after_writes(staged, slots)
-        stored = {index: driver.mark() for index in sorted(set(sources.values()))}
-        for index in range(len(bound.program.instructions)):
-            if index in collectives:
-                stream, item = Stream.COMMUNICATE, collectives[index]
-            else:
-                stream, item = (Stream.COMPUTE, runs[index][1]) if index in runs else copies[index]
-            mark = None
-            if item.awaited:
-                mark = marks[stream, item.number] = driver.mark()
-            issue = self._prepare_one(index, stream, item, mark, marks, runs, arena, slots)
-            after = stored[sources[index]] if index in sources else None
-            issues.append(replace(issue, after=after, stored=stored.get(index)))
-        shown = self._mark_shown(bound, issues, slots)
-        started, stopped = driver.mark(timed=True), driver.mark(timed=True)
-        beside = _BESIDE if collectives else ()
-        ends = {stream: driver.mark() for stream in (*_END, *(_END_DISK if disk else ()), *beside)}
-        generators = GeneratorStates(driver.generators())
-        return _Prepared(issues, shown, disk, driver.mark(), ends, [], started, stopped, generators)
-
-    def _mark_shown(self, bound: Bound, issues: list[_Issue], slots: Mapping[int, tuple[Piece, ...]]) -> list[Mark]:
-        """Return marks behind the last copies, out and in, of what the user may read in host memory."""
-        left = set(bound.program.results)
-        found: list[Mark] = []
-        for queue in bound.copies:
-            # What is only read there counts as well: the user may write to it as soon as the call has returned.
-            last = max((c.index for c in queue if c.storage in left and c.index in slots and not c.home), default=None)
-            if last is not None:
-                mark = issues[last].mark or self._driver.mark()
-                issues[last] = replace(issues[last], mark=mark)
-                found.append(mark)
-        return found
-
-    def _prepare_one(
-        self,
-        index: int,
-        stream: Stream,
-        item: BoundRun | BoundCopy,
-        mark: Mark | None,
-        marks: dict[tuple[int, int], Mark],
-        runs: dict[int, tuple[int, BoundRun]],
-        arena: Memory,
-        slots: Mapping[int, tuple[Piece, ...]],
-    ) -> _Issue:
-        missing = [wait for wait in item.waits if wait not in marks]
-        if missing:
-            raise GraphError(
-                f"instruction {index} waits for instruction {missing[0][1]} of {Stream(missing[0][0]).name}, which "
-                "comes later in the program; this is a fault of the plan: please report it"
-            )
-        waits = tuple(marks[wait] for wait in item.waits)
-        if isinstance(item, BoundRun):
-            scope = runs[index][0] if index in runs else -1
-            return _Issue(index, stream, waits, mark, run=item, scope=scope)
-        if index not in slots:
-            device = arena.view(item.offset, item.bytes)
-            return _Issue(index, stream, waits, mark, device=device, storage=item.storage)
-        at = item.offset
-        if item.home and self._staging is not None:
-            parts: list[Part] = []
-            for piece in slots[index]:
-                parts += self._staging.parts(arena.view, at, piece.offset, piece.bytes)
-                at += piece.bytes
-            return _Issue(index, stream, waits, mark, parts=tuple(parts))
-        pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for piece in slots[index]:
-            pieces.append((arena.view(at, piece.bytes), self._home.face(piece.offset, piece.bytes)))
-            at += piece.bytes
-        return _Issue(index, stream, waits, mark, pieces=tuple(pieces))
-
-    def _timeline(self, prepared: _Prepared) -> Timeline:
+    def _timeline(self, prepared: Prepared) -> Timeline:
         driver, stamps = self._driver, prepared.stamps
         driver.synchronize()
         since = [max(driver.seconds(prepared.started, stamp), 0.0) for stamp in stamps]
@@ -550,85 +414,8 @@ class CudaEngine:
         )
 
 
-def _collective(run: BoundRun) -> Callable[[], None]:
-    """Return a function that issues a collective, whose memory the communication library manages."""
-
-    def call() -> None:
-        run.func(*run.args, **run.kwargs)
-
-    return call
-
-
-def _call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorStates) -> Callable[[], None]:
-    """Return a function that issues an op, its requests for memory served at their planned addresses."""
-    call = _served(run, scope, table)
-
-    def draw() -> None:
-        generators.before(run)
-        try:
-            call()
-        finally:
-            if run.draws is Draws.AGAIN:
-                generators.after()
-
-    return call if run.draws is Draws.FREELY else draw
-
-
-def _served(run: BoundRun, scope: int, table: ScopeTable) -> Callable[[], None]:
-    """Return ``_call`` for an op without random state: a fast path, since the host's time goes here."""
-    issue, results = internals.issuing(run.func, run.args, run.kwargs), run.results
-    begin, end, returned = table.begin, table.end, internals.tensors_returned(run.func)
-
-    def call() -> None:
-        begin(scope)
-        try:
-            out = issue()
-            if results:
-                place_results(run, (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out))
-        except RuntimeError as error:
-            raise as_arena_error(error) or error from error
-        finally:
-            end()
-
-    def call_for_some() -> None:
-        begin(scope)
-        try:
-            out = issue()
-            for leaf, address, _, stride in results:
-                result = out[leaf]
-                if result.data_ptr() != address or result.stride() != stride:
-                    place_results(run, out)
-                    break
-        except RuntimeError as error:
-            raise as_arena_error(error) or error from error
-        finally:
-            end()
-
-    if not results or not returned:
-        return call
-    if returned > 1:
-        return call_for_some
-    [(_, address, _, stride)] = results
-
-    def call_for_one() -> None:
-        begin(scope)
-        try:
-            out = issue()
-            if out.data_ptr() != address or out.stride() != stride:
-                place_results(run, (out,))
-        except RuntimeError as error:
-            raise as_arena_error(error) or error from error
-        finally:
-            end()
-
-    return call_for_one
-
-
 def _bytes_of(port: Port) -> torch.Tensor:
     """Return the caller's memory as a uint8 tensor."""
     tensor = port.tensor
     start = tensor.storage_offset() * tensor.element_size()
     return internals.storage_bytes(tensor)[start : start + port.bytes]
-
-
-__all__ = ["CudaEngine"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,23 @@ def _heads(x: Tensor, count: int) -> Tensor:
     return x.reshape(x.shape[0], x.shape[1], count, x.shape[2] // count).transpose(1, 2)
 
 
-@operator("Attention", many=True)
+@dataclass(frozen=True)
+class Attention:
+    """The attributes of Attention; ``count`` is how many outputs are used."""
+
+    count: int
+    q_num_heads: int = 0
+    kv_num_heads: int = 0
+    scale: float = 0.0
+    softcap: float = 0.0
+    is_causal: int = 0
+    left_window_size: int = -1
+    right_window_size: int = -1
+    softmax_precision: torch.dtype | None = None
+    qk_matmul_output_mode: int = 0
+
+
+@operator("Attention", many=True, attributes=Attention)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -28,50 +45,41 @@ def attention(
     past_value: Tensor | None = None,
     lengths: Tensor | None = None,
     *,
-    count: int,
-    q_num_heads: int = 0,
-    kv_num_heads: int = 0,
-    scale: float = 0.0,
-    softcap: float = 0.0,
-    is_causal: int = 0,
-    left_window_size: int = -1,
-    right_window_size: int = -1,
-    softmax_precision: torch.dtype | None = None,
-    qk_matmul_output_mode: int = 0,
+    asked: Attention,
 ) -> Any:
     """Written out, step by step as the standard has it: only so are its outputs, and its precision, the right ones."""
     flat = q.dim() == 3
     if flat:
-        if not q_num_heads or not kv_num_heads:
+        if not asked.q_num_heads or not asked.kv_num_heads:
             raise Refused(_NO_HEADS)
-        q, k, v = _heads(q, q_num_heads), _heads(k, kv_num_heads), _heads(v, kv_num_heads)
+        q, k, v = _heads(q, asked.q_num_heads), _heads(k, asked.kv_num_heads), _heads(v, asked.kv_num_heads)
     if past_key is not None and past_value is not None:
         k, v = torch.cat([past_key, k], 2), torch.cat([past_value, v], 2)
     key, value = k, v
     if k.shape[1] != q.shape[1]:
         times = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-    root = math.sqrt(scale or 1 / math.sqrt(q.shape[-1]))
+    root = math.sqrt(asked.scale or 1 / math.sqrt(q.shape[-1]))
     raw = torch.matmul(q * root, (k * root).transpose(-1, -2))
-    capped = torch.tanh(raw / softcap) * softcap if softcap > 0 else raw
+    capped = torch.tanh(raw / asked.softcap) * asked.softcap if asked.softcap > 0 else raw
     biased = capped if mask is None else capped + _bias(mask, raw)
     first: Any = 0 if past_key is None else past_key.shape[2]
     if past_key is None and lengths is not None:
         first = lengths.reshape(-1, 1, 1, 1) - raw.shape[-2]
-    seen = _seen(raw, first, left_window_size, 0 if is_causal else right_window_size)
+    seen = _seen(raw, first, asked.left_window_size, 0 if asked.is_causal else asked.right_window_size)
     if seen is not None:
         biased = biased.masked_fill(~seen, -math.inf)
     if lengths is not None:
         held = torch.arange(raw.shape[-1], device=raw.device) < lengths.reshape(-1, 1, 1, 1)
         biased = biased.masked_fill(~held, -math.inf)
-    weights = torch.softmax(biased.to(softmax_precision or biased.dtype), -1)
+    weights = torch.softmax(biased.to(asked.softmax_precision or biased.dtype), -1)
     # A query that may look at nothing gets nothing.
     blind = (biased == -math.inf).all(-1, keepdim=True)
     weights = torch.where(blind, torch.zeros_like(weights), weights).to(q.dtype)
     y = torch.matmul(weights, v)
     if flat:
         y = y.transpose(1, 2).reshape(y.shape[0], y.shape[2], -1)
-    return y, key, value, (raw, capped, biased, weights)[qk_matmul_output_mode] if count > 3 else None
+    return y, key, value, (raw, capped, biased, weights)[asked.qk_matmul_output_mode] if asked.count > 3 else None
 
 
 def _bias(mask: Tensor, scores: Tensor) -> Tensor:

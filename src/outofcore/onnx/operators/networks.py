@@ -280,6 +280,16 @@ def global_pool(x: Tensor, *, op: str, p: int = 2) -> Tensor:
 
 
 @operator("BatchNormalization", many=True)
+def inferred_batch_normalization(
+    x: Tensor, scale: Tensor, b: Tensor, mean: Tensor, var: Tensor, *, epsilon: float = 1e-5, spatial: int = 1
+) -> tuple[Tensor, ...]:
+    """Normalize by the given statistics, as every model does before opset 14."""
+    if not spatial:
+        raise Refused("it normalizes each place by itself (spatial=0), which is not supported")
+    return batch_normalization(x, scale, b, mean, var, epsilon=epsilon)
+
+
+@operator("BatchNormalization", many=True, since=14)
 def batch_normalization(
     x: Tensor,
     scale: Tensor,
@@ -287,16 +297,12 @@ def batch_normalization(
     mean: Tensor,
     var: Tensor,
     *,
-    version: int,
     epsilon: float = 1e-5,
     momentum: float = 0.9,
-    spatial: int = 1,
     training_mode: int = 0,
 ) -> tuple[Tensor, ...]:
-    if version < 9 and not spatial:
-        raise Refused("it normalizes each place by itself (spatial=0), which is not supported")
     kind = x.dtype
-    if version < 14 or not training_mode:
+    if not training_mode:
         return F.batch_norm(x, mean.to(kind), var.to(kind), scale.to(kind), b.to(kind), eps=epsilon), mean, var
     axes = [0, *range(2, x.dim())]
     wide = x.to(torch.float32) if kind in (torch.float16, torch.bfloat16) else x
@@ -376,24 +382,37 @@ def local_response(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 
-@operator("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", pure=False)
-def random(
+def _made(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[Any, torch.dtype]:
+    """Return the shape and dtype of random numbers: those asked for, or those of a tensor."""
+    return (shape, dtype or torch.float32) if x is None else (x.shape, dtype or x.dtype)
+
+
+@operator("RandomNormal", "RandomNormalLike", pure=False)
+def random_normal(
     x: Tensor | None = None,
     *,
-    op: str,
     device: torch.device,
     dtype: torch.dtype | None = None,
     shape: tuple[int, ...] = (),
     mean: float = 0.0,
     scale: float = 1.0,
+) -> Tensor:
+    shape, kind = _made(x, shape, dtype)
+    return torch.randn(shape, dtype=kind, device=device) * scale + mean
+
+
+@operator("RandomUniform", "RandomUniformLike", pure=False)
+def random_uniform(
+    x: Tensor | None = None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int, ...] = (),
     low: float = 0.0,
     high: float = 1.0,
 ) -> Tensor:
-    if x is not None:
-        shape, dtype = x.shape, dtype or x.dtype
-    if op.startswith("RandomNormal"):
-        return torch.randn(shape, dtype=dtype or torch.float32, device=device) * scale + mean
-    return torch.rand(shape, dtype=dtype or torch.float32, device=device) * (high - low) + low
+    shape, kind = _made(x, shape, dtype)
+    return torch.rand(shape, dtype=kind, device=device) * (high - low) + low
 
 
 @operator("Bernoulli", pure=False)

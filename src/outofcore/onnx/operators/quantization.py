@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,36 +102,26 @@ def _requantized(y: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return torch.clamp(scaled, limits.min, limits.max).to(zero.dtype)
 
 
+class _Quantized(NamedTuple):
+    """A tensor of whole numbers, as three inputs of a node."""
+
+    numbers: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
 @operator("QLinearMatMul")
-def quantized_matmul(
-    a: Tensor,
-    a_scale: Tensor,
-    a_zero: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    b_zero: Tensor,
-    y_scale: Tensor,
-    y_zero: Tensor,
-) -> Tensor:
-    rows = _rows(a_zero)
-    product = torch.matmul(_centred(a, a_zero, rows, torch.float64), _centred(b, b_zero, kind=torch.float64))
-    first = a_scale if rows is None else a_scale.reshape(rows)
-    return _requantized(product * (first.to(torch.float64) * b_scale.to(torch.float64)), y_scale, y_zero)
+def quantized_matmul(*inputs: Tensor) -> Tensor:
+    a, b, y_scale, y_zero = _Quantized(*inputs[:3]), _Quantized(*inputs[3:6]), *inputs[6:]
+    rows, wide = _rows(a.zero), torch.float64
+    product = torch.matmul(_centred(a.numbers, a.zero, rows, wide), _centred(b.numbers, b.zero, kind=wide))
+    first = a.scale if rows is None else a.scale.reshape(rows)
+    return _requantized(product * (first.to(wide) * b.scale.to(wide)), y_scale, y_zero)
 
 
 @operator("QLinearConv", also=("group", *WINDOW))
-def quantized_conv(
-    x: Tensor,
-    x_scale: Tensor,
-    x_zero: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    w_zero: Tensor,
-    y_scale: Tensor,
-    y_zero: Tensor,
-    b: Tensor | None = None,
-    **window: Any,
-) -> Tensor:
-    y = _conv(x, x_zero, w, w_zero, b, **window)
-    of_channel = w_scale.to(y.dtype).reshape([1, -1, *([1] * (w.dim() - 2))]) if w_scale.dim() else w_scale
-    return _requantized(y * (x_scale.to(y.dtype) * of_channel), y_scale, y_zero)
+def quantized_conv(*inputs: Tensor, **window: Any) -> Tensor:
+    x, w, (y_scale, y_zero, *bias) = _Quantized(*inputs[:3]), _Quantized(*inputs[3:6]), inputs[6:]
+    y = _conv(x.numbers, x.zero, w.numbers, w.zero, bias[0] if bias else None, **window)
+    scale = w.scale.to(y.dtype).reshape([1, -1, *([1] * (w.numbers.dim() - 2))]) if w.scale.dim() else w.scale
+    return _requantized(y * (x.scale.to(y.dtype) * scale), y_scale, y_zero)

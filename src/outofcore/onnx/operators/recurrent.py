@@ -25,8 +25,6 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor, float, float], Tensor], float | 
     "softsign": (lambda x, a, b: F.softsign(x), None, None),
     "softplus": (lambda x, a, b: F.softplus(x), None, None),
 }
-# How many activations a direction has, and which hold without others.
-_DEFAULTS = {"RNN": ("Tanh",), "GRU": ("Sigmoid", "Tanh"), "LSTM": ("Sigmoid", "Tanh", "Tanh")}
 _States = tuple[Tensor, ...]
 
 
@@ -44,6 +42,22 @@ class _Direction:
     def activated(self, place: int, x: Tensor) -> Tensor:
         """Limit numbers and apply an activation to them."""
         return self.activations[place](x if self.clip is None else torch.clamp(x, -self.clip, self.clip))
+
+    def run(
+        self, cell: _Cell, x: Tensor, now: _States, lengths: Tensor | None, *, backwards: bool
+    ) -> tuple[Tensor, _States]:
+        """Return what each time gives, and the states at the end."""
+        made: dict[int, Tensor] = {}
+        times = range(x.shape[0])
+        for time in reversed(times) if backwards else times:
+            new = cell.step(self, x[time], now)
+            made[time] = new[0]
+            if lengths is not None:
+                lasts = (time < lengths).reshape(-1, 1)
+                made[time] = torch.where(lasts, new[0], torch.zeros_like(new[0]))
+                new = tuple(torch.where(lasts, after, before) for after, before in zip(new, now, strict=True))
+            now = new
+        return torch.stack([made[time] for time in times]), now
 
 
 def _rnn(own: _Direction, x: Tensor, now: _States) -> _States:
@@ -75,89 +89,96 @@ def _lstm(own: _Direction, x: Tensor, now: _States) -> _States:
     return own.activated(0, outer) * own.activations[2](after), after
 
 
-_STEPS = {"RNN": _rnn, "GRU": _gru, "LSTM": _lstm}
+@dataclass(frozen=True)
+class _Cell:
+    """A kind of layer: its step, gates whose weights lie below each other, and activations that hold without others."""
+
+    step: Callable[[_Direction, Tensor, _States], _States]
+    gates: int
+    activations: tuple[str, ...]
 
 
-def _activations(names: tuple[str, ...], alpha: list[float], beta: list[float]) -> list[Callable[[Tensor], Tensor]]:
-    found: list[Callable[[Tensor], Tensor]] = []
-    for name in names:
-        if name.lower() not in _ACTIVATIONS:
-            raise Refused(f"the activation {name!r} is not known")
-        function, a, b = _ACTIVATIONS[name.lower()]
-        a = alpha.pop(0) if alpha and a is not None else a or 0.0
-        b = beta.pop(0) if beta and b is not None else b or 0.0
-        found.append(lambda x, f=function, a=a, b=b: f(x, a, b))
-    return found
+_CELLS = {
+    "RNN": _Cell(_rnn, 1, ("Tanh",)),
+    "GRU": _Cell(_gru, 3, ("Sigmoid", "Tanh")),
+    "LSTM": _Cell(_lstm, 4, ("Sigmoid", "Tanh", "Tanh")),
+}
 
 
-@operator("RNN", "GRU", "LSTM", many=True)
+@dataclass(frozen=True)
+class Recurrence:
+    """The attributes of RNN, GRU and LSTM."""
+
+    op: str
+    activations: tuple[str, ...] = ()
+    activation_alpha: tuple[float, ...] = ()
+    activation_beta: tuple[float, ...] = ()
+    clip: float | None = None
+    direction: str = "forward"
+    input_forget: int = 0
+    layout: int = 0
+    linear_before_reset: int = 0
+
+    def functions(self, count: int) -> list[list[Callable[[Tensor], Tensor]]]:
+        """Return the activations of each of some directions."""
+        defaults = _CELLS[self.op].activations
+        alpha, beta = list(self.activation_alpha), list(self.activation_beta)
+        found: list[Callable[[Tensor], Tensor]] = []
+        for name in self.activations or defaults * count:
+            if name.lower() not in _ACTIVATIONS:
+                raise Refused(f"the activation {name!r} is not known")
+            function, a, b = _ACTIVATIONS[name.lower()]
+            a = alpha.pop(0) if alpha and a is not None else a or 0.0
+            b = beta.pop(0) if beta and b is not None else b or 0.0
+            found.append(lambda x, f=function, a=a, b=b: f(x, a, b))
+        each = len(defaults)
+        if len(found) != each * count:
+            raise Refused(f"it has {len(found)} activations, and {each * count} are needed")
+        return [found[place * each : (place + 1) * each] for place in range(count)]
+
+
+@operator("RNN", "GRU", "LSTM", many=True, attributes=Recurrence)
 def recurrent(
     x: Tensor,
     w: Tensor,
     r: Tensor,
     b: Tensor | None = None,
     lengths: Tensor | None = None,
-    state: Tensor | None = None,
-    cell: Tensor | None = None,
-    peepholes: Tensor | None = None,
-    *,
-    op: str,
-    activations: tuple[str, ...] = (),
-    activation_alpha: tuple[float, ...] = (),
-    activation_beta: tuple[float, ...] = (),
-    clip: float | None = None,
-    direction: str = "forward",
-    input_forget: int = 0,
-    layout: int = 0,
-    linear_before_reset: int = 0,
+    *states: Tensor | None,
+    asked: Recurrence,
 ) -> tuple[Tensor, ...]:
     """Run all directions of a layer.
 
     Args:
         x: (time, batch, inputs), or with layout=1 the batch first.
         lengths: how long each sequence of the batch is.
-        state, cell: (directions, batch, size) each, or None for zeros.
+        states: (directions, batch, size) each, or None for zeros; of an LSTM also that of the cell, and peepholes.
     """
-    count, hidden, each = w.shape[0], r.shape[-1], len(_DEFAULTS[op])
-    if count != (2 if direction == "bidirectional" else 1):
-        raise Refused(f"it runs {direction} and has weights for {count} directions")
-    if w.shape[1] != {"RNN": 1, "GRU": 3, "LSTM": 4}[op] * hidden:
+    cell, count, hidden = _CELLS[asked.op], w.shape[0], r.shape[-1]
+    if count != (2 if asked.direction == "bidirectional" else 1):
+        raise Refused(f"it runs {asked.direction} and has weights for {count} directions")
+    if w.shape[1] != cell.gates * hidden:
         raise Refused(f"weights of {w.shape[1]} rows for a state of {hidden}")
-    functions = _activations(activations or _DEFAULTS[op] * count, list(activation_alpha), list(activation_beta))
-    if len(functions) != each * count:
-        raise Refused(f"it has {len(functions)} activations, and {each * count} are needed")
-    states = [state, cell] if op == "LSTM" else [state]
-    if layout:
+    functions = asked.functions(count)
+    first, second, peepholes = (*states, None, None, None)[:3]
+    begin = [first, second] if asked.op == "LSTM" else [first]
+    if asked.layout:
         x = x.transpose(0, 1)
-        states = [None if one is None else one.transpose(0, 1) for one in states]
+        begin = [None if one is None else one.transpose(0, 1) for one in begin]
     outputs: list[Tensor] = []
     ends: list[_States] = []
     for place in range(count):
         bias, of_state = (None, None) if b is None else b[place].reshape(2, -1)
-        own = _Direction(
-            r[place],
-            of_state,
-            None if peepholes is None else peepholes[place],
-            functions[place * each : (place + 1) * each],
-            clip,
-            bool(input_forget or linear_before_reset),
-        )
-        now = tuple(x.new_zeros(x.shape[1], hidden) if one is None else one[place] for one in states)
-        projected = F.linear(x, w[place], bias)
-        made: dict[int, Tensor] = {}
-        times = range(x.shape[0])
-        for time in reversed(times) if direction == "reverse" or place == 1 else times:
-            new = _STEPS[op](own, projected[time], now)
-            made[time] = new[0]
-            if lengths is not None:
-                lasts = (time < lengths).reshape(-1, 1)
-                made[time] = torch.where(lasts, new[0], torch.zeros_like(new[0]))
-                new = tuple(torch.where(lasts, after, before) for after, before in zip(new, now, strict=True))
-            now = new
-        outputs.append(torch.stack([made[time] for time in times]))
-        ends.append(now)
+        peeps = None if peepholes is None else peepholes[place]
+        is_variant = bool(asked.input_forget or asked.linear_before_reset)
+        own = _Direction(r[place], of_state, peeps, functions[place], asked.clip, is_variant)
+        now = tuple(x.new_zeros(x.shape[1], hidden) if one is None else one[place] for one in begin)
+        backwards = asked.direction == "reverse" or place == 1
+        y, end = own.run(cell, F.linear(x, w[place], bias), now, lengths, backwards=backwards)
+        outputs.append(y)
+        ends.append(end)
     y = torch.stack(outputs, 1)
     last = [torch.stack(list(parts)) for parts in zip(*ends, strict=True)]
-    if layout:
+    if asked.layout:
         return y.permute(2, 0, 1, 3), *(one.transpose(0, 1) for one in last)
     return y, *last

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -57,17 +58,35 @@ def operator(
     read: Sequence[int] = (),
     host: Sequence[int] = (),
     also: Sequence[str] = (),
+    attributes: type[Any] | None = None,
     **flags: Any,
 ) -> Callable[[Function], Function]:
-    """Register a function as one or several operators, from an opset on; its keywords, and ``also``, are attributes."""
+    """Register a function as one or several operators, from an opset on; its keywords, and ``also``, are attributes.
+
+    With ``attributes``, a dataclass, its fields are the attributes, and the function takes one keyword: ``asked``.
+    """
 
     def register(function: Function) -> Function:
-        own = [one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
+        if attributes is not None:
+            own, run = [one.name for one in fields(attributes)], _asked(attributes, function)
+        else:
+            signature = inspect.signature(function).parameters.values()
+            own, run = [one.name for one in signature if one.kind is one.KEYWORD_ONLY], function
         parameters = {name: (name, inspect.Parameter.empty) for name in (*own, *also)}
-        add(names, Operator(function, since, parameters, frozenset(read), frozenset(host), **flags), domain)
-        return function
+        add(names, Operator(run, since, parameters, frozenset(read), frozenset(host), **flags), domain)
+        return run
 
     return register
+
+
+def _asked(kind: type[Any], function: Function) -> Function:
+    """Let a function that takes its attributes as one object take each by keyword, as a node of a graph has them."""
+
+    @functools.wraps(function)
+    def run(*inputs: Any, **attributes: Any) -> Any:
+        return function(*inputs, asked=kind(**attributes))
+
+    return run
 
 
 def direct(

@@ -14,15 +14,18 @@ from outofcore.onnx.operators.registry import Refused, axis_of, operator
 
 
 @dataclass(frozen=True)
-class _How:
-    """How numbers between two places are found, as the attributes of Resize have it."""
+class Resizing:
+    """The attributes of Resize."""
 
-    mode: str
-    coordinates: str
-    nearest: str
-    cubic: float = -0.75
-    antialias: bool = False
-    exclude_outside: bool = False
+    mode: str = "nearest"
+    coordinate_transformation_mode: str = "half_pixel"
+    nearest_mode: str = "round_prefer_floor"
+    cubic_coeff_a: float = -0.75
+    antialias: int = 0
+    exclude_outside: int = 0
+    axes: Sequence[int] | None = None
+    keep_aspect_ratio_policy: str = "stretch"
+    extrapolation_value: float = 0.0
 
 
 @operator("Upsample", read=(1,))
@@ -30,62 +33,51 @@ class _How:
 def upsample(
     x: Tensor, given: list[float] | None = None, *, scales: Sequence[float] = (), mode: str = "nearest"
 ) -> Tensor:
-    how = _How({"bilinear": "linear", "trilinear": "linear"}.get(mode, mode), "asymmetric", "floor")
+    how = Resizing({"bilinear": "linear", "trilinear": "linear"}.get(mode, mode), "asymmetric", "floor")
     for axis, scale in enumerate(scales if given is None else given):
         if scale != 1:
             x = _along(how, x, axis, math.floor(x.shape[axis] * scale), scale, (0.0, 1.0))
     return x
 
 
-@operator("Resize", read=(1, 2, 3), since=11)
+@operator("Resize", read=(1, 2, 3), since=11, attributes=Resizing)
 def resize(
     x: Tensor,
     roi: list[float] | None = None,
     scales: list[float] | None = None,
     sizes: list[int] | None = None,
     *,
-    axes: Sequence[int] | None = None,
-    keep_aspect_ratio_policy: str = "stretch",
-    mode: str = "nearest",
-    coordinate_transformation_mode: str = "half_pixel",
-    nearest_mode: str = "round_prefer_floor",
-    cubic_coeff_a: float = -0.75,
-    antialias: int = 0,
-    exclude_outside: int = 0,
-    extrapolation_value: float = 0.0,
+    asked: Resizing,
 ) -> Tensor:
-    axes = [axis_of(one, x.dim()) for one in axes or range(x.dim())]
+    axes = [axis_of(one, x.dim()) for one in asked.axes or range(x.dim())]
     if scales:
         by, wanted = scales, [math.floor(x.shape[axis] * one) for one, axis in zip(scales, axes, strict=True)]
     elif sizes is None:
         raise Refused("neither scales nor sizes")
     else:
         by, wanted = [one / x.shape[axis] for one, axis in zip(sizes, axes, strict=True)], sizes
-        if keep_aspect_ratio_policy != "stretch":
-            by = [min(by) if keep_aspect_ratio_policy == "not_larger" else max(by)] * len(by)
+        if asked.keep_aspect_ratio_policy != "stretch":
+            by = [min(by) if asked.keep_aspect_ratio_policy == "not_larger" else max(by)] * len(by)
             wanted = [math.floor(by[0] * x.shape[axis] + 0.5) for axis in axes]
-    named = coordinate_transformation_mode
-    named = "half_pixel_for_nn" if named == "tf_half_pixel_for_nn" else named
-    how = _How(mode, named, nearest_mode, cubic_coeff_a, bool(antialias), bool(exclude_outside))
     every = dict(zip(axes, zip(by, wanted, strict=True), strict=True))
-    quick = _by_pytorch(how, x, [every.get(i, (1.0, n)) for i, n in enumerate(x.shape)], given=bool(scales))
+    quick = _by_pytorch(asked, x, [every.get(i, (1.0, n)) for i, n in enumerate(x.shape)], given=bool(scales))
     if quick is not None:
         return quick
-    crops, window = named == "tf_crop_and_resize", roi or []
+    crops, window = asked.coordinate_transformation_mode == "tf_crop_and_resize", roi or []
     outside = torch.zeros((), dtype=torch.bool, device=x.device)
     for place, (axis, (scale, size)) in enumerate(every.items()):
         of = (window[place], window[place + len(axes)]) if len(window) == 2 * len(axes) else (0.0, 1.0)
         if scale == 1 and size == x.shape[axis] and not crops:
             continue
         if crops:
-            at = _coordinates(how, x.shape[axis], size, scale, of, x.device)
+            at = _coordinates(asked, x.shape[axis], size, scale, of, x.device)
             beyond = (at < 0) | (at > x.shape[axis] - 1)
             outside = outside | beyond.reshape([-1 if i == axis else 1 for i in range(x.dim())])
-        x = _along(how, x, axis, size, scale, of)
-    return torch.where(outside, torch.full_like(x, extrapolation_value), x) if crops else x
+        x = _along(asked, x, axis, size, scale, of)
+    return torch.where(outside, torch.full_like(x, asked.extrapolation_value), x) if crops else x
 
 
-def _by_pytorch(how: _How, x: Tensor, every: list[tuple[float, int]], *, given: bool) -> Tensor | None:
+def _by_pytorch(how: Resizing, x: Tensor, every: list[tuple[float, int]], *, given: bool) -> Tensor | None:
     """Resize by one function of PyTorch; None: none does the same.
 
     Args:
@@ -103,13 +95,13 @@ def _by_pytorch(how: _How, x: Tensor, every: list[tuple[float, int]], *, given: 
         exact = exact and all(scale == int(scale) for scale, _ in every[2:])
         return (
             F.interpolate(x, size=whole)
-            if (how.coordinates, how.nearest) == ("asymmetric", "floor") and exact
+            if (how.coordinate_transformation_mode, how.nearest_mode) == ("asymmetric", "floor") and exact
             else None
         )
     kind = {("linear", 1): "linear", ("linear", 2): "bilinear", ("linear", 3): "trilinear", ("cubic", 2): "bicubic"}
-    if (how.mode, spatial) not in kind or (how.mode == "cubic" and how.cubic != -0.75):
+    if (how.mode, spatial) not in kind or (how.mode == "cubic" and how.cubic_coeff_a != -0.75):
         return None
-    named = how.coordinates
+    named = how.coordinate_transformation_mode
     if named not in ("half_pixel", "align_corners") and not (named == "pytorch_half_pixel" and min(whole) > 1):
         return None
     # Coordinates follow from the scales where these are given, and from the sizes where not.
@@ -119,15 +111,15 @@ def _by_pytorch(how: _How, x: Tensor, every: list[tuple[float, int]], *, given: 
 
 
 def _coordinates(
-    how: _How, length: int, size: int, scale: float, window: tuple[float, float], device: torch.device
+    how: Resizing, length: int, size: int, scale: float, window: tuple[float, float], device: torch.device
 ) -> Tensor:
     """Return where in the input each element of the output lies."""
     # Half a bit in a coordinate makes another neighbour the nearest.
     at = torch.arange(size, dtype=torch.float64, device=device)
-    named, exact = how.coordinates, scale * length  # the length before it is rounded
+    named, exact = how.coordinate_transformation_mode, scale * length  # the length before it is rounded
     if named == "half_pixel" or (named == "pytorch_half_pixel" and size > 1):
         return (at + 0.5) / scale - 0.5
-    if named == "half_pixel_for_nn":
+    if named in ("half_pixel_for_nn", "tf_half_pixel_for_nn"):
         return (at + 0.5) / scale
     if named == "half_pixel_symmetric":
         return length / 2 * (1 - size / exact) + (at + 0.5) / scale - 0.5
@@ -153,11 +145,11 @@ _NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _along(how: _How, x: Tensor, axis: int, size: int, scale: float, window: tuple[float, float]) -> Tensor:
+def _along(how: Resizing, x: Tensor, axis: int, size: int, scale: float, window: tuple[float, float]) -> Tensor:
     length = x.shape[axis]
     at = _coordinates(how, length, size, scale, window, x.device)
     if how.mode == "nearest":
-        return x.index_select(axis, _NEAREST[how.nearest](at).clamp(0, length - 1).to(torch.int64))
+        return x.index_select(axis, _NEAREST[how.nearest_mode](at).clamp(0, length - 1).to(torch.int64))
     y = x if x.is_floating_point() else x.to(torch.float32)
     narrow = min(scale, 1.0) if how.antialias else 1.0
     reach = math.ceil({"linear": 1.0, "cubic": 2.0}[how.mode] / narrow)
@@ -166,7 +158,7 @@ def _along(how: _How, x: Tensor, axis: int, size: int, scale: float, window: tup
     places: list[Tensor] = []
     for step in range(1 - reach, reach + 1):
         where = left + step
-        weight = _weight(how.mode, (where - at) * narrow, how.cubic)
+        weight = _weight(how.mode, (where - at) * narrow, how.cubic_coeff_a)
         if how.exclude_outside:
             weight = torch.where((where < 0) | (where > length - 1), torch.zeros_like(weight), weight)
         weights.append(weight)
@@ -196,31 +188,33 @@ def grid_sample(
     return F.grid_sample(x, grid, mode=mode, padding_mode=padding_mode, align_corners=bool(align_corners))
 
 
-@operator("RoiAlign")
-def roi_align(
-    x: Tensor,
-    rois: Tensor,
-    images: Tensor,
-    *,
-    version: int,
-    coordinate_transformation_mode: str | None = None,
-    mode: str = "avg",
-    output_height: int = 1,
-    output_width: int = 1,
-    sampling_ratio: int = 0,
-    spatial_scale: float = 1.0,
-) -> Tensor:
+@dataclass(frozen=True)
+class RegionAlignment:
+    """The attributes of RoiAlign."""
+
+    version: int
+    coordinate_transformation_mode: str | None = None
+    mode: str = "avg"
+    output_height: int = 1
+    output_width: int = 1
+    sampling_ratio: int = 0
+    spatial_scale: float = 1.0
+
+
+@operator("RoiAlign", attributes=RegionAlignment)
+def roi_align(x: Tensor, rois: Tensor, images: Tensor, *, asked: RegionAlignment) -> Tensor:
     """Return means, or maxima, of samples between pixels, in each cell of each region."""
-    if not sampling_ratio:
+    ratio = asked.sampling_ratio
+    if not ratio:
         raise Refused("the number of samples follows from the regions (sampling_ratio=0), which is not supported")
-    halves = coordinate_transformation_mode or ("half_pixel" if version >= 16 else "output_half_pixel")
-    corners = rois * spatial_scale - (0.5 if halves == "half_pixel" else 0.0)
+    halves = asked.coordinate_transformation_mode or ("half_pixel" if asked.version >= 16 else "output_half_pixel")
+    corners = rois * asked.spatial_scale - (0.5 if halves == "half_pixel" else 0.0)
     extent = corners[:, 2:] - corners[:, :2]
     if halves != "half_pixel":
         extent = extent.clamp(min=1.0)
 
     def neighbours(place: int, cells: int) -> tuple[Tensor, ...]:
-        count, size = cells * sampling_ratio, x.shape[3 - place]
+        count, size = cells * ratio, x.shape[3 - place]
         steps = (torch.arange(count, device=x.device, dtype=x.dtype) + 0.5) / count
         at = corners[:, place, None] + steps[None, :] * extent[:, place, None]
         inside = (at >= -1) & (at <= size)
@@ -228,8 +222,8 @@ def roi_align(
         low = at.floor().to(torch.int64)
         return low, (low + 1).clamp(max=size - 1), at - low, inside
 
-    y0, y1, fy, in_y = neighbours(1, output_height)
-    x0, x1, fx, in_x = neighbours(0, output_width)
+    y0, y1, fy, in_y = neighbours(1, asked.output_height)
+    x0, x1, fx, in_x = neighbours(0, asked.output_width)
     flat = x.reshape(x.shape[0], x.shape[1], -1)[images.to(torch.int64)]
 
     def taken(rows: Tensor, columns: Tensor, weight: Tensor) -> Tensor:
@@ -243,7 +237,7 @@ def roi_align(
         for rows, wy in ((y0, 1 - fy), (y1, fy))
         for columns, wx in ((x0, 1 - fx), (x1, fx))
     ]
-    shape = (len(rois), x.shape[1], output_height, sampling_ratio, output_width, sampling_ratio)
-    if mode == "max":
+    shape = (len(rois), x.shape[1], asked.output_height, ratio, asked.output_width, ratio)
+    if asked.mode == "max":
         return torch.stack(parts).amax(0).reshape(shape).amax((3, 5))
     return (parts[0] + parts[1] + parts[2] + parts[3]).reshape(shape).mean((3, 5))

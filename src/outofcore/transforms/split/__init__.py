@@ -7,6 +7,7 @@ view them through windows. The same tensors and the same op budget give the same
 - ``step``: ``tiled``, the front door: prepares, searches, builds, and leaves out what an operator refuses.
 - ``prepare``: divides ops that no rule can split.
 - ``rules``: the table: along which axes an operator can be split, in the words of ``ways``.
+- ``needs``: what ops need and access, as a whole and in parts.
 - ``search``: which ops are split, along which axes, into how many parts; the ``cells`` of storages.
 - ``rewrite``: the pieces of the split step; ``writer`` adds their ops, and copies from and to cells.
 - ``state_ranges``: parameters and optimizer state that are at home and fetched range by range.

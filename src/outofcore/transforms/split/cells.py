@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from outofcore.analysis.boxes import Axes, Box, Placed, Window
-from outofcore.capture.captured import Value
+from outofcore.analysis.boxes import Axes, Box, Placed
 from outofcore.transforms.split.ways import Cut
 
 # A storage is worth cutting if it takes at least this part of what an op may need.
@@ -37,7 +36,3 @@ class CellMap:
         """Return the box of a value on a cut storage, or of its part for a part of an op; None if there is none."""
         axes, place = self.axes[storage], self.places[value]
         return axes.box_of(place) if cut is None else axes.part(place, cut.dims, *cut.ends(low, high))
-
-
-def window_of(value: Value) -> Window:
-    return Window(value.shape, value.stride, value.offset)

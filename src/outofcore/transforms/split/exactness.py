@@ -11,14 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from outofcore._torch_internals import OpOverload
+from outofcore.analysis import SMALL_ALIGNMENT
 from outofcore.capture.captured import Call, Captured, Value
 from outofcore.graph import Op
 from outofcore.transforms.split.cells import CellMap
 from outofcore.transforms.split.tensors import named_refs
 from outofcore.transforms.split.ways import AS_ONE, Choice, Name, Way
-
-# Libraries may add up otherwise where memory does not begin at multiples of so many bytes.
-ALIGNED = 64
 
 
 @dataclass(frozen=True)
@@ -92,4 +90,5 @@ def can_be_tried(op: Op, call: Call) -> bool:
 
 
 def _misaligned(value: Value) -> int:
-    return value.offset * value.dtype.itemsize % ALIGNED
+    """Return by how many bytes a value misses a cache line: libraries may then add up otherwise."""
+    return value.offset * value.dtype.itemsize % SMALL_ALIGNMENT

@@ -6,7 +6,7 @@ only the log-probabilities of the targets, which needs no check.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -59,58 +59,43 @@ def small_losses(captured: Captured, most: int) -> Captured:
     pairs: list[tuple[Op, Call]] = []
     for op, call in zip(graph.ops, captured.calls, strict=True):
         need = sum(storages[s].bytes for s in op.touched)
-        rank = _LOSSES.get(call.func) if isinstance(call.func, OpOverload) else None
-        if rank is None or need <= most or call.kwargs:
-            pairs.append((op, call))
-            continue
-        logs, target, weight, reduction, ignored = call.args
-        given, wanted = values[logs.value], values[target.value]
-        if weight is not None or len(given.shape) != rank or wanted.dtype is not torch.int64:
-            pairs.append((op, call))
-            continue
-
-        def made(
-            func: OpOverload,
-            args: tuple[Any, ...],
-            reads: Sequence[int],
-            dtype: torch.dtype,
-            shape: tuple[int, ...],
-            op: Op = op,
-        ) -> int:
-            storage = len(storages)
-            count = prod(shape) * dtype.itemsize
-            storages.append(Storage(storage, count, StorageKind.ACTIVATION, f"{op.module} loss".strip()))
-            values.append(Value(storage, dtype, shape, dense_like(shape, tuple(range(len(shape), 0, -1)))))
-            family = family_text(str(func), args, {}, values)
-            pairs.append(
-                (
-                    Op(-1, str(func), tuple(reads), (), (storage,), family=family, module=op.module, source=op.source),
-                    Call(func, args, {}, (len(values) - 1,)),
-                )
-            )
-            return len(values) - 1
-
-        shape = wanted.shape
-        column = (shape[0], 1, *shape[1:])
-        places = wanted.storage
-        counts = made(_aten.ne.Scalar, (target, ignored), [places], torch.bool, shape)
-        kept = made(_aten.mul.Tensor, (target, Ref(counts)), [places, values[counts].storage], torch.int64, shape)
-        index = replace(values[kept], shape=column, stride=(values[kept].stride[0], *values[kept].stride))
-        values.append(index)
-        reads = [given.storage, index.storage]
-        own = made(_aten.gather.default, (logs, 1, Ref(len(values) - 1)), reads, given.dtype, column)
-        out = made(_aten.eq.Scalar, (target, ignored), [places], torch.bool, shape)
-        first = made(_aten.mul.Scalar, (Ref(out), _NOWHERE), [values[out].storage], torch.int64, shape)
-        args = (Ref(own), Ref(first), None, reduction, _NOWHERE)
-        reads = [values[own].storage, values[first].storage]
-        family = family_text(op.name, args, {}, values)
-        pairs.append((replace(op, reads=tuple(reads), family=family), replace(call, args=args)))
+        pairs += (_small_loss(op, call, storages, values) if need > most else None) or [(op, call)]
     if len(pairs) == len(graph.ops):
         return captured
-    ops = tuple(replace(op, id=index) for index, (op, _) in enumerate(pairs))
-    return replace(
-        captured,
-        graph=StepGraph(tuple(storages), ops, graph.outputs),
-        calls=tuple(call for _, call in pairs),
-        values=tuple(values),
-    )
+    graph = StepGraph(tuple(storages), graph.ops, graph.outputs)
+    return with_ops(replace(captured, graph=graph, values=tuple(values)), pairs)
+
+
+def _small_loss(op: Op, call: Call, storages: list[Storage], values: list[Value]) -> list[tuple[Op, Call]] | None:
+    """Return a loss that reads only the targets' log-probabilities, and the ops before it; None if it cannot."""
+    rank = _LOSSES.get(call.func) if isinstance(call.func, OpOverload) else None
+    if rank is None or call.kwargs:
+        return None
+    logs, target, weight, reduction, ignored = call.args
+    given, wanted = values[logs.value], values[target.value]
+    if weight is not None or len(given.shape) != rank or wanted.dtype is not torch.int64:
+        return None
+    pairs: list[tuple[Op, Call]] = []
+
+    def made(func: OpOverload, args: tuple[Any, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> Ref:
+        storage, reads = len(storages), tuple(values[arg.value].storage for arg in args if isinstance(arg, Ref))
+        count = prod(shape) * dtype.itemsize
+        storages.append(Storage(storage, count, StorageKind.ACTIVATION, f"{op.module} loss".strip()))
+        values.append(Value(storage, dtype, shape, dense_like(shape, tuple(range(len(shape), 0, -1)))))
+        family = family_text(str(func), args, {}, values)
+        new = Op(-1, str(func), reads, (), (storage,), family=family, module=op.module, source=op.source)
+        pairs.append((new, Call(func, args, {}, (len(values) - 1,))))
+        return Ref(len(values) - 1)
+
+    shape = wanted.shape
+    column = (shape[0], 1, *shape[1:])
+    counts = made(_aten.ne.Scalar, (target, ignored), torch.bool, shape)
+    kept = values[made(_aten.mul.Tensor, (target, counts), torch.int64, shape).value]
+    values.append(replace(kept, shape=column, stride=(kept.stride[0], *kept.stride)))
+    own = made(_aten.gather.default, (logs, 1, Ref(len(values) - 1)), given.dtype, column)
+    out = made(_aten.eq.Scalar, (target, ignored), torch.bool, shape)
+    first = made(_aten.mul.Scalar, (out, _NOWHERE), torch.int64, shape)
+    args = (own, first, None, reduction, _NOWHERE)
+    reads = values[own.value].storage, values[first.value].storage
+    family = family_text(op.name, args, {}, values)
+    return [*pairs, (replace(op, reads=reads, family=family), replace(call, args=args))]

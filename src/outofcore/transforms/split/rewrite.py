@@ -10,7 +10,8 @@ tensor ever exists as a whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush
 from math import prod
 from typing import Any
@@ -20,26 +21,41 @@ import torch
 from outofcore._torch_internals import FakeTensorMode, OpOverload, result_leaves
 from outofcore.capture.assembly import compacted
 from outofcore.capture.captured import Call, Captured, Ref, Value
-from outofcore.capture.operators import by_name, family_text, made_up, repaired, traits, written_arguments
+from outofcore.capture.operators import by_name, fake_result, family_text, placed, written_arguments
 from outofcore.capture.optimizer_steps import call_of_update, family_of_update
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.tables import covers, leaves_in, map_leaves
 from outofcore.graph import Op, StepGraph
 from outofcore.transforms.split.cells import CellMap
 from outofcore.transforms.split.rules import rebased
-from outofcore.transforms.split.tensors import dense_like, named_refs, refs_of
-from outofcore.transforms.split.ways import Choice, Cut, Name
-from outofcore.transforms.split.writer import Piece, StepWriter, UnfitError, part_shape, required
+from outofcore.transforms.split.tensors import dense_like, named_refs, refs_of, with_tensors
+from outofcore.transforms.split.ways import Choice, Cut, Name, Way
+from outofcore.transforms.split.writer import Piece, StepWriter, UnfitError, required
 
 _aten = torch.ops.aten
+
+
+@dataclass
+class _Arguments:
+    """The arguments of a part.
+
+    Attributes:
+        parts: by name.
+        shapes: names of those of which only the shape matters; their values have no storage.
+        written: those that the operator writes in place: the value in the step before, how it is cut, and the part.
+    """
+
+    parts: dict[Name, Value] = field(default_factory=dict[Name, Value])
+    shapes: list[Name] = field(default_factory=list[Name])
+    reads: list[int] = field(default_factory=list[int])
+    discards: list[int] = field(default_factory=list[int])
+    written: list[tuple[int, Cut | None, Value]] = field(default_factory=list[tuple[int, Cut | None, Value]])
 
 
 class Builder:
     """Builds the ops of the split step."""
 
-    def __init__(
-        self, captured: Captured, cell_map: CellMap, chosen: Mapping[int, Choice], limit: int | None = None
-    ) -> None:
+    def __init__(self, captured: Captured, cell_map: CellMap, chosen: Mapping[int, Choice], limit: int | None) -> None:
         self.old, self.cell_map, self.chosen = captured, cell_map, chosen
         self.writer = StepWriter(captured, cell_map, limit)
         self.mode = FakeTensorMode()
@@ -138,37 +154,13 @@ class Builder:
         low, high = choice.ends[number : number + 2]
         func: Any = call.func  # ways are those of PyTorch's operators
         named = dict(by_name(func, call.args, call.kwargs))
-        written = written_arguments(func, named)
-        parts: dict[Name, Value] = {}
-        reads: list[int] = []
-        mutates: list[int] = []
-        discards: list[int] = []
-        back: list[tuple[int, Cut | None, Value]] = []
-        standing: list[Name] = []
-        for name, index in named_refs(call):
-            old = self.old.values[index]
-            cut = way.given.get(name)
-            if name[0] in way.unread or old.storage in op.creates:
-                standing.append(name)
-                parts[name] = self._shape_of(old, cut, low, high)
-                continue
-            part = parts[name] = self.writer.argument(op, index, cut, low, high)
-            if old.storage in op.reads or (name[0] in written and not self._is_all(part)):
-                reads.append(part.storage)
-            if name[0] in written:
-                mutates.append(part.storage)
-                if old.storage in op.discards:
-                    discards.append(part.storage)
-                back.append((index, cut, part))
-        for name, item in named.items():
-            if (name, -1) in parts:
-                named[name] = parts[name, -1]
-            elif isinstance(item, list | tuple) and any(isinstance(i, Ref) for i in item):
-                named[name] = [parts.get((name, place), i) for place, i in enumerate(item)]
+        given = self._arguments(op, way, written_arguments(func, named), low, high)
+        parts, reads = given.parts, given.reads
+        named = with_tensors(named, parts)
         if way.rebased:
             index = by_name(func, call.args, call.kwargs)[way.rebased].value
             parts[way.rebased, -1] = named[way.rebased] = self._rebased(op, index, low, high, named["padding_idx"])
-            reads = [part.storage for name, part in parts.items() if name not in standing]
+            reads = [part.storage for name, part in parts.items() if name not in given.shapes]
         if way.settle is not None:
             way.settle(named, low, high)
         try:
@@ -183,27 +175,49 @@ class Builder:
                 results.append(None)
                 continue
             results.append(self.writer.result_of(op, index, way.made.get(place), shape, low, high, done))
-        # Where only a shape matters, the result stands in that has it; else memory that nobody fills.
-        for name in standing:
-            want = parts[name]
-            same = (v for v in results if v is not None and _alike(self.writer.values[v], want))
-            index = next(same, None)
-            if index is None:
-                made = self.writer.new_storage(prod(want.shape) * want.dtype.itemsize, "shape")
-                index = self.writer.make_empty(op, replace(want, storage=made))
-                reads.append(made)
-            parts[name] = self.writer.values[index]
+        for name in given.shapes:
+            part = self._standing_in(op, parts[name], results, reads)
             if name[1] < 0:
-                named[name[0]] = parts[name]
+                named[name[0]] = part
             else:
-                named[name[0]] = [parts[name] if p == name[1] else i for p, i in enumerate(named[name[0]])]
+                named[name[0]] = [part if p == name[1] else i for p, i in enumerate(named[name[0]])]
         args, kwargs = self._placed_call(func, call, named)
-        self.writer.emit(op, func, args, kwargs, tuple(results), reads, mutates, discards, op.name)
-        for index, cut, part in back:
+        new = Call(func, args, kwargs, tuple(results))
+        self.writer.emit(op, new, reads, [part.storage for _, _, part in given.written], given.discards, op.name)
+        for index, cut, part in given.written:
             self.writer.put_back(op, index, cut, part, low, high)
         for index, cut, made in done:
             self.writer.put(op, index, cut, made, low, high)
         return piece
+
+    def _arguments(self, op: Op, way: Way, written: frozenset[str], low: int, high: int) -> _Arguments:
+        """Gather the arguments of a part; ``written`` are those that the operator writes in place."""
+        found = _Arguments()
+        for name, index in named_refs(self.old.calls[op.id]):
+            old = self.old.values[index]
+            cut = way.given.get(name)
+            if name[0] in way.unread or old.storage in op.creates:
+                found.shapes.append(name)
+                found.parts[name] = self._shape_of(old, cut, low, high)
+                continue
+            part = found.parts[name] = self.writer.argument(op, index, cut, low, high)
+            if old.storage in op.reads or (name[0] in written and not self._is_all(part)):
+                found.reads.append(part.storage)
+            if name[0] in written:
+                found.written.append((index, cut, part))
+                if old.storage in op.discards:
+                    found.discards.append(part.storage)
+        return found
+
+    def _standing_in(self, op: Op, want: Value, results: Sequence[int | None], reads: list[int]) -> Value:
+        """Return a value where only the shape matters: that of a result, or else memory that nobody fills."""
+        for index in results:
+            if index is not None and self.writer.values[index].is_laid_like(want):
+                return self.writer.values[index]
+        made = replace(want, storage=self.writer.new_storage(prod(want.shape) * want.dtype.itemsize, "shape"))
+        self.writer.make_empty(op, made)
+        reads.append(made.storage)
+        return made
 
     def _part_of_update(self, op: Op, choice: Choice, number: int) -> Piece:
         piece = self.writer.begin(op)
@@ -297,7 +311,7 @@ class Builder:
         )
         given = map_leaves(args, lambda value: Ref(self.writer.index_of(value)), Value)
         reads = [value.storage for value in leaves_in(args, Value)]
-        self.writer.emit(like, func, given, {}, (self.writer.index_of(made),), reads)
+        self.writer.emit(like, Call(func, given, {}, (self.writer.index_of(made),)), reads)
         return made
 
     def _is_all(self, value: Value) -> bool:
@@ -305,7 +319,7 @@ class Builder:
 
     def _shape_of(self, value: Value, cut: Cut | None, low: int, high: int) -> Value:
         """Return a value without a storage for an argument, or a part of it, of which only the shape matters."""
-        shape = value.shape if cut is None else part_shape(value, cut, low, high)
+        shape = value.shape if cut is None else cut.part_shape(value.shape, low, high)
         whole = value if cut is None else value.merged(cut.dims)
         stride = dense_like(shape, whole.stride if whole is not None else value.stride)
         return Value(-1, value.dtype, shape, stride)
@@ -323,10 +337,7 @@ class Builder:
             with self.mode, torch.no_grad():
                 given, more = map_leaves((args, kwargs), fake, Value)
                 there = by_name(func, given, more)
-                result = made_up(func, there)
-                if result is None:
-                    result = repaired(func, there, func(*given, **more))
-                leaves = result_leaves(result)
+                leaves = result_leaves(fake_result(func, there, partial(func, *given, **more)))
             self._shapes[key] = [
                 (Value(-1, t.dtype, tuple(t.shape), t.stride()), t.untyped_storage().nbytes())
                 if isinstance(t, torch.Tensor)
@@ -343,9 +354,7 @@ class Builder:
         def ref(value: Value) -> Any:
             return Ref(self.writer.index_of(value)) if refs else value
 
-        names = traits(func).names[: len(call.args)]
-        args = tuple(map_leaves(named[name], ref, Value) for name in names)
-        return args, {name: map_leaves(named[name], ref, Value) for name in call.kwargs}
+        return map_leaves(placed(func, call, named), ref, Value)
 
 
 def _depth_first(pieces: Sequence[Piece]) -> list[Piece]:
@@ -381,10 +390,6 @@ def _depth_first(pieces: Sequence[Piece]) -> list[Piece]:
             if not waits[other]:
                 heappush(ready, (-pieces[other].op, other))
     return found
-
-
-def _alike(one: Value, other: Value) -> bool:
-    return (one.dtype, one.shape, one.stride) == (other.dtype, other.shape, other.stride)
 
 
 def _texts(tree: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from outofcore._torch_internals import OpOverload
+from outofcore.analysis.chunks import GRAIN
 from outofcore.capture.captured import Call, Value
 from outofcore.capture.operators import by_name, is_random, traits, written_arguments
 from outofcore.transforms.split.ways import Cut, Given, Name, Settle, Way
@@ -26,11 +27,9 @@ from outofcore.transforms.split.ways import Cut, Given, Name, Settle, Way
 T = TypeVar("T")
 
 _aten = torch.ops.aten
-# Kernels work on a few elements at a time, and round what is left over at the end otherwise: more than any takes.
-_LANES = 256
 # Rows that a product is given at a time, if it may be so many: libraries work on blocks of them. With fewer than the
 # second, how they round depends on how memory is aligned.
-_ROWS, _FEW = 64, 16
+ROWS, _FEW = 64, 16
 
 Rule = Callable[[Given], list[Way]]
 
@@ -103,7 +102,7 @@ def _pointwise(given: Given) -> list[Way]:
         extent = prod(shape[first:end])
         if fits and extent > 1:
             inner = prod(shape) // extent
-            grain = _LANES // gcd(_LANES, inner)
+            grain = GRAIN // gcd(GRAIN, inner)
             name = f"dimensions {first} to {end - 1}" if end - first > 1 else f"dimension {first}"
             made = {place: Cut((first, end)) for place in results}
             found.append(Way(name, extent, cuts, made, grain=grain))
@@ -222,7 +221,7 @@ def _reduced(given: Given) -> list[Way]:
         if dim not in mixed:
             there = dim if keep else dim - sum(d < dim for d in mixed)
             cuts = {("self", -1): _one(dim)}
-            found.append(Way(f"dimension {dim}", value.shape[dim], cuts, {0: _one(there)}, grain=_LANES))
+            found.append(Way(f"dimension {dim}", value.shape[dim], cuts, {0: _one(there)}, grain=GRAIN))
     return found
 
 
@@ -257,7 +256,7 @@ def _of_scales(given: Given, value: Value, arguments: Sequence[str]) -> list[Way
             cuts[name] = _one(0)
     made = dict.fromkeys(given.results(), _one(0))
     settle = partial(_list, name="normalized_shape")
-    return [Way("columns", value.shape[last], cuts, made, settle, grain=_ROWS)]
+    return [Way("columns", value.shape[last], cuts, made, settle, grain=ROWS)]
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -280,8 +279,8 @@ def _product(left: str, right: str, added: str = "") -> Rule:
             return Way(name, result.shape[dim], cuts, {0: _one(dim)}, grain=grain, least=min(grain, _FEW))
 
         found = [
-            way("rows", lead, {(left, -1): _one(lead)}, _ROWS),
-            way("columns", lead + 1, {(right, -1): _one(lead + 1)}, _ROWS),
+            way("rows", lead, {(left, -1): _one(lead)}, ROWS),
+            way("columns", lead + 1, {(right, -1): _one(lead + 1)}, ROWS),
         ]
         if lead:
             found.insert(0, way("batch", 0, {(left, -1): _one(0), (right, -1): _one(0)}, 1))
@@ -296,11 +295,11 @@ def _linear(given: Given) -> list[Way]:
         return []
     last = len(one.shape) - 1
     cut = Cut((0, last))
-    found = [Way("rows", prod(one.shape[:-1]), {("input", -1): cut}, {0: cut}, grain=_ROWS, least=_FEW)]
+    found = [Way("rows", prod(one.shape[:-1]), {("input", -1): cut}, {0: cut}, grain=ROWS, least=_FEW)]
     cuts: dict[Name, Cut] = {("weight", -1): _one(0)}
     if given.value("bias") is not None:
         cuts["bias", -1] = _one(0)
-    return [*found, Way("columns", weight.shape[0], cuts, {0: _one(last)}, grain=_ROWS, least=_FEW)]
+    return [*found, Way("columns", weight.shape[0], cuts, {0: _one(last)}, grain=ROWS, least=_FEW)]
 
 
 # --- convolutions ----------------------------------------------------------------------------------------------------
@@ -331,10 +330,6 @@ def _plane(given: Given, weight: Value) -> _Plane:
     return _Plane(weight.shape[2], first[0], first[1], first[2])
 
 
-def _padded(padding: int) -> Settle:
-    return partial(_pad, padding=padding)
-
-
 def _pad(named: dict[str, Any], low: int, high: int, *, padding: int) -> None:
     named["padding"] = [padding, *named["padding"][1:]]
 
@@ -360,7 +355,7 @@ def _convolution(given: Given) -> list[Way]:
     if not transposed:
         after = plane.reach + 1 - plane.stride - plane.padding
         cut = Cut((2, 3), plane.stride, plane.padding, after)
-        found.append(Way("planes", result.shape[2], {("input", -1): cut}, {0: _one(2)}, _padded(0)))
+        found.append(Way("planes", result.shape[2], {("input", -1): cut}, {0: _one(2)}, partial(_pad, padding=0)))
     elif plane.is_tiling and not named["output_padding"][0]:
         made = {0: Cut((2, 3), plane.stride)}
         found.append(Way("planes", one.shape[2], {("input", -1): _one(2)}, made))
@@ -400,7 +395,7 @@ def _input_gradient(given: Given) -> list[Way]:
             found.append(way("planes", gradient.shape[2], _one(2), Cut((2, 3), plane.stride)))
     elif not transposed and plane.stride == 1:
         cut = Cut((2, 3), 1, plane.reach - plane.padding, plane.padding)
-        found.append(way("planes", one.shape[2], cut, _one(2), _padded(plane.reach)))
+        found.append(way("planes", one.shape[2], cut, _one(2), partial(_pad, padding=plane.reach)))
     if named["groups"] == 1:
         cuts: dict[Name, Cut] = {("input", -1): _one(1), ("weight", -1): _one(0 if transposed else 1)}
         found.append(Way("channels", one.shape[1], cuts, {0: _one(1)}, None, unread))
@@ -556,7 +551,7 @@ def _embedding_backward(given: Given) -> list[Way]:
     if gradient is None:
         return []
     last = len(gradient.shape) - 1
-    columns = Way("columns", gradient.shape[last], {("grad_output", -1): _one(last)}, {0: _one(1)}, grain=_ROWS)
+    columns = Way("columns", gradient.shape[last], {("grad_output", -1): _one(last)}, {0: _one(1)}, grain=ROWS)
     if given.named["scale_grad_by_freq"]:  # it counts places, and those of other parts are none
         return [columns]
     return [columns, Way("words", given.named["num_weights"], {}, {0: _one(0)}, _rebase, rebased="indices")]
@@ -598,6 +593,7 @@ def _joined(given: Given) -> list[Way]:
     ]
 
 
+_UPSAMPLED = ("nearest2d", "nearest3d", "bilinear2d", "trilinear3d", "bicubic2d")
 _RULES: dict[str, Rule] = {
     "aten::_softmax": _apart(_but("self"), ["self"], (), _renumbered),
     "aten::_log_softmax": _apart(_but("self"), ["self"], (), _renumbered),
@@ -643,39 +639,18 @@ _RULES: dict[str, Rule] = {
         for spatial in (2, 3)
         for name, ending, arguments in (
             ("max_pool", "_with_indices", ["self"]),
-            ("avg_pool", "", ["self"]),
-            ("_adaptive_avg_pool", "", ["self"]),
-        )
-    },
-    **{
-        f"aten::{name}{spatial}d{ending}": _apart(_planes("self", spatial), arguments)
-        for spatial in (2, 3)
-        for name, ending, arguments in (
             ("max_pool", "_with_indices_backward", ["grad_output", "self", "indices"]),
+            ("avg_pool", "", ["self"]),
             ("avg_pool", "_backward", ["grad_output", "self"]),
+            ("_adaptive_avg_pool", "", ["self"]),
             ("_adaptive_avg_pool", "_backward", ["grad_output", "self"]),
         )
     },
-    **{
-        f"aten::upsample_{mode}": _apart(_planes("self", spatial), ["self"])
-        for mode, spatial in (
-            ("nearest2d", 2),
-            ("nearest3d", 3),
-            ("bilinear2d", 2),
-            ("trilinear3d", 3),
-            ("bicubic2d", 2),
-        )
-    },
+    **{f"aten::upsample_{mode}": _apart(_planes("self", int(mode[-2])), ["self"]) for mode in _UPSAMPLED},
     **{
         f"aten::upsample_{mode}_backward": _apart(
-            _planes("grad_output", spatial), ["grad_output"], (), _sized("input_size")
+            _planes("grad_output", int(mode[-2])), ["grad_output"], (), _sized("input_size")
         )
-        for mode, spatial in (
-            ("nearest2d", 2),
-            ("nearest3d", 3),
-            ("bilinear2d", 2),
-            ("trilinear3d", 3),
-            ("bicubic2d", 2),
-        )
+        for mode in _UPSAMPLED
     },
 }

@@ -14,6 +14,7 @@ from math import inf, prod
 
 from outofcore.analysis import LARGE_BYTES
 from outofcore.capture.captured import Captured, StateBinding, Value
+from outofcore.capture.device_traits import traits_of
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.tables import covers
 from outofcore.graph import StorageKind
@@ -64,7 +65,7 @@ def is_update(captured: Captured, op: int, home: int | None) -> bool:
     return (
         isinstance(call.func, OptimizerUpdate)
         and call.func.has_ranges()
-        and captured.device.type == "cpu"
+        and traits_of(captured.device).updates_ranges
         and home != 0
         and call.args[1][0] is not None
     )

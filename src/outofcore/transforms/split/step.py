@@ -9,9 +9,11 @@ from outofcore.analysis import LARGE_BYTES
 from outofcore.capture.captured import Captured, Value
 from outofcore.transforms.passes import by_shape, split
 from outofcore.transforms.split.exactness import Claim, claim_of, claims_of_gathered
+from outofcore.transforms.split.needs import Needs
 from outofcore.transforms.split.prepare import halved, small_losses
 from outofcore.transforms.split.rewrite import Builder
 from outofcore.transforms.split.search import Search
+from outofcore.transforms.split.state_ranges import rangeable
 from outofcore.transforms.split.writer import LimitError, UnfitError
 
 
@@ -55,7 +57,10 @@ def tiled(
     unfit = set(refused)
     captured, halves = halved(captured, most if parts is None else 0, unfit)
     while True:
-        search = Search(captured, most, frozenset(unfit), parts, least, workspaces or {}, home)
+        refused = frozenset(unfit)
+        ranged = rangeable(captured, most, parts, home)
+        needs = Needs(captured, ranged, least, refused, workspaces or {}, home)
+        search = Search(needs, most, refused, parts)
         chosen = search.chosen()
         try:
             found = Builder(captured, search.cell_map(), chosen, limit).built() if chosen else None

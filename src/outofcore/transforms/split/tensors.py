@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outofcore._torch_internals import OpOverload
@@ -16,6 +16,11 @@ def refs_of(call: Call) -> list[Ref]:
     return leaves_in((call.args, call.kwargs), Ref)
 
 
+def values_of(call: Call) -> list[int]:
+    """Return the values that a call is given, then those that it makes."""
+    return [*(ref.value for ref in refs_of(call)), *(value for value in call.results if value is not None)]
+
+
 def named_refs(call: Call) -> list[tuple[Name, int]]:
     func = call.func
     if not isinstance(func, OpOverload):
@@ -26,6 +31,17 @@ def named_refs(call: Call) -> list[tuple[Name, int]]:
             found.append(((name, -1), item.value))
         elif isinstance(item, list | tuple):
             found += [((name, place), ref.value) for place, ref in enumerate(item) if isinstance(ref, Ref)]
+    return found
+
+
+def with_tensors(named: Mapping[str, Any], tensors: Mapping[Name, Any]) -> dict[str, Any]:
+    """Return arguments by name with other tensors, or values, in place of the refs."""
+    found = dict(named)
+    for name, item in named.items():
+        if (name, -1) in tensors:
+            found[name] = tensors[name, -1]
+        elif isinstance(item, list | tuple) and any(isinstance(one, Ref) for one in item):
+            found[name] = [tensors.get((name, place), one) for place, one in enumerate(item)]
     return found
 
 

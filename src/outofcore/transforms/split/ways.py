@@ -34,6 +34,11 @@ class Cut:
         """Return the range of the tensor for a part of the op."""
         return low * self.scale - self.before, high * self.scale + self.after
 
+    def part_shape(self, shape: Sequence[int], low: int, high: int) -> tuple[int, ...]:
+        """Return the shape of a tensor's part for a part of the op, which may reach beyond its edges."""
+        first, last = self.ends(low, high)
+        return (*shape[: self.dims[0]], last - first, *shape[self.dims[1] :])
+
     @property
     def plain(self) -> bool:
         """Whether parts are adjacent, without overlap."""

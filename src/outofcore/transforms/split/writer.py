@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -112,30 +112,27 @@ class StepWriter:
     def emit(
         self,
         like: Op,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        results: tuple[int | None, ...],
+        call: Call,
         reads: Iterable[int] = (),
         mutates: Iterable[int] = (),
         discards: Iterable[int] = (),
         name: str = "",
     ) -> None:
         """Add an op: a part with its ``name``, or a copy without one."""
-        creates = dict.fromkeys(self.values[v].storage for v in results if v is not None)
+        creates = dict.fromkeys(self.values[v].storage for v in call.results if v is not None)
         op = Op(
             -1,
-            name or str(func),
+            name or str(call.func),
             tuple(dict.fromkeys(reads)),
             tuple(dict.fromkeys(mutates)),
             tuple(creates),
             like.rerunnable or not name,
-            family=family_text(name or str(func), args, kwargs, self.values),
+            family=family_text(name or str(call.func), call.args, call.kwargs, self.values),
             module=like.module,
             source=like.source,
             discards=tuple(dict.fromkeys(discards)),
         )
-        self._piece.ops.append((op, Call(func, args, kwargs, results)))
+        self._piece.ops.append((op, call))
         self._emitted += 1
         if self.limit is not None and self._emitted > self.limit:
             raise LimitError
@@ -144,15 +141,20 @@ class StepWriter:
         """Create a storage, and the value that covers it."""
         index = self.index_of(value)
         kwargs = {"dtype": value.dtype, "device": self.old.device, "pin_memory": False}
-        self.emit(like, _aten.empty_strided.default, (list(value.shape), list(value.stride)), kwargs, (index,))
+        self.emit(like, Call(_aten.empty_strided.default, (list(value.shape), list(value.stride)), kwargs, (index,)))
         return index
+
+    def make_zero(self, like: Op, value: Value) -> None:
+        """Create a storage that holds zeros, and the value that covers it."""
+        call = Call(_aten.zero_.default, (Ref(self.make_empty(like, value)),), {}, (None,))
+        self.emit(like, call, (), [value.storage])
 
     def copy(self, like: Op, target: Value, source: Value) -> None:
         """Copy a value to one of the same shape; the rest of the target's storage is kept."""
         whole = covers(target, self.storages[target.storage].bytes)
         reads = [source.storage] if whole else [source.storage, target.storage]
         args = (Ref(self.index_of(target)), Ref(self.index_of(source)))
-        self.emit(like, _aten.copy_.default, args, {}, (None,), reads, [target.storage])
+        self.emit(like, Call(_aten.copy_.default, args, {}, (None,)), reads, [target.storage])
 
     def _gathered(self, like: Op, storage: int, dtype: torch.dtype, box: Box, *, again: bool) -> int:
         """Return a storage with a box of a cut storage: a cell, or a copy that is zero beyond the edges.
@@ -168,9 +170,8 @@ class StepWriter:
         if known is not None and like.id - known[1] <= _SOON:
             return known[0]
         made = self.new_storage(elements(box) * dtype.itemsize, f"{self.storages[storage].name} part".strip())
-        index = self.make_empty(like, Value(made, dtype, *_flat(box)))
-        if inside != box:
-            self.emit(like, _aten.zero_.default, (Ref(index),), {}, (None,), (), [made])
+        make = self.make_empty if inside == box else self.make_zero
+        make(like, Value(made, dtype, *_flat(box)))
         for cell in found:
             part = clipped(cell, box)
             if part is not None:
@@ -217,7 +218,7 @@ class StepWriter:
         if storage in cell_map.cuts:
             axes, place = cell_map.axes[storage], cell_map.places[index]
             box = required(cell_map.box(storage, index, cut, low, high), op)
-            dims, shape = (None, value.shape) if cut is None else (cut.dims, part_shape(value, cut, low, high))
+            dims, shape = (None, value.shape) if cut is None else (cut.dims, cut.part_shape(value.shape, low, high))
             stride = required(axes.strides(place, shape, box, dims), op)
             made = self._gathered(op, storage, value.dtype, box, again=cut is None)
             return Value(made, value.dtype, shape, stride)
@@ -234,9 +235,8 @@ class StepWriter:
         shape = (*part.shape[:dim], last - first, *part.shape[dim + 1 :])
         made = self.new_storage(prod(shape) * value.dtype.itemsize, f"{self.storages[storage].name} part".strip())
         copy = Value(made, value.dtype, shape, dense_like(shape, whole.stride))
-        filled = self.make_empty(op, copy)
-        if inside != (first, last):
-            self.emit(op, _aten.zero_.default, (Ref(filled),), {}, (None,), (), [made])
+        make = self.make_empty if inside == (first, last) else self.make_zero
+        make(op, copy)
         if inside[1] > inside[0]:
             self.copy(op, copy.narrowed(dim, inside[0] - first, inside[1] - first), part)
         return copy
@@ -310,12 +310,6 @@ class StepWriter:
         cut = required(cut, op)
         whole = required(old.merged(cut.dims), op)
         self.copy(op, whole.narrowed(cut.dims[0], *cut.ends(low, high)), part)
-
-
-def part_shape(value: Value, cut: Cut, low: int, high: int) -> tuple[int, ...]:
-    """Return the shape of a value's part for a part of an op, which may reach beyond its edges."""
-    first, last = cut.ends(low, high)
-    return (*value.shape[: cut.dims[0]], last - first, *value.shape[cut.dims[1] :])
 
 
 def _windowed(storage: int, dtype: torch.dtype, window: Window) -> Value:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -14,10 +16,24 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from outofcore.errors import StateError
-from outofcore.finalization import end_when_threads_rest
 
 # What torchrun tells each process that it starts.
 _TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Meeting:
+    """What processes compare at the end of ``together``.
+
+    Attributes:
+        steps: that this process has made.
+        digest: of what it has done in this one.
+        told: steps and digest of each process, by rank, once all have ended.
+    """
+
+    steps: int = 0
+    digest: int = 0
+    told: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
 class Processes:
@@ -44,7 +60,6 @@ class Processes:
             if dist.is_initialized():
                 self.rank, self.count = dist.get_rank(), dist.get_world_size()
             if self.count > 1:
-                end_when_threads_rest()
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
         except (RuntimeError, ValueError) as error:
             raise StateError(
@@ -65,7 +80,25 @@ class Processes:
         self._answered(lambda: dist.all_gather_object(found, item, self._group))
         return found
 
-    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[Meeting]:
+        """Leave the block when all processes have; raise this one's error, or ``StateError`` for another one's."""
+        meeting = Meeting()
+        try:
+            yield meeting
+        except BaseException as error:  # the others wait for this process, whatever has happened to it
+            try:
+                self._numbers([0, 0, 0])
+            except StateError as another:
+                error.add_note(str(another))
+            raise
+        numbers = self._numbers([1, meeting.steps, meeting.digest])
+        failed = [rank for rank, (is_well, _, _) in enumerate(numbers) if not is_well]
+        if failed:
+            raise StateError(f"process {failed[0]} failed in {what}, and says why; this one has changed nothing in it")
+        meeting.told = [(steps, digest) for _, steps, digest in numbers]
+
+    def _numbers(self, numbers: list[int]) -> list[list[int]]:
         """Return some 64-bit numbers of every process, by rank."""
         if self.count == 1:
             return [numbers]

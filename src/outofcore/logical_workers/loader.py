@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from outofcore.errors import InputError
+from outofcore.logical_workers.contexts import Context, generators_kept
 
 
 class Samples(Protocol):
@@ -34,6 +35,10 @@ class Order:
     length: int
     seed: int
     shuffle: bool
+
+    def __str__(self) -> str:
+        shuffled = f"shuffled by seed {self.seed}" if self.shuffle else "not shuffled"
+        return f"{self.length} samples in batches of {self.batch_size}, {shuffled}"
 
     @property
     def steps(self) -> int:
@@ -66,18 +71,54 @@ class Place:
         return replace(self, step=self.step + 1)
 
 
-class Course(Protocol):
-    """What a loader needs of the training."""
+class Course:
+    """The workers of one process: their generators, and how far they have used the data.
 
-    place: Place
+    Attributes:
+        contexts: of the workers, as their last step has left them.
+        order: in which the data is used; None: no loader was made.
+        place: how far it has been used.
+    """
+
+    def __init__(self, gpu: torch.device | None, contexts: dict[int, Context]) -> None:
+        self._gpu = gpu
+        self.contexts = contexts
+        self.order: Order | None = None
+        self.place = Place()
+        self._drawn: tuple[dict[int, Any], dict[int, Context]] | None = (
+            None  # the last batches, and contexts after them
+        )
 
     def draw(self, batch_of: Callable[[int], Any]) -> dict[int, Any]:
-        """Make a batch for each worker of this process with the worker's own random generators."""
-        ...
+        """Make a batch for each worker with the worker's own random generators."""
+        batches: dict[int, Any] = {}
+        drawn: dict[int, Context] = {}
+        with generators_kept(self._gpu):
+            for worker, context in self.contexts.items():
+                context.enter(self._gpu)
+                batches[worker] = batch_of(worker)
+                drawn[worker] = Context.now(self._gpu)
+        self._drawn = batches, drawn
+        return batches
 
-    def used(self, batches: dict[int, Any]) -> None:
-        """Record that batches have been used."""
-        ...
+    def contexts_before(self, batches: object) -> dict[int, Context]:
+        """Return the contexts in which the turns with these batches begin."""
+        return self._drawn[1] if self._drawn is not None and batches is self._drawn[0] else self.contexts
+
+    def end_step(self, batches: object, contexts: dict[int, Context]) -> None:
+        """Record that batches have been used, and the contexts that this has left."""
+        if self._drawn is not None and batches is self._drawn[0] and self.order is not None:
+            self.place = self.place.after(self.order)
+        self.restore(contexts)
+
+    def skip(self, batches: object) -> None:
+        """Record that batches have been used, unless a step has done so."""
+        if self._drawn is not None and batches is self._drawn[0]:
+            self.end_step(batches, self._drawn[1])
+
+    def restore(self, contexts: dict[int, Context]) -> None:
+        """Go on with other contexts, and draw again what no step has used."""
+        self.contexts, self._drawn = contexts, None
 
 
 class Loader:
@@ -124,7 +165,7 @@ class Loader:
 
             batches = course.draw(batch_of)
             yield batches
-            course.used(batches)
+            course.skip(batches)
 
 
 def checked_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: bool) -> Order:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outofcore.distributed.chain import Span, rounds
-from outofcore.distributed.gradients import PIECE_BYTES, Layout, Tensors, new_row
-from outofcore.distributed.processes import Processes
+from outofcore.logical_workers.chain import Span, rounds
+from outofcore.logical_workers.gradients import Buffers, Layout, Tensors
+from outofcore.logical_workers.processes import Processes
 
 
 class OrderedSum:
@@ -16,8 +16,8 @@ class OrderedSum:
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        # In each direction one piece arrives while another one is sent and a third worked on.
-        self._buffers = [new_row(PIECE_BYTES) for _ in range(6 if processes.count > 1 else 1)]
+        # In each direction one piece arrives while another one is sent and a third worked on; the last is to be added.
+        self._buffers = Buffers(7)
 
     def __call__(self, own: Sequence[Tensors], target: Tensors, layout: Layout, divisor: int) -> None:
         """Write the sum of all workers' gradients, divided once at the end, to ``target``, on every process.
@@ -27,9 +27,9 @@ class OrderedSum:
         """
         if self._processes.count == 1:
             for spans in layout.spans:
-                total = self._row(0, layout, spans)
+                total = self._buffers.row(0, layout, spans)
                 self._add(own, layout, spans, total, first=True)
-                self._write(target, layout, spans, total.div_(divisor))
+                self._write(target, spans, total.div_(divisor))
             return
         self._along_the_chain(own, target, layout, divisor)
 
@@ -47,7 +47,7 @@ class OrderedSum:
                 number = buffer(direction, piece)
                 if number in sent:
                     sent.pop(number)()
-                coming[direction, piece] = processes.receive(self._row(number, layout, pieces[piece]), source)
+                coming[direction, piece] = processes.receive(self._buffers.row(number, layout, pieces[piece]), source)
 
         def send(number: int, row: torch.Tensor, to: int) -> None:
             sent[number] = processes.send(row, to)
@@ -64,45 +64,40 @@ class OrderedSum:
                     expect(0, turn.forward + 1, rank - 1)
                 elif number in sent:
                     sent.pop(number)()
-                total = self._row(number, layout, spans)
+                total = self._buffers.row(number, layout, spans)
                 self._add(own, layout, spans, total, first=rank == 0)
                 if rank == last:
-                    self._write(target, layout, spans, total.div_(divisor))
+                    self._write(target, spans, total.div_(divisor))
                 send(number, total, rank - 1 if rank == last else rank + 1)
             if turn.back is not None:
                 spans, number = pieces[turn.back], buffer(1, turn.back)
                 coming.pop((1, turn.back))()
                 expect(1, turn.back + 1, rank + 1)
-                total = self._row(number, layout, spans)
-                self._write(target, layout, spans, total)
+                total = self._buffers.row(number, layout, spans)
+                self._write(target, spans, total)
                 if rank > 0:
                     send(number, total, rank - 1)
         for wait in sent.values():
             wait()
 
-    def _row(self, number: int, layout: Layout, spans: Sequence[Span]) -> torch.Tensor:
-        """Return a buffer as the elements of a piece."""
-        first = spans[0].tensor
-        count = sum(span.count for span in spans) * layout.itemsizes[first]
-        return self._buffers[number][:count].view(layout.dtypes[first])
-
-    @staticmethod
     def _add(
-        own: Sequence[Tensors], layout: Layout, spans: Sequence[Span], total: torch.Tensor, *, first: bool
+        self, own: Sequence[Tensors], layout: Layout, spans: Sequence[Span], total: torch.Tensor, *, first: bool
     ) -> None:
         at = 0
         for span in spans:
             part = total[at : at + span.count]
             for number, gradients in enumerate(own):
                 if first and number == 0:
-                    part.copy_(gradients.get(span))
+                    gradients.read(span, part)
                 else:
-                    part.add_(gradients.get(span))
+                    more = self._buffers.row(6, layout, [span])
+                    gradients.read(span, more)
+                    part.add_(more)
             at += span.count
 
     @staticmethod
-    def _write(target: Tensors, layout: Layout, spans: Sequence[Span], total: torch.Tensor) -> None:
+    def _write(target: Tensors, spans: Sequence[Span], total: torch.Tensor) -> None:
         at = 0
         for span in spans:
-            target.put(span, total[at : at + span.count])
+            target.write(span, total[at : at + span.count])
             at += span.count

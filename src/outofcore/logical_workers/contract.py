@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from outofcore._torch_internals import memory_of, precision_of
+from outofcore import OpenHome
 from outofcore.errors import InputError
+from outofcore.logical_workers.gradients import Buffers, Layout, Tensors
 
 
-def kernel_facts(workers: int, seed: int, device: torch.device) -> dict[str, str]:
+def kernel_facts(workers: int, seed: int, gpu: torch.device | None) -> dict[str, str]:
     """Return what decides the bits apart from model and data; it is part of a checkpoint.
 
     Kernels on the CPU split sums by the number of threads, and other instruction sets sum in other widths.
@@ -25,40 +27,43 @@ def kernel_facts(workers: int, seed: int, device: torch.device) -> dict[str, str
         "seed": str(seed),
         "threads (torch.get_num_threads)": str(torch.get_num_threads()),
         "PyTorch": str(torch.__version__),
-        "device": device.type,
+        "device": "cpu" if gpu is None else gpu.type,
         "default dtype": str(torch.get_default_dtype()),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
     }
-    if device.type == "cpu":
+    if gpu is None:
         return found | {
             "instructions of the processor": torch.backends.cpu.get_cpu_capability(),
             "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
-            "matmul precision": str(precision_of(torch.backends.mkldnn, "matmul")),
+            "matmul precision": _matmul_precision(torch.backends.mkldnn),
         }
     return found | {
-        "GPU": torch.cuda.get_device_name(device),
+        "GPU": torch.cuda.get_device_name(gpu),
         "CUDA": str(torch.version.cuda),
         "cuDNN": f"{torch.backends.cudnn.version()} enabled {torch.backends.cudnn.enabled}, "
         f"benchmark {torch.backends.cudnn.benchmark}, deterministic {torch.backends.cudnn.deterministic}",
-        "matmul precision": str(precision_of(torch.backends.cuda, "matmul")),
+        "matmul precision": _matmul_precision(torch.backends.cuda),
     }
 
 
-def model_facts(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], forget: Callable[[torch.Tensor], object]
-) -> dict[str, str]:
-    """Return names, shapes and contents, which processes that begin together must have in common.
+def _matmul_precision(backend: Any) -> str:
+    """Return the precision of float32 products; "None" if it is unset."""
+    return str(getattr(getattr(backend, "matmul", None), "fp32_precision", None))
 
-    ``forget`` gives back memory in which a tensor was cached when it was read from its home.
-    """
+
+def model_facts(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], home: OpenHome) -> dict[str, str]:
+    """Return names, shapes and contents, which processes that begin together must have in common."""
     names: list[str] = []
-    contents = 0
+    contents, buffers = 0, Buffers(1)
     for number, model in enumerate(models):
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             names.append(f"{number}.{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
-            row = tensor.detach().cpu().contiguous().view(-1)
-            contents = zlib.crc32(memory_of(row.view(torch.uint8)), contents)
-            forget(tensor)
+            whole = [tensor.detach().contiguous()]
+            layout, rows = Layout(whole), Tensors(whole, home)
+            for spans in layout.spans:
+                elements = buffers.row(0, layout, spans)
+                rows.read(spans[0], elements)
+                contents = zlib.crc32(elements.view(torch.uint8).numpy().data, contents)
     settings = [
         [type(optimizer).__name__, *({n: v for n, v in g.items() if n != "params"} for g in optimizer.param_groups)]
         for optimizer in optimizers

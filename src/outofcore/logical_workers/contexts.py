@@ -6,34 +6,53 @@ import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from outofcore.checkpoint.contents import SavedGenerators
+_Count = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class _Python(Struct):
+    version: int
+    state: list[int]
+    gauss: float | None
+
+
+class _Numpy(Struct):
+    kind: str
+    key: list[Annotated[int, Meta(ge=0, lt=2**32)]]
+    position: _Count
+    has_gauss: _Count
+    gauss: float
+
+
+class _Plain(Struct):
+    python: _Python
+    numpy: _Numpy
 
 
 class SavedContext(Struct):
-    """A context as JSON: PyTorch's states are hexadecimal text."""
+    """A context in a checkpoint: PyTorch's states are hexadecimal text."""
 
-    plain: SavedGenerators
+    plain: _Plain
     torch: str
     device: str | None
 
 
 @dataclass(frozen=True)
 class Context:
-    """The states of all generators of one logical worker; ``device`` is that of the step's GPU, None on the CPU."""
+    """The states of all generators of one logical worker; ``gpu`` is that of the step's GPU, None on the CPU."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
     torch: torch.Tensor
-    device: torch.Tensor | None
+    gpu: torch.Tensor | None
 
     @staticmethod
-    def beginning(seed: int, worker: int, device: torch.device) -> Context:
+    def beginning(seed: int, worker: int, gpu: torch.device | None) -> Context:
         """Return the context of a worker that has not drawn anything yet.
 
         The seeds are independent of each other, by ``numpy.random.SeedSequence``.
@@ -41,48 +60,41 @@ class Context:
         numbers = [int(n) for n in np.random.SeedSequence([seed, worker]).generate_state(4, np.uint64)]
         numpy = np.random.RandomState(numbers[1] % 2**32).get_state(legacy=False)
         on_cpu = torch.Generator().manual_seed(numbers[2] >> 1).get_state()
-        on_device = None
-        if device.type != "cpu":
-            on_device = torch.Generator(device).manual_seed(numbers[3] >> 1).get_state()
-        return Context(random.Random(numbers[0]).getstate(), dict(numpy), on_cpu, on_device)
+        on_gpu = None if gpu is None else torch.Generator(gpu).manual_seed(numbers[3] >> 1).get_state()
+        return Context(random.Random(numbers[0]).getstate(), dict(numpy), on_cpu, on_gpu)
 
     @staticmethod
-    def now(device: torch.device) -> Context:
+    def now(gpu: torch.device | None) -> Context:
         """Save the current states."""
-        on_device = None if device.type == "cpu" else torch.cuda.get_rng_state(device)
+        on_gpu = None if gpu is None else torch.cuda.get_rng_state(gpu)
         numpy: Any = np.random.get_state(legacy=False)
-        return Context(random.getstate(), numpy, torch.get_rng_state(), on_device)
+        return Context(random.getstate(), numpy, torch.get_rng_state(), on_gpu)
 
-    def enter(self, device: torch.device) -> None:
+    def enter(self, gpu: torch.device | None) -> None:
         """Restore the states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
-        if self.device is not None and device.type != "cpu":
-            torch.cuda.set_rng_state(self.device, device)
+        if self.gpu is not None and gpu is not None:
+            torch.cuda.set_rng_state(self.gpu, gpu)
 
-    def plain(self) -> dict[str, Any]:
-        """Convert to JSON."""
+    def saved(self) -> SavedContext:
+        """Convert to what a checkpoint has."""
         state = self.numpy["state"]
         version, numbers, gauss = self.python
-        return {
-            "plain": {
-                "python": {"version": version, "state": list(numbers), "gauss": gauss},
-                "numpy": {
-                    "kind": self.numpy["bit_generator"],
-                    "key": [int(number) for number in state["key"]],
-                    "position": int(state["pos"]),
-                    "has_gauss": int(self.numpy["has_gauss"]),
-                    "gauss": float(self.numpy["gauss"]),
-                },
-            },
-            "torch": _hex(self.torch),
-            "device": None if self.device is None else _hex(self.device),
-        }
+        numpy = _Numpy(
+            self.numpy["bit_generator"],
+            [int(number) for number in state["key"]],
+            int(state["pos"]),
+            int(self.numpy["has_gauss"]),
+            float(self.numpy["gauss"]),
+        )
+        on_gpu = None if self.gpu is None else _hex(self.gpu)
+        return SavedContext(_Plain(_Python(version, list(numbers), gauss), numpy), _hex(self.torch), on_gpu)
 
     @staticmethod
     def restored(saved: SavedContext) -> Context:
-        """Convert from JSON; raises ``ValueError`` if text is not hexadecimal."""
+        """Convert from a checkpoint; raises ``ValueError`` if text is not hexadecimal."""
         python, numpy = saved.plain.python, saved.plain.numpy
         return Context(
             (python.version, tuple(python.state), python.gauss),
@@ -98,13 +110,13 @@ class Context:
 
 
 @contextlib.contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
+def generators_kept(gpu: torch.device | None) -> Iterator[None]:
     """Restore the generators at the end."""
-    before = Context.now(device)
+    before = Context.now(gpu)
     try:
         yield
     finally:
-        before.enter(device)
+        before.enter(gpu)
 
 
 def _hex(state: torch.Tensor) -> str:

@@ -1,0 +1,109 @@
+"""The user's gradients around a step: which ones it reads, leaves behind and clears."""
+
+from __future__ import annotations
+
+import torch
+
+from outofcore.analysis import is_large
+from outofcore.capture.captured import Captured, StateBinding
+from outofcore.errors import StateError
+from outofcore.execution.aliases import Place, State, assign_gradient, references_to
+from outofcore.execution.arena import Memory
+from outofcore.execution.model_state import StateKeeper
+from outofcore.graph import StorageKind
+from outofcore.program import Program
+
+
+class StepGradients:
+    """The gradients of one program; ``states`` are those of the capture by storage."""
+
+    def __init__(self, captured: Captured, program: Program, keeper: StateKeeper, states: dict[int, State]) -> None:
+        self._captured = captured
+        self._keeper = keeper
+        self._left = {
+            left.value: (captured.states[left.parameter], keeper.gradient(captured, left))
+            for left in captured.gradients_left
+        }
+        end = len(program.instructions)
+        blocks = {b.storage: b for b in program.blocks if b.storage in program.staying and b.dies == end}
+        # Of the gradients left, where those are that stay in the arena: offsets by value.
+        self._staying = {
+            index: blocks[storage].offset
+            for index in self._left
+            if (storage := captured.values[index].storage) in blocks
+        }
+        self._cleared = [parameter_of(captured.states[i]) for i in captured.gradients_cleared]
+        self._accumulated = [
+            (binding, states[captured.values[binding.value].storage])
+            for binding in captured.states
+            if binding.kind is StorageKind.GRADIENT
+        ]
+
+    def at_home(self) -> dict[int, State]:
+        """Return by storage the gradients that the step writes to a slot that stays."""
+        return {
+            self._captured.values[index].storage: state
+            for index, (_, state) in self._left.items()
+            if is_large(state.bytes) and index not in self._staying
+        }
+
+    def in_arena(self) -> set[int]:
+        """Return the storages of the gradients that stay in the arena."""
+        return {self._captured.values[index].storage for index in self._staying}
+
+    def take_over(self) -> None:
+        """Take over the gradients that the user has replaced or taken away."""
+        for binding, state in self._left.values():
+            # What the step clears lives on for others who have it.
+            held = references_to(state.windows[0].tensor) > state.references
+            if held or parameter_of(binding).grad is not state.windows[0].tensor:
+                self._keeper.taken(state)
+        for binding, state in self._accumulated:
+            self._keeper.rebind(state, binding, self._live(binding))
+            state.lay(binding.key, self._captured.values[binding.value])
+
+    def show(self, arena: Memory, results: dict[int, torch.Tensor]) -> None:
+        """Give the user the gradients of a step; ``results`` has by storage those in memory of their own."""
+        for index, (parameter, state) in self._left.items():
+            value = self._captured.values[index]
+            if index in self._staying:
+                shown = self._keeper.stayed(state, value, arena, self._staying[index])
+            else:
+                shown = self._keeper.arrived(state, value, results.get(value.storage))
+            assign_gradient(parameter_of(parameter), shown)
+        shown = None
+        for _, state in self._left.values():
+            state.references = references_to(state.windows[0].tensor)
+        for parameter in self._cleared:
+            parameter.grad = None
+        for binding, state in self._accumulated:
+            if self._owner(binding).grad is None:
+                self._keeper.forget(state, binding)
+
+    def leave_arena(self) -> None:
+        """Remove the gradients in the arena from the user's parameters: other bytes may be there now."""
+        for index in self._staying:
+            parameter, state = self._left[index]
+            if state.place is Place.ARENA:
+                if parameter_of(parameter).grad is state.windows[0].tensor:
+                    parameter_of(parameter).grad = None
+                self._keeper.taken(state)
+
+    def _owner(self, binding: StateBinding) -> torch.Tensor:
+        """Return the parameter whose gradient a binding is."""
+        key = binding.key.removesuffix(".grad")
+        return parameter_of(next(b for b in self._captured.states if b.key == key))
+
+    def _live(self, binding: StateBinding) -> torch.Tensor:
+        """Return the user's current gradient; raises ``StateError`` if there is none although one was captured."""
+        gradient = self._owner(binding).grad
+        if gradient is None:
+            raise StateError(f"{binding.key} was there when the step was captured and is None now")
+        return gradient
+
+
+def parameter_of(binding: StateBinding) -> torch.Tensor:
+    """Return the user's own parameter of a binding; raises ``StateError`` if the user has none."""
+    if binding.tensor is None:
+        raise StateError(f"{binding.key} is not a parameter of the model")
+    return binding.tensor

@@ -1,0 +1,137 @@
+"""What differs between loops on the CPU and on a GPU; the native side is ``device_cpu.h`` and ``device_cuda.h``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from outofcore.errors import SpillError
+from outofcore.execution.folders import default_spill_directory
+from outofcore.execution.mapped_files import MappedFiles
+from outofcore.execution.native import Flavor
+from outofcore.execution.spill import SpillFile
+from outofcore.follow.gpu import Shares, graphs_refused, make_workspaces, shares_of
+from outofcore.follow.native import flavor_of, load_paging
+
+# Addresses that a home on a disk may take up; the disk itself is the limit.
+_DISK_CAPACITY = 1 << 40
+
+# Adds a home to a space: descriptors for ordinary and for direct access, whether it is in memory, bytes.
+AddHome = Callable[[int, int, bool, int], object]
+
+
+@dataclass(frozen=True)
+class LoopHome:
+    """Where evicted tensors are kept: ``home`` and ``host_budget`` (here bytes) of ``outofcore.budget``."""
+
+    home: str | os.PathLike[str] | None = None
+    host_limit: int | None = None
+
+    @property
+    def host_capacity(self) -> int:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return memory if self.host_limit is None else min(memory, self.host_limit)
+
+
+@dataclass(frozen=True)
+class LoopDevice:
+    """The CPU, as a loop uses it. What another device does differently, its subclass overrides."""
+
+    device: torch.device
+
+    flavor: ClassVar[Flavor] = Flavor.CPU
+    # Whether the arena is reserved only once the models have left the device.
+    reserves_late: ClassVar[bool] = False
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        """The native code; raises ``StateError`` if it cannot be built."""
+        return load_paging(self.flavor)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether a loop there follows a tensor."""
+        return tensor.layout is torch.strided and flavor_of(tensor.device) is self.flavor
+
+    def prepare(self) -> None:
+        """Allocate what libraries keep, before the loop has its space."""
+
+    def add_homes(self, at: LoopHome, add: AddHome) -> None:
+        """Open the homes; raises ``SpillError`` if one cannot be used."""
+        in_memory = at.home == "host"
+        if in_memory or at.host_limit is not None:
+            file = _memory_file()
+            add(file, file, True, at.host_capacity)
+        if not in_memory:
+            named = at.home is not None and at.home != "disk"
+            spill = SpillFile(Path(at.home) if named and at.home else default_spill_directory())
+            with contextlib.closing(spill):
+                add(*spill.duplicate(), False, _DISK_CAPACITY)
+
+    def shares(self, budget: int) -> Shares:
+        return Shares(budget, 0, 0)
+
+    def mapped_files(self) -> MappedFiles | None:
+        """Return the files that tensors may be mapped from; None on a device where none is."""
+        return MappedFiles()
+
+    def following(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context for the time in which a loop is followed."""
+        return contextlib.nullcontext()
+
+    def planned_by(self, policy: object) -> str:
+        """Return the name under which plans of a policy are kept."""
+        return repr(policy)
+
+
+CPU = LoopDevice(torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class LoopGpu(LoopDevice):
+    """A GPU, with its index; its home is pinned host memory alone."""
+
+    flavor: ClassVar[Flavor] = Flavor.CUDA
+    reserves_late: ClassVar[bool] = True
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and tensor.device == self.device
+
+    def prepare(self) -> None:
+        make_workspaces(self.device)
+
+    def add_homes(self, at: LoopHome, add: AddHome) -> None:
+        add(-1, -1, True, at.host_capacity)
+
+    def shares(self, budget: int) -> Shares:
+        return shares_of(budget, self.device)
+
+    def mapped_files(self) -> None:
+        return None
+
+    def following(self) -> contextlib.AbstractContextManager[object]:
+        return graphs_refused()
+
+    def planned_by(self, policy: object) -> str:
+        return f"{policy!r} on cuda"
+
+
+def loop_device(device: torch.device) -> LoopDevice:
+    return LoopGpu(device) if flavor_of(device) is Flavor.CUDA else CPU
+
+
+def _memory_file() -> int:
+    """Return the descriptor of a new file in host memory; raises ``SpillError`` if the system refuses."""
+    try:
+        return os.memfd_create("outofcore")
+    except OSError as error:
+        raise SpillError(
+            f"no file can be created in host memory ({error.strerror}); lift the limit on open files (ulimit -n), or "
+            "use a disk home"
+        ) from error

@@ -1,0 +1,100 @@
+"""Plan recorded steps of a loop in the background, and have its native code follow the plans."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import deque
+
+from outofcore._torch_internals import Feature, missing
+from outofcore.analysis import LARGE_BYTES
+from outofcore.background import BackgroundPlanner, PlanJob
+from outofcore.follow.observed import PlanMade
+from outofcore.follow.plan_store import FollowedPlan, PlanStore
+from outofcore.follow.recipes import Recipes
+from outofcore.follow.recompute_trial import RecomputeTrial
+from outofcore.follow.records import StepRecord, read_record, schedule_of
+from outofcore.follow.space import Space
+from outofcore.planning import PolicyLike
+from outofcore.planning.policy import Auto
+from outofcore.units import round_up
+
+_log = logging.getLogger("outofcore")
+
+# By how much the priority of the process that plans is below that of the loop.
+_NICENESS = 10
+# What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
+_SPARE = 0.02
+# Plans that reports list: the last ones.
+_LISTED_PLANS = 8
+
+
+class LoopPlanner:
+    """Has a plan made of each step that the native code proposes, one at a time.
+
+    Attributes:
+        background: the process that plans.
+        count: of plans that were followed.
+        made: the last ones of them.
+    """
+
+    def __init__(self, space: Space, policy: PolicyLike, store: PlanStore, room: int) -> None:
+        self._space, self._policy, self._store, self._room = space, policy, store, room
+        self._planned_by = space.device.planned_by(policy)
+        recomputes = isinstance(policy, Auto) and policy.params.recompute_changes > 0
+        self._trial = RecomputeTrial(Recipes(space)) if recomputes and not missing(Feature.RECOMPUTE) else None
+        self._reruns = 0  # until the last step ended
+        self._remade = False  # whether there were any in the step that is being planned
+        self.background: BackgroundPlanner[StepRecord] = BackgroundPlanner(_NICENESS)
+        self.count = 0
+        self.made: deque[PlanMade] = deque(maxlen=_LISTED_PLANS)
+
+    def step_ended(self, steps: int, *, is_proposed: bool) -> None:
+        """Follow the plan that is ready, if any, and plan the step that has ended, if it is proposed."""
+        reruns = self._space.stats(steps=steps, plans=self.count).reruns
+        remade, self._reruns = reruns > self._reruns, reruns
+        if self._trial is not None:
+            self._trial.step_ended()
+        if (done := self.background.poll()) is not None:
+            record, answer = done
+            planned = answer.planned
+            if planned is None:
+                _log.info("no plan of a step of %d ops: %s", record.ops, answer.reason)
+            else:
+                schedule = schedule_of(record, planned.plan, planned.program)
+                plan = FollowedPlan(schedule, planned.plan.policy, planned.timeline.step_seconds)
+                self._follow(record, plan, steps, answer.seconds)
+                self._store.keep(record, self._room, self._planned_by, plan)
+        if is_proposed and not self.background.is_busy:
+            self._remade = remade
+            self._plan(steps)
+
+    def _plan(self, steps: int) -> None:
+        numbers = self._space.numbers("follow_proposal")
+        if not numbers:
+            return
+        record = read_record(numbers, self._space.names("follow_names"))
+        kept = self._store.find(record, self._room, self._planned_by)
+        if kept is not None:
+            self._follow(record, kept, steps, 0.0)
+            return
+        # Rounded, so that a few small tensors do not change the plan.
+        small = round_up(self._space.stats(steps=steps, plans=self.count).peak_small_bytes, LARGE_BYTES)
+        budget = int((self._room - small) * (1 - _SPARE))
+        self.background.start(record, PlanJob(record.graph, record.costs, budget, self._policy))
+
+    def _follow(self, record: StepRecord, plan: FollowedPlan, steps: int, planning_seconds: float) -> None:
+        numbers = plan.schedule.numbers()
+        self._space.call("follow_schedule", record.anchor, (ctypes.c_int64 * len(numbers))(*numbers))
+        self.count += 1
+        self.made.append(PlanMade(steps, record.ops, plan.policy, plan.seconds, planning_seconds))
+        _log.info(
+            "a step of %d ops is followed by %s: %.3f s predicted, planned in %.1f s",
+            record.ops,
+            plan.policy,
+            plan.seconds,
+            planning_seconds,
+        )
+        if self._trial is not None:
+            rate = record.costs.homes[0].bytes_per_s_out
+            self._trial.plan_made(plan.seconds, record.costs.compute_seconds, rate, remade=self._remade)

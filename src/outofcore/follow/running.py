@@ -1,0 +1,176 @@
+"""The loops of this process, and what PyTorch reports to them: optimizer steps, backward passes, addresses.
+
+PyTorch is changed for that: the first loop does it, and the last one undoes it exactly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from outofcore._torch_internals import (
+    OWN_OPTIMIZER_HOOKS,
+    current_autograd_node,
+    storage_address,
+    without_python_dispatch,
+)
+from outofcore.capture.engine_calls import around_engine
+from outofcore.follow.addresses import AddressWatch
+from outofcore.follow.native import DISPATCH_KEY, call, loaded_paging, loaded_pagings
+from outofcore.follow.sources import Sources
+from outofcore.follow.user_tensors import alive
+
+if TYPE_CHECKING:
+    from outofcore.follow.loop import Loop
+
+# Loops that were started, and perhaps stopped since, by their identities.
+started: weakref.WeakValueDictionary[int, Loop] = weakref.WeakValueDictionary()
+
+
+def running_loops() -> list[Loop]:
+    return [loop for loop in alive(started) if loop.is_running()]
+
+
+def stop_loops() -> bool:
+    """End all loops of ``outofcore.budget`` that run or are paused, in any thread; return whether there was any."""
+    running = [loop for loop in alive(started) if loop.is_open()]
+    for loop in running:
+        loop.end()
+    return bool(running)
+
+
+def _running_models() -> Iterator[tuple[str, nn.Module]]:
+    for loop in running_loops():
+        yield from loop.named_models()
+
+
+sources = Sources(_running_models)
+
+
+@contextlib.contextmanager
+def _backward_passes_seen() -> Iterator[None]:
+    """Report the end of each complete backward pass.
+
+    A pass that keeps its graph is incomplete, since another one follows; a failed one does not count. A nested pass,
+    such as of a checkpoint, is a part of the outer one.
+    """
+
+    def seen(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *more: Any, **named: Any) -> Any:
+        outermost, complete = current_autograd_node() is None, False
+        try:
+            result = engine(outputs, gradients, keep_graph, *more, **named)
+            complete = not keep_graph
+            return result
+        finally:
+            if outermost:
+                _after_backward(complete)
+
+    with around_engine(seen):
+        yield
+
+
+def _after_backward(complete: bool) -> None:
+    for library in loaded_pagings():
+        library.follow_leave_thread()  # a loop that has ended in backward
+    for loop in running_loops() if complete else ():
+        loop.after_backward()
+
+
+def _before_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for loop in () if torch.compiler.is_compiling() else running_loops():
+        loop.before_optimizer_step(optimizer)
+
+
+def _after_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for loop in () if torch.compiler.is_compiling() else running_loops():
+        loop.after_optimizer_step(optimizer)
+
+
+class _OptimizerHooks:
+    """A context in which steps of optimizers are reported, in all threads.
+
+    PyTorch fails in a step of another thread if a hook is removed meanwhile, so the hooks stay while there are threads.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        if not self._handles:
+            self._handles = [
+                register_optimizer_step_pre_hook(_before_optimizer_step),
+                register_optimizer_step_post_hook(_after_optimizer_step),
+            ]
+            OWN_OPTIMIZER_HOOKS.update(handle.id for handle in self._handles)
+
+    def __exit__(self, *_: object) -> None:
+        if len(sys._current_frames()) > 1:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _fix(storage: torch.UntypedStorage, in_others: bool) -> None:
+    library = loaded_paging(storage.device)
+    if library is not None and not (in_others and library.follow_is_opener()):
+        call(library, "follow_fix", storage_address(storage))
+
+
+@contextlib.contextmanager
+def _storage_held(storage: torch.UntypedStorage) -> Iterator[None]:
+    library = loaded_paging(storage.device)
+    held = library is not None and call(library, "follow_hold", storage_address(storage)) == 1
+    try:
+        yield
+    finally:
+        if library is not None and held:
+            library.follow_unhold()
+
+
+class Overlapping:
+    """A context that may be open several times at once, and closed in any order and thread.
+
+    ``make`` returns the context that the first one enters and the last one exits.
+    """
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
+        self._make = make
+        self._open = 0
+        self._undo = contextlib.ExitStack()
+        self._lock = threading.RLock()  # garbage collection, which ends lost loops, may come while it is held
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._open == 0:
+                self._undo.enter_context(self._make())
+            self._open += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                self._undo.close()
+
+
+_addresses = AddressWatch(_fix, _storage_held)
+_optimizer_hooks = _OptimizerHooks()
+
+
+@contextlib.contextmanager
+def _reporting() -> Iterator[None]:
+    with _addresses.watching(), without_python_dispatch(DISPATCH_KEY), _backward_passes_seen(), _optimizer_hooks:
+        yield
+
+
+# Open while any loop is: PyTorch reports to the loops.
+patches = Overlapping(_reporting)

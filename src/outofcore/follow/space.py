@@ -1,0 +1,139 @@
+"""A loop's arena and homes as the native code has them: a thin layer over the functions of ``paging.cpp``."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+import torch
+
+from outofcore._torch_internals import storage_address
+from outofcore.errors import ArenaError, StateError
+from outofcore.execution.checks import Check
+from outofcore.execution.mapped_files import FileMapping
+from outofcore.follow.devices import LoopDevice
+from outofcore.follow.native import call
+from outofcore.follow.stats import LoopStats
+from outofcore.progress import Tell, silent
+from outofcore.units import format_bytes
+
+_log = logging.getLogger("outofcore")
+
+# As ``follow_new`` in paging.cpp takes them.
+_VERIFIED = {Check.OFF: 0, Check.SAMPLED: 1, Check.FULL: 2}
+
+
+class Adopted(enum.IntEnum):
+    """What came of a storage, as ``follow_adopt`` returns it."""
+
+    NO = 0
+    YES = 1
+    HAS_ARRAY = 2  # it stays, since a NumPy array may show it
+
+
+class Space:
+    """The native part of one loop. ctypes passes it as the pointer that ``follow_new`` returned.
+
+    It exists until ``close``, however many tensors lie in it then; nothing may be called after that.
+    """
+
+    def __init__(self, device: LoopDevice, limit: int, check: Check, *, is_planned: bool) -> None:
+        self.device, self.library = device, device.library
+        index, verified = device.device.index or 0, _VERIFIED[check]
+        self._as_parameter_ = call(self.library, "follow_new", limit, index, verified, int(is_planned))
+
+    def call(self, function: str, *arguments: object) -> int:
+        """Call a native function with this space; raises as ``native.call`` does."""
+        return call(self.library, function, self, *arguments)
+
+    def numbers(self, function: str) -> list[int]:
+        """Return all numbers that a native function writes, which returns how many there are."""
+        count = 0
+        while True:  # other threads may go on meanwhile
+            numbers = (ctypes.c_int64 * count)()
+            told = self.call(function, numbers, count)
+            if told <= count:
+                return numbers[:told]
+            count = told
+
+    def names(self, function: str) -> list[str]:
+        """Return the lines of text that a native function returns."""
+        text: bytes = getattr(self.library, function)(self)
+        return text.decode().splitlines()
+
+    def close(self) -> None:
+        self.library.follow_close(self)
+
+    def reserve(self, budget: int) -> int:
+        """Take the arena's memory, and return how many bytes of tensors it has room for.
+
+        Raises ``BudgetError`` if the budget leaves no arena, ``ArenaError`` if the device does not give it.
+        """
+        shares = self.device.shares(budget)
+        if self.call("follow_reserve", shares.arena, shares.spare, shares.segments) == 0:
+            raise ArenaError(
+                f"{self.device.device} does not give {format_bytes(shares.arena)} for the arena; lower the budget, or "
+                "free what else lies there"
+            )
+        return shares.room
+
+    def adopt(self, tensors: Iterable[torch.Tensor], tell: Tell = silent, count: int = 0) -> None:
+        """Move tensors to the home, whoever owns their memory; ``count`` of them, where progress is to be told."""
+        mapped = self.device.mapped_files()
+        files: dict[FileMapping, int] = {}
+        left = 0
+        for done, tensor in enumerate(tensors, 1):
+            tell("move the model to its home", done - 1, count)
+            if not self.device.has(tensor):
+                continue
+            # What a file of weights was read into belongs to somebody else, who has no use for it any more. What
+            # others see stays where they see it.
+            if mapped is not None and mapped.is_shared(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            address = self.library.follow_memory(storage_address(storage))
+            mapping = mapped and mapped.find(address, storage.nbytes())
+            number = -1 if mapping is None else self._file_number(mapping, files)
+            offset = 0 if mapping is None else mapping.offset + address - mapping.begin
+            adopted = call(self.library, "follow_adopt", storage_address(storage), number, offset)
+            left += storage.nbytes() if adopted == Adopted.HAS_ARRAY else 0
+        if count:
+            tell("move the model to its home", count, count)
+        if left:
+            _log.warning(
+                "%s of parameters and buffers stay where they are, beside the budget: a NumPy array was taken of them, "
+                "and may still show them; take arrays of clones, as by .detach().clone().numpy()",
+                format_bytes(left),
+            )
+
+    def _file_number(self, mapping: FileMapping, files: dict[FileMapping, int]) -> int:
+        """Return the number by which the native code knows a file; -1 if it cannot be read."""
+        if mapping not in files:
+            file = mapping.open()
+            files[mapping] = -1 if file is None else self.call("follow_add_file", file)
+        return files[mapping]
+
+    def strangers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those tensors of 64 KiB and more that are not in the arena or the homes."""
+        addresses = [storage_address(tensor.untyped_storage()) for tensor in tensors]
+        found: list[torch.Tensor] = []
+        begin, count = 0, len(addresses)
+        pointers = (ctypes.c_void_p * count)(*addresses)
+        while begin < count:
+            rest = ctypes.byref(pointers, begin * ctypes.sizeof(ctypes.c_void_p))
+            begin += self.call("follow_strangers", rest, count - begin)
+            if begin < count:
+                found.append(tensors[begin])
+            begin += 1
+        return found
+
+    def stats(self, *, steps: int, plans: int) -> LoopStats:
+        expected = len(fields(LoopStats)) - 2  # steps and plans are counted in Python
+        counts = (ctypes.c_int64 * expected)()
+        told = self.library.follow_counters(self, counts, expected)
+        if told != expected:
+            raise StateError(f"the native code has {told} counters, and {expected} are expected: please report it")
+        return LoopStats(*counts, steps=steps, plans=plans)

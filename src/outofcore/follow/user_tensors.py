@@ -1,0 +1,109 @@
+"""The tensors of the user's models and optimizers, and what they are called."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from outofcore._torch_internals import storage_address
+from outofcore.follow.space import Space
+from outofcore.graph import StorageKind
+
+_T = TypeVar("_T")
+_UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+
+# By identity.
+Optimizers = weakref.WeakValueDictionary[int, Optimizer]
+# Those that have stepped in threads that no loop follows.
+others_optimizers: Optimizers = weakref.WeakValueDictionary()
+
+
+def alive(those: weakref.WeakValueDictionary[int, _T]) -> list[_T]:
+    """List the objects that still exist, at once: other threads may add objects meanwhile."""
+    return [found for reference in those.valuerefs() if (found := reference()) is not None]
+
+
+def _trained_elsewhere() -> set[int]:
+    """Return the ids of parameters that another thread trains.
+
+    PyTorch crashes where one thread reads the gradient of a parameter while another one sets it to None.
+    """
+    return {id(parameter) for optimizer in alive(others_optimizers) for parameter in parameters_of(optimizer)}
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield parameters, buffers and gradients with memory, except gradients that another thread may change."""
+    elsewhere = _trained_elsewhere()
+    for parameter in model.parameters():
+        if not isinstance(parameter, _UNINITIALIZED):
+            yield from parts_of(parameter)
+            if id(parameter) not in elsewhere and parameter.grad is not None:
+                yield from parts_of(parameter.grad)
+    for buffer in model.buffers():
+        if not isinstance(buffer, _UNINITIALIZED):
+            yield from parts_of(buffer)
+
+
+def state_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an optimizer's state."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield from parts_of(value)
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a tensor consists of, such as integers and scales of a quantised one; else itself.
+
+    Tensors that consist of others have no memory, and list them by PyTorch's protocol.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from parts_of(getattr(tensor, name))
+
+
+def names_of_storages(
+    space: Space, models: Iterable[tuple[str, nn.Module]], optimizers: Iterable[Optimizer]
+) -> dict[int, tuple[str, StorageKind]]:
+    """Return what the storages of models (with prefixes) and optimizers are called, and are, by their numbers."""
+    found: dict[int, tuple[str, StorageKind]] = {}
+    elsewhere = _trained_elsewhere()
+    named: dict[int, str] = {}  # parameters, by identity
+
+    def note(tensor: object, name: str, kind: StorageKind) -> None:
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED):
+            return
+        for part in parts_of(tensor):
+            if space.device.has(part):
+                number = space.library.follow_number(space, storage_address(part.untyped_storage()))
+                if number >= 0:
+                    found.setdefault(number, (name, kind))
+        if kind is StorageKind.PARAMETER and id(tensor) not in elsewhere:
+            note(tensor.grad, f"gradient of {name}", StorageKind.GRADIENT)
+
+    for prefix, model in models:
+        for name, parameter in model.named_parameters():
+            named[id(parameter)] = prefix + name
+            note(parameter, prefix + name, StorageKind.PARAMETER)
+        for name, buffer in model.named_buffers():
+            note(buffer, prefix + name, StorageKind.BUFFER)
+    for optimizer in optimizers:
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            name = named.get(id(parameter), f"parameter {place}")
+            note(parameter, name, StorageKind.PARAMETER)
+            state = optimizer.state.get(parameter)
+            for key, value in state.items() if isinstance(state, dict) else ():
+                note(value, f"{key} of {name}", StorageKind.OPTIMIZER_STATE)
+    return found

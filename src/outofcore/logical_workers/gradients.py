@@ -1,0 +1,142 @@
+"""The gradients of one process: those that a turn has left, and those kept at home for earlier workers.
+
+They are read and written a piece at a time, past the page cache if they are on a disk, so that they need only a few
+pieces of memory beyond the budget.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from zlib import crc32
+
+import torch
+
+from outofcore import OpenHome
+from outofcore.logical_workers.chain import Extent, Span, pieces
+
+# What is sent and added at once: a multiple of the page size, large beside what a message costs.
+PIECE_BYTES = 1 << 20
+
+
+class Tensors:
+    """Dense tensors as rows of elements, in memory or at a home."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], home: OpenHome) -> None:
+        self._rows = [_row(tensor) for tensor in tensors]
+        self._home = home
+
+    def read(self, span: Span, elements: torch.Tensor) -> None:
+        """Fill a row on the CPU with elements."""
+        self._home.copy(self._part(span), elements)
+
+    def write(self, span: Span, elements: torch.Tensor) -> None:
+        """Replace elements by those of a row on the CPU."""
+        self._home.copy(elements, self._part(span))
+
+    def _part(self, span: Span) -> torch.Tensor:
+        return self._rows[span.tensor][span.start : span.start + span.count]
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """View all elements of a tensor in memory order."""
+    row = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return row.set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
+
+
+class Layout:
+    """The layout of a step's gradients, the same for all workers.
+
+    ``spans`` are all elements, in pieces; ``digest`` is a number that differs for other gradients.
+    """
+
+    def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._shapes = [(tuple(g.shape), g.stride(), g.dtype) for g in gradients]
+        extents = [Extent(str(g.dtype), g.element_size(), g.numel()) for g in gradients]
+        self.spans = pieces(extents, PIECE_BYTES)
+        self.itemsizes = [extent.itemsize for extent in extents]
+        self.dtypes = [g.dtype for g in gradients]
+        self.bytes = sum(extent.itemsize * extent.elements for extent in extents)
+        self.digest = crc32(repr(self._shapes).encode())
+
+    def is_of(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Return whether gradients have this layout."""
+        return self._shapes == [(tuple(g.shape), g.stride(), g.dtype) for g in gradients]
+
+    def new(self, home: OpenHome) -> Tensors:
+        """Allocate rows for such gradients, large ones at home."""
+        return Tensors([home.empty(torch.Size(shape).numel(), dtype) for shape, _, dtype in self._shapes], home)
+
+
+class Buffers:
+    """Page-aligned memory for pieces, as direct I/O needs it."""
+
+    def __init__(self, count: int) -> None:
+        # Only what is used of them takes memory.
+        self._bytes = [
+            torch.frombuffer(mmap.mmap(-1, PIECE_BYTES, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+            for _ in range(count)
+        ]
+
+    def row(self, number: int, layout: Layout, spans: Sequence[Span]) -> torch.Tensor:
+        """Return a buffer as the elements of a piece."""
+        first = spans[0].tensor
+        count = sum(span.count for span in spans) * layout.itemsizes[first]
+        return self._bytes[number][:count].view(layout.dtypes[first])
+
+
+class Gradients:
+    """What the turns of one process leave in ``.grad``, and room at its home for those of earlier turns.
+
+    Attributes:
+        layout: of the gradients that ``note_layout`` has seen last.
+        kept: by the number of their turn.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], home: OpenHome) -> None:
+        self._parameters, self._home = parameters, home
+        self._buffers = Buffers(2)
+        self.layout: Layout | None = None
+        self.kept: dict[int, Tensors] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Of one worker's gradients."""
+        return 0 if self.layout is None else self.layout.bytes
+
+    def present(self) -> list[torch.Tensor]:
+        """Return all that are in ``.grad``."""
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def tensors(self) -> Tensors:
+        """Return all that are in ``.grad``, to read and write."""
+        return Tensors(self.present(), self._home)
+
+    def clear(self) -> None:
+        """Set each ``.grad`` to None."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def note_layout(self) -> Layout:
+        """Return the layout of what is in ``.grad``; another one than before forgets what was kept."""
+        gradients = self.present()
+        if self.layout is None or not self.layout.is_of(gradients):
+            self.layout = Layout(gradients)
+            self.kept.clear()
+        return self.layout
+
+    def keep(self, place: int, *, add: bool) -> None:
+        """Move what is in ``.grad`` to the home, or add it to what was kept at the place."""
+        layout = self.note_layout()
+        if place not in self.kept:
+            self.kept[place] = layout.new(self._home)
+        own, kept = self.tensors(), self.kept[place]
+        for span in (one for spans in layout.spans for one in spans):
+            elements = self._buffers.row(0, layout, [span])
+            own.read(span, elements)
+            if add:
+                total = self._buffers.row(1, layout, [span])
+                kept.read(span, total)
+                elements = total.add_(elements)
+            kept.write(span, elements)
+        self.clear()

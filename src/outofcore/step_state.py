@@ -1,0 +1,101 @@
+"""What lasts of a compiled step: models and optimizers, saved, loaded, and given as state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outofcore.checkpoint.loading import Checkpoint
+from outofcore.checkpoint.saving import save_checkpoint
+from outofcore.errors import InputError, StateError
+from outofcore.execution.opening import OpenHome
+from outofcore.options import UserStep
+from outofcore.session import Session
+
+
+class StepState:
+    """Saves and loads what a step trains; a load that fails half way leaves the session torn."""
+
+    def __init__(self, user: UserStep[..., Any], home: OpenHome, session: Session) -> None:
+        self._user, self._home, self._session = user, home, session
+
+    def save(self, folder: Path, extra: Any) -> None:
+        """Save a checkpoint; processes that share the models do so together."""
+        user = self._user
+        self._session.spread()
+        save_checkpoint(folder, user.models, user.optimizers, self._home.faces, extra, user.shards)
+
+    def load(self, folder: Path) -> Any:
+        """Load a checkpoint in all processes, or in none of them as far as it is seen beforehand; return its extra."""
+        user = self._user
+        if user.shards is not None and not user.shards.is_spread:
+            self._session.spread()
+        with ExitStack[None]() as ends:
+            ends.push(self._agree)
+            checkpoint = Checkpoint(folder)
+        with self._made_anew(), ExitStack[None]() as ends:
+            ends.push(self._tear)
+            ends.push(self._agree)
+            checkpoint.load(user.models, user.optimizers, self._home.faces, user.shards)
+        self._session.torn = ""
+        return checkpoint.extra
+
+    def _agree(self, _: object, error: BaseException | None, __: object) -> None:
+        """Fail in all processes that share the models if one of them fails."""
+        if self._user.shards is not None:
+            self._user.shards.settle(error, "load the checkpoint")
+
+    def _tear(self, _: object, error: BaseException | None, __: object) -> None:
+        """Refuse to go on after a load that failed here or in another process, unless it was refused beforehand."""
+        if error is not None and not isinstance(error, InputError):
+            self._session.torn = f"{type(error).__name__}: {error}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dicts of models and optimizers, and the state of PyTorch's generator."""
+        self._check_whole("step.state_dict()")
+        return {
+            "models": [model.state_dict() for model in self._user.models],
+            "optimizers": [optimizer.state_dict() for optimizer in self._user.optimizers],
+            "generator": torch.get_rng_state(),
+        }
+
+    def check_counts(self, state: dict[str, Any]) -> None:
+        """Refuse a state of other models or optimizers."""
+        models, optimizers = self._user.models, self._user.optimizers
+        if (len(state["models"]), len(state["optimizers"])) != (len(models), len(optimizers)):
+            raise InputError(
+                f"the state is of {len(state['models'])} models and {len(state['optimizers'])} optimizers, and the "
+                f"step has {len(models)} and {len(optimizers)}"
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` gave."""
+        self._check_whole("step.load_state_dict()")
+        with self._made_anew():
+            for model, own in zip(self._user.models, state["models"], strict=True):
+                model.load_state_dict(own)
+            for optimizer, own in zip(self._user.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(own)
+        torch.set_rng_state(state["generator"])
+        self._session.torn = ""
+
+    def _check_whole(self, what: str) -> None:
+        shards = self._user.shards
+        if shards is not None and shards.is_spread:
+            raise StateError(
+                f"{what} would need the whole model in one process, and it is spread over {shards.group.size()}: use "
+                "step.save() and step.load(), or close the step first"
+            )
+
+    @contextmanager
+    def _made_anew(self) -> Generator[None]:
+        """See whether optimizers lose their state: memory to make it is planned for the first step alone."""
+        optimizers = self._user.optimizers
+        had = [bool(optimizer.state) for optimizer in optimizers]
+        yield
+        if any(before and not o.state for before, o in zip(had, optimizers, strict=True)):
+            self._session.forget_plans()
