@@ -271,4 +271,3 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
         ),
         file.predicted_step_seconds,
     )
-

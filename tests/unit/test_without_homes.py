@@ -20,7 +20,6 @@ from outofcore.planning import QUICK, Planned, in_core_budget, plan_step, smalle
 from outofcore.planning.baselines import DTR
 from outofcore.planning.problem import Problem
 from outofcore.planning.remat.chains import AGAIN, Choices
-from outofcore.planning.remat.checkpoints import recursive_checkpoints
 from outofcore.planning.remat.contents import Contents
 from outofcore.planning.remat.eviction import evicted_online
 from outofcore.validator import validate
@@ -141,20 +140,6 @@ def test_greedy_eviction_has_no_plan_where_an_op_does_not_fit() -> None:
     choices = choices_of(graph, network_costs(graph, copy=None))
     assert evicted_online(choices, MIB) is None
     assert evicted_online(choices, 64 * MIB) == ()
-
-
-def test_checkpoints_halved_often_take_less_room_and_more_runs() -> None:
-    graph = network(64)
-    costs = network_costs(graph, copy=None)
-    like = choices_of(graph, costs)
-    found = recursive_checkpoints(like)
-    for one in found:
-        choices = Choices(like.problem, like.contents, like=like)
-        assert choices.begin(one.snapshot)
-        assert (one.most, one.seconds) == (int((choices.held + choices.need).max()), choices.seconds)
-    least = min(found, key=lambda one: (one.most, one.seconds))
-    assert least.most <= 12 * MIB and least.seconds <= 64 * 7  # logarithms of 64 layers, not their root or their square
-    assert found[0].seconds == min(one.seconds for one in found) <= 64
 
 
 @settings(LIMITS, max_examples=examples(25))

@@ -6,10 +6,10 @@ larger budget never gives a slower plan: a budget is planned as the highest rung
 rung and of those below the quickest is taken that can be placed there, and on the next rung the same plans are there.
 The lowest rung is the first for which a plan is found and placed; how high its blocks reach is the smallest budget.
 
-What is tried on each rung is greedy eviction as the step runs (``remat.eviction``); on some also that settled,
-checkpoints chosen recursively (``remat.checkpoints``), and the greedy search over the whole step (``remat.selection``);
-and on some the best is annealed. All of it is tried in several *ways*: with chains that run each op once, and with
-chains that run some several times where they would take more than a share of the room (``remat.nesting``).
+What is tried on each rung is greedy eviction as the step runs (``remat.eviction``); on some also that settled, and the
+greedy search over the whole step (``remat.selection``); and on some the best is annealed. All of it is tried in several
+*ways*: with chains that run each op once, and with chains that run some several times where they would take more than a
+share of the room (``remat.nesting``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import Outcome, Planned, finish, keep_all, place, small_region_bytes
 from outofcore.planning.problem import Ints, Problem
 from outofcore.planning.remat.chains import Choices
-from outofcore.planning.remat.checkpoints import Checkpoints, recursive_checkpoints
 from outofcore.planning.remat.contents import Contents
 from outofcore.planning.remat.eviction import evicted_online
 from outofcore.planning.remat.selection import Greedy, Snapshot, anneal
@@ -149,10 +148,6 @@ class Ladder:
             how = f"{how}, chains nested within {share:.0%} of the room"
         return Found(how, rung, choices.seconds, choices.snapshot(), share if nested else None)
 
-    @cached_property
-    def _checkpoints(self) -> list[Checkpoints]:
-        return recursive_checkpoints(self.like)
-
     def evicted(self, rung: int, share: float | None = None) -> Found | None:
         """What greedy eviction comes to on a rung; None if that does not fit."""
         if (rung, share) not in self._evicted:
@@ -169,14 +164,11 @@ class Ladder:
         """What is found on a rung by itself and fits there, by counting bytes."""
         if (rung, share) not in self._fresh:
             found: list[Found] = []
-            limit = self.budgets[rung] - self.beside
             evicted = self.evicted(rung, share)
             starts: list[tuple[str, Snapshot]] = [("greedy search", ())]
             if evicted is not None:
                 found.append(evicted)
                 starts.append((f"{_EVICTED}, settled", evicted.snapshot))
-            fits = [one.snapshot for one in self._checkpoints if one.most <= limit]
-            starts += [("recursive checkpoints, settled", snapshot) for snapshot in fits[:1]]
             for how, start in starts:
                 choices = self._from(rung, start, share)
                 if choices is None or (choices.over().any() and not Greedy(choices).drop()):

@@ -19,14 +19,10 @@ class SearchParams:
     Attributes:
         relaxations: 1: the linear program is asked what to recompute. 0: it is not.
         shares: shares of the bytes above the limit that are offloaded, the rest being computed again, in the first
-            candidates. With 0, the search for what to compute again also starts from greedy eviction and from recursive
-            checkpoints, and the quickest is taken. Limited homes lower these shares to what
-            they can hold. Empty: no candidates by share.
+            candidates. Limited homes lower these shares to what they can hold. Empty: no candidates by share.
         zooms: how often a share between the best ones is tried; halved for steps of more than 3,000 ops.
         margins: shares of the limit that the linear program leaves free when it says what to keep, since copies hold
             whole blocks where it sees a flow of bytes; one candidate each, of which the schedule takes the best.
-        slacks: how much earlier than just in time copies in may start, in multiples of their own seconds; each is
-            tried.
         passes: how often a candidate's copies are scheduled again, at most, with the last schedule in mind.
         tuned: how many of the best candidates are tuned by random changes that the schedule judges.
         tunings: schedules of one tuning at most.
@@ -47,7 +43,6 @@ class SearchParams:
     shares: tuple[float, ...] = (0.0, 0.25, 0.5)
     zooms: int = 2
     margins: tuple[float, ...] = (0.0, 0.03, 0.1)
-    slacks: tuple[float, ...] = (1.5, 30.0)
     passes: int = 8
     tuned: int = 2
     tunings: int = 600

@@ -31,10 +31,8 @@ from outofcore.planning.polish import polished
 from outofcore.planning.problem import Problem
 from outofcore.planning.relaxation import solve
 from outofcore.planning.remat.chains import AGAIN, Choices
-from outofcore.planning.remat.checkpoints import recursive_checkpoints
 from outofcore.planning.remat.contents import Contents
-from outofcore.planning.remat.eviction import evicted_online
-from outofcore.planning.remat.selection import Greedy, Snapshot, drop, patience
+from outofcore.planning.remat.selection import Greedy, drop, patience
 from outofcore.planning.repair import Attempts
 from outofcore.units import format_bytes
 
@@ -55,8 +53,6 @@ _FILLED = (0.9, 0.75, 0.6)
 _AMONG_BEST = 1.05
 # Steps of no more ops have the most candidates placed; of longer ones fewer, down to the least.
 _LENGTH, _LEAST_PLACED = 2000, 4
-# How many candidates are repaired more generously where none fits.
-_FALLEN_BACK = 4
 
 
 def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams) -> list[Planned]:
@@ -204,7 +200,7 @@ class _Search:
                 values[part * capacity] = self._share(kept, part * capacity)
                 if values[part * capacity] < inf:
                     break
-        # With nothing offloaded there are other ways to start, so its value says little about shares close to it.
+        # With nothing offloaded chains are most of what the step takes: that says little about shares close to it.
         values[0.0] = inf
         values.setdefault(min(capacity, 1.0), inf)
         for _ in range(self.params.zooms // (2 if self._is_long else 1)):
@@ -227,23 +223,8 @@ class _Search:
     def _share(self, kept: Choices, share: float) -> float:
         limit = self.problem.limit + int(self._excess(kept) * share)
         self.shares.setdefault(share)
-        # With nothing offloaded, chains are most of what the step takes, and it may fit in one of these ways alone.
-        starts = [()] if share or self._is_long else self._starts(kept)
-        found: list[Choices] = []
-        for start in starts:
-            choices = Choices(self.problem, self.contents, limit, like=kept)
-            if choices.begin(start) and drop(choices):
-                found.append(choices)
-        return self._consider(_share_name(share), min(found, key=lambda each: each.seconds)) if found else inf
-
-    def _starts(self, kept: Choices) -> list[Snapshot]:
-        """What to compute again to begin with: nothing, what greedy eviction comes to, and recursive checkpoints."""
-        evicted = evicted_online(kept, self.problem.limit)
-        checkpoints = [one for one in recursive_checkpoints(kept) if one.most <= self.problem.limit]
-        # The quickest needs few changes; the leanest leaves the most room for them.
-        leanest = sorted(checkpoints, key=lambda one: one.most)
-        starts = [one.snapshot for one in (*checkpoints[:1], *leanest[:1])]
-        return list(dict.fromkeys([(), *([] if evicted is None else [evicted]), *starts]))
+        choices = Choices(self.problem, self.contents, limit, like=kept)
+        return self._consider(_share_name(share), choices) if drop(choices) else inf
 
     # Placing
 
@@ -291,15 +272,7 @@ class _Search:
                 best = min(best, worth(self.costs, planned))
 
     def _fall_back(self) -> None:
-        """Where nothing fits: leave more and more bytes free, and then keep nothing between two uses."""
-        for candidate in self.candidates[:_FALLEN_BACK]:
-            tried = Attempts(self.graph, self.costs, self.budget, generous=True)
-            while tried.made < ATTEMPTS and not tried.ended:
-                found = candidate.sparing(tried.spared)
-                if found is None:
-                    break
-                if self._place(f"{candidate.how}, generous attempt {tried.made + 1}", found.plan, tried) is not None:
-                    break
+        """Where nothing fits: keep nothing between two uses."""
         for strict in (False, True):
 
             def everything_leaves(room: int, strict: bool = strict) -> Plan:
