@@ -45,7 +45,7 @@ class SearchParams:
     margins: tuple[float, ...] = (0.0, 0.03, 0.1)
     passes: int = 8
     tuned: int = 2
-    tunings: int = 600
+    tunings: int = 300
     further: int = 2
     recompute_changes: float = 0.5
     rounds: int = 3
