@@ -52,6 +52,7 @@ OFF = {
     "shares": (),
     "zooms": 0,
     "margins": (0.0,),
+    "slacks": (1.5,),
     "passes": 1,
     "tuned": 0,
     "further": 0,

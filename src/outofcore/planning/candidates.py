@@ -28,8 +28,6 @@ from outofcore.planning.remat.contents import AT_HOME
 from outofcore.planning.remat.selection import Snapshot
 from outofcore.planning.schedule import Schedule, schedule, settled
 
-# How much earlier than just in time copies in may start, in multiples of their own seconds.
-_SLACK = 1.5
 # How often a gap to change is drawn from those that ops waited for.
 _WAITED = 0.6
 # How often what is away goes to another home, where there are several, rather than being kept.
@@ -216,6 +214,7 @@ class Candidate:
         remainder: what else there is to choose.
         choice: shape (gaps of the remainder,), where each is.
         schedule: of the copies.
+        slack: with which they are scheduled.
         params: of the search.
     """
 
@@ -225,6 +224,7 @@ class Candidate:
     remainder: Remainder
     choice: Ints
     schedule: Schedule
+    slack: float
     params: SearchParams
 
     @property
@@ -261,9 +261,10 @@ class Candidate:
             choice = None if choice is None else _lightened(problem, choice, random.Random(0))
             if choice is None:
                 continue
-            laid = settled(problem, choice, _SLACK, passes)
-            if laid is not None:
-                found.append(Candidate(how, kept, choices.snapshot(), remainder, choice, laid, params))
+            for slack in params.slacks:
+                laid = settled(problem, choice, slack, passes)
+                if laid is not None:
+                    found.append(Candidate(how, kept, choices.snapshot(), remainder, choice, laid, slack, params))
         return min(found, key=lambda candidate: candidate.value, default=None)
 
     def tuned(self, tries: int, seed: int = 0) -> Candidate:
@@ -287,7 +288,7 @@ class Candidate:
         if choice is None:
             return None
         tries = int(_RETUNED * tuning_tries(problem, self.params))
-        found = settled(remainder.problem, choice, _SLACK, min(tries, self.params.passes))
+        found = settled(remainder.problem, choice, self.slack, min(tries, self.params.passes))
         if found is None:
             return None
         found = replace(start, remainder=remainder, choice=choice, schedule=found)
@@ -344,7 +345,7 @@ class _Tuning:
         changed = _changed(problem, best.choice, g, self.draw)
         if changed is None:
             return
-        found = schedule(problem, changed, _SLACK, best.schedule, best.value, self.weight)
+        found = schedule(problem, changed, best.slack, best.schedule, best.value, self.weight)
         if found is not None:
             self.best = replace(best, choice=changed, schedule=found)
             if self.may_recompute:
@@ -372,7 +373,7 @@ class _Tuning:
         changed = _lightened(remainder.problem, full[remainder.gaps], draw) if remainder.problem.is_feasible else None
         found = None
         if changed is not None:
-            found = schedule(remainder.problem, changed, _SLACK, best.schedule, best.value, self.weight)
+            found = schedule(remainder.problem, changed, best.slack, best.schedule, best.value, self.weight)
         if changed is None or found is None:
             choices.undo(change)
             return

@@ -23,6 +23,8 @@ class SearchParams:
         zooms: how often a share between the best ones is tried; halved for steps of more than 3,000 ops.
         margins: shares of the limit that the linear program leaves free when it says what to keep, since copies hold
             whole blocks where it sees a flow of bytes; one candidate each, of which the schedule takes the best.
+        slacks: how much earlier than just in time copies in may start, in multiples of their own seconds; each is
+            tried.
         passes: how often a candidate's copies are scheduled again, at most, with the last schedule in mind.
         tuned: how many of the best candidates are tuned by random changes that the schedule judges.
         tunings: schedules of one tuning at most.
@@ -43,6 +45,7 @@ class SearchParams:
     shares: tuple[float, ...] = (0.0, 0.25, 0.5)
     zooms: int = 2
     margins: tuple[float, ...] = (0.0, 0.03, 0.1)
+    slacks: tuple[float, ...] = (1.5, 30.0)
     passes: int = 8
     tuned: int = 2
     tunings: int = 300
