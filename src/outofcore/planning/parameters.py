@@ -17,7 +17,8 @@ class SearchParams:
     plan on every machine.
 
     Attributes:
-        relaxations: 1: the linear program is asked what to recompute. 0: it is not.
+        relaxations: how often the linear program is asked what to recompute, each time with the seconds that the
+            chains of the answer before take; 0: it is not.
         shares: shares of the bytes above the limit that are offloaded, the rest being computed again, in the first
             candidates. Limited homes lower these shares to what they can hold. Empty: no candidates by share.
         zooms: how often a share between the best ones is tried; halved for steps of more than 3,000 ops.
@@ -41,7 +42,7 @@ class SearchParams:
             way to plan of its own. Empty, and in steps of more than a thousand ops: chains run each op once.
     """
 
-    relaxations: int = 1
+    relaxations: int = 2
     shares: tuple[float, ...] = (0.0, 0.25, 0.5)
     zooms: int = 2
     margins: tuple[float, ...] = (0.0, 0.03, 0.1)
@@ -61,7 +62,7 @@ class SearchParams:
         """The same techniques with the least effort: a fraction of a second for a few hundred ops."""
         return replace(
             self,
-            relaxations=0 if self.shares else self.relaxations,
+            relaxations=0 if self.shares else min(self.relaxations, 1),
             shares=self.shares[-1:],
             zooms=0,
             tuned=0,
@@ -71,4 +72,6 @@ class SearchParams:
         )
 
 
-QUICK = SearchParams(shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, placed=4, polish_ops=0, annealing=20)
+QUICK = SearchParams(
+    relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, placed=4, polish_ops=0, annealing=20
+)

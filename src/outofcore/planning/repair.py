@@ -43,6 +43,7 @@ class Attempts:
         spared: shape (ops,), bytes that the next plan should leave free.
         made: how many plans were tried.
         ended: whether no plan will do: the homes cannot hold what leaves, or blocks come no lower any more.
+        generous: spare the more bytes the more blocks stick out together.
         height: how high the blocks of the last plan reached, in bytes.
         repeated: whether the last plan was the one before, so that there was nothing to place.
     """
@@ -53,6 +54,7 @@ class Attempts:
     spared: Ints = field(init=False)
     made: int = 0
     ended: bool = False
+    generous: bool = False
     height: float = 0.0
     repeated: bool = False
 
@@ -93,7 +95,10 @@ class Attempts:
             wider = _WIDER * self.made
             around = more[max(first - wider, 0) : last + wider]
             # Of blocks that stick out one above the other, the highest says by how much.
-            np.maximum(around, max(over, PAGE_BYTES), out=around)
+            if self.generous:
+                around += max(over // 2, PAGE_BYTES)
+            else:
+                np.maximum(around, max(over, PAGE_BYTES), out=around)
         # That the plan has not changed says that more has to be asked for, not again as much.
         self.spared += more << self._repeats
         if self.made >= _PATIENCE:

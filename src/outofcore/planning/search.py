@@ -51,6 +51,8 @@ _KEPT_PROMISE, _LEAST_FREED = 1.02, 64
 _FILLED = (0.9, 0.75, 0.6)
 # Candidates whose value is no worse, times this, are looked for again in later rounds.
 _AMONG_BEST = 1.05
+# How many candidates are repaired more generously where none fits.
+_FALLEN_BACK = 4
 # Steps of no more ops have the most candidates placed; of longer ones fewer, down to the least.
 _LENGTH, _LEAST_PLACED = 2000, 4
 
@@ -175,19 +177,22 @@ class _Search:
         return candidate.value
 
     def _ask_relaxation(self, kept: Choices) -> None:
-        """Recompute what the linear program says, which takes each chain to start from what is resident."""
-        if not self.params.relaxations:
-            return
-        shares = next(solve(self.problem, _chain_seconds(kept), weight=copy_weight(self.costs)), None)
-        if shares is None:
-            return
-        choices = Choices(self.problem, self.contents, like=kept)
-        enough = choices.work + patience(len(choices.free))
-        for g in choices.free:
-            if shares.again[g] >= 0.5 and choices.work < enough:
-                choices.set(g, AGAIN, choices.end[g])
-        Greedy(choices).settle(keep=False)
-        self._consider("relaxation", choices)
+        """Recompute what the linear program says, first as if all else were resident, then after its last answer."""
+        seconds = _chain_seconds(kept)
+        for turn in range(self.params.relaxations):
+            shares = next(solve(self.problem, seconds, weight=copy_weight(self.costs)), None)
+            if shares is None:
+                return
+            choices = Choices(self.problem, self.contents, like=kept)
+            enough = choices.work + patience(len(choices.free))
+            for g in choices.free:
+                if shares.again[g] >= 0.5 and choices.work < enough:
+                    choices.set(g, AGAIN, choices.end[g])
+            Greedy(choices).settle(keep=False)
+            self._consider(f"relaxation {turn + 1}", choices)
+            if self._is_good_enough:
+                return
+            seconds = _chain_seconds(choices)
 
     def _try_shares(self, kept: Choices) -> None:
         """Offload a share of the bytes that are too many, and compute the rest again."""
@@ -272,7 +277,15 @@ class _Search:
                 best = min(best, worth(self.costs, planned))
 
     def _fall_back(self) -> None:
-        """Where nothing fits: keep nothing between two uses."""
+        """Where nothing fits: leave more and more bytes free, and then keep nothing between two uses."""
+        for candidate in self.candidates[:_FALLEN_BACK]:
+            tried = Attempts(self.graph, self.costs, self.budget, generous=True)
+            while tried.made < ATTEMPTS and not tried.ended:
+                found = candidate.sparing(tried.spared)
+                if found is None:
+                    break
+                if self._place(f"{candidate.how}, generous attempt {tried.made + 1}", found.plan, tried) is not None:
+                    break
         for strict in (False, True):
 
             def everything_leaves(room: int, strict: bool = strict) -> Plan:
