@@ -19,6 +19,7 @@ from outofcore.execution.engines import Replaying
 from outofcore.execution.homes import DiskHome, HomeStore, HostHome
 from outofcore.execution.native import Flavor, load_native
 from outofcore.execution.slots import Slots
+from outofcore.execution.spill import copy_buffer
 from outofcore.units import PAGE_BYTES, parse_bytes
 
 
@@ -83,7 +84,7 @@ class OpenHome:
         return base.view(dtype)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy elements, past the page cache if one of the tensors is on a disk; it does what ``target.copy_`` does.
+        """Copy elements, past the page cache where one of the tensors or both are on a disk; it does what ``target.copy_`` does.
 
         So what is read or written piece by piece takes no memory beside the pieces. A part of a tensor goes past the
         cache if it is whole pages, or ends with the tensor.
@@ -96,13 +97,19 @@ class OpenHome:
             TransferError: the disk cannot be read or written.
             SpillError: the home has no room to make a tensor writable that is in somebody else's file.
         """
-        if (place := self._on_disk(source)) is not None and _is_memory(target) and self._on_disk(target) is None:
-            home, offset = place
-            home.start()  # the tensor may have been changed since it was last written there
-            home.read(offset, memory_of(_bytes_of(target)))
-        elif _is_memory(source) and (place := self._on_disk(target, to_write=True)) is not None:
-            home, offset = place
-            home.write(offset, memory_of(_bytes_of(source)))
+        begin, end = self._on_disk(source), self._on_disk(target, to_write=True)
+        if begin is not None:
+            begin[0].start()  # the tensor may have been changed since it was last written there
+        if begin is not None and end is not None:
+            buffer, count = copy_buffer(), source.numel() * source.element_size()
+            for at in range(0, count, len(buffer)):
+                piece = buffer[: min(len(buffer), count - at)]
+                begin[0].read(begin[1] + at, piece)
+                end[0].write(end[1] + at, piece)
+        elif begin is not None and _is_memory(target):
+            begin[0].read(begin[1], memory_of(_bytes_of(target)))
+        elif end is not None and _is_memory(source):
+            end[0].write(end[1], memory_of(_bytes_of(source)))
         else:
             with torch.no_grad():
                 target.copy_(source)

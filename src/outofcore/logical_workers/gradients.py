@@ -28,13 +28,14 @@ class Tensors:
 
     def read(self, span: Span, elements: torch.Tensor) -> None:
         """Fill a row on the CPU with elements."""
-        self._home.copy(self._part(span), elements)
+        self._home.copy(self.part(span), elements)
 
     def write(self, span: Span, elements: torch.Tensor) -> None:
         """Replace elements by those of a row on the CPU."""
-        self._home.copy(elements, self._part(span))
+        self._home.copy(elements, self.part(span))
 
-    def _part(self, span: Span) -> torch.Tensor:
+    def part(self, span: Span) -> torch.Tensor:
+        """View the elements of a span."""
         return self._rows[span.tensor][span.start : span.start + span.count]
 
 
@@ -132,11 +133,11 @@ class Gradients:
             self.kept[place] = layout.new(self._home)
         own, kept = self.tensors(), self.kept[place]
         for span in (one for spans in layout.spans for one in spans):
-            elements = self._buffers.row(0, layout, [span])
+            if not add:
+                self._home.copy(own.part(span), kept.part(span))
+                continue
+            elements, total = (self._buffers.row(number, layout, [span]) for number in (0, 1))
             own.read(span, elements)
-            if add:
-                total = self._buffers.row(1, layout, [span])
-                kept.read(span, total)
-                elements = total.add_(elements)
-            kept.write(span, elements)
+            kept.read(span, total)
+            kept.write(span, total.add_(elements))
         self.clear()
