@@ -84,7 +84,7 @@ class OpenHome:
         return base.view(dtype)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy elements, past the page cache where one of the tensors or both are on a disk; it does what ``target.copy_`` does.
+        """Copy elements as ``target.copy_`` does, past the page cache where one of the tensors or both are on a disk.
 
         So what is read or written piece by piece takes no memory beside the pieces. A part of a tensor goes past the
         cache if it is whole pages, or ends with the tensor.
