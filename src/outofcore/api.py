@@ -22,7 +22,7 @@ from outofcore.checkpoint.loading import Checkpoint
 from outofcore.checkpoint.saving import save_checkpoint
 from outofcore.distributed.agreement import Agreement
 from outofcore.errors import InputError
-from outofcore.estimation.costing import Here, captured_variants, costed, opened_place
+from outofcore.estimation.costing import LocalMachine, captured_variants, costed, opened_place
 from outofcore.estimation.sweep import Estimate, estimated
 from outofcore.execution.backend import beside_the_arena
 from outofcore.execution.checks import Check, checked
@@ -573,7 +573,7 @@ def smallest_budget(
     user = _user_step(step, model, optimizer)
     backend = open_backend(device)
     _check_devices(user.models, backend.device)
-    where = Here(backend, cache=open_cache(cache))
+    where = LocalMachine(backend, cache=open_cache(cache))
     variants = captured_variants(user, inputs, kwargs or {}, where, _kernels(kernels), split_of(split))
     backend.prepare()
     variant, smallest = smallest_variant(variants)
@@ -646,7 +646,7 @@ def estimate(
     user, chosen = _user_step(step, model, optimizer), policy_of(policy)
     wanted = [parse_bytes(budget) for budget in budgets]
     with opened_place(None if device is None else str(device), home, host_budget, cache) as where, following() as tell:
-        preset = None if isinstance(where, Here) else where
+        preset = None if isinstance(where, LocalMachine) else where
         made, splits = _kernels(kernels, compiles=preset is None), split_of(split)
         found = costed(user, tuple(inputs), kwargs or {}, where, tell=tell, kernels=made, split=splits)
         machine = "" if preset is None else preset.describe()

@@ -11,7 +11,7 @@ from double import POISON, FakeBackend, FakeCuda, RaceError
 from effort import some_of
 from worlds import CPU, STEPS, WORLDS, World, budget_of, compiled, convolutional, dense, eager, same
 
-from outofcore.estimation.costing import Here, costed
+from outofcore.estimation.costing import LocalMachine, costed
 from outofcore.execution.cuda.interface import Stream
 from outofcore.execution.homes import HostHome
 from outofcore.known_steps import runner_of
@@ -197,7 +197,7 @@ def test_a_step_is_costed_on_the_device_that_it_is_to_run_on(monkeypatch: pytest
     monkeypatch.setattr(links, "_ops", lambda *_, **__: lambda: None)
     world, driver = dense(CPU), FakeCuda(bytes_per_s=2e8)
     user = UserStep(world.step, [world.model], [world.optimizer])
-    where = Here(FakeBackend(driver), [HostHome(512 * MIB)])
+    where = LocalMachine(FakeBackend(driver), [HostHome(512 * MIB)])
     graph, costs, *_ = costed(user, world.batch(0), {}, where, tell=silent)
     assert {storage.bytes % 512 for storage in graph.storages} == {0}
     assert [home.name for home in costs.homes] == ["host"]

@@ -24,7 +24,7 @@ from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.program import Block, CopyIn, CopyOut, Program, Queue, Run, Timeline, Wait
 from outofcore.report import Page, page_content, step_report
 from outofcore.report.data import MemoryOverTime
-from outofcore.report.trace import Beyond, write_trace
+from outofcore.report.trace import LoopMeasurements, write_trace
 from outofcore.units import MIB
 
 SECOND = 10**9
@@ -186,9 +186,11 @@ def test_page_and_trace_tell_the_same(tmp_path: Path) -> None:
     seen = observed()
     report = step_report(seen.graph, seen.plan, seen.program, seen.timeline, 8 * MIB)
     assert (report.bytes_out, report.bytes_in, report.compute_seconds) == (3 * MIB, MIB, 4.0)
-    beyond = Beyond(LINKS, seen.memory, seen.on_demand, departure_marks(seen))
+    measured = LoopMeasurements(LINKS, seen.memory, seen.on_demand, departure_marks(seen))
     timelines = [("measured", seen.timeline)]
-    content: Any = page_content(seen.graph, seen.plan, seen.program, timelines, Page("", 8 * MIB, homes=LINKS), beyond)
+    content: Any = page_content(
+        seen.graph, seen.plan, seen.program, timelines, Page("", 8 * MIB, homes=LINKS), measured
+    )
     (timeline,) = content["timelines"]
     assert content["lanes"] == ["ops", "copies in, ahead", "copies in, late", "copies out, ahead", "copies out, late"]
     assert timeline["peak"] == 5 * MIB + 4096
@@ -200,7 +202,7 @@ def test_page_and_trace_tell_the_same(tmp_path: Path) -> None:
     assert timeline["spent"]["for_copies"] == 3.0
 
     path = tmp_path / "trace.json"
-    write_trace(path, seen.graph, seen.program, timelines, beyond=beyond)
+    write_trace(path, seen.graph, seen.program, timelines, measured=measured)
     events = json.loads(path.read_text())["traceEvents"]
     ops = [(e["name"], e["cat"]) for e in events if e.get("cat") in ("planned", "on demand")]
     assert ops == [("linear in body", "planned"), ("add in body", "on demand"), ("mine.op.default", "planned")]

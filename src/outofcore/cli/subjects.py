@@ -19,7 +19,7 @@ from outofcore import zoo
 from outofcore.cli.answer import Subject
 from outofcore.cli.targets import BUILDS, Kind, functions_in, functions_text, kind_of, nearest, split_script
 from outofcore.errors import InputError, OutOfCoreError, is_out_of_memory
-from outofcore.estimation.costing import Here, Sharing, costed, opened_place
+from outofcore.estimation.costing import LocalMachine, Sharing, costed, opened_place
 from outofcore.graphfile import GraphFile
 from outofcore.options import UserStep
 from outofcore.planning import smallest_budget
@@ -33,7 +33,7 @@ from outofcore.units import GIB, format_bytes
 _USUAL_NETWORK = GroupCost(50e-6, 1.0 * GIB)
 
 
-def _link_between(where: Here | Device, between: int | None) -> GroupCost:
+def _link_between(where: LocalMachine | Device, between: int | None) -> GroupCost:
     """Return the cost of collectives among processes that need not exist."""
     usual = where.in_bytes_per_s if isinstance(where, Device) else _USUAL_NETWORK.bytes_per_s
     return replace(_USUAL_NETWORK, bytes_per_s=usual if between is None else float(between))

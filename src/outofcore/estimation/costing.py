@@ -70,7 +70,7 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Here:
+class LocalMachine:
     """This machine, where a step is measured.
 
     Attributes:
@@ -90,7 +90,7 @@ def opened_place(
     home: str | os.PathLike[str] | None,
     host_budget: int | str | None,
     cache: bool | str | os.PathLike[str],
-) -> Generator[Here | Device]:
+) -> Generator[LocalMachine | Device]:
     """Yield where a step is costed: a device by the name of its preset, or this machine with its homes open."""
     preset = simulated(device)
     if preset is not None:
@@ -101,7 +101,7 @@ def opened_place(
         stores = homes_of(backend, home, host_budget)
         for store in stores:
             stack.callback(store.close)
-        yield Here(backend, stores, kept)
+        yield LocalMachine(backend, stores, kept)
 
 
 class Costed(NamedTuple):
@@ -122,7 +122,7 @@ def captured_variants(
     user: UserStep[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    where: Here | Device,
+    where: LocalMachine | Device,
     kernels: Kernels | None,
     split: Split,
     tell: Tell = silent,
@@ -143,7 +143,7 @@ def costed(
     user: UserStep[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    where: Here | Device,
+    where: LocalMachine | Device,
     *,
     tell: Tell,
     sharing: Sharing | None = None,
@@ -174,7 +174,7 @@ def costed(
     first = captured_variants(user, args, kwargs, where, kernels, split, tell)
     tell("capture", 1, 1)
     links: tuple[Home, ...] = ()
-    if isinstance(where, Here):
+    if isinstance(where, LocalMachine):
         where.backend.prepare()
         first.costs(LOWEST_MEMORY, timed=True, advance=partial(tell, "profile"))
         tell("measure the home", 0, 1)

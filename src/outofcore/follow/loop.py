@@ -63,7 +63,7 @@ from outofcore.report.content import Page, page_content
 from outofcore.report.machine import this_machine
 from outofcore.report.notebook import ReportPath, facts_html
 from outofcore.report.page import write_report
-from outofcore.report.trace import Beyond, write_trace
+from outofcore.report.trace import LoopMeasurements, write_trace
 from outofcore.units import MIB, format_bytes
 
 _log = logging.getLogger("outofcore")
@@ -324,7 +324,7 @@ class Loop:
             seen.program,
             [("measured", seen.timeline)],
             Page(title or "loop", self._limit, homes=LINKS, notes=notes),
-            Beyond(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
+            LoopMeasurements(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
         )
         write_report(Path(path), content)
         return ReportPath(path)
@@ -351,7 +351,7 @@ class Loop:
             [("measured", seen.timeline)],
             began_ns=seen.began_ns,
             beside=None if beside is None else Path(beside),
-            beyond=Beyond(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
+            measured=LoopMeasurements(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
         )
 
     def _repr_html_(self) -> str:

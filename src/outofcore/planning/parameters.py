@@ -17,8 +17,8 @@ class SearchParams:
     plan on every machine.
 
     Attributes:
-        relaxations: how often the linear program is asked what to recompute, each time with the seconds that the
-            chains of the answer before take; 0: it is not.
+        relaxations: how often the linear program is asked what to recompute, after the first time with the
+            seconds that the chains of its last answer take; 0: it is not.
         shares: shares of the bytes above the limit that are offloaded, the rest being computed again, in the first
             candidates. Limited homes lower these shares to what they can hold. Empty: no candidates by share.
         zooms: how often a share between the best ones is tried; halved for steps of more than 3,000 ops.

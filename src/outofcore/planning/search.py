@@ -205,7 +205,7 @@ class _Search:
                 values[part * capacity] = self._share(kept, part * capacity)
                 if values[part * capacity] < inf:
                     break
-        # With nothing offloaded chains are most of what the step takes: that says little about shares close to it.
+        # Recomputation takes most of a step in which nothing is offloaded: its value says little about nearby shares.
         values[0.0] = inf
         values.setdefault(min(capacity, 1.0), inf)
         for _ in range(self.params.zooms // (2 if self._is_long else 1)):

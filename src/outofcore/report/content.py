@@ -12,7 +12,7 @@ from outofcore.plan import Decision, Plan, Residency
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Run, Timeline, lane_of
 from outofcore.report.data import Insight, MemoryOverTime, memory_over_time, step_report
 from outofcore.report.naming import LANES, instruction_text, op_name, storage_text
-from outofcore.report.trace import Beyond
+from outofcore.report.trace import LoopMeasurements
 from outofcore.report.waits import time_spent
 
 Object = dict[str, object]
@@ -50,20 +50,20 @@ def page_content(
     program: Program,
     timelines: Sequence[tuple[str, Timeline]],
     page: Page,
-    beyond: Beyond | None = None,
+    measured: LoopMeasurements | None = None,
 ) -> Object:
     """Return everything that a report shows. Times in microseconds, sizes in bytes.
 
     Args:
         timelines: of this program, each with its name; the page opens with the first.
-        beyond: what is known of the first, beside the program, where it was measured without a plan.
+        measured: what is known of the first, beside the program, where it was measured without a plan.
     """
     lanes = list(dict.fromkeys([*_ALWAYS, *map(lane_of, program.instructions)]))
     lanes.sort(key=lambda lane: (list(LANES).index(lane[0]), lane[1]))
     several = len({home for _, home in lanes}) > 1
     report = step_report(graph, plan, program, timelines[0][1], page.budget)
     shown, fates = _storages(graph, plan, program)
-    on_demand = () if beyond is None else beyond.on_demand
+    on_demand = () if measured is None else measured.on_demand
     return {
         "title": page.title,
         "budget": page.budget,
@@ -83,7 +83,7 @@ def page_content(
             for one in program.instructions
         ],
         "timelines": [
-            _timeline(graph, program, name, timeline, None if number or beyond is None else beyond.memory)
+            _timeline(graph, program, name, timeline, None if number or measured is None else measured.memory)
             for number, (name, timeline) in enumerate(timelines)
         ],
         "insight": None if page.insight is None else _insight(page.insight),

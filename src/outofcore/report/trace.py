@@ -29,8 +29,8 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Beyond:
-    """What is known of a measured step beyond its program and its timeline.
+class LoopMeasurements:
+    """What a loop has measured in a step, beside its timeline.
 
     Attributes:
         homes: the names of the links, in the order of their numbers.
@@ -49,7 +49,7 @@ def trace_events(
     program: Program,
     timelines: Sequence[tuple[str, Timeline]],
     origin_us: float = 0.0,
-    beyond: Beyond | None = None,
+    measured: LoopMeasurements | None = None,
 ) -> list[Event]:
     """Return the events of a trace: for each named timeline a process with a thread for each queue, waits, and memory.
 
@@ -59,11 +59,11 @@ def trace_events(
     for number, (name, timeline) in enumerate(timelines):
         process = _FIRST_PROCESS + number
         events += _named(process, number, f"outofcore, {name}")
-        events += _lanes(graph, program, timeline, process, origin_us, beyond)
+        events += _lanes(graph, program, timeline, process, origin_us, measured)
         events += _waits(graph, program, timeline, process, origin_us)
-        memory = memory_over_time(graph, program, timeline) if beyond is None else beyond.memory
+        memory = memory_over_time(graph, program, timeline) if measured is None else measured.memory
         events += _memory(memory, process, origin_us)
-        events += _marks(beyond, process, origin_us)
+        events += _marks(measured, process, origin_us)
     return events
 
 
@@ -79,7 +79,12 @@ def _thread(process: int, thread: int, name: str, order: int) -> Iterator[Event]
 
 
 def _lanes(
-    graph: StepGraph, program: Program, timeline: Timeline, process: int, origin: float, beyond: Beyond | None
+    graph: StepGraph,
+    program: Program,
+    timeline: Timeline,
+    process: int,
+    origin: float,
+    measured: LoopMeasurements | None,
 ) -> Iterator[Event]:
     threads: dict[tuple[Queue, int], int] = {}
     several = any(not isinstance(i, Run) and i.home for i in program.instructions)
@@ -88,15 +93,15 @@ def _lanes(
         if lane not in threads:
             queue, home = lane
             threads[lane] = thread = 2 + _ROWS.index(queue) + len(_ROWS) * home
-            link = f"home {home}" if beyond is None else beyond.homes[home]
+            link = f"home {home}" if measured is None else measured.homes[home]
             of = f", {link}" if several and queue not in (Queue.COMPUTE, Queue.COMMUNICATE) else ""
             yield from _thread(process, thread, LANES[queue] + of, thread)
         args: dict[str, object] = {}
         name = instruction_text(graph, program, instruction)
         category = lane[0].value
         if isinstance(instruction, Run):
-            if beyond is not None:
-                category = "on demand" if instruction.op in beyond.on_demand else "planned"
+            if measured is not None:
+                category = "on demand" if instruction.op in measured.on_demand else "planned"
             op = graph.ops[instruction.op]
             args = {"op": op.name, "module": op.module, "source": op.source, "again": instruction.again}
         else:
@@ -130,8 +135,8 @@ def _waits(graph: StepGraph, program: Program, timeline: Timeline, process: int,
         }
 
 
-def _marks(beyond: Beyond | None, process: int, origin: float) -> Iterator[Event]:
-    for seconds, name, text in () if beyond is None else beyond.marks:
+def _marks(measured: LoopMeasurements | None, process: int, origin: float) -> Iterator[Event]:
+    for seconds, name, text in () if measured is None else measured.marks:
         yield {
             "ph": "i",
             "s": "p",
@@ -168,7 +173,7 @@ def write_trace(
     *,
     began_ns: int = 0,
     beside: Path | None = None,
-    beyond: Beyond | None = None,
+    measured: LoopMeasurements | None = None,
 ) -> None:
     """Write timelines as a trace.
 
@@ -186,7 +191,7 @@ def write_trace(
     if beside is not None:
         content = _read(beside)
         origin = (began_ns - int(content.get("baseTimeNanoseconds", 0))) / 1e3
-    content["traceEvents"] = [*content["traceEvents"], *trace_events(graph, program, timelines, origin, beyond)]
+    content["traceEvents"] = [*content["traceEvents"], *trace_events(graph, program, timelines, origin, measured)]
     data = json.dumps(content).encode("utf-8")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
