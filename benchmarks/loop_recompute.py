@@ -1,9 +1,9 @@
 """Step times of loops under ``outofcore.budget`` on GPUs with and without recomputation, predicted without a GPU.
 
 Each loop runs in eager PyTorch on tensors without memory. A recorder notes what ``paging.cpp`` notes: the ops, the
-storages of 64 KiB and more that they touch, and when each storage is freed. Recomputation follows ``follow/recipes.h``:
-autograd holds a recipe in place of a saved tensor, and its ops run again when a backward node asks for the tensor. The
-ops are those that ``Device::repeats`` in ``follow/device_cuda.h`` allows, their inputs stay alive, and
+storages of 64 KiB and more that they touch, and when each storage is freed. Recomputation follows
+``runtime/csrc/follow/recipes.h``: autograd holds a recipe in place of a saved tensor, and its ops run again when a backward node asks for the tensor. The
+ops are those that ``Device::repeats`` in ``runtime/csrc/follow/device_cuda.h`` allows, their inputs stay alive, and
 ``worth_making_again`` chooses the tensors, as in a loop. Both records are planned alike: a plan offloads or keeps.
 
 Costs come from ``outofcore.presets``, by a roofline; the host's time for an op is not counted. An optimizer's update is
@@ -56,7 +56,7 @@ DEVICES = ("h100", "rtx4090")
 SHARES = (0.75, 0.5, 0.375, 0.25)
 _DEEPEST = 4  # as in lineage.h
 _MOST_STEPS = 8
-_FOLLOW = Path(outofcore.__file__).parent / "follow"
+_FOLLOW = Path(outofcore.__file__).parent / "runtime" / "csrc" / "follow"
 # What ``Device::repeats`` lists; besides, ops that work element by element.
 _REPEAT = frozenset(
     re.findall(r'"(aten::\w+)"', (_FOLLOW / "device_cuda.h").read_text(encoding="utf-8").partition("bool repeats")[2])

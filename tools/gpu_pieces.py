@@ -78,11 +78,11 @@ def native_code(small: bool) -> Found:
     begin = time.monotonic()
     import torch
 
-    from outofcore.execution.native import Flavor, load_native
     from outofcore.execution.replay import load_replay
     from outofcore.follow.native import load_paging
     from outofcore.planning.placement import compiled as placing
     from outofcore.planning.remat import compiled as searching
+    from outofcore.runtime.native import Flavor, load_native
 
     found: Found = {"import_s": time.monotonic() - begin, "torch": torch.__version__}
     seconds: dict[str, float] = {}
@@ -258,7 +258,7 @@ def cap(small: bool) -> Found:
 def disk(small: bool) -> Found:
     """Write and read a file by the threads of a driver, one after the other and at once."""
     from outofcore.execution.cuda.interface import Stream
-    from outofcore.execution.homes import DiskHome
+    from outofcore.runtime.homes import DiskHome
 
     driver = _driver()
     home = DiskHome(tempfile.mkdtemp(prefix="gpu-visit-", dir=os.environ.get("TMPDIR")))
@@ -363,7 +363,7 @@ def pin(kind: str, small: bool) -> Found:
     """Make pinned memory in one of four ways, and copy from it and to it."""
     import torch
 
-    from outofcore.execution.memory import map_anonymous, populate, unmap
+    from outofcore.runtime.memory import map_anonymous, populate, unmap
 
     count = 64 * MIB if small else 8 * GIB
     setting = (_HUGE / "shmem_enabled").read_text(encoding="ascii").strip() if _HUGE.is_dir() else "never"

@@ -229,7 +229,7 @@ MUTANTS = (
     ),
     Mutant(
         "checksum-not-compared",
-        "execution/checks.py",
+        "runtime/checks.py",
         "if count == len(target) and checksum(target, offset, self.check_mode) != known:",
         "if count > len(target) and checksum(target, offset, self.check_mode) != known:",
         "Damaged bytes that come back from a home are used.",
@@ -237,7 +237,7 @@ MUTANTS = (
     ),
     Mutant(
         "slot-piece-off-by-a-page",
-        "execution/slots.py",
+        "runtime/slots.py",
         "spare[home].append(Piece(piece.offset + used, piece.bytes - used))",
         "spare[home].append(Piece(piece.offset + used - PAGE_BYTES, piece.bytes - used))",
         "Two slots of a home share a page when one takes over a part of another's room.",
@@ -264,7 +264,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory-copy-without-last-page",
-        "execution/copying.cpp",
+        "runtime/csrc/copying.cpp",
         "std::memcpy(writes ? outside : inside, writes ? inside : outside, static_cast<size_t>(piece.bytes));",
         "std::memcpy(writes ? outside : inside, writes ? inside : outside,\n"
         "                  static_cast<size_t>(piece.bytes / kPage * kPage));",
@@ -273,7 +273,7 @@ MUTANTS = (
     ),
     Mutant(
         "fingerprint-without-last-bytes",
-        "execution/fingerprint.cpp",
+        "runtime/csrc/fingerprint.cpp",
         "std::memcpy(rest, at, static_cast<size_t>(left));",
         "std::memcpy(rest, at, static_cast<size_t>(left / 8 * 8));",
         "A fingerprint does not depend on the last bytes when their number is not a multiple of eight.",
@@ -281,7 +281,7 @@ MUTANTS = (
     ),
     Mutant(
         "arena-hands-out-bytes-in-use",
-        "execution/arena.cpp",
+        "runtime/csrc/arena.cpp",
         "if (request->bytes == bytes && !taken(t, *request)) {",
         "if (request->bytes == bytes) {",
         "The arena serves a planned request at bytes that an earlier one still uses.",
@@ -290,7 +290,7 @@ MUTANTS = (
     # Followed loops
     Mutant(
         "operands-may-be-evicted",
-        "follow/blocks.h",
+        "runtime/csrc/follow/blocks.h",
         "!block.dying && block.pins == 0 && block.works == 0 && blind == 0 &&",
         "!block.dying && block.works == 0 && blind == 0 &&",
         "An operand of the running op may be evicted to make room for another one.",
@@ -298,7 +298,7 @@ MUTANTS = (
     ),
     Mutant(
         "operands-of-other-threads-may-be-evicted",
-        "follow/blocks.h",
+        "runtime/csrc/follow/blocks.h",
         "!block.dying && block.pins == 0 && block.works == 0 && blind == 0 &&",
         "!block.dying && block.pins == block.others && block.works == 0 && blind == 0 &&",
         "An operand of another thread's running op may be evicted.",
@@ -306,7 +306,7 @@ MUTANTS = (
     ),
     Mutant(
         "collective-forgotten-once-away",
-        "follow/blocks.h",
+        "runtime/csrc/follow/blocks.h",
         "return block.others > 0 || block.works > 0 || blind > 0 ||",
         "return block.others > 0 || blind > 0 ||",
         "What a collective writes to an evicted tensor is lost when that tensor is fetched.",
@@ -314,7 +314,7 @@ MUTANTS = (
     ),
     Mutant(
         "small-tensors-are-free",
-        "follow/space.h",
+        "runtime/csrc/follow/space.h",
         "int64_t room() const { return budget - spare - small(); }",
         "int64_t room() const { return budget - spare; }",
         "Small tensors of a loop take memory beside the budget.",
@@ -322,7 +322,7 @@ MUTANTS = (
     ),
     Mutant(
         "address-given-while-others-look",
-        "follow/paging.cpp",
+        "runtime/csrc/follow/paging.cpp",
         "(copied() || (looked_at() && lately()));",
         "copied();",
         "A tensor whose address a thread takes stays in the arena for good, if another thread runs its first op then.",
@@ -330,7 +330,7 @@ MUTANTS = (
     ),
     Mutant(
         "readers-between-loops-are-not-seen",
-        "follow/paging.cpp",
+        "runtime/csrc/follow/paging.cpp",
         "if (living_spaces.load(std::memory_order_relaxed) == 0 || is_opener()) return 0;",
         "if (is_left() || is_opener()) return 0;",
         "A loop that opens takes over what another thread is saving.",
@@ -338,7 +338,7 @@ MUTANTS = (
     ),
     Mutant(
         "works-are-not-waited-for",
-        "follow/room.h",
+        "runtime/csrc/follow/room.h",
         "!outlive_dying(space) && !outlive_works(space)",
         "!outlive_dying(space) && true",
         "A request is refused while a collective holds what would leave for it.",
@@ -346,7 +346,7 @@ MUTANTS = (
     ),
     Mutant(
         "stale-ranks-are-kept",
-        "follow/ranking.h",
+        "runtime/csrc/follow/ranking.h",
         "key < item->rank.key",
         "key < 0",
         "A block keeps its place in the order of eviction although it is used sooner.",
@@ -354,7 +354,7 @@ MUTANTS = (
     ),
     Mutant(
         "slot-of-a-child-overwritten",
-        "follow/blocks.h",
+        "runtime/csrc/follow/blocks.h",
         "if (block.slot && !block.slot.original && !space.homes.frozen(block.slot)) return;",
         "if (block.slot && !block.slot.original) return;",
         "A process overwrites a home slot that its forked child still reads.",
@@ -370,7 +370,7 @@ MUTANTS = (
     ),
     Mutant(
         "page-map-of-first-page-alone",
-        "follow/homes.h",
+        "runtime/csrc/follow/homes.h",
         "return file_->pages().any_written(window(), bytes_);",
         "return file_->pages().any_written(window(), 0);",
         "What unseen code writes to a weight that is mapped from a file is lost beyond its first page.",
@@ -378,7 +378,7 @@ MUTANTS = (
     ),
     Mutant(
         "present-use-counts-as-next",
-        "follow/history.h",
+        "runtime/csrc/follow/history.h",
         "std::upper_bound(found->second.begin(), found->second.end(), position_)",
         "std::lower_bound(found->second.begin(), found->second.end(), position_)",
         "The history of a loop takes the present use of a storage for its next one.",
@@ -386,7 +386,7 @@ MUTANTS = (
     ),
     Mutant(
         "scratch-in-a-result-in-use",
-        "follow/requests.h",
+        "runtime/csrc/follow/requests.h",
         "mine.until > static_cast<int32_t>(later)",
         "mine.until > static_cast<int32_t>(later) + 1",
         "Scratch memory of an op lies in one of its results that is already in use.",
@@ -394,7 +394,7 @@ MUTANTS = (
     ),
     Mutant(
         "recomputation-moves-generator",
-        "follow/lineage.h",
+        "runtime/csrc/follow/lineage.h",
         "  put(now);\n  return stack;",
         "  now = at::Generator();\n  return stack;",
         "Recomputing dropout leaves the random generator where the forward pass had it.",
@@ -402,7 +402,7 @@ MUTANTS = (
     ),
     Mutant(
         "recipe-misses-changed-input",
-        "follow/recipes.h",
+        "runtime/csrc/follow/recipes.h",
         "for (const auto& recipe : readers) keep(recipe);",
         "readers.clear();",
         "A saved tensor cannot be recomputed once an op has changed one of its inputs.",

@@ -32,7 +32,6 @@ from outofcore.capture import Captured
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.distributed import agreement
 from outofcore.estimation.costing import estimated_costs
-from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.follow import loop_planner, recompute_trial
 from outofcore.follow.records import FREED, StepRecord, read_record
 from outofcore.follow.remaking import Made, worth_making_again
@@ -42,6 +41,7 @@ from outofcore.presets import Device, Number
 from outofcore.profiling import links, ops
 from outofcore.profiling.groups import GroupCost
 from outofcore.profiling.links import LinkReport, Rates
+from outofcore.runtime.homes import DiskHome, HomeStore
 
 DEVICE = Device("record", "the device of the record", 1 << 40, {Number.FP32: 1e11}, 1e10, 2e9, 2e9)
 DISK_BYTES = 1 << 40

@@ -21,8 +21,8 @@ import sys
 from pathlib import Path
 
 from outofcore import compiling
-from outofcore.execution.native import Flavor
 from outofcore.follow import native
+from outofcore.runtime.native import Flavor
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ROOT / "tests" / "torch_cpu" / "thread_programs.py"
@@ -30,8 +30,8 @@ SUPPRESSIONS = ROOT / "tests" / "tsan-suppressions.txt"
 FOLDER = ROOT / "build" / "tsan"
 FLAGS = ("-fsanitize=thread", "-O1", "-g", "-fno-omit-frame-pointer")
 ROLES = (["loader"], ["logger"], ["teacher"], ["twin"])
-# The innermost frame of ours, as in "#1 evict /path/to/follow/blocks.h:512 (paging.so+0x1)".
-FRAME = re.compile(r"#\d+ (.+?) \S*/(follow/[\w.]+:\d+|execution/[\w.]+:\d+)")
+# The innermost frame of ours, as in "#1 evict /path/to/runtime/csrc/follow/blocks.h:512 (paging.so+0x1)".
+FRAME = re.compile(r"#\d+ (.+?) \S*/(csrc/[\w./]+:\d+)")
 
 
 def instrument() -> None:

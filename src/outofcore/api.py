@@ -25,7 +25,6 @@ from outofcore.errors import InputError
 from outofcore.estimation.costing import LocalMachine, captured_variants, costed, opened_place
 from outofcore.estimation.sweep import Estimate, estimated
 from outofcore.execution.backend import beside_the_arena
-from outofcore.execution.checks import Check, checked
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.engines import Replaying
 from outofcore.execution.opening import (
@@ -47,6 +46,7 @@ from outofcore.options import MemoryOptions, P, PlanOptions, R, RunOptions, User
 from outofcore.policies import Policy, PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.progress import following
+from outofcore.runtime.checks import Check, checked
 from outofcore.step import Step
 from outofcore.step_variants import Split, split_of
 from outofcore.transforms.kernels import Kernels

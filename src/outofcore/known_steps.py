@@ -11,13 +11,13 @@ from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend
 from outofcore.execution.engines import Engine
 from outofcore.execution.interrupts import Deferred
-from outofcore.execution.memory import trim_heap
 from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.runner import Runner
 from outofcore.peers import StepFacts
 from outofcore.planned_step import PlannedStep
 from outofcore.program import Timeline
 from outofcore.replanning import Watch
+from outofcore.runtime.memory import trim_heap
 
 
 @dataclass

@@ -35,10 +35,10 @@ from outofcore.checkpoint.matching import check_weights
 from outofcore.checkpoint.tensor_files import Entry, Weights
 from outofcore.errors import InputError, StateError
 from outofcore.execution.aliases import Faces
-from outofcore.execution.file_ranges import ReadFile
-from outofcore.execution.mapped_files import MappedFiles
-from outofcore.execution.memory import trim_heap
 from outofcore.execution.opening import OpenHome
+from outofcore.runtime.file_ranges import ReadFile
+from outofcore.runtime.mapped_files import MappedFiles
+from outofcore.runtime.memory import trim_heap
 from outofcore.tensor_data import is_in_host_memory, move_onto, swap, view_like
 from outofcore.units import MIB
 

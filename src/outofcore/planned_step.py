@@ -18,8 +18,6 @@ from outofcore.background import Answer, PlanJob, Running
 from outofcore.capture import Captured
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError, SpillError, ValidationError
-from outofcore.execution.homes import HomeStore
-from outofcore.execution.slots import needed_bytes
 from outofcore.graph import StepGraph
 from outofcore.planning import Planned, Policy
 from outofcore.planning.placement.requests import Requests
@@ -28,6 +26,8 @@ from outofcore.profiling.ops import OpProfile
 from outofcore.program import CopyIn, CopyOut, Timeline
 from outofcore.proving import proved
 from outofcore.refine import is_off, refined
+from outofcore.runtime.homes import HomeStore
+from outofcore.runtime.slots import needed_bytes
 from outofcore.step_plans import StepPlans
 from outofcore.units import format_bytes
 from outofcore.variant import LOWEST_MEMORY, Variant

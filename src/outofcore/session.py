@@ -24,7 +24,6 @@ from outofcore.capture.snapshot import Snapshot
 from outofcore.errors import ArenaError, BudgetError, CaptureError, StateError, TransferError
 from outofcore.execution.engines import Engine
 from outofcore.execution.interrupts import Deferred
-from outofcore.execution.memory import new_garbage_collected
 from outofcore.execution.model_state import StateKeeper
 from outofcore.execution.runner import UpdateError
 from outofcore.follow.calls import FollowedCalls
@@ -35,6 +34,7 @@ from outofcore.plan_updates import PlanKeeper, TooSmallError
 from outofcore.planned_step import PlannedStep
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following
+from outofcore.runtime.memory import new_garbage_collected
 from outofcore.step_planner import StepPlanner
 from outofcore.step_plans import library_version
 from outofcore.units import format_bytes

@@ -13,7 +13,6 @@ from outofcore.capture import Captured
 from outofcore.costs import Costs
 from outofcore.errors import StateError
 from outofcore.estimation.reports import ReportedStep, report_step, trace_step
-from outofcore.execution.homes import HomeStore
 from outofcore.execution.opening import OpenHome
 from outofcore.execution.stats import StepStats, measure_step, step_facts
 from outofcore.follow.native import is_followed
@@ -24,6 +23,7 @@ from outofcore.planning import Planned
 from outofcore.program import Timeline
 from outofcore.progress import Tell
 from outofcore.report import ReportPath, facts_html
+from outofcore.runtime.homes import HomeStore
 from outofcore.session import Outcome, Session, versions
 from outofcore.step_state import StepState
 from outofcore.units import format_bytes, format_seconds

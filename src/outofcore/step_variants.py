@@ -18,11 +18,11 @@ from outofcore.capture.step import gradients_from_now_on
 from outofcore.costs import SOMEWHERE, Costs, OpCost
 from outofcore.errors import BudgetError, InputError
 from outofcore.execution.backend import Backend
-from outofcore.execution.homes import HomeStore
 from outofcore.planned_step import PlannedStep, describer, plan_in_core
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.equality import refuted
 from outofcore.profiling.ops import OpProfile, profile_some
+from outofcore.runtime.homes import HomeStore
 from outofcore.transforms.passes import fastest, lean, leanest
 from outofcore.transforms.split import Tiled, tiled
 from outofcore.units import MIB

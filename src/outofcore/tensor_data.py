@@ -1,6 +1,6 @@
 """Give the user's tensors other bytes: no other module assigns ``tensor.data`` or swaps two tensors.
 
-An eager loop does neither: it swaps the pointer of the storage (``follow/blocks.h::show``).
+An eager loop does neither: it swaps the pointer of the storage (``runtime/csrc/follow/blocks.h::show``).
 """
 
 from __future__ import annotations

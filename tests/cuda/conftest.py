@@ -9,9 +9,9 @@ import pytest
 import torch
 from building import cache_of_its_own
 
-from outofcore.execution.native import Flavor, load_native
 from outofcore.execution.replay import load_replay
 from outofcore.follow.native import load_paging
+from outofcore.runtime.native import Flavor, load_native
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,9 +28,9 @@ from outofcore.execution.arena import Arena, Recorder
 from outofcore.execution.binding import Bound, BoundRun
 from outofcore.execution.cuda.engine import CudaEngine
 from outofcore.execution.cuda.interface import Action, Actions, FileHome, Stream, Tape
-from outofcore.execution.homes import HomeStore
-from outofcore.execution.memory import Region, map_anonymous, tensor_over
 from outofcore.program import Run
+from outofcore.runtime.homes import HomeStore
+from outofcore.runtime.memory import Region, map_anonymous, tensor_over
 
 POISON = 0xFF  # as a floating-point number: not a number
 OP_SECONDS = 1e-4

@@ -13,7 +13,6 @@ from worlds import CPU, STEPS, WORLDS, World, budget_of, compiled, convolutional
 
 from outofcore.estimation.costing import LocalMachine, costed
 from outofcore.execution.cuda.interface import Stream
-from outofcore.execution.homes import HostHome
 from outofcore.known_steps import runner_of
 from outofcore.options import UserStep
 from outofcore.planning import QUICK
@@ -21,6 +20,7 @@ from outofcore.policies import Auto
 from outofcore.profiling import links
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Wait
 from outofcore.progress import silent
+from outofcore.runtime.homes import HostHome
 from outofcore.step import Step
 from outofcore.units import MIB
 from outofcore.validator import validate

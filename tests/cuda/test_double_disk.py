@@ -17,11 +17,11 @@ from outofcore.execution.binding import Bound, BoundCopy
 from outofcore.execution.cuda.engine import CudaEngine
 from outofcore.execution.cuda.interface import Stream
 from outofcore.execution.cuda.staging import reads_after_writes
-from outofcore.execution.homes import DiskHome, HomeStore, HostHome
-from outofcore.execution.slots import Piece
 from outofcore.graph import StepGraph
 from outofcore.profiling import links
 from outofcore.program import Block, CopyIn, CopyOut, Program
+from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
+from outofcore.runtime.slots import Piece
 from outofcore.step import Step
 from outofcore.units import KIB, MIB
 from outofcore.validator import validate

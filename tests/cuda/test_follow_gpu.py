@@ -21,13 +21,13 @@ from torch import nn
 import outofcore
 from outofcore._torch_internals import storage_address
 from outofcore.errors import BudgetError, InputError, SpillError, StateError
-from outofcore.execution.native import Flavor
 from outofcore.follow import devices, loop_planner, records
 from outofcore.follow.gpu import Shares, make_workspaces, shares_of
 from outofcore.follow.native import call, is_followed, load_paging
 from outofcore.follow.recipes import Recipes
 from outofcore.planning import QUICK
 from outofcore.policies import Auto
+from outofcore.runtime.native import Flavor
 from outofcore.units import KIB, MIB
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]

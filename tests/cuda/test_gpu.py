@@ -27,14 +27,14 @@ from outofcore.execution.cuda import engine
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.cuda.driver import CudaDriver
 from outofcore.execution.cuda.interface import FileHome, Stream
-from outofcore.execution.homes import DiskHome, HomeStore, PinnedHome
-from outofcore.execution.native import Flavor, load_native
 from outofcore.execution.opening import OpenHome
 from outofcore.execution.replay import Replay, load_replay
 from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
 from outofcore.policies import policy_of
 from outofcore.profiling.links import links_to
 from outofcore.program import CopyIn, CopyOut
+from outofcore.runtime.homes import DiskHome, HomeStore, PinnedHome
+from outofcore.runtime.native import Flavor, load_native
 from outofcore.step import Step
 from outofcore.units import GIB, KIB, MIB
 

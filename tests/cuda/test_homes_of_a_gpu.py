@@ -9,8 +9,8 @@ import torch
 
 from outofcore.errors import SpillError, UnitError
 from outofcore.execution import opening
-from outofcore.execution.homes import DiskHome, PinnedHome
-from outofcore.execution.native import Native, load_native
+from outofcore.runtime.homes import DiskHome, PinnedHome
+from outofcore.runtime.native import Native, load_native
 from outofcore.units import MIB
 
 

@@ -15,8 +15,8 @@ import torch
 
 from outofcore.errors import TransferError
 from outofcore.execution.cuda.staging import Transfer, check_transfers, transfer_of
-from outofcore.execution.homes import DiskHome
-from outofcore.execution.native import load_native
+from outofcore.runtime.homes import DiskHome
+from outofcore.runtime.native import load_native
 from outofcore.units import KIB, MIB
 
 LIBRARY = load_native().library

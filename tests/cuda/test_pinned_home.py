@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from outofcore.errors import SpillError
-from outofcore.execution import homes, memory
-from outofcore.execution.homes import PinnedHome
-from outofcore.execution.slots import Slots
+from outofcore.runtime import homes, memory
+from outofcore.runtime.homes import PinnedHome
+from outofcore.runtime.slots import Slots
 from outofcore.units import GIB, MIB
 
 

@@ -13,11 +13,11 @@ from double import FakeBackend, FakeCuda
 from torch import nn
 
 from outofcore.costs import Home
-from outofcore.execution.homes import HomeStore, HostHome
 from outofcore.execution.opening import OpenHome
 from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
 from outofcore.planning import in_core_budget, smallest_budget
 from outofcore.policies import PolicyLike
+from outofcore.runtime.homes import HomeStore, HostHome
 from outofcore.step import Step
 
 CPU = torch.device("cpu")

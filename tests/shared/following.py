@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 import outofcore
 from outofcore.errors import BudgetError
-from outofcore.execution.native import Flavor
 from outofcore.follow.gpu import make_workspaces, shares_of
 from outofcore.follow.native import load_paging
 from outofcore.follow.user_tensors import parts_of
+from outofcore.runtime.native import Flavor
 from outofcore.units import MIB, round_up
 
 ROOMY = 1 << 30

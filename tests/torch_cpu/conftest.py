@@ -11,9 +11,9 @@ import torch
 from briefly import measured_briefly
 from building import cache_of_its_own
 
-from outofcore.execution.native import load_native
 from outofcore.execution.replay import load_replay
 from outofcore.follow.native import load_paging
+from outofcore.runtime.native import load_native
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -54,11 +54,11 @@ from preloaded import environment
 import outofcore
 from outofcore.compiling import user_cache_folder
 from outofcore.errors import OutOfCoreError, StateError, TransferError
-from outofcore.execution.homes import DiskHome, HostHome
-from outofcore.execution.native import load_native
 from outofcore.execution.replay import load_replay
 from outofcore.follow.failures import explained
 from outofcore.follow.native import load_paging
+from outofcore.runtime.homes import DiskHome, HostHome
+from outofcore.runtime.native import load_native
 
 STEPS = 3
 # A child hangs that for so long has computed for less than a second, or that has computed for so long.

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outofcore.execution import spill
-from outofcore.execution.native import Native
+from outofcore.runtime import spill
+from outofcore.runtime.native import Native
 from outofcore.units import KIB, round_up
 
 MALLOC = Native(None, "the homes do not need it")

@@ -2,7 +2,7 @@
 
 Runs PyTorch's own databases of modules and operators, forward and backward, and direct calls of operators that these
 miss. A dispatch mode compares, before and after each call, the bytes of all arguments that the schema does not mark as
-written. What it finds belongs into ``follow/silent_writes.h``.
+written. What it finds belongs into ``runtime/csrc/follow/silent_writes.h``.
 
     python tests/torch_cpu/silent_writes.py
     python tests/torch_cpu/silent_writes.py --every 40 --start 3

@@ -134,7 +134,7 @@ def test_a_spill_directory_that_is_too_small(monkeypatch: pytest.MonkeyPatch, tm
     smallest = outofcore.smallest_budget(step, model, optimizer, inputs=(X,))
     before = [p.data_ptr() for p in model.parameters()]
     compiled = outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path)
-    monkeypatch.setattr("outofcore.execution.spill.free_bytes", lambda directory: 1 << 16)
+    monkeypatch.setattr("outofcore.runtime.spill.free_bytes", lambda directory: 1 << 16)
     with pytest.raises(SpillError, match="free there"):
         compiled(X)
     assert [p.data_ptr() for p in model.parameters()] == before

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from outofcore.errors import ArenaError, StateError
 from outofcore.execution.arena import Arena, ArenaCounters, Recorder, ScopeTable, as_arena_error
-from outofcore.execution.native import Native, load_native
 from outofcore.planning.placement.requests import EventKind, Result, Scratch, workspace_layout
+from outofcore.runtime.native import Native, load_native
 from outofcore.units import KIB, MIB, PAGE_BYTES
 
 pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")

@@ -17,11 +17,11 @@ from faulty import assert_same, batch, by_python, contents, goes_on, sides, smal
 import outofcore
 from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.execution import copying, cpu
-from outofcore.execution.checks import Check, checksum
-from outofcore.execution.fingerprints import sampled
-from outofcore.execution.folders import in_memory
-from outofcore.execution.native import load_native
 from outofcore.program import Run
+from outofcore.runtime.checks import Check, checksum
+from outofcore.runtime.fingerprints import sampled
+from outofcore.runtime.folders import in_memory
+from outofcore.runtime.native import load_native
 from outofcore.units import KIB, PAGE_BYTES
 
 pytestmark = pytest.mark.skipif(load_native().library is None, reason="no C++ compiler")
@@ -227,7 +227,7 @@ def test_native_code_samples_the_pages_that_python_would(monkeypatch: pytest.Mon
                     seen.add(page)
                 memory[page * PAGE_BYTES] ^= 1
             with monkeypatch.context() as patch:
-                patch.setattr("outofcore.execution.checks.sampled", lambda *_: None)
+                patch.setattr("outofcore.runtime.checks.sampled", lambda *_: None)
                 plain = checksum(memoryview(memory), offset, Check.SAMPLED)
                 by_python = set()
                 for page in range(pages):
@@ -273,7 +273,7 @@ def test_the_child_of_a_fork_does_not_wait_for_threads_that_it_has_not(smallest:
 
 def test_pieces_of_all_sizes_arrive_whole(tmp_path: Path) -> None:
     """Small ones and the ends of large ones go through memory that begins at a page."""
-    from outofcore.execution.homes import DiskHome  # noqa: PLC0415
+    from outofcore.runtime.homes import DiskHome  # noqa: PLC0415
 
     if in_memory(tmp_path):
         pytest.skip("the temporary folder is not on a disk")

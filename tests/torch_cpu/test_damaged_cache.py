@@ -16,12 +16,12 @@ import torch
 from steps import captured_small_step, small_step
 
 import outofcore
-from outofcore.execution.homes import HostHome
 from outofcore.planning.placement.requests import Result, Scratch
 from outofcore.profiling import links
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.links import LinkReport, Rates, known_link
 from outofcore.profiling.ops import KeptProfiles, profile_ops
+from outofcore.runtime.homes import HostHome
 from outofcore.units import GIB, MIB
 
 NUMBERS = (-1, 0, 0.5, 1e308, -1e308, 10**19, 10**400, float("nan"), float("inf"))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from preloaded import environment
 
-from outofcore.execution.native import load_native
+from outofcore.runtime.native import load_native
 
 SCRIPT = Path(__file__).with_name("faults_everywhere.py")
 pytestmark = pytest.mark.skipif(load_native().library is None, reason="there is no native code to make fail")

@@ -33,9 +33,9 @@ import outofcore
 from outofcore.capture.optimizers import UpdateOn
 from outofcore.costs import Home
 from outofcore.errors import InputError, SpillError, StateError, TransferError
-from outofcore.execution.checks import Check, CheckedHome, checked, checksum
-from outofcore.execution.homes import DiskHome, HostHome
 from outofcore.program import CopyIn, CopyOut
+from outofcore.runtime.checks import Check, CheckedHome, checked, checksum
+from outofcore.runtime.homes import DiskHome, HostHome
 from outofcore.units import GIB, KIB, MIB, PAGE_BYTES
 
 
@@ -342,7 +342,7 @@ def test_exhausted_host_memory_is_refused_before_anything_changes(
 
             def exhausted(self: HostHome, count: int) -> None:
                 if self is ours.homes[0]:
-                    patch.setattr("outofcore.execution.homes.available_memory_bytes", lambda: 8 * KIB)
+                    patch.setattr("outofcore.runtime.homes.available_memory_bytes", lambda: 8 * KIB)
                 original(self, count)
 
             patch.setattr(HostHome, "check", exhausted)

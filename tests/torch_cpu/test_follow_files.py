@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import outofcore
 from outofcore.errors import TransferError
-from outofcore.execution.mapped_files import MappedFiles
+from outofcore.runtime.mapped_files import MappedFiles
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,11 +21,11 @@ from outofcore.analysis import is_large
 from outofcore.costs import Costs
 from outofcore.errors import SpillError, TransferError
 from outofcore.execution.aliases import Place
-from outofcore.execution.file_ranges import FIRST_RANGE
-from outofcore.execution.fingerprints import fingerprint
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.policies import Decision, Plan, Residency, gaps_of
 from outofcore.program import CopyIn, CopyOut
+from outofcore.runtime.file_ranges import FIRST_RANGE
+from outofcore.runtime.fingerprints import fingerprint
 from outofcore.units import KIB
 
 WIDTH, DEPTH = 160, 6

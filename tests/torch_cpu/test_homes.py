@@ -10,10 +10,10 @@ from homely import MALLOC, buffered, noise, resident
 
 import outofcore
 from outofcore.errors import StateError, TransferError
-from outofcore.execution import spill
 from outofcore.execution.arena import Arena
-from outofcore.execution.homes import DiskHome, HomeStore, HostHome
-from outofcore.execution.memory import Region, map_anonymous
+from outofcore.runtime import spill
+from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
+from outofcore.runtime.memory import Region, map_anonymous
 from outofcore.units import KIB, MIB, PAGE_BYTES
 
 

@@ -17,9 +17,9 @@ from torch import nn
 from outofcore.capture.step import capture_step
 from outofcore.errors import CaptureError
 from outofcore.execution.arena import Arena, ScopeTable
-from outofcore.execution.native import load_native
 from outofcore.profiling import ops as profiling_ops
 from outofcore.profiling.ops import profile_ops
+from outofcore.runtime.native import load_native
 from outofcore.transforms.passes import leanest
 from outofcore.units import MIB
 

@@ -26,8 +26,8 @@ from outofcore.capture.captured import Value
 from outofcore.capture.step import capture_step
 from outofcore.compiling import COMPILERS
 from outofcore.errors import InputError
-from outofcore.execution.native import load_native
 from outofcore.program import Run
+from outofcore.runtime.native import load_native
 from outofcore.transforms import kernels
 from outofcore.transforms.fusing import fused
 from outofcore.transforms.kernels import Kernel, Kernels, derived

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from outofcore.errors import SpillError, TransferError
-from outofcore.execution.homes import DiskHome, HomeStore, HostHome
 from outofcore.profiling import links
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.links import LinkReport, Rates, keep_link, known_link, measure_link, measure_memory_bandwidth
+from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
 from outofcore.units import GIB, MIB
 
 

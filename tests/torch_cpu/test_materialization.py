@@ -295,7 +295,7 @@ def test_a_model_born_at_home_trains_as_one_in_memory(where: str) -> None:
 SCRIPT = """
 import resource, sys, torch, outofcore
 import torch.nn.functional as F
-from outofcore.execution.native import load_native
+from outofcore.runtime.native import load_native
 from outofcore.report.machine import peak_memory_bytes, resident_memory_bytes
 
 torch.set_num_threads(1)

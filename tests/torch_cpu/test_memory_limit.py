@@ -17,7 +17,7 @@ SCRIPT = """
 import resource, sys
 import torch, torch.nn.functional as F
 import outofcore
-from outofcore.execution.native import load_native
+from outofcore.runtime.native import load_native
 from outofcore.planning import QUICK
 from outofcore.policies import Auto
 

@@ -10,9 +10,9 @@ import torch
 
 from outofcore import compiling
 from outofcore.compiling import BuildError, private_folder
-from outofcore.execution import native
 from outofcore.execution.arena import Arena, ArenaCounters, Installed, ScopeTable
-from outofcore.execution.native import Native, load_native
+from outofcore.runtime import native
+from outofcore.runtime.native import Native, load_native
 
 pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
 
@@ -72,7 +72,7 @@ def test_a_cache_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeyp
 
 
 def test_codes_and_counters_are_the_same_on_both_sides() -> None:
-    source = native._FOLDER.joinpath("arena.cpp").read_text(encoding="utf-8")
+    source = native.CSRC.joinpath("arena.cpp").read_text(encoding="utf-8")
     (body,) = re.findall(r"enum class Installed : int \{(.*?)\};", source, re.DOTALL)
     codes = {name: int(number) for name, number in re.findall(r"k(\w+) = (\d+)", body)}
     assert codes == {member.name.title().replace("_", ""): member.value for member in Installed}
@@ -104,7 +104,7 @@ def test_all_that_the_allocator_of_cuda_is_asked_for_is_handed_on(header: str, k
     (theirs,) = re.findall(
         rf"^(?:class|struct) [^;{{]*\b{kind} [^;]*?\{{.*?^\}};", path.read_text(), re.DOTALL | re.MULTILINE
     )
-    ours = native._FOLDER.joinpath("device_cuda.h").read_text(encoding="utf-8")
+    ours = native.CSRC.joinpath("device_cuda.h").read_text(encoding="utf-8")
     names = set(re.findall(r"\bvirtual\b[^;{(]*?(\w+)\(", theirs))
     assert len(names) > 6
     assert {name for name in names if not re.search(rf"(?<!->)(?<!\.)\b{name}\(", ours)} == set()

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from outofcore.execution.homes import DiskHome, HomeStore, HostHome
 from outofcore.execution.opening import OpenHome
 from outofcore.logical_workers.assignment import runs
 from outofcore.logical_workers.gradients import PIECE_BYTES, Gradients, Layout
 from outofcore.logical_workers.ordered_sum import OrderedSum
 from outofcore.logical_workers.processes import met
+from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
 
 
 class Mailboxes:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from outofcore.compiling import wheel_library
-from outofcore.execution.native import load_native
+from outofcore.runtime.native import load_native
 
 pytest.importorskip("build")
 pytest.importorskip("setuptools_scm")
@@ -115,7 +115,7 @@ USE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import outofcore
-from outofcore.execution.native import load_native
+from outofcore.runtime.native import load_native
 from outofcore.planning.placement import compiled
 assert outofcore.__file__.startswith(sys.argv[1]), outofcore.__file__
 print(outofcore.__version__, load_native().reason)

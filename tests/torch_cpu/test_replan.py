@@ -17,11 +17,11 @@ from torch import nn
 import outofcore
 from outofcore import planning
 from outofcore.errors import BudgetError
-from outofcore.execution.native import load_native
 from outofcore.planning.placement.requests import Result, Scratch
 from outofcore.profiling import ops as profiling_ops
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import KeptProfiles, OpProfile
+from outofcore.runtime.native import load_native
 from outofcore.units import KIB, MIB
 
 native = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")

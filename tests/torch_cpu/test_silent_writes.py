@@ -15,7 +15,7 @@ from effort import is_exhaustive
 import outofcore
 from outofcore.capture import operators
 
-TABLE = Path(outofcore.__file__).parent / "follow" / "silent_writes.h"
+TABLE = Path(outofcore.__file__).parent / "runtime" / "csrc" / "follow" / "silent_writes.h"
 
 
 def read_table() -> dict[str, list[str]]:

@@ -16,13 +16,13 @@ from homely import MALLOC, buffered, descriptors, file_size_limit, noise, opened
 
 import outofcore
 from outofcore.errors import SpillError, TransferError
-from outofcore.execution import folders, spill
 from outofcore.execution.arena import Arena
-from outofcore.execution.folders import default_spill_directory, file_system_of, in_memory
-from outofcore.execution.homes import DiskHome, HostHome
-from outofcore.execution.memory import Region, address_of, map_anonymous
 from outofcore.execution.opening import OpenHome
-from outofcore.execution.spill import SpillFile
+from outofcore.runtime import folders, spill
+from outofcore.runtime.folders import default_spill_directory, file_system_of, in_memory
+from outofcore.runtime.homes import DiskHome, HostHome
+from outofcore.runtime.memory import Region, address_of, map_anonymous
+from outofcore.runtime.spill import SpillFile
 from outofcore.units import MIB, PAGE_BYTES
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -94,8 +94,8 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path, unnamed: bool) -> None:
     free = shutil.disk_usage(tmp_path).free
     script = (
         "import os, sys\n"
-        "from outofcore.execution import spill\n"
-        "from outofcore.execution.homes import DiskHome\n"
+        "from outofcore.runtime import spill\n"
+        "from outofcore.runtime.homes import DiskHome\n"
         f"{'' if unnamed else 'spill.os.O_TMPFILE = os.O_DIRECTORY | os.O_RDWR'}\n"
         "home = DiskHome(sys.argv[1])\n"
         "home.ensure(1 << 30)\n"

@@ -23,9 +23,9 @@ from torch import nn
 import outofcore
 from outofcore.errors import BudgetError, SpillError
 from outofcore.execution import cpu
-from outofcore.execution.native import load_native
 from outofcore.execution.replay import load_replay
 from outofcore.profiling.scratch import Contents
+from outofcore.runtime.native import load_native
 from outofcore.session import Outcome
 from outofcore.units import KIB, MIB
 

@@ -17,8 +17,8 @@ from steps import CASES, assert_same, everything, smallest_of
 from torch.utils import _pytree as pytree
 
 import outofcore
-from outofcore.execution.native import Native
 from outofcore.policies import Auto, SearchParams
+from outofcore.runtime.native import Native
 from outofcore.validator import validate
 
 pytestmark = pytest.mark.usefixtures("one_thread")

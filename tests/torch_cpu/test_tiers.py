@@ -16,10 +16,10 @@ from torch import nn
 
 import outofcore
 from outofcore.errors import BudgetError, InputError, SpillError
-from outofcore.execution.homes import HostHome
-from outofcore.execution.slots import Piece, Slots
 from outofcore.planning import POLICIES
 from outofcore.program import CopyIn, CopyOut
+from outofcore.runtime.homes import HostHome
+from outofcore.runtime.slots import Piece, Slots
 from outofcore.units import GIB, KIB, MIB, PAGE_BYTES
 from outofcore.validator import validate
 

@@ -12,9 +12,9 @@ import pytest
 
 from outofcore.errors import TransferError
 from outofcore.execution.cuda.staging import Transfer, check_transfers, transfer_of
-from outofcore.execution.homes import DiskHome
-from outofcore.execution.memory import Region, address_of, map_anonymous
-from outofcore.execution.native import load_native
+from outofcore.runtime.homes import DiskHome
+from outofcore.runtime.memory import Region, address_of, map_anonymous
+from outofcore.runtime.native import load_native
 from outofcore.units import MIB
 
 SIZE = 20 * MIB  # more than one system call moves

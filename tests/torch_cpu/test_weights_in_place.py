@@ -19,9 +19,9 @@ from torch import nn
 import outofcore
 from outofcore.checkpoint.tensor_files import read_header
 from outofcore.errors import InputError, TransferError
-from outofcore.execution.file_ranges import ReadFile, Stamp, writes_are_seen
-from outofcore.execution.mapped_files import MappedFiles
-from outofcore.execution.memory import Region, map_anonymous
+from outofcore.runtime.file_ranges import ReadFile, Stamp, writes_are_seen
+from outofcore.runtime.mapped_files import MappedFiles
+from outofcore.runtime.memory import Region, map_anonymous
 from outofcore.units import KIB, MIB, PAGE_BYTES
 
 WIDTH = 192

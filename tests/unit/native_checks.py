@@ -11,7 +11,7 @@ import pytest
 import outofcore
 from outofcore.compiling import COMPILERS
 
-FOLDER = Path(outofcore.__file__).parent / "follow"
+FOLDER = Path(outofcore.__file__).parent / "runtime" / "csrc" / "follow"
 
 
 def built(name: str, folder: Path) -> Path:

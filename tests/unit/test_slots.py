@@ -13,13 +13,13 @@ from strategies import costs_for, graphs, plans_for
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError, SpillError
-from outofcore.execution.slots import Piece, Slots, lay_out, needed_bytes
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.lowering import lower, room_at_homes, wire
 from outofcore.lowering.slots import lasting, slot_bytes
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning import place
 from outofcore.program import CopyOut, Program, Run
+from outofcore.runtime.slots import Piece, Slots, lay_out, needed_bytes
 from outofcore.validator.step import Order
 
 

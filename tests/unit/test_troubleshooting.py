@@ -37,9 +37,9 @@ SPEAKING = (
     *("planning/policy.py", "planning/registry.py"),
     "profiling/ops.py",
     *("distributed/agreement.py", "peers.py", "plan_updates.py"),
-    *(f"execution/{name}.py" for name in ("arena", "homes", "checks", "spill", "model_state", "gradients", "runner")),
-    *(f"execution/{name}.py" for name in ("slots", "aliases", "opening", "file_ranges")),
-    *("execution/cuda", "follow", "distributed", "logical_workers"),
+    *(f"execution/{name}.py" for name in ("arena", "model_state", "gradients", "runner")),
+    *(f"execution/{name}.py" for name in ("aliases", "opening")),
+    *("execution/cuda", "runtime", "follow", "distributed", "logical_workers"),
 )
 # Only a fault of the library can bring these up.
 OUR_FAULTS = re.compile(

@@ -26,10 +26,10 @@ from msgspec import Struct
 from outofcore._torch_internals import memory_of, storage_bytes
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import Faces
-from outofcore.execution.file_ranges import Stamp
-from outofcore.execution.homes import HomeStore
-from outofcore.execution.memory import Region, map_anonymous
 from outofcore.jsonfile import decode_json, refuse
+from outofcore.runtime.file_ranges import Stamp
+from outofcore.runtime.homes import HomeStore
+from outofcore.runtime.memory import Region, map_anonymous
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 BUFFER_BYTES = 4 * MIB

@@ -15,13 +15,13 @@ from outofcore._torch_internals import TESTED_TEXT, Feature, is_tested, missing
 from outofcore.compiling import COMPILERS
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.cuda.backend import CudaBackend
-from outofcore.execution.folders import file_system_of
-from outofcore.execution.homes import DiskHome, HomeStore, HostHome
-from outofcore.execution.native import Flavor, load_native
 from outofcore.execution.opening import open_homes
 from outofcore.profiling.cache import Cache, default_cache_folder
 from outofcore.profiling.links import measure_link, measure_memory_bandwidth
 from outofcore.report.machine import available_memory_bytes, this_machine, transparent_huge_pages
+from outofcore.runtime.folders import file_system_of
+from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
+from outofcore.runtime.native import Flavor, load_native
 from outofcore.units import MIB, format_bytes, format_seconds
 
 # The tensors of the small training take 9 MiB.

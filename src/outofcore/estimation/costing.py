@@ -29,7 +29,6 @@ from outofcore.capture.shards import AssumedGroup, Shards
 from outofcore.capture.tables import leaves_in
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.execution.backend import Backend
-from outofcore.execution.homes import HomeStore
 from outofcore.execution.opening import homes_of, open_backend
 from outofcore.graph import Op, StepGraph
 from outofcore.options import UserStep
@@ -38,6 +37,7 @@ from outofcore.profiling.cache import Cache, open_cache
 from outofcore.profiling.groups import GroupCost
 from outofcore.profiling.links import links_to
 from outofcore.progress import Tell, silent
+from outofcore.runtime.homes import HomeStore
 from outofcore.step_variants import Split, StepVariants
 from outofcore.transforms.fusing import fusing
 from outofcore.transforms.kernels import Kernels

@@ -28,12 +28,12 @@ from outofcore.capture.captured import CPU, Captured, StateBinding, Value
 from outofcore.capture.optimizers import StateOwner
 from outofcore.errors import StateError
 from outofcore.execution.binding import tensor_on
-from outofcore.execution.file_ranges import FIRST_RANGE, ReadFile, writes_are_seen
-from outofcore.execution.fingerprints import fingerprint
-from outofcore.execution.homes import HomeStore
-from outofcore.execution.mapped_files import MappedFiles
-from outofcore.execution.slots import Slots
 from outofcore.graph import StorageKind
+from outofcore.runtime.file_ranges import FIRST_RANGE, ReadFile, writes_are_seen
+from outofcore.runtime.fingerprints import fingerprint
+from outofcore.runtime.homes import HomeStore
+from outofcore.runtime.mapped_files import MappedFiles
+from outofcore.runtime.slots import Slots
 from outofcore.tensor_data import is_in_host_memory, move_onto, set_data
 
 _POINTER = torch.Tensor.data_ptr

@@ -30,10 +30,10 @@ import torch
 
 from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import ArenaError, StateError
-from outofcore.execution.homes import HomeStore
-from outofcore.execution.memory import Region, advise_pages, map_anonymous, tensor_over, unmap
-from outofcore.execution.native import Native, load_native
 from outofcore.planning.placement.requests import Event, EventKind
+from outofcore.runtime.homes import HomeStore
+from outofcore.runtime.memory import Region, advise_pages, map_anonymous, tensor_over, unmap
+from outofcore.runtime.native import Native, load_native
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 _REFUSAL = "outofcore arena: "  # how arena.cpp begins the message of a refused request

@@ -19,7 +19,7 @@ from outofcore.execution.arena import Arena, Memory, Recorder
 from outofcore.execution.cpu import CpuEngine
 from outofcore.execution.cuda.interface import Driver
 from outofcore.execution.engines import Engine
-from outofcore.execution.homes import HomeStore
+from outofcore.runtime.homes import HomeStore
 from outofcore.units import format_bytes
 
 _ANNEX = 2  # addresses for requests beyond the plan, in budgets: pieces of them lie apart

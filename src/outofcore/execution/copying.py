@@ -21,12 +21,12 @@ from outofcore.compiling import native_callback
 from outofcore.errors import StateError, TransferError
 from outofcore.execution.arena import Arena
 from outofcore.execution.binding import Bound, BoundCopy
-from outofcore.execution.checks import damaged
-from outofcore.execution.fingerprints import secrets
-from outofcore.execution.homes import HomeStore, Location, Remember
 from outofcore.execution.interrupts import SIGNALS_SECONDS
-from outofcore.execution.native import without_lock
-from outofcore.execution.slots import Piece
+from outofcore.runtime.checks import damaged
+from outofcore.runtime.fingerprints import secrets
+from outofcore.runtime.homes import HomeStore, Location, Remember
+from outofcore.runtime.native import without_lock
+from outofcore.runtime.slots import Piece
 
 _NOT_SUMMED = -1  # in place of the row of a piece in ``_Work.sums``
 

@@ -26,14 +26,14 @@ from outofcore.execution.arena import Arena, Lender, ScopeTable, as_arena_error
 from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws, Lane
 from outofcore.execution.copying import Copies, Copying, copies_of
 from outofcore.execution.engines import GeneratorStates, Port, place_results
-from outofcore.execution.homes import HomeStore
 from outofcore.execution.interrupts import SIGNALS_SECONDS
-from outofcore.execution.native import load_native
 from outofcore.execution.replay import Replay, is_worth_building, is_worth_it, replay_if_there, spans
-from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.finalization import end_when_threads_rest
 from outofcore.program import Timeline
+from outofcore.runtime.homes import HomeStore
+from outofcore.runtime.native import load_native
+from outofcore.runtime.slots import Piece
 from outofcore.tensor_data import is_in_host_memory, move_onto
 
 _log = logging.getLogger("outofcore")

@@ -32,11 +32,11 @@ from outofcore.capture.captured import Captured
 from outofcore.compiling import native_callback
 from outofcore.errors import OutOfCoreError, SpillError
 from outofcore.execution.arena import Answer, Arena
-from outofcore.execution.memory import advise_pages, lasting_tensor
-from outofcore.execution.slots import Piece, Slots
 from outofcore.execution.undo import Reached, Undo
 from outofcore.graph import Op
 from outofcore.program import Block, CopyIn, CopyOut, Program, Run
+from outofcore.runtime.memory import advise_pages, lasting_tensor
+from outofcore.runtime.slots import Piece, Slots
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 _log = logging.getLogger("outofcore")

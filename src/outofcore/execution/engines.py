@@ -9,9 +9,9 @@ import torch
 
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.binding import Bound, BoundRun, Draws
-from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.program import Timeline
+from outofcore.runtime.slots import Piece
 
 # Whether native code may call ops, and on a GPU make CUDA graphs of them.
 Replaying: TypeAlias = bool | Literal["graphs"]

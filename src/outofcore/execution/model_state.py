@@ -34,9 +34,9 @@ from outofcore.execution.aliases import (
     unmoved,
 )
 from outofcore.execution.arena import Memory
-from outofcore.execution.mapped_files import MappedFiles
 from outofcore.execution.state_moves import StateMoves
 from outofcore.graph import StorageKind
+from outofcore.runtime.mapped_files import MappedFiles
 
 _log = logging.getLogger("outofcore")
 

@@ -30,9 +30,9 @@ from outofcore.execution.arena import ScopeTable
 from outofcore.execution.binding import BoundRun, Draws
 from outofcore.execution.copying import Copying
 from outofcore.execution.interrupts import SIGNALS_SECONDS
-from outofcore.execution.native import Prototypes, declare, torch_folder, without_lock
+from outofcore.runtime.native import CSRC, Prototypes, declare, torch_folder, without_lock
 
-_SOURCE = Path(__file__).with_name("replay.cpp")
+_SOURCE = CSRC / "replay.cpp"
 _FILE = "replay.so"
 # Of a step, for each of its ops: in longer ones the calls by Python, 5 us each, take less than a thousandth.
 _WORTH_SECONDS = 5e-3

@@ -18,17 +18,17 @@ from outofcore.errors import OutOfCoreError, StateError
 from outofcore.execution.aliases import Owned, Place, State
 from outofcore.execution.arena import Arena, Memory, ScopeTable
 from outofcore.execution.binding import Bound, BoundRun, bind, scopes, tensor_on
-from outofcore.execution.checks import CheckedHome
 from outofcore.execution.demand_eviction import DemandEviction
 from outofcore.execution.engines import Engine, Port
 from outofcore.execution.gradients import StepGradients
 from outofcore.execution.model_state import StateKeeper
-from outofcore.execution.slots import Layout, Piece, lay_out, needed_bytes
 from outofcore.execution.stopping import can_stop, stop, stops_as_plain, updates_of
 from outofcore.execution.undo import Undo
 from outofcore.graph import Op
 from outofcore.planning.placement.requests import Event, EventKind, Requests, Result, workspace_layout
 from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
+from outofcore.runtime.checks import CheckedHome
+from outofcore.runtime.slots import Layout, Piece, lay_out, needed_bytes
 
 
 class UpdateError(Exception):

@@ -15,8 +15,8 @@ from outofcore.analysis import is_large, placed_bytes
 from outofcore.errors import SpillError
 from outofcore.execution.aliases import Faces, Place, State
 from outofcore.execution.arena import Memory
-from outofcore.execution.spill import copy_buffer
 from outofcore.program import Block, Program
+from outofcore.runtime.spill import copy_buffer
 
 _log = logging.getLogger("outofcore")
 

@@ -13,9 +13,9 @@ from outofcore.capture.captured import Captured
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.value_errors import ops_that_may_raise
 from outofcore.execution.arena import Memory
-from outofcore.execution.slots import Piece, Slots
 from outofcore.execution.undo import Reached
 from outofcore.program import CopyIn, CopyOut, Program, Run
+from outofcore.runtime.slots import Piece, Slots
 
 
 def updates_of(captured: Captured, program: Program) -> tuple[int, ...]:

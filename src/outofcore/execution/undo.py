@@ -19,8 +19,8 @@ from outofcore.capture.captured import Captured
 from outofcore.capture.optimizers import OptimizerUpdate
 from outofcore.capture.recorder import generators_on
 from outofcore.execution.arena import Memory
-from outofcore.execution.slots import Piece, Slots, meet
 from outofcore.program import Block, CopyIn, CopyOut, Program, Run
+from outofcore.runtime.slots import Piece, Slots, meet
 from outofcore.units import MIB
 
 # More than this is not put aside at every step: it would be memory beside the budget.

@@ -6,8 +6,8 @@ import torch
 
 from outofcore._torch_internals import is_aligned, storage_address
 from outofcore.analysis import SMALL_ALIGNMENT
-from outofcore.execution.native import Flavor
 from outofcore.follow.native import flavor_of, loaded_paging
+from outofcore.runtime.native import Flavor
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

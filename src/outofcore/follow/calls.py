@@ -18,13 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from outofcore._torch_internals import storage_address, storage_bytes, storage_key, tree_flatten, tree_unflatten
-from outofcore.execution.mapped_files import MappedFiles
 from outofcore.follow.devices import CPU
 from outofcore.follow.failures import explained
 from outofcore.follow.loop import Loop
 from outofcore.follow.native import call
 from outofcore.follow.stats import LoopStats
 from outofcore.follow.user_tensors import state_of, tensors_of
+from outofcore.runtime.mapped_files import MappedFiles
 from outofcore.tensor_data import move_onto
 
 _log = logging.getLogger("outofcore")

@@ -13,12 +13,12 @@ from typing import ClassVar
 import torch
 
 from outofcore.errors import SpillError
-from outofcore.execution.folders import default_spill_directory
-from outofcore.execution.mapped_files import MappedFiles
-from outofcore.execution.native import Flavor
-from outofcore.execution.spill import SpillFile
 from outofcore.follow.gpu import Shares, graphs_refused, make_workspaces, shares_of
 from outofcore.follow.native import flavor_of, load_paging
+from outofcore.runtime.folders import default_spill_directory
+from outofcore.runtime.mapped_files import MappedFiles
+from outofcore.runtime.native import Flavor
+from outofcore.runtime.spill import SpillFile
 
 # Addresses that a home on a disk may take up; the disk itself is the limit.
 _DISK_CAPACITY = 1 << 40

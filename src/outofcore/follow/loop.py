@@ -27,8 +27,6 @@ from torch.utils.hooks import RemovableHandle
 from outofcore._torch_internals import Feature, require, storage_address
 from outofcore.capture.provenance import user_line
 from outofcore.errors import StateError
-from outofcore.execution.checks import Check
-from outofcore.execution.memory import trim_heap
 from outofcore.follow.devices import LoopDevice, LoopHome
 from outofcore.follow.failures import explained
 from outofcore.follow.loop_planner import LoopPlanner
@@ -64,6 +62,8 @@ from outofcore.report.machine import this_machine
 from outofcore.report.notebook import ReportPath, facts_html
 from outofcore.report.page import write_report
 from outofcore.report.trace import LoopMeasurements, write_trace
+from outofcore.runtime.checks import Check
+from outofcore.runtime.memory import trim_heap
 from outofcore.units import MIB, format_bytes
 
 _log = logging.getLogger("outofcore")

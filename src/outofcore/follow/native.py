@@ -21,16 +21,16 @@ import torch
 from outofcore._torch_internals import has_python_kernel, storage_address
 from outofcore.compiling import BuildError, compile_library, load_kept, native_callback
 from outofcore.errors import SpillError, StateError, TransferError
-from outofcore.execution.mapped_files import OWNERS
-from outofcore.execution.native import Flavor, cuda_headers, device_flags
+from outofcore.runtime.mapped_files import OWNERS
+from outofcore.runtime.native import CSRC, Flavor, cuda_headers, device_flags
 
-_FOLDER = Path(__file__).parent
+_FOLDER = CSRC / "follow"
 _SOURCE = _FOLDER / "paging.cpp"
 _FILES = {Flavor.CPU: "paging.so", Flavor.CUDA: "paging-cuda.so"}
 # By the type of the device whose tensors it follows.
 _FLAVORS = {"cpu": Flavor.CPU, "cuda": Flavor.CUDA}
 # Of the allocators that compiled steps wrap as well.
-_BENEATH = tuple(sorted((_FOLDER.parent / "execution").glob("device_*.h")))
+_BENEATH = tuple(sorted(CSRC.glob("device_*.h")))
 
 # Prefix of messages from paging.cpp, and the text that marks a refusal by the budget.
 OURS, REFUSED = "outofcore: ", "outofcore: the budget of "

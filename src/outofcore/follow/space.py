@@ -12,12 +12,12 @@ import torch
 
 from outofcore._torch_internals import storage_address
 from outofcore.errors import ArenaError, StateError
-from outofcore.execution.checks import Check
-from outofcore.execution.mapped_files import FileMapping
 from outofcore.follow.devices import LoopDevice
 from outofcore.follow.native import call
 from outofcore.follow.stats import LoopStats
 from outofcore.progress import Tell, silent
+from outofcore.runtime.checks import Check
+from outofcore.runtime.mapped_files import FileMapping
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")

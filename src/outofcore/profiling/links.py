@@ -28,12 +28,12 @@ from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend
 from outofcore.execution.cuda.interface import Driver, Mark, Stream
 from outofcore.execution.cuda.staging import Staging, first_stream, last_stream
-from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.interrupts import Deferred
-from outofcore.execution.memory import Region, map_anonymous
 from outofcore.jsonfile import convert_json
 from outofcore.profiling.cache import Cache, Shelf
 from outofcore.profiling.ops import machine_facts
+from outofcore.runtime.homes import DiskHome, HomeStore
+from outofcore.runtime.memory import Region, map_anonymous
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
 _log = logging.getLogger("outofcore.profiling")

@@ -34,7 +34,6 @@ from outofcore.execution.arena import Memory, ScopeTable
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.binding import BoundRun, bind, scopes
 from outofcore.execution.interrupts import Deferred
-from outofcore.execution.native import load_native
 from outofcore.graph import Op, StepGraph
 from outofcore.jsonfile import convert_json, refuse
 from outofcore.planning.placement.requests import (
@@ -50,6 +49,7 @@ from outofcore.profiling.faithfulness import differences
 from outofcore.profiling.scratch import Contents, contents_to_try
 from outofcore.program import Block, Program, Run
 from outofcore.report.machine import this_machine
+from outofcore.runtime.native import load_native
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
 _log = logging.getLogger("outofcore.profiling")

@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 OUT = ROOT / "build" / "gpu-stub"
 # Headers that the packages of CUDA's runtime lack, and that say nothing to a plain compiler.
-SHIM = ROOT / "src" / "outofcore" / "execution" / "cuda" / "shim"
+SHIM = ROOT / "src" / "outofcore" / "runtime" / "csrc" / "shim"
 
 
 class BuildError(Exception):

@@ -39,8 +39,8 @@ from worlds import eager
 from outofcore.execution.cuda import engine
 from outofcore.execution.cuda.driver import CudaDriver
 from outofcore.execution.cuda.interface import Actions, Stream
-from outofcore.execution.native import Flavor
 from outofcore.follow import native
+from outofcore.runtime.native import CSRC, Flavor
 from outofcore.units import GIB, KIB
 
 STEPS = 14  # the first six are measured, for which the host waits
@@ -222,12 +222,10 @@ def switched(header: str) -> tuple[str, list[str]]:
 @contextmanager
 def switched_paging() -> Iterator[tuple[ctypes.c_ulonglong, list[str]]]:
     """The native code with those switches in place of that of the package."""
-    package = Path(native.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "follow"
-        shutil.copytree(package, copy, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-        shutil.copytree(package.parent / "execution", Path(folder) / "execution", ignore=shutil.ignore_patterns("*.py"))
-        text, names = switched((package / HEADER).read_text(encoding="utf-8"))
+        copy = Path(folder) / "csrc" / "follow"
+        shutil.copytree(CSRC, copy.parent)
+        text, names = switched((copy / HEADER).read_text(encoding="utf-8"))
         (copy / HEADER).write_text(text, encoding="utf-8")
         with mock.patch.multiple(native, _FOLDER=copy, _SOURCE=copy / "paging.cpp"):
             library = native.load_paging(Flavor.CUDA)

@@ -10,7 +10,7 @@ from outofcore.execution.arena import Memory, Recorder
 from outofcore.execution.cuda.driver import ALLOCATOR, CudaDriver
 from outofcore.execution.cuda.engine import CudaEngine
 from outofcore.execution.engines import Replaying
-from outofcore.execution.homes import HomeStore, PinnedHome
+from outofcore.runtime.homes import HomeStore, PinnedHome
 from outofcore.units import MIB, round_up
 
 # Off-plan requests may take a 64th of the budget, and this at least: libraries keep workspaces of tens of MiB.

@@ -36,8 +36,8 @@ from outofcore.execution.arena import ArenaCounters, Recorder, install, read_cou
 from outofcore.execution.binding import Bound, BoundRun
 from outofcore.execution.cuda.interface import Action, Actions, Copy, FileHome, Move, Record, Stream, Tape, Wait
 from outofcore.execution.cuda.staging import Transfer, check_transfers, transfer_of
-from outofcore.execution.homes import HomeStore, PinnedHome
-from outofcore.execution.native import Flavor, load_native
+from outofcore.runtime.homes import HomeStore, PinnedHome
+from outofcore.runtime.native import Flavor, load_native
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 _log = logging.getLogger("outofcore")

@@ -28,11 +28,11 @@ from outofcore.execution.cuda.interface import Actions, Driver, Issuer, Mark, St
 from outofcore.execution.cuda.preparing import BESIDE, Batch, Issue, Preparation, Prepared, collective, op_call
 from outofcore.execution.cuda.staging import BUFFER_BYTES, BUFFERS, Staging, first_stream, last_stream
 from outofcore.execution.engines import Port, Replaying
-from outofcore.execution.homes import DiskHome, HomeStore
 from outofcore.execution.replay import NotIssuedError, Replay, replay_if_there
-from outofcore.execution.slots import Piece
 from outofcore.execution.undo import Reached
 from outofcore.program import Timeline
+from outofcore.runtime.homes import DiskHome, HomeStore
+from outofcore.runtime.slots import Piece
 
 # The streams that begin after the compute stream at the start of a step; the others follow from these.
 _BEGIN = (Stream.COPY_OUT, Stream.COPY_IN)

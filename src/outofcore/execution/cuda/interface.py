@@ -16,7 +16,7 @@ import torch
 
 from outofcore.execution.arena import Memory
 from outofcore.execution.binding import Bound, BoundRun
-from outofcore.execution.homes import HomeStore
+from outofcore.runtime.homes import HomeStore
 
 
 class Stream(IntEnum):

@@ -18,9 +18,9 @@ from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws
 from outofcore.execution.cuda.interface import Driver, Mark, Stream
 from outofcore.execution.cuda.staging import Part, Staging, reads_after_writes
 from outofcore.execution.engines import GeneratorStates, place_results
-from outofcore.execution.homes import HomeStore
-from outofcore.execution.slots import Piece
 from outofcore.program import Timeline
+from outofcore.runtime.homes import HomeStore
+from outofcore.runtime.slots import Piece
 
 # The streams after which the compute stream goes on; the others follow from these.
 _END = (Stream.COPY_OUT, Stream.COPY_IN)

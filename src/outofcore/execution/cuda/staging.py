@@ -17,7 +17,7 @@ import torch
 
 from outofcore.errors import TransferError
 from outofcore.execution.cuda.interface import Driver, FileHome, Issuer, Mark, Stream
-from outofcore.execution.slots import Piece, meet
+from outofcore.runtime.slots import Piece, meet
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 BUFFER_BYTES = 8 * MIB

@@ -12,8 +12,8 @@ import functools
 import hashlib
 import os
 
-from outofcore.execution.memory import address_of
-from outofcore.execution.native import load_native
+from outofcore.runtime.memory import address_of
+from outofcore.runtime.native import load_native
 
 _Secrets = ctypes.c_uint64 * 10  # as fingerprint.cpp takes them
 

@@ -16,7 +16,7 @@ import weakref
 from pathlib import Path
 
 from outofcore.errors import SpillError, StateError, TransferError
-from outofcore.execution.memory import Region, address_of, map_anonymous, map_file
+from outofcore.runtime.memory import Region, address_of, map_anonymous, map_file
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
 # One system call moves at most this much: a copy can then be stopped. Each call takes the processor from ops.

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from outofcore.errors import InputError, TransferError
-from outofcore.execution.memory import (
+from outofcore.runtime.memory import (
     Watched,
     address_of,
     advise_pages,
@@ -33,7 +33,7 @@ from outofcore.execution.memory import (
     map_over,
     tensor_over,
 )
-from outofcore.execution.spill import CHUNK_BYTES, SpillFile, copy_buffer, kept_bytes
+from outofcore.runtime.spill import CHUNK_BYTES, SpillFile, copy_buffer, kept_bytes
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
 # From here on offsets name ranges of files; no home has so many bytes of its own.

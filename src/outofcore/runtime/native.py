@@ -23,9 +23,9 @@ import torch
 
 from outofcore.compiling import COMPILERS, BuildError, compile_library, load_kept
 
-_FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / f"{name}.cpp" for name in ("arena", "transfer", "fingerprint", "copying"))
-_CUDA_SOURCE = _FOLDER / "cuda" / "issue.cpp"
+CSRC = Path(__file__).parent / "csrc"
+_SOURCES = tuple(CSRC / f"{name}.cpp" for name in ("arena", "transfer", "fingerprint", "copying"))
+_CUDA_SOURCE = CSRC / "issue.cpp"
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
@@ -118,7 +118,7 @@ def load_native(flavor: Flavor = Flavor.CPU) -> Native:
 def build_key(flavor: Flavor = Flavor.CPU) -> str:
     """Return the name of the build: torch version, Python, machine and a hash of everything else that goes into it."""
     hashed = hashlib.sha256()
-    for path in (*_sources(flavor), *sorted(_FOLDER.glob("*.h"))):
+    for path in (*_sources(flavor), *sorted(CSRC.glob("*.h"))):
         hashed.update(path.read_bytes())
     hashed.update("\0".join((str(torch_folder()), *_flags(flavor))).encode())
     tag = sys.implementation.cache_tag or sys.implementation.name
@@ -187,7 +187,7 @@ def device_flags(flavor: Flavor) -> list[str]:
     return [
         *(["-DOUTOFCORE_CUDA"] if flavor is Flavor.CUDA else []),
         # The packages of CUDA's runtime lack two headers that it includes, and that say nothing to a plain compiler.
-        *([f"-I{headers}", f"-idirafter{_FOLDER / 'cuda' / 'shim'}"] if headers else []),
+        *([f"-I{headers}", f"-idirafter{CSRC / 'shim'}"] if headers else []),
     ]
 
 

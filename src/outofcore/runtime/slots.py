@@ -17,7 +17,7 @@ from outofcore.program import CopyOut, Program, Run
 from outofcore.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:  # what is here needs no PyTorch, homes do
-    from outofcore.execution.homes import HomeStore
+    from outofcore.runtime.homes import HomeStore
 
 
 @dataclass(frozen=True, slots=True)

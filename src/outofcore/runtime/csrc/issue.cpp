@@ -15,7 +15,7 @@
 #include <new>
 #include <thread>
 
-#include "../transfer.h"
+#include "transfer.h"
 
 namespace {
 

@@ -11,7 +11,7 @@
 
 #pragma once
 
-#include "../execution/device_cuda.h"
+#include "../device_cuda.h"
 #include "pinned.h"
 #include "streams.h"
 

@@ -19,9 +19,10 @@ import torch
 
 from outofcore.capture.provenance import stacklevel_of_user
 from outofcore.errors import SpillError, StateError, TransferError
-from outofcore.execution.file_ranges import FIRST_RANGE, FileRanges
-from outofcore.execution.folders import default_spill_directory, file_system_of, in_memory
-from outofcore.execution.memory import (
+from outofcore.report.machine import available_memory_bytes
+from outofcore.runtime.file_ranges import FIRST_RANGE, FileRanges
+from outofcore.runtime.folders import default_spill_directory, file_system_of, in_memory
+from outofcore.runtime.memory import (
     Region,
     address_of,
     advise_pages,
@@ -30,8 +31,7 @@ from outofcore.execution.memory import (
     tensor_over,
     unmap,
 )
-from outofcore.execution.spill import SpillFile, check_directory, free_bytes
-from outofcore.report.machine import available_memory_bytes
+from outofcore.runtime.spill import SpillFile, check_directory, free_bytes
 from outofcore.units import GIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 Remember: TypeAlias = Callable[[int, int, int], None]

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "../execution/device_cpu.h"
+#include "../device_cpu.h"
 #include "homes.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>

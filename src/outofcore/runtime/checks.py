@@ -15,10 +15,10 @@ from enum import Enum
 import torch
 
 from outofcore.errors import TransferError
-from outofcore.execution.file_ranges import FileRanges
-from outofcore.execution.fingerprints import sampled
-from outofcore.execution.homes import HomeStore, Location
-from outofcore.execution.spill import copy_buffer
+from outofcore.runtime.file_ranges import FileRanges
+from outofcore.runtime.fingerprints import sampled
+from outofcore.runtime.homes import HomeStore, Location
+from outofcore.runtime.spill import copy_buffer
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 # An odd number whose multiples are spread well over 32 bits (Knuth, TAOCP vol. 3, section 6.4).
