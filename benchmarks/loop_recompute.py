@@ -2,9 +2,10 @@
 
 Each loop runs in eager PyTorch on tensors without memory. A recorder notes what ``paging.cpp`` notes: the ops, the
 storages of 64 KiB and more that they touch, and when each storage is freed. Recomputation follows
-``runtime/csrc/follow/recipes.h``: autograd holds a recipe in place of a saved tensor, and its ops run again when a backward node asks for the tensor. The
-ops are those that ``Device::repeats`` in ``runtime/csrc/follow/device_cuda.h`` allows, their inputs stay alive, and
-``worth_making_again`` chooses the tensors, as in a loop. Both records are planned alike: a plan offloads or keeps.
+``runtime/csrc/follow/recipes.h``: autograd holds a recipe in place of a saved tensor, and its ops run again when a
+backward node asks for the tensor. The ops are those that ``Device::repeats`` in ``runtime/csrc/follow/device_cuda.h``
+allows, their inputs stay alive, and ``worth_making_again`` chooses the tensors, as in a loop. Both records are planned
+alike: a plan offloads or keeps.
 
 Costs come from ``outofcore.presets``, by a roofline; the host's time for an op is not counted. An optimizer's update is
 one op for each parameter. The last column is the same loop with ``torch.utils.checkpoint`` around each block.
