@@ -32,8 +32,7 @@ _FLAVORS = {"cpu": Flavor.CPU, "cuda": Flavor.CUDA}
 # Of the allocators that compiled steps wrap as well.
 _BENEATH = tuple(sorted(CSRC.glob("device_*.h")))
 
-# Prefix of messages from paging.cpp, and the text that marks a refusal by the budget.
-OURS, REFUSED = "outofcore: ", "outofcore: the budget of "
+_OURS = "outofcore: "  # how messages from paging.cpp begin
 # Error classes by the words in a message; all others are TransferErrors.
 _ERRORS: dict[str, type[Exception]] = {
     "no home has room": SpillError,
@@ -49,6 +48,7 @@ DISPATCH_KEY = "Fake"
 # Result and arguments. A result of -1 is a failure.
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "follow_failure": (ctypes.c_char_p, ()),
+    "follow_refusal": (ctypes.c_char_p, (ctypes.c_char_p, _POINTER)),
     "follow_load": (_COUNT, (_POINTER,)),
     "follow_unload": (None, ()),
     "follow_new": (_POINTER, (_COUNT, ctypes.c_int, ctypes.c_int, ctypes.c_int)),
@@ -217,15 +217,34 @@ def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
     return result
 
 
-def error_of(text: str) -> Exception | None:
-    """Return the error that a message of the native code stands for; None if it is none of these.
+class Refusal(ctypes.Structure):
+    """The numbers of what a budget has refused; as ``Numbers`` in refusals.h."""
 
-    A refusal by the budget is none of them: ``explained`` in failures.py makes an error of it.
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in ("budget", "asked", "used", "kept", "least", "small", "smallest", "beside", "sums", "parameter")
+    )
+
+
+def refusal_of(text: str) -> tuple[str, Refusal] | None:
+    """Return the op that a budget could not hold, with the numbers, by the text of the error; None for any other."""
+    numbers = Refusal()
+    for library in loaded_pagings():
+        op: bytes | None = library.follow_refusal(text.encode(errors="replace"), ctypes.byref(numbers))
+        if op is not None:
+            return op.decode(errors="replace"), numbers
+    return None
+
+
+def error_of(text: str) -> Exception | None:
+    """Return the error that a message of the native code stands for; None if it is not one of its messages.
+
+    What the budget refused, ``explained`` in failures.py explains.
     """
-    at = text.find(OURS)
-    if at < 0 or REFUSED in text:
+    at = text.find(_OURS)
+    if at < 0 or refusal_of(text) is not None:
         return None
-    said = text[at + len(OURS) :].splitlines()[0]
+    said = text[at + len(_OURS) :].splitlines()[0]
     for words, kind in _ERRORS.items():
         if words in said:
             return kind(said)

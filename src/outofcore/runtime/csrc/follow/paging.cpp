@@ -217,6 +217,19 @@ int64_t written(const std::vector<int64_t>& told, int64_t* numbers, int64_t capa
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT const char* follow_failure() noexcept { return failure; }
+// What the budget refused, by the text of the error: the op, valid until this thread asks again. Null: it is no refusal.
+EXPORT const char* follow_refusal(const char* text, follow::Numbers* numbers) noexcept {
+  thread_local std::string op;
+  try {
+    const auto refusal = follow::refusals().find(text);
+    if (!refusal) return nullptr;
+    *numbers = refusal->numbers;
+    op = refusal->op;
+    return op.c_str();
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
 
 // Takes the dispatch key, which is one for all devices. 0: done; 1: PyTorch uses it for something else.
 EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64_t*)) noexcept {

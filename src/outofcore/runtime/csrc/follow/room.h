@@ -3,6 +3,7 @@
 #pragma once
 
 #include "blocks.h"
+#include "refusals.h"
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -207,19 +208,21 @@ Block* known(StorageImpl& storage);
 
 // Where in backward the op comes from that runs; empty: it does not run there, or that is not known.
 std::string source_of_running(const Space& space) {
-  const auto node = torch::autograd::get_current_node();
-  if (!node) return "";
+  if (!torch::autograd::get_current_node()) return "";
   if (source != nullptr) return source;
-  if (const auto* sum = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()); sum && sum->variable.has_storage()) {
-    const Block* block = known(*sum->variable.storage().unsafeGetStorageImpl());
-    return " in the backward pass of parameter " + std::to_string(block == nullptr ? -1 : block->id);  // see ``_named``
-  }
   if (space.follower.on_course() && space.follower.op().source != nullptr) return space.follower.op().source;
   return "";
 }
+// The storage of the parameter to whose gradient the op adds that runs; null: it adds to none.
+StorageImpl* summed_by_running() {
+  const auto node = torch::autograd::get_current_node();
+  const auto* sum = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
+  const bool is_sum = source == nullptr && sum != nullptr && sum->variable.has_storage();
+  return is_sum ? sum->variable.storage().unsafeGetStorageImpl() : nullptr;
+}
 
-// Python knows this message, and makes a BudgetError of it (failures.py). Programs that then try smaller batches, such as
-// accelerate's, look for its last words.
+// Throws, and keeps the numbers for ``follow_refusal``. Programs that then try smaller batches, such as accelerate's, look
+// for the last words of the message.
 [[noreturn]] void refuse(const Space& space, int64_t bytes) {
   bytes = whole_pages(bytes);
   int64_t pinned = 0, kept = 0;
@@ -227,13 +230,18 @@ std::string source_of_running(const Space& space) {
     if (!block->here() || movable(*block)) continue;
     (block->pins > 0 || !block->storage ? pinned : kept) += block->bytes;
   }
-  const int64_t beside = space.limit - space.budget + space.spare;
-  TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: the budget of ", space.limit, " bytes cannot hold ",
-                   name_of_running(), source_of_running(space), ", which asks for ", bytes, " bytes beside ", pinned, " bytes that it uses and ",
-                   kept, " bytes that cannot be moved; at least ",
-                   Device::least_for(bytes + pinned + kept + space.small() + beside, space.limit),
-                   " bytes are needed, of which tensors of less than ", smallest.load(), " bytes each take ",
-                   space.small(), ", and ", beside, " lie beside the arena. The loop is out of memory.");
+  const int64_t beside = space.limit - space.budget + space.spare, small = space.small();
+  const int64_t least = Device::least_for(bytes + pinned + kept + small + beside, space.limit);
+  StorageImpl* parameter = summed_by_running();
+  const Block* block = parameter == nullptr ? nullptr : known(*parameter);
+  const std::string op = name_of_running() + (parameter == nullptr ? source_of_running(space) : "");
+  const std::string text =
+      c10::str("outofcore: the budget of ", space.limit, " bytes cannot hold ", op, ", which asks for ", bytes,
+               " bytes; at least ", least, " bytes are needed. The loop is out of memory.");
+  follow::refusals().keep({text, op,
+                           {space.limit, bytes, pinned, kept, least, small, smallest, beside, parameter != nullptr,
+                            block == nullptr ? -1 : block->id}});
+  TORCH_CHECK_WITH(OutOfMemoryError, false, text);
 }
 
 // Moves a block that is movable within the arena, to where the plan has it if that is free, but out of a stretch; false: it
