@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from outofcore.errors import BudgetError
-from outofcore.follow.native import Refusal, error_of, refusal_of
+from outofcore.follow.native import REFUSAL_FIELDS, error_of, refusal_of
 from outofcore.follow.observed import Known
 from outofcore.follow.running import sources
 from outofcore.follow.sources import IN_BACKWARD, places_of
@@ -21,7 +21,7 @@ def explained(error: BaseException, names: Known | None = None) -> Exception | N
     if found is None:
         return error_of(text)
     op, refused = found
-    counts = {name: format_bytes(getattr(refused, name)) for name, _ in Refusal._fields_}
+    counts = {name: format_bytes(getattr(refused, name)) for name in REFUSAL_FIELDS}
     held = f", and {counts['kept']} cannot be moved" if refused.kept else ""
     if refused.small:
         held += f", beside {counts['small']} of tensors below {counts['smallest']}"

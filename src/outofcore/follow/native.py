@@ -217,13 +217,13 @@ def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
     return result
 
 
+REFUSAL_FIELDS = ("budget", "asked", "used", "kept", "least", "small", "smallest", "beside", "sums", "parameter")
+
+
 class Refusal(ctypes.Structure):
     """The numbers of what a budget has refused; as ``Numbers`` in refusals.h."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in ("budget", "asked", "used", "kept", "least", "small", "smallest", "beside", "sums", "parameter")
-    )
+    _fields_ = tuple((name, ctypes.c_int64) for name in REFUSAL_FIELDS)
 
 
 def refusal_of(text: str) -> tuple[str, Refusal] | None:
