@@ -1,20 +1,15 @@
 """Plan steps in a process of its own, so that training goes on at its pace.
 
 A thread would not do: planning holds Python's lock, which training needs for each of its ops. The process has the
-lowest priority, imports no PyTorch, and ends with the thread that has started it. It is in a process group of its own,
-so that Ctrl-C is for training alone, but in the same session: Linux balances sessions first and only then looks at
-priorities (``sched(7)``, autogroups).
+lowest priority and imports no PyTorch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import logging
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import IO, Generic, TypeVar
 
 from outofcore import planning
+from outofcore.child_processes import start_process
 from outofcore.costs import Costs
 from outofcore.errors import OutOfCoreError
 from outofcore.graph import StepGraph
@@ -33,10 +29,6 @@ from outofcore.refine import refined
 
 _log = logging.getLogger("outofcore")
 
-_PROGRAM = (
-    "import json, os, sys; os.nice(int(sys.argv[2])); sys.path[:] = json.loads(sys.argv[1]);"
-    "from outofcore.background import main; main()"
-)
 # A plan takes the place of one that runs if it is quicker by this share of the step.
 _CLEARLY = 0.01
 
@@ -106,24 +98,16 @@ class BackgroundPlanner(Generic[_Subject]):
         """
         with contextlib.ExitStack() as opened:
             try:
-                asked = opened.enter_context(tempfile.TemporaryFile())
                 answer = opened.enter_context(tempfile.TemporaryFile())
-                pickle.dump(job, asked)
-                asked.seek(0)
-                process = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(self.niceness)],
-                    stdin=asked,
-                    stdout=answer,
-                    stderr=subprocess.DEVNULL,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                    process_group=0,
+                one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+                process = start_process(
+                    f"{__name__}:main", pickle.dumps(job), answer, niceness=self.niceness, environment=one_thread
                 )
             except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
                 _log.warning("no process could be started that plans: %s", error)
                 return False
             self._process, self._answer, self._subject = process, answer, subject
             opened.pop_all()
-            asked.close()
         return True
 
     def poll(self) -> tuple[_Subject, Answer] | None:
@@ -177,15 +161,7 @@ def plan_job(job: PlanJob) -> Answer:
 
 def main() -> None:
     """Do the job on standard input, and write the answer to standard output."""
-    _die_with_parent()
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with out:
         pickle.dump(plan_job(pickle.load(sys.stdin.buffer)), out)
-
-
-def _die_with_parent() -> None:
-    signal_on_death = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(signal_on_death, signal.SIGKILL)
-    if os.getppid() == 1:
-        sys.exit(1)

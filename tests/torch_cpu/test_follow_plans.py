@@ -263,7 +263,7 @@ def test_a_loop_that_is_started_again_begins_anew() -> None:
 
 def test_a_planner_that_dies_leaves_the_loop_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BackgroundPlanner", BackgroundPlanner)
-    monkeypatch.setattr("outofcore.background._PROGRAM", "raise SystemExit(3)")
+    monkeypatch.setattr("outofcore.child_processes._PROGRAM", "raise SystemExit(3)")
     theirs, _ = train(6)
 
     ours, stats = train(6, int(0.5 * peak()))

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outofcore.capture.helpers import packed, received, started
+from outofcore.capture.helpers import packed, received
+from outofcore.child_processes import start_process
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_the_number_of_threads_may_be_another(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_a_helper_prints_comes_back() -> None:
     with tempfile.TemporaryFile() as answer:
-        helper = started(packed(torch.ops.aten.add.Tensor), f"{__name__}:say", answer)
+        helper = start_process(f"{__name__}:say", packed(torch.ops.aten.add.Tensor), answer)
         assert helper.wait() == 0
         answer.seek(0)
         assert answer.read() == b"aten.add.Tensor\n"
@@ -70,7 +71,7 @@ def test_what_a_helper_prints_comes_back() -> None:
 def test_where_no_process_can_be_started_the_system_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(OSError, match="nowhere"):
-        started(b"", "module:name")
+        start_process("module:name", b"")
 
 
 def say() -> None:

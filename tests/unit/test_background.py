@@ -33,7 +33,7 @@ def test_another_process_makes_the_same_plan() -> None:
 
 
 def test_a_process_that_dies_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outofcore.background._PROGRAM", "raise SystemExit(3)")
+    monkeypatch.setattr("outofcore.child_processes._PROGRAM", "raise SystemExit(3)")
     planner: BackgroundPlanner[str] = BackgroundPlanner(0)
     assert planner.start("subject", JOB)
     planner.wait()

@@ -1,18 +1,16 @@
 """Helpers: fresh Python processes that do a piece of work with the same PyTorch settings as this one.
 
-Their work is pickled, operators by name, and passed in a file: a pipe would block this process until the helper reads.
+Their work is pickled, operators by name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pickle
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from io import BytesIO
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -40,23 +38,6 @@ def packed(work: Any, threads: int | None = None) -> bytes:
     target = BytesIO()
     _Pickler(target).dump((work, threads or torch.get_num_threads(), _settings()))
     return target.getvalue()
-
-
-def started(work: bytes, serve: str, answer: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
-    """Start a helper that runs ``serve`` ("module:name", no arguments) on ``work`` from ``packed``.
-
-    ``answer`` receives its standard output. Raises ``OSError`` if no process can be started.
-    """
-    module, _, name = serve.partition(":")
-    with tempfile.TemporaryFile() as given:
-        given.write(work)
-        given.seek(0)
-        return subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}; {name}()"],
-            stdin=given,
-            stdout=subprocess.DEVNULL if answer is None else answer,
-            stderr=subprocess.DEVNULL,
-        )
 
 
 def received() -> Any:

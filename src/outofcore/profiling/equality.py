@@ -40,9 +40,10 @@ from outofcore import _torch_internals as internals
 from outofcore.analysis import SMALL_ALIGNMENT
 from outofcore.analysis.chunks import extent, is_dense
 from outofcore.capture.captured import Call, Ref, Value
-from outofcore.capture.helpers import packed, received, started
+from outofcore.capture.helpers import packed, received
 from outofcore.capture.operators import by_name, placed, written_arguments
 from outofcore.capture.patching import TURN
+from outofcore.child_processes import start_process
 from outofcore.execution.backend import Backend
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import op_shelf
@@ -202,7 +203,7 @@ def _tried_elsewhere(claims: Sequence[Claim], values: Sequence[Value], device: t
 def _said(work: bytes) -> tuple[list[bytes], int]:
     """Return a process's verdicts on the claims that it is given, as far as it came, and its exit status."""
     with tempfile.TemporaryFile() as answer:
-        helper = started(work, f"{__name__}:serve", answer)
+        helper = start_process(f"{__name__}:serve", work, answer)
         try:
             status = helper.wait()
         finally:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outofcore.capture.helpers import packed, received, started
+from outofcore.capture.helpers import packed, received
+from outofcore.child_processes import start_process
 
 if TYPE_CHECKING:
     from outofcore.transforms.kernels import Recipe
@@ -42,7 +43,7 @@ def compiling_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None =
         for first in range(count):
             share = own[len(own) - 1 - first :: -count]
             with contextlib.suppress(OSError, pickle.PicklingError):
-                helpers.append(started(packed(tuple(share), threads), f"{__name__}:serve"))
+                helpers.append(start_process(f"{__name__}:serve", packed(tuple(share), threads)))
         yield len(helpers)
     finally:
         for helper in helpers:
