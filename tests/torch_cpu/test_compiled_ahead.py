@@ -89,12 +89,12 @@ def test_helpers_share_recipes_from_the_last_one_on_and_end_with_the_block(
         shares.append([recipe.text for recipe in share])
         return b""
 
-    def start(work: bytes, serve: str) -> subprocess.Popen[bytes]:
+    def start(main: str, work: bytes) -> subprocess.Popen[bytes]:
         started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
         return started[-1]
 
     monkeypatch.setattr(compiled_ahead, "packed", packing)
-    monkeypatch.setattr(compiled_ahead, "started", start)
+    monkeypatch.setattr(compiled_ahead, "start_process", start)
     with compiling_ahead(recipes[:8], 2, cores) as count:
         assert count == len(started) == helpers
         assert all(helper.poll() is None for helper in started)

@@ -542,10 +542,10 @@ def test_what_another_process_has_tried_meanwhile_is_not_tried_again(
 def test_a_process_that_ends_early_tells_nothing_of_the_claim_that_it_was_at(
     monkeypatch: pytest.MonkeyPatch, ends: str, told: int
 ) -> None:
-    def started(work: bytes, serve: str, answer: Any) -> subprocess.Popen[bytes]:
+    def start(main: str, work: bytes, answer: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", f"import os, signal, sys; {ends}"], stdout=answer)
 
-    monkeypatch.setattr(equality, "started", started)
+    monkeypatch.setattr(equality, "start_process", start)
     claims, values = some_claims()
     found = equality._tried_elsewhere(claims[:3], values, torch.device("cpu"))
     assert len(found) == told
