@@ -7,6 +7,7 @@ is used, is up to ``step_plans`` and ``follow.loop_plans``. An unusable folder c
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -51,7 +52,10 @@ class PlanStore(Generic[_Document]):
     kind: type[_Document]
 
     def find(self, key: str, check: Callable[[_Document, Path], _Plan]) -> _Plan | None:
-        """Return what ``check`` makes of a stored document; None if there is none, or ``check`` refuses it."""
+        """Return what ``check`` makes of a stored document; None if there is none.
+
+        One that is damaged, or that ``check`` refuses by an error of this library, is logged and deleted.
+        """
         if self.folder is None:
             return None
         path = self._path(self.folder, key)
@@ -65,6 +69,8 @@ class PlanStore(Generic[_Document]):
             os.utime(path)
         except (OutOfCoreError, OSError) as error:
             _log.warning("a plan that was kept is made anew: %s", error)
+            with contextlib.suppress(OSError):
+                path.unlink()
             return None
         return plan
 

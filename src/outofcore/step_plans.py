@@ -8,8 +8,7 @@ a better one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from operator import attrgetter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -17,7 +16,7 @@ from msgspec import Meta
 
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
-from outofcore.graph import Op, StepGraph, Storage
+from outofcore.graph import StepGraph
 from outofcore.plan_store import Document, PlanStore, key_of
 from outofcore.planfile import FORMAT as PLAN_FORMAT
 from outofcore.planfile import PlanDocument, PlanFile, document_of, plan_of
@@ -103,8 +102,7 @@ class StepPlans:
             return ""
         if type(policy) is not type(policy_of(policy.name)):
             return ""
-        content = [_OP(op) for op in graph.ops], [(s.kind.value, *_STORAGE(s)) for s in graph.storages], graph.outputs
-        return key_of(_FORMAT, PLAN_FORMAT, content, policy, facts)
+        return key_of(_FORMAT, PLAN_FORMAT, graph.content(), policy, facts)
 
     def find(self, key: str, use: Callable[[StoredPlan], _Step]) -> _Step | None:
         """Return what ``use`` makes of the stored plan; None if there is none, or ``use`` refuses it."""
@@ -128,7 +126,3 @@ class StepPlans:
 
 def _needs(costs: Costs) -> tuple[int, ...]:
     return tuple(cost.workspace_bytes for cost in costs.ops)
-
-
-_OP = attrgetter(*(one.name for one in fields(Op) if one.name != "source"))
-_STORAGE = attrgetter(*(one.name for one in fields(Storage) if one.name != "kind"))
