@@ -2,9 +2,10 @@
 
 Each row is a fresh process that makes its first calls of a step, with an empty cache or with the one that such a
 process has left. ``first`` and ``worst`` are the first call and the slowest later one, in units of the median of the
-last calls. ``/100`` is what all calls took beyond that median, as a share of a hundred steps. Times are of the wall
-clock, and of the processor: of the process itself; ``kids`` are the seconds of processes that it has started, once they
-have ended.
+last calls. ``beside`` is what the first call took beside capture, in units of a step in plain PyTorch, the median of
+those that the process has made before of a model of its own; with a full cache it should be 1.3 at most. ``/100`` is
+what all calls took beyond the median of the last, as a share of a hundred steps. Times are of the wall clock, and of
+the processor: of the process itself; ``kids`` are the seconds of processes that it has started, once they have ended.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _WORKLOADS: dict[str, dict[str, Any]] = {
 _README = "README"
 _README_BUDGET = 64 * MIB
 _MEASURED = 20  # calls at the end, of which the median is a step
+_EAGER = 5  # steps in plain PyTorch
 _Step = Callable[..., torch.Tensor]
 
 
@@ -81,12 +83,42 @@ def _peak(name: str) -> int:
         return compiled.planned.program.arena_bytes
 
 
+def _eager(name: str) -> list[tuple[float, float]]:
+    """Seconds of steps in plain PyTorch, of the wall clock and of the processor, after one that warms up."""
+    step, _, _, batches = _made(name)
+    taken = []
+    for _ in range(_EAGER + 1):
+        batch = next(batches)
+        start, processor = time.perf_counter(), time.process_time()
+        step(*batch).item()
+        taken.append((time.perf_counter() - start, time.process_time() - processor))
+    return taken[1:]
+
+
+def _timed_captures(compiled: outofcore.Step[..., Any]) -> list[tuple[float, float]]:
+    """Have the seconds of each capture listed, of the wall clock and of the processor."""
+    planner, taken = compiled._session.planner, []
+    capture = planner.capture
+
+    def timed(*call: Any) -> Any:
+        start, processor = time.perf_counter(), time.process_time()
+        try:
+            return capture(*call)
+        finally:
+            taken.append((time.perf_counter() - start, time.process_time() - processor))
+
+    planner.capture = timed
+    return taken
+
+
 def _calls(name: str, budget: int, cache: Path, count: int, home: str) -> dict[str, Any]:
     """The times of the first calls of a step."""
+    eager = _eager(name)
     step, model, optimizer, batches = _made(name)
     wall, own, losses = [], [], []
     begin = _children()
     with outofcore.compile(step, model, optimizer, budget=budget, home=home, cache=cache) as compiled:
+        capturing = _timed_captures(compiled)
         for _ in range(count):
             batch = next(batches)
             start, processor = time.perf_counter(), time.process_time()
@@ -97,6 +129,8 @@ def _calls(name: str, budget: int, cache: Path, count: int, home: str) -> dict[s
     return {
         "wall": wall,
         "processor": own,
+        "capture": capturing[0],
+        "eager": eager,
         "children": _children() - begin,
         "losses": [loss.hex() for loss in losses],
         "policy": policy,
@@ -119,13 +153,16 @@ def _fresh(*arguments: object) -> Any:
 def _summary(found: dict[str, Any]) -> dict[str, float]:
     """A row of the table: of the wall clock, and of the process' own processor time."""
     row: dict[str, float] = {}
-    for clock in ("wall", "processor"):
+    for number, clock in enumerate(("wall", "processor")):
         times = found[clock]
+        eager = statistics.median(one[number] for one in found["eager"])
         median = statistics.median(times[-_MEASURED:])
         beyond = sum(one - median for one in times)
         row |= {
             f"{clock} median": median,
             f"{clock} first": times[0] / median,
+            f"{clock} eager": eager,
+            f"{clock} beside capture": (times[0] - found["capture"][number]) / eager,
             f"{clock} worst later": max(times[1:]) / median,
             f"{clock} over 100 steps": beyond / (100 * median),
         }
@@ -155,7 +192,8 @@ def main(
     given: dict[str, int] = {_README: _README_BUDGET, **json.loads(budgets)}
     results: dict[str, Any] = {"command": " ".join(sys.argv), "machine": this_machine(), "rows": {}}
     print(
-        f"{'model':<12} {'budget':>9} {'cache':<5} {'clock':<9} {'step':>9} {'first':>7} {'worst':>7} {'/100':>8} kids"
+        f"{'model':<12} {'budget':>9} {'cache':<5} {'clock':<9} {'step':>9} {'eager':>9} {'first':>7} {'beside':>7} "
+        f"{'worst':>7} {'/100':>8} kids"
     )
     for name in model or [_README, *_WORKLOADS]:
         budget = given[name] if name in given else _fresh("peak", name) // 2
@@ -171,7 +209,8 @@ def main(
                 for clock in ("wall", "processor"):
                     print(
                         f"{name:<12} {format_bytes(budget):>9} {state:<5} {clock:<9} "
-                        f"{format_seconds(row[f'{clock} median']):>9} {row[f'{clock} first']:>6.1f}x "
+                        f"{format_seconds(row[f'{clock} median']):>9} {format_seconds(row[f'{clock} eager']):>9} "
+                        f"{row[f'{clock} first']:>6.1f}x {row[f'{clock} beside capture']:>6.1f}x "
                         f"{row[f'{clock} worst later']:>6.1f}x {row[f'{clock} over 100 steps']:>8.1%} "
                         f"{found['children']:.1f}",
                         flush=True,

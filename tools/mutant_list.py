@@ -413,9 +413,9 @@ MUTANTS = (
     ),
     Mutant(
         "plan-store-ignores-budget",
-        "follow/plan_store.py",
-        "text = repr((FORMAT, budget, policy, ops, storages))",
-        "text = repr((FORMAT, policy, ops, storages))",
+        "follow/loop_plans.py",
+        "key_of(_FORMAT, budget, policy, ops, storages)",
+        "key_of(_FORMAT, policy, ops, storages)",
         "A loop follows a stored plan that was made for another budget.",
         ("tests/torch_cpu/test_follow_plans.py::test_the_next_process_has_the_plan_at_once",),
     ),

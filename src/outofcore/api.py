@@ -62,9 +62,6 @@ CheckName = Literal["sampled", "full", "off"]
 KernelsName = Literal["eager", "inductor"]
 SplitName = Literal["exact", "close", "off"]
 
-# Where in the cache the plans of loops are.
-_PLANS = "loops"
-
 
 def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, R]:
     """A step with its models and optimizers as lists; raises ``InputError`` if one of them is something else."""
@@ -297,13 +294,13 @@ def compile(
         if chosen == policy_of("auto") and kernels == "eager" and group is None and splits is not Split.CLOSE:
             # The calls bring the model to it, of which they know what other steps have.
             limit = host_limit(host_budget)
-            plans = None if kept is None else kept.folder / _PLANS
+            plans = None if kept is None else kept.folder
             options = LoopOptions(CPU, LoopHome(home, limit), plans=plans, check=Check(check), beside=True)
             loop = partial(Loop, count, (), options)
     return Step(
         user,
         MemoryOptions(count, opened),
-        PlanOptions(chosen, splits, kept, not repeats),
+        PlanOptions(chosen, splits, kept, repeats),
         RunOptions(backend, made, dynamic, loop),
         Agreement(user.models, kept, group),
     )
@@ -448,7 +445,7 @@ def budget(
                 f"the policy cannot be sent to the process that plans: {error}; define it at the top level of a module"
             ) from error
     # A policy of the user's own that is known by its address alone may be another one the next time.
-    plans = None if kept is None or " at 0x" in repr(policy) else kept.folder / _PLANS
+    plans = None if kept is None or " at 0x" in repr(policy) else kept.folder
     at = LoopHome(home, host_limit(host_budget))
     return Loop(count, models, LoopOptions(loop_device(followed), at, policy, plans, Check(check)))
 

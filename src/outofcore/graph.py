@@ -5,9 +5,10 @@ Nothing here knows PyTorch. A graph comes from a capture, from a file, or from a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
+from operator import attrgetter
 
 from outofcore.errors import GraphError
 
@@ -138,6 +139,14 @@ class StepGraph:
     def overwrites(self) -> frozenset[tuple[int, int]]:
         """Pairs of an op and a storage that it overwrites as a whole: nothing of the former contents is used."""
         return frozenset((op.id, s) for op in self.ops for s in op.mutates if s not in op.reads)
+
+    def content(self, *, families: bool = True) -> tuple[object, ...]:
+        """Return all that tells it from another step, as plain values; lines of the user's source do not."""
+        op = attrgetter(
+            *(one.name for one in fields(Op) if one.name != "source" and (families or one.name != "family"))
+        )
+        storages = [(s.id, s.bytes, s.kind.value, s.name, s.watched) for s in self.storages]
+        return storages, [op(one) for one in self.ops], self.outputs
 
     def unwatched(self) -> StepGraph:
         """Return the same step where nobody detects the user's writes between two steps (see ``Storage.watched``)."""

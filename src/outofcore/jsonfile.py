@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +44,19 @@ def decode_json(path: Path, form: str | None, kind: type[T], *, whole: bool = Tr
         shown = repr(found) if isinstance(found, str | int | float) else "not text"
         refuse(path, "$.format", f"must be {form!r}, and is {shown}: this is another kind of file, or a newer version")
     return convert_json(content, kind, path)
+
+
+def decode_own_json(path: Path, kind: type[T]) -> T:
+    """Read a JSON file that this library has written for itself as a type: in a fraction of the time, with less said.
+
+    Raises ``InputError`` if the file cannot be read, and ``GraphError`` if it is damaged.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise GraphError(f"{path}: {error}") from error
 
 
 def convert_json(value: object, kind: type[T], file: str | Path, where: str = "$") -> T:
@@ -128,3 +143,15 @@ def write_json(path: Path, content: object) -> None:
         path.write_bytes(data)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error}") from error
+
+
+def replace_json(path: Path, content: object) -> None:
+    """Replace a JSON file as a whole: a reader finds the old or the new one. Raises ``InputError`` or OSError."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".part")
+    os.close(descriptor)
+    part = Path(name)
+    try:
+        write_json(part, content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -71,13 +71,13 @@ class PlanOptions:
         policy: decides what leaves the device.
         split: whether ops that need more memory than there is may be split.
         cache: keeps measurements and plans; None: nothing is kept.
-        is_alternating: whether calls of one kind never find the gradients that another of that kind has left.
+        repeats: whether a call may find the gradients that another of its kind has left.
     """
 
     policy: Policy
     split: Split = Split.EXACT
     cache: Cache | None = None
-    is_alternating: bool = False
+    repeats: bool = True
 
 
 @dataclass(frozen=True)

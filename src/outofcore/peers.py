@@ -312,7 +312,6 @@ def _facts_of(traced: Captured, shards: Shards | None) -> dict[str, Any]:
 
     states = tuple((b.key, told(b)) for b in traced.states if b.kind in (StorageKind.PARAMETER, StorageKind.BUFFER))
     # The last ranges of what is spread may be shorter than others, which is no matter to a plan.
-    ops = [replace(op, source="", family="" if spread else op.family) for op in traced.graph.ops]
-    graph = hashlib.sha256(repr((traced.graph.storages, ops, traced.graph.outputs)).encode()).hexdigest()
+    graph = hashlib.sha256(repr(traced.graph.content(families=not spread)).encode()).hexdigest()
     orders = tuple(end.order for end in traced.replicas)
     return {"states": states, "collectives": tuple(map(str, collectives_of(traced))), "orders": orders, "graph": graph}

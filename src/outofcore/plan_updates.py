@@ -175,7 +175,8 @@ class PlanKeeper:
             self._keep_plan(again)
 
     def _keep_plan(self, step: PlannedStep) -> None:
-        self._plans.keep(step.graph, step.costs, step.budget, self._policy, step.planned)
+        if step.choice is not None:
+            self._plans.keep(step.choice, step.graph, step.costs, step.budget, step.planned, is_quick=False)
 
     # Requests beyond the plan
 
@@ -243,7 +244,7 @@ class PlanKeeper:
             again.planned.plan.policy,
         )
         known.wanted, known.too_small, known.has_overflowed = None, None, False
-        self._steps.exchange(known, replace(again, variant=before.variant))
+        self._steps.exchange(known, replace(again, variant=before.variant, choice=before.choice))
 
     def _too_small(self, step: PlannedStep, error: Exception) -> BudgetError:
         if isinstance(error, BudgetError):

@@ -128,7 +128,9 @@ class _Program(Struct):
     clean: tuple[Key, ...] = ()
 
 
-class _File(Struct):
+class PlanDocument(Struct):
+    """A plan file as it is written."""
+
     format: str
     budget: Capacity
     predicted_step_seconds: Annotated[float, Meta(ge=0)]
@@ -154,43 +156,43 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
     ...     read_plan(Path(folder) / "plan.json", keys=()) == file
     True
     """
+    write_json(path, document_of(file, keys))
+
+
+def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
+    """Return what is written of a plan; ``keys`` are the names of its storages."""
     plan, program = file.plan, file.program
 
     def named(storages: Sequence[int]) -> tuple[int | str, ...]:
         return tuple(keys[storage] for storage in storages)
 
-    write_json(
-        path,
-        _File(
-            FORMAT,
-            file.budget,
-            file.predicted_step_seconds,
-            _Plan(
-                plan.policy,
-                plan.budget,
-                tuple(
-                    _Decision(
-                        _Gap(keys[d.gap.storage], d.gap.start, d.gap.end), d.residency, d.release_by, d.fetch_at, d.home
-                    )
-                    for d in plan.decisions
-                ),
-                named(plan.staying),
-                convert(plan.chains, tuple[_ChainOrder, ...], from_attributes=True),
+    return PlanDocument(
+        FORMAT,
+        file.budget,
+        file.predicted_step_seconds,
+        _Plan(
+            plan.policy,
+            plan.budget,
+            tuple(
+                _Decision(
+                    _Gap(keys[d.gap.storage], d.gap.start, d.gap.end), d.residency, d.release_by, d.fetch_at, d.home
+                )
+                for d in plan.decisions
             ),
-            _Program(
-                tuple(convert(one, _WRITTEN[type(one)], from_attributes=True) for one in program.instructions),
-                tuple(
-                    _Block(
-                        b.id, None if b.storage is None else keys[b.storage], b.bytes, b.born, b.dies, b.wraps, b.offset
-                    )
-                    for b in program.blocks
-                ),
-                program.arena_bytes,
-                named(program.results),
-                tuple(_Lodging(keys[lodging.storage], lodging.home) for lodging in program.lodgings),
-                named(program.staying),
-                named(program.clean),
+            named(plan.staying),
+            convert(plan.chains, tuple[_ChainOrder, ...], from_attributes=True),
+        ),
+        _Program(
+            tuple(convert(one, _WRITTEN[type(one)], from_attributes=True) for one in program.instructions),
+            tuple(
+                _Block(b.id, None if b.storage is None else keys[b.storage], b.bytes, b.born, b.dies, b.wraps, b.offset)
+                for b in program.blocks
             ),
+            program.arena_bytes,
+            named(program.results),
+            tuple(_Lodging(keys[lodging.storage], lodging.home) for lodging in program.lodgings),
+            named(program.staying),
+            named(program.clean),
         ),
     )
 
@@ -214,7 +216,11 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
     ...     read_plan(Path(folder) / "plan.json", keys=()) == file
     True
     """
-    file = decode_json(path, FORMAT, _File)
+    return plan_of(decode_json(path, FORMAT, PlanDocument), keys, path)
+
+
+def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFile:
+    """Return the plan in a document that was read from ``path``; raises ``GraphError`` as ``read_plan``."""
     numbers = {key: number for number, key in enumerate(keys)}
     plan, program = file.plan, file.program
 

@@ -28,7 +28,7 @@ from outofcore.proving import proved
 from outofcore.refine import is_off, refined
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.slots import needed_bytes
-from outofcore.step_plans import StepPlans
+from outofcore.step_plans import Choice
 from outofcore.units import format_bytes
 from outofcore.variant import LOWEST_MEMORY, Variant
 
@@ -48,6 +48,7 @@ class PlannedStep:
         variant: of the step.
         is_quick: whether the plan was found by a quick search, so that another may be better.
         planning_seconds: that the search took; 0: an earlier process has made the plan.
+        choice: of the variant, by which the plan is stored; None: it is not.
     """
 
     captured: Captured
@@ -58,6 +59,7 @@ class PlannedStep:
     variant: Variant = LOWEST_MEMORY
     is_quick: bool = False
     planning_seconds: float = 0.0
+    choice: Choice | None = None
 
     @property
     def graph(self) -> StepGraph:
@@ -121,7 +123,6 @@ def plan(
     stores: Sequence[HomeStore],
     *,
     quickly: bool = False,
-    kept: StepPlans | None = None,
 ) -> PlannedStep:
     """The step with the best plan that passes the validator.
 
@@ -133,29 +134,21 @@ def plan(
         policy: how to plan; the last resort is that everything leaves.
         stores: the homes, nearest first.
         quickly: whether a plan will do that a quick search finds, where it finds one.
-        kept: plans of earlier processes, those of quick searches for ``quickly`` alone; None: none are used.
 
     Raises:
         BudgetError: the budget cannot hold the step.
         SpillError: a home has no room for what must leave.
         ValidationError: no plan passes.
     """
-    graph, seconds = captured.graph, 0.0
-    known = kept and kept.find(graph, costs, budget, policy)
-    if known and (quickly or not known[1]):
-        found, is_quick = known
-    else:
-        begin = time.perf_counter()
-        found = _planned_quickly(captured, costs, budget, policy) if quickly else None
-        is_quick = found is not None
-        try:
-            found = found or _planned_whole(captured, costs, budget, policy)
-        except BudgetError:
-            _check_last_home(graph, costs, budget, policy, stores)
-            raise
-        seconds = time.perf_counter() - begin
-        if kept and is_quick:
-            kept.keep(graph, costs, budget, policy, found, is_quick=True)
+    graph, begin = captured.graph, time.perf_counter()
+    found = _planned_quickly(captured, costs, budget, policy) if quickly else None
+    is_quick = found is not None
+    try:
+        found = found or _planned_whole(captured, costs, budget, policy)
+    except BudgetError:
+        _check_last_home(graph, costs, budget, policy, stores)
+        raise
+    seconds = time.perf_counter() - begin
     check_spill(graph, costs, found, stores)
     return PlannedStep(captured, budget, costs, found, profiles, is_quick=is_quick, planning_seconds=seconds)
 

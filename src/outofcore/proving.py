@@ -1,7 +1,7 @@
 """Decide whether a new plan may run: only if ``validator.validate`` passes it.
 
 The validator shares no code with planning and lowering, so a plan that fails is a fault of this library: it is reported
-with a file to send, and the next candidate is tried. Plans from disk (``step_plans``) and from other processes
+with a file to send, and the next candidate is tried. Stored plans (``step_plans``) and from other processes
 (``peers``) go to the validator directly, as there is no next candidate.
 """
 

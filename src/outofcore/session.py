@@ -30,13 +30,13 @@ from outofcore.follow.calls import FollowedCalls
 from outofcore.known_steps import KnownStep, KnownSteps
 from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
 from outofcore.peers import Peers, Ranks, StepFacts
+from outofcore.plan_store import library_version
 from outofcore.plan_updates import PlanKeeper, TooSmallError
 from outofcore.planned_step import PlannedStep
 from outofcore.program import Timeline
 from outofcore.progress import Tell, following
 from outofcore.runtime.memory import new_garbage_collected
 from outofcore.step_planner import StepPlanner
-from outofcore.step_plans import library_version
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
@@ -106,7 +106,7 @@ class Session:
         self._peers = None if ranks is None else Peers(ranks, user.shards, self.planner)
         self.updates = PlanKeeper(self.steps, self.planner, self._peers)
         self._dynamic, self._loop = running.dynamic, running.loop
-        self._alternating = planning.is_alternating
+        self._repeats = planning.repeats
         self.followed: FollowedCalls | None = None
         self.why_followed = "it was asked for" if running.dynamic else ""  # why calls are followed; empty: they are not
         self._planning_seconds: list[float] = []  # of each kind of inputs
@@ -145,12 +145,7 @@ class Session:
                 return self._call_followed(args, kwargs, f"{change}, and the step cannot be captured so: {error}")
             raise
         leaves = tree_flatten((args, kwargs))[0]
-        if (
-            known.runs
-            and not self._alternating
-            and known is not self.steps.active
-            and self._signature not in (None, signature)
-        ):
+        if known.runs and self._repeats and known is not self.steps.active and self._signature not in (None, signature):
             _log.info("known plan: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
         try:
             with torch.inference_mode(mode=False):

@@ -10,18 +10,19 @@ from typing import Any
 
 from outofcore.capture import Captured
 from outofcore.capture.kernel_layouts import KernelLayouts
+from outofcore.capture.step import gradients_from_now_on
 from outofcore.costs import Costs, Home
-from outofcore.errors import BudgetError
+from outofcore.errors import BudgetError, GraphError
 from outofcore.execution.backend import in_terms_of_the_budget, room_for_arena
 from outofcore.execution.interrupts import Deferred
 from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
-from outofcore.planned_step import PlannedStep, plan
+from outofcore.planned_step import PlannedStep, check_spill, plan
 from outofcore.policies import OffloadAll, ProfileGuided
 from outofcore.profiling.groups import GroupCost, with_collectives
 from outofcore.profiling.links import links_to
-from outofcore.profiling.ops import OpProfile
+from outofcore.profiling.ops import OpProfile, op_shelf
 from outofcore.progress import Tell, silent
-from outofcore.step_plans import StepPlans
+from outofcore.step_plans import Choice, StepPlans, StoredPlan
 from outofcore.step_variants import Split, StepVariants, VariantPlans
 from outofcore.transforms.fusing import fused, fusing
 from outofcore.transforms.partial_sums import in_partial_sums, summing
@@ -58,7 +59,7 @@ class StepPlanner:
         self.budget, self.stores = memory.budget, memory.home.stores
         self.policy, self._split, self.cache = planning.policy, planning.split, planning.cache
         self.backend, self._kernels = running.backend, running.kernels
-        self._repeats = not planning.is_alternating
+        self._repeats = planning.repeats
         self._orders: dict[int, tuple[int, ...]] = {}  # see ``CaptureOptions``
         self._layouts = KernelLayouts()
         self.plans = StepPlans(None if self.cache is None else self.cache.folder)
@@ -105,26 +106,11 @@ class StepPlanner:
         self.tell("capture", 1, 1)
         room = self.make_room(traced)
         together = groups is not None
-        plans = VariantPlans(
-            self.variants_of(traced, recapture),
-            room,
-            may_stay=not isinstance(self.policy, OffloadAll | ProfileGuided),
-            repeats=self._repeats,
-            measure=partial(self._measure, groups=groups or {}),
-            plan_whole=partial(
-                plan,
-                budget=room,
-                policy=self.policy,
-                stores=self.stores,
-                quickly=not self.is_ahead and not together,
-                kept=None if together else self.plans,
-            ),
-            stores=self.stores,
-        )
-        try:
-            found = choose_variant(plans, room)
-        except BudgetError as refusal:
-            raise in_terms_of_the_budget(refusal, self.budget, room) from None
+        quickly = not self.is_ahead and not together
+        key = "" if together else self._key(traced, room)
+        found = self._stored(key, self.variants_of(traced), room, quickly=quickly)
+        if found is None:
+            found = self._chosen(self.variants_of(traced, recapture), room, groups or {}, key, quickly=quickly)
         self.tell("plan", 1, 1)
         _log.info(
             "planned %d ops (%s) in %s of %s by %s: %s predicted, %s of them ops",
@@ -137,6 +123,76 @@ class StepPlanner:
             f"{found.costs.compute_seconds:.3f} s",
         )
         return found
+
+    def _chosen(
+        self, variants: StepVariants, room: int, groups: Mapping[int, GroupCost], key: str, *, quickly: bool
+    ) -> PlannedStep:
+        """Plan a step in the variant that runs, and store the plan; without a key it is not stored."""
+        plans = VariantPlans(
+            variants,
+            room,
+            may_stay=not isinstance(self.policy, OffloadAll | ProfileGuided),
+            repeats=self._repeats,
+            measure=partial(self._measure, groups=groups),
+            plan_whole=partial(plan, budget=room, policy=self.policy, stores=self.stores, quickly=quickly),
+            stores=self.stores,
+        )
+        try:
+            found = choose_variant(plans, room)
+        except BudgetError as refusal:
+            raise in_terms_of_the_budget(refusal, self.budget, room) from None
+        if not key:
+            return found
+        # Only where ops are split does anything follow from them.
+        whole = found.variant.op_bytes is None
+        workspaces = {family: count for family, count in variants.workspaces.items() if count and not whole}
+        choice = Choice(key, found.variant, workspaces)
+        self.plans.keep(choice, found.graph, found.costs, room, found.planned, is_quick=found.is_quick)
+        return replace(found, choice=choice)
+
+    def _stored(self, key: str, variants: StepVariants, room: int, *, quickly: bool) -> PlannedStep | None:
+        """Return a step with its stored plan, proved; None if there is none, or only a quick one and not ``quickly``.
+
+        Raises:
+            SpillError: a home has no room for what must leave.
+        """
+
+        def use(stored: StoredPlan) -> PlannedStep | None:
+            if stored.is_quick and not quickly:
+                return None
+            choice = stored.choice
+            variants.workspaces.update(choice.workspaces)
+            captured = variants.captured(choice.variant)
+            if captured is None:
+                raise GraphError(f"the step has no variant {choice.variant}")
+            costs, profiles = self._measure(variants, choice.variant, {})
+            planned = stored.proved(captured.graph, costs, room)
+            return PlannedStep(
+                captured, room, costs, planned, profiles, choice.variant, is_quick=stored.is_quick, choice=choice
+            )
+
+        found = self.plans.find(key, use)
+        if found is not None:
+            check_spill(found.graph, found.costs, found.planned, self.stores)
+        return found
+
+    def _key(self, traced: Captured, room: int) -> str:
+        """Return the key of all that decides how a step is planned, except for costs; empty without a cache."""
+        if self.cache is None:
+            return ""
+        changed = gradients_from_now_on(traced) if self._repeats else {}
+        tensors = [id(binding.tensor) for binding in traced.states]
+        everything = sum(storage.bytes for storage in traced.graph.storages)
+        return self.plans.key(
+            traced.graph,
+            self.policy,
+            (self.budget, room, self._split.value, self.backend.alignment, self.backend.device.type),
+            [call.rehearse_first is not None for call in traced.calls],
+            [(place, changed[tensor] is None) for place, tensor in enumerate(tensors) if tensor in changed],
+            [(store.name, min(_about(store.capacity), everything)) for store in self.stores],
+            # What ops need, and whether those that are split give the same bits, depends on this.
+            op_shelf(self.cache, self.backend.facts(), "parts").path.name,
+        )
 
     def make_room(self, traced: Captured) -> int:
         """Empty the device, and return the bytes that the arena of a step may have."""
@@ -165,3 +221,9 @@ class StepPlanner:
 
 def _not_captured_again(**_: object) -> Captured:
     raise RuntimeError("a step was captured again for a plan that is known; please report it")
+
+
+def _about(count: int) -> int:
+    """Round bytes down to three leading bits: what is free is never the same twice."""
+    spare = max(count.bit_length() - 3, 0)
+    return count >> spare << spare

@@ -1,102 +1,128 @@
-"""Plans of compiled steps on disk, so that the next process has them before its first step.
+"""Plans of compiled steps in the store, so that a step whose plan is known starts without planning.
 
-There is one file for each step, budget and policy, in the folder of the measurements. A plan whose costs have changed
-stays correct, but may be slower. A plan is proved before it runs; a damaged file, or one of another step, is ignored. A
-plan from a quick search is kept until there is a better one.
+A plan is stored for a step as it was captured, with the variant that was chosen for it: the next process makes that
+variant alone. The plan is proved before it runs, whatever was stored. One from a quick search is replaced once there is
+a better one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import tempfile
-from dataclasses import dataclass, replace
-from importlib import metadata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, TypeVar
 
-from outofcore.compiling import private_folder
+from msgspec import Meta
+
 from outofcore.costs import Costs
-from outofcore.errors import OutOfCoreError
+from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
-from outofcore.planfile import FORMAT, PlanFile, read_plan, write_plan
+from outofcore.plan_store import Document, PlanStore, key_of
+from outofcore.planfile import FORMAT as PLAN_FORMAT
+from outofcore.planfile import PlanDocument, PlanFile, document_of, plan_of
 from outofcore.planning import POLICIES, Planned, Policy, policy_of
 from outofcore.simulator import simulate
 from outofcore.validator import validate
+from outofcore.variant import Variant
 
-_log = logging.getLogger("outofcore")
+_FORMAT = "outofcore-chosen/1"
 
-# What was used longest ago goes first.
-_MOST_FILES = 200
+_Bytes = Annotated[int, Meta(ge=0, le=2**62)]
+_Step = TypeVar("_Step")
+
+
+class _File(Document):
+    variant: Variant
+    is_quick: bool
+    needs: tuple[_Bytes, ...]  # scratch memory of the ops
+    workspaces: dict[str, _Bytes]
+    plan: PlanDocument
 
 
 @dataclass(frozen=True)
-class StepPlans:
-    """Plans in a folder; with None it keeps none."""
+class Choice:
+    """A variant that was chosen for a step.
 
-    folder: Path | None
+    Attributes:
+        key: of the step and all that decides, in the store.
+        variant: the variant.
+        workspaces: scratch bytes of whole ops by family, from which it follows how finely a variant's ops are split;
+            empty if they are whole.
+    """
 
-    def find(self, graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> tuple[Planned, bool] | None:
-        """Return the stored plan of a step, with its timeline under these costs, if the validator passes it.
+    key: str
+    variant: Variant
+    workspaces: Mapping[str, int] = field(default_factory=dict[str, int], repr=False)
 
-        The flag tells whether a quick search has found it.
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """A plan as it was stored, not yet proved.
+
+    Attributes:
+        choice: the variant that it is for.
+        is_quick: whether a quick search has found it.
+    """
+
+    choice: Choice
+    is_quick: bool
+    _file: _File
+    _path: Path
+
+    def proved(self, graph: StepGraph, costs: Costs, budget: int) -> Planned:
+        """Return the plan for its variant's graph, with its timeline under these costs.
+
+        Raises:
+            GraphError: it was made for other scratch memory, or names what the graph does not have.
+            ValidationError: it does not pass the validator.
         """
-        best = self._path(graph, costs, budget, policy)
-        if best is None:
-            return None
-        path = next((one for one in (best, _quick(best)) if one.exists()), None)
-        if path is None:
-            return None
-        try:
-            found = read_plan(path, range(len(graph.storages)))
-            validate(graph, found.program, budget, costs)
-            os.utime(path)
-        except (OutOfCoreError, OSError) as error:
-            _log.warning("a plan that was kept is made anew: %s", error)
-            return None
-        return Planned(found.plan, found.program, simulate(graph, costs, found.program)), path != best
+        if self._file.needs != _needs(costs):
+            raise GraphError(f"{self._path}: ops need other scratch memory than when it was made")
+        found = plan_of(self._file.plan, range(len(graph.storages)), self._path)
+        validate(graph, found.program, budget, costs)
+        return Planned(found.plan, found.program, simulate(graph, costs, found.program))
+
+
+class StepPlans:
+    """The plans of compiled steps in a folder; with None it keeps none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._store = PlanStore(folder, "plan", _FORMAT, _File)
+
+    def key(self, graph: StepGraph, policy: Policy, *facts: object) -> str:
+        """Return the key of a step as it was captured; empty if its plan is not to be stored.
+
+        Args:
+            graph: the step. Where its ops stand in the user's source is no part of it.
+            policy: how it is planned.
+            facts: all else that decides, except for costs; ``repr`` tells them apart.
+        """
+        # What a policy of the user's does may change while its name does not.
+        if self._store.folder is None or policy.name not in POLICIES:
+            return ""
+        if type(policy) is not type(policy_of(policy.name)):
+            return ""
+        return key_of(_FORMAT, PLAN_FORMAT, graph.content(), policy, facts)
+
+    def find(self, key: str, use: Callable[[StoredPlan], _Step]) -> _Step | None:
+        """Return what ``use`` makes of the stored plan; None if there is none, or ``use`` refuses it."""
+
+        def check(file: _File, path: Path) -> _Step:
+            return use(StoredPlan(Choice(key, file.variant, file.workspaces), file.is_quick, file, path))
+
+        return self._store.find(key, check) if key else None
 
     def keep(
-        self, graph: StepGraph, costs: Costs, budget: int, policy: Policy, planned: Planned, *, is_quick: bool = False
+        self, choice: Choice, graph: StepGraph, costs: Costs, budget: int, planned: Planned, *, is_quick: bool
     ) -> None:
-        """Keep a plan for later processes; ``is_quick``: a quick search has found it."""
-        best = self._path(graph, costs, budget, policy)
-        if best is None or (is_quick and best.exists()):
+        """Keep a plan for later processes; one from a quick search does not replace a better one."""
+        needs = _needs(costs)
+        if is_quick and self._store.find(choice.key, lambda file, _: not file.is_quick and file.needs == needs):
             return
-        path = _quick(best) if is_quick else best
-        file = PlanFile(budget, planned.plan, planned.program, planned.timeline.step_seconds)
-        try:
-            folder = private_folder(path.parent)
-            with tempfile.TemporaryDirectory(dir=folder) as beside:
-                whole = Path(beside, path.name)
-                write_plan(whole, file, range(len(graph.storages)))
-                whole.replace(path)
-            if not is_quick:
-                _quick(best).unlink(missing_ok=True)
-            kept = sorted(folder.glob("plan-*.json"), key=lambda one: one.stat().st_mtime)
-            for one in kept[:-_MOST_FILES]:
-                one.unlink(missing_ok=True)
-        except (OutOfCoreError, OSError) as error:
-            _log.info("a plan is not kept for later processes: %s", error)
-
-    def _path(self, graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> Path | None:
-        # What a policy of the user's does may change while its name does not.
-        if self.folder is None or policy.name not in POLICIES or type(policy) is not type(policy_of(policy.name)):
-            return None
-        ops = [replace(op, source="") for op in graph.ops]
-        needs = [cost.workspace_bytes for cost in costs.ops]
-        homes = [home.name for home in costs.homes]
-        text = repr((FORMAT, library_version(), budget, policy, ops, graph.storages, graph.outputs, needs, homes))
-        return self.folder / f"plan-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        plan = PlanFile(budget, planned.plan, planned.program, planned.timeline.step_seconds)
+        document = document_of(plan, range(len(graph.storages)))
+        self._store.keep(choice.key, _File(_FORMAT, choice.variant, is_quick, needs, dict(choice.workspaces), document))
 
 
-def _quick(path: Path) -> Path:
-    return path.with_stem(f"{path.stem}-quick")
-
-
-def library_version() -> str:
-    """Return the version of this library; empty if it is not installed."""
-    try:
-        return metadata.version("outofcore")
-    except metadata.PackageNotFoundError:  # run from its source, without being installed
-        return ""
+def _needs(costs: Costs) -> tuple[int, ...]:
+    return tuple(cost.workspace_bytes for cost in costs.ops)

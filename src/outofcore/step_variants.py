@@ -70,6 +70,8 @@ class StepVariants:
         split: whether ops may be split.
         home_bytes: capacity of the first home; None: unlimited (see ``transforms.split``).
         is_later: whether it is the step as later calls run it.
+        workspaces: scratch bytes of whole ops by family, from which it follows how finely they are split; of the first
+            variant with whole ops that is measured.
     """
 
     traced: Captured
@@ -79,12 +81,11 @@ class StepVariants:
     split: Split = Split.OFF
     home_bytes: int | None = None
     is_later: bool = False
+    workspaces: dict[str, int] = field(default_factory=dict[str, int], repr=False)
     _captured: dict[Variant, Captured | None] = field(default_factory=dict[Variant, Captured | None], repr=False)
     # By family of ops, and whether they have yet to make their state; the timed ones first.
     _timed: dict[tuple[str, bool], OpProfile] = field(default_factory=dict[tuple[str, bool], OpProfile], repr=False)
     _sized: dict[tuple[str, bool], OpProfile] = field(default_factory=dict[tuple[str, bool], OpProfile], repr=False)
-    # Scratch bytes of whole ops by family, from which it follows how finely they are split.
-    _workspaces: dict[str, int] = field(default_factory=dict[str, int], repr=False)
 
     @property
     def may_split(self) -> bool:
@@ -142,7 +143,7 @@ class StepVariants:
                 op_bytes,
                 refused=refused,
                 limit=_MAX_OPS,
-                workspaces=self._workspaces,
+                workspaces=self.workspaces,
                 home=self.home_bytes,
             )
             if not found.is_cut:
@@ -179,8 +180,8 @@ class StepVariants:
         )
         found = tuple(measured[at] if at in measured else known[key] for at, key in enumerate(keys))
         (self._timed if timed else self._sized).update(zip(keys, found, strict=True))
-        if variant.op_bytes is None and variant.form is not Form.FUSED and not self._workspaces:
-            self._workspaces.update((key[0], p.cost.workspace_bytes) for key, p in zip(keys, found, strict=True))
+        if variant.op_bytes is None and variant.form is not Form.FUSED and not self.workspaces:
+            self.workspaces.update((key[0], p.cost.workspace_bytes) for key, p in zip(keys, found, strict=True))
         return found
 
     def costs(self, variant: Variant, *, timed: bool = False, advance: Advance | None = None) -> Costs:

@@ -38,7 +38,7 @@ def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 @pytest.fixture(autouse=True)
 def _plans_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of one worker share measurements, and no plans: some change how a step is planned."""
-    monkeypatch.setattr("outofcore.step_plans.library_version", lambda: request.node.nodeid)
+    monkeypatch.setattr("outofcore.plan_store.library_version", lambda: request.node.nodeid)
 
 
 @pytest.fixture

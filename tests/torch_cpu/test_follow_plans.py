@@ -140,7 +140,7 @@ def test_the_next_process_has_the_plan_at_once(tmp_path: Path) -> None:
     # Planned at once where the same sizes were planned before: one step sooner than by the planner.
     assert [s.plans for s in first] == [0, 0, 1, 1, 1, 1]
     assert [s.plans for s in second] == [0, 1, 1, 1, 1, 1]
-    (kept,) = tmp_path.glob("loops/*.json")
+    (kept,) = tmp_path.glob("loop-*.json")
     assert train(6, budget + (1 << 20), cache=tmp_path)[1][1].plans == 0
     for damage in (
         "{",

@@ -1,4 +1,4 @@
-"""Plans on disk: found again, proved before they are used, and no more of them than a number."""
+"""Stored plans of compiled steps: found again, proved before they are used, and no more of them than a number."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 from weights_in_turn import BUDGET, COSTS, GRAPH, LAYERS, WINDOW, chain
 
-from outofcore.costs import Home, OpCost
-from outofcore.planning import Planned, in_core_budget, plan_step, policy_of
+from outofcore.costs import Costs, Home, OpCost
+from outofcore.graph import StepGraph
+from outofcore.planning import Planned, Policy, in_core_budget, plan_step, policy_of
 from outofcore.planning.policy import OffloadAll, Own
-from outofcore.step_plans import StepPlans
+from outofcore.step_plans import Choice, StepPlans
 from outofcore.units import MIB
+from outofcore.variant import LOWEST_MEMORY, Variant, split
+
+FACTS = ("room", BUDGET)
 
 
 @pytest.fixture
@@ -21,85 +25,133 @@ def planned() -> Planned:
     return plan_step(GRAPH, COSTS, BUDGET, WINDOW)
 
 
+def key_of(plans: StepPlans, graph: StepGraph = GRAPH, policy: Policy = WINDOW, facts: object = FACTS) -> str:
+    return plans.key(graph, policy, facts)
+
+
+def keep(
+    plans: StepPlans,
+    planned: Planned,
+    *,
+    key: str = "",
+    variant: Variant = LOWEST_MEMORY,
+    costs: Costs = COSTS,
+    is_quick: bool = False,
+) -> None:
+    choice = Choice(key or key_of(plans), variant, {"a family": 5})
+    plans.keep(choice, GRAPH, costs, BUDGET, planned, is_quick=is_quick)
+
+
+def found(
+    plans: StepPlans, key: str = "", graph: StepGraph = GRAPH, costs: Costs = COSTS
+) -> tuple[Planned, Choice, bool] | None:
+    key = key or key_of(plans, graph)
+    return plans.find(key, lambda stored: (stored.proved(graph, costs, BUDGET), stored.choice, stored.is_quick))
+
+
 def test_a_plan_is_found_again_under_other_times(tmp_path: Path, planned: Planned) -> None:
     plans = StepPlans(tmp_path)
-    assert plans.find(GRAPH, COSTS, BUDGET, WINDOW) is None
-    plans.keep(GRAPH, COSTS, BUDGET, WINDOW, planned)
-    assert plans.find(GRAPH, COSTS, BUDGET, WINDOW) == (replace(planned, candidates=()), False)
+    assert found(plans) is None
+    variant = split(MIB, 3 * MIB)
+    keep(plans, planned, variant=variant)
+    choice = Choice(key_of(plans), variant, {"a family": 5})
+    assert found(plans) == (replace(planned, candidates=()), choice, False)
     slower = replace(COSTS, ops=(OpCost(0.03),) * 2 * LAYERS)
-    found = plans.find(GRAPH, slower, BUDGET, WINDOW)
-    assert found is not None
-    assert found[0].program == planned.program
-    assert found[0].timeline.step_seconds >= 0.3
+    again = found(plans, costs=slower)
+    assert again is not None
+    assert again[0].program == planned.program
+    assert again[0].timeline.step_seconds >= 0.3
     # The line of the user's that an op stands in may change.
     moved = replace(GRAPH, ops=tuple(replace(op, source="elsewhere") for op in GRAPH.ops))
-    assert plans.find(moved, COSTS, BUDGET, WINDOW) is not None
+    assert found(plans, graph=moved) is not None
 
 
 def test_a_plan_of_a_quick_search_is_kept_until_there_is_a_better_one(tmp_path: Path, planned: Planned) -> None:
-    plans = StepPlans(tmp_path)
-    plans.keep(GRAPH, COSTS, BUDGET, WINDOW, planned, is_quick=True)
-    assert plans.find(GRAPH, COSTS, BUDGET, WINDOW) == (replace(planned, candidates=()), True)
-    plans.keep(GRAPH, COSTS, BUDGET, WINDOW, planned)
-    assert plans.find(GRAPH, COSTS, BUDGET, WINDOW) == (replace(planned, candidates=()), False)
-    plans.keep(GRAPH, COSTS, BUDGET, WINDOW, planned, is_quick=True)
+    plans, choice = StepPlans(tmp_path), Choice(key_of(StepPlans(tmp_path)), LOWEST_MEMORY, {"a family": 5})
+    keep(plans, planned, is_quick=True)
+    assert found(plans) == (replace(planned, candidates=()), choice, True)
+    keep(plans, planned)
+    assert found(plans) == (replace(planned, candidates=()), choice, False)
+    keep(plans, planned, is_quick=True)
+    assert found(plans) == (replace(planned, candidates=()), choice, False)
     assert len(list(tmp_path.glob("plan-*.json"))) == 1
-
-
-def test_the_plan_of_another_step_is_not_found(tmp_path: Path, planned: Planned) -> None:
-    plans = StepPlans(tmp_path)
-    plans.keep(GRAPH, COSTS, BUDGET, WINDOW, planned)
+    # One whose ops need other memory is of no use any more.
     needs = replace(COSTS, ops=(OpCost(0.01, 4096),) * 2 * LAYERS)
-    host = replace(COSTS, homes=(Home("host", None, 1e9, 1e9),))
+    keep(plans, planned, costs=needs, is_quick=True)
+    assert found(plans) is None
+
+
+def test_the_plan_of_another_step_is_not_found(
+    tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = StepPlans(tmp_path)
+    keep(plans, planned)
     smaller = replace(GRAPH, storages=tuple(replace(s, bytes=MIB - 64) for s in GRAPH.storages))
-    for graph, costs, budget, policy in (
-        (smaller, COSTS, BUDGET, WINDOW),
-        (GRAPH, needs, BUDGET, WINDOW),
-        (GRAPH, host, BUDGET, WINDOW),
-        (GRAPH, COSTS, BUDGET + 1, WINDOW),
-        (GRAPH, COSTS, BUDGET, policy_of("window:reach=2")),
-    ):
-        assert plans.find(graph, costs, budget, policy) is None
+    renamed = replace(GRAPH, ops=tuple(replace(op, family=f"{op.family} 2") for op in GRAPH.ops))
+    keys = [
+        key_of(plans),
+        key_of(plans, smaller),
+        key_of(plans, renamed),
+        key_of(plans, policy=policy_of("window:reach=2")),
+        key_of(plans, facts=("room", BUDGET + 1)),
+    ]
+    monkeypatch.setattr("outofcore.plan_store.library_version", lambda: "another")
+    keys.append(key_of(plans))
+    assert len(set(keys)) == len(keys)
+    assert [key for key in keys if found(plans, key)] == keys[:1]
 
 
-@pytest.mark.parametrize("damage", ["cut", "nonsense", "another step", "an op is left out"])
+@pytest.mark.parametrize(
+    "damage",
+    ["cut", "nonsense", "another step", "an op is left out", "another format", "other scratch memory", "a home less"],
+)
 def test_a_damaged_file_is_ignored(
     damage: str, tmp_path: Path, planned: Planned, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plans = StepPlans(tmp_path)
-    plans.keep(GRAPH, COSTS, BUDGET, WINDOW, planned)
+    plans, costs = StepPlans(tmp_path), COSTS
+    keep(plans, planned)
     (path,) = tmp_path.glob("plan-*.json")
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-100])
     elif damage == "nonsense":
         path.write_text('{"format": 1}')
     elif damage == "another step":
-        other, costs = chain(3), replace(COSTS, ops=COSTS.ops[:6])
-        budget = in_core_budget(other, costs)
-        plans.keep(other, costs, budget, WINDOW, plan_step(other, costs, budget, WINDOW))
+        other, others = chain(3), replace(COSTS, ops=COSTS.ops[:6])
+        budget = in_core_budget(other, others)
+        choice = Choice(key_of(plans, other), LOWEST_MEMORY)
+        plans.keep(choice, other, others, budget, plan_step(other, others, budget, WINDOW), is_quick=False)
         (wrong,) = set(tmp_path.glob("plan-*.json")) - {path}
         wrong.replace(path)
-    else:
+    elif damage == "an op is left out":
         program = replace(planned.program, instructions=planned.program.instructions[1:])
-        plans.keep(GRAPH, COSTS, BUDGET, WINDOW, replace(planned, program=program))
-    assert plans.find(GRAPH, COSTS, BUDGET, WINDOW) is None
+        keep(plans, replace(planned, program=program))
+    elif damage == "another format":
+        path.write_text(path.read_text().replace("outofcore-chosen/1", "outofcore-chosen/0"))
+    elif damage == "other scratch memory":
+        costs = replace(COSTS, ops=(OpCost(0.01, 4096),) * 2 * LAYERS)
+    else:
+        costs = replace(COSTS, homes=(Home("host", MIB, 1e9, 1e9),))
+    assert found(plans, costs=costs) is None
     assert "a plan that was kept is made anew" in caplog.text
-    plans.keep(GRAPH, COSTS, BUDGET, WINDOW, planned)
-    assert plans.find(GRAPH, COSTS, BUDGET, WINDOW) is not None
+    keep(plans, planned)
+    assert found(plans) is not None
 
 
 def test_what_was_used_longest_ago_goes_first(
     tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outofcore.step_plans._MOST_FILES", 2)
-    plans, budgets = StepPlans(tmp_path), [BUDGET, BUDGET + 1, BUDGET + 2]
-    for age, budget in ((200, budgets[0]), (100, budgets[1])):
-        plans.keep(GRAPH, COSTS, budget, WINDOW, planned)
-        for path in tmp_path.glob("plan-*.json"):
+    monkeypatch.setattr("outofcore.plan_store._MAX_FILES", 2)
+    plans = StepPlans(tmp_path)
+    (tmp_path / "loop-0.json").write_text("of the other door, counted on its own")
+    keys = [key_of(plans, facts=number) for number in range(3)]
+    for age, key in ((200, keys[0]), (100, keys[1])):
+        keep(plans, planned, key=key)
+        for path in tmp_path.glob("*.json"):
             os.utime(path, (path.stat().st_mtime - age,) * 2)
-    assert plans.find(GRAPH, COSTS, budgets[0], WINDOW) is not None  # used now
-    plans.keep(GRAPH, COSTS, budgets[2], WINDOW, planned)
-    assert [plans.find(GRAPH, COSTS, budget, WINDOW) is not None for budget in budgets] == [True, False, True]
+    assert found(plans, keys[0]) is not None  # used now
+    keep(plans, planned, key=keys[2])
+    assert [found(plans, key) is not None for key in keys] == [True, False, True]
+    assert (tmp_path / "loop-0.json").exists()
 
 
 def test_the_plans_of_a_users_own_policy_are_not_kept(tmp_path: Path, planned: Planned) -> None:
@@ -107,12 +159,13 @@ def test_the_plans_of_a_users_own_policy_are_not_kept(tmp_path: Path, planned: P
         """Has the name of another."""
 
     for policy in (Own("auto", lambda *_: planned.plan), Mine()):
-        StepPlans(tmp_path).keep(GRAPH, COSTS, BUDGET, policy, planned)
-    assert not list(tmp_path.iterdir())
+        assert not key_of(StepPlans(tmp_path), policy=policy)
 
 
 def test_a_folder_that_cannot_be_used_costs_nothing_else(tmp_path: Path, planned: Planned) -> None:
     (tmp_path / "file").write_text("")
+    assert not key_of(StepPlans(None))
     for folder in (None, tmp_path / "file"):
-        StepPlans(folder).keep(GRAPH, COSTS, BUDGET, WINDOW, planned)
-        assert StepPlans(folder).find(GRAPH, COSTS, BUDGET, WINDOW) is None
+        plans = StepPlans(folder)
+        keep(plans, planned, key="0")
+        assert found(plans, "0") is None

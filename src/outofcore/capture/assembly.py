@@ -18,6 +18,7 @@ from outofcore.capture.captured import (
     OutputLeaf,
     Ref,
     StateBinding,
+    Value,
 )
 from outofcore.capture.device_traits import traits_of
 from outofcore.capture.guard import Guard
@@ -104,7 +105,8 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
     used |= {captured.values[old].storage for old in value}
     used |= {captured.ranges[s].whole for s in used if s in captured.ranges}
     storage = {old: new for new, old in enumerate(sorted({instead.get(s, s) for s in used}))}
-    left = tuple(replace(graph.storages[old], id=new) for old, new in storage.items())
+    left = (graph.storages[old] for old in storage)
+    left = tuple(entry if entry.id == new else replace(entry, id=new) for new, entry in enumerate(left))
     storage |= {old: storage[instead[old]] for old in used if old in instead}
 
     def numbers(old: Iterable[int]) -> tuple[int, ...]:
@@ -115,6 +117,10 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
         results = tuple(None if result is None else value[result] for result in call.results)
         return replace(call, args=args, kwargs=kwargs, results=results)
 
+    def moved(value: Value) -> Value:
+        new = storage[value.storage]
+        return value if new == value.storage else replace(value, storage=new)
+
     ops = tuple(
         replace(op, id=index, **{field: numbers(getattr(op, field)) for field in _NAMING_STORAGES})
         for index, op in enumerate(graph.ops)
@@ -124,8 +130,9 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
     return replace(
         captured,
         graph=compact,
-        calls=tuple(map(renumbered, captured.calls)),
-        values=tuple(replace(captured.values[old], storage=storage[captured.values[old].storage]) for old in value),
+        # Where all values stay, they keep their numbers.
+        calls=captured.calls if len(value) == len(captured.values) else tuple(map(renumbered, captured.calls)),
+        values=tuple(moved(captured.values[old]) for old in value),
         inputs=tuple(replace(binding, value=value[binding.value]) for binding in captured.inputs),
         states=tuple(replace(binding, value=value[binding.value]) for binding in captured.states),
         gradients_left=tuple(replace(binding, value=value[binding.value]) for binding in captured.gradients_left),

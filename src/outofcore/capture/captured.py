@@ -204,7 +204,7 @@ def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
     """Return the capture with other ops, numbered in their order."""
     found = list(pairs)
     graph = captured.graph
-    ops = tuple(replace(op, id=index) for index, (op, _) in enumerate(found))
+    ops = tuple(op if op.id == index else replace(op, id=index) for index, (op, _) in enumerate(found))
     return replace(
         captured, graph=StepGraph(graph.storages, ops, graph.outputs), calls=tuple(call for _, call in found)
     )

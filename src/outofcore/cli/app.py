@@ -334,7 +334,7 @@ def doctor(
     *,
     cache: CacheFolder = None,
     clear_cache: Annotated[
-        bool, typer.Option("--clear-cache", help="Delete the measurements that are kept, and do nothing else.")
+        bool, typer.Option("--clear-cache", help="Delete the stored measurements and plans, and do nothing else.")
     ] = False,
 ) -> None:
     """Check this machine and the installed versions, and train a small model through both doors."""

@@ -17,7 +17,7 @@ On a GPU ``streams.h`` orders work and ``pinned.h`` is the home. ``devices.py`` 
 ``gpu.py`` prepares PyTorch for a GPU.
 
 ``record.h`` records each step and finds the loop's position in a record. ``records.py`` makes a graph of one,
-``outofcore.background`` plans it in another process, ``plan_store.py`` keeps plans for later processes, and
+``outofcore.background`` plans it in another process, ``loop_plans.py`` keeps plans for later processes, and
 ``observed.h`` and ``observed.py`` report the last step.
 
 For recomputation ``lineage.h`` knows how a storage was computed, ``recipes.h`` computes it again, ``recipes.py``

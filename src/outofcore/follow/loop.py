@@ -30,6 +30,7 @@ from outofcore.errors import StateError
 from outofcore.follow.devices import LoopDevice, LoopHome
 from outofcore.follow.failures import explained
 from outofcore.follow.loop_planner import LoopPlanner
+from outofcore.follow.loop_plans import LoopPlans
 from outofcore.follow.native import call, is_followed, open_paging
 from outofcore.follow.observed import (
     LINKS,
@@ -40,7 +41,6 @@ from outofcore.follow.observed import (
     observed_notes,
     read_observed,
 )
-from outofcore.follow.plan_store import PlanStore
 from outofcore.follow.running import patches, sources, started
 from outofcore.follow.space import Space
 from outofcore.follow.stats import LoopStats, loop_facts
@@ -201,7 +201,7 @@ class Loop:
             library.follow_ask_source(sources.ask)
             library.follow_thread(1)
             if options.policy is not None:
-                self._planner = LoopPlanner(space, options.policy, PlanStore(options.plans), room)
+                self._planner = LoopPlanner(space, options.policy, LoopPlans(options.plans), room)
                 self._made = self._planner.made
                 self._undo.callback(self._planner.background.close)
             failing.pop_all()

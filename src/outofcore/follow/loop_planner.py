@@ -9,8 +9,8 @@ from collections import deque
 from outofcore._torch_internals import Feature, missing
 from outofcore.analysis import LARGE_BYTES
 from outofcore.background import BackgroundPlanner, PlanJob
+from outofcore.follow.loop_plans import FollowedPlan, LoopPlans
 from outofcore.follow.observed import PlanMade
-from outofcore.follow.plan_store import FollowedPlan, PlanStore
 from outofcore.follow.recipes import Recipes
 from outofcore.follow.recompute_trial import RecomputeTrial
 from outofcore.follow.records import StepRecord, read_record, schedule_of
@@ -38,7 +38,7 @@ class LoopPlanner:
         made: the last ones of them.
     """
 
-    def __init__(self, space: Space, policy: PolicyLike, store: PlanStore, room: int) -> None:
+    def __init__(self, space: Space, policy: PolicyLike, store: LoopPlans, room: int) -> None:
         self._space, self._policy, self._store, self._room = space, policy, store, room
         self._planned_by = space.device.planned_by(policy)
         recomputes = isinstance(policy, Auto) and policy.params.recompute_changes > 0

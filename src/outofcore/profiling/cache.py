@@ -16,7 +16,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from msgspec import Struct
 
 from outofcore.compiling import user_cache_folder
 from outofcore.errors import GraphError, InputError
-from outofcore.jsonfile import decode_json, refuse, write_json
+from outofcore.jsonfile import decode_json, refuse, replace_json
 
 _log = logging.getLogger("outofcore.profiling")
 
@@ -150,14 +149,7 @@ class Shelf:
             _log.warning("measurements are not kept: %s", error)
 
     def _replace(self, entries: Mapping[str, object]) -> None:
-        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.stem}-", suffix=".part")
-        os.close(descriptor)
-        part = Path(name)
-        try:
-            write_json(part, {"format": FORMAT, "facts": self.facts, "entries": entries})
-            part.replace(self.path)
-        finally:
-            part.unlink(missing_ok=True)
+        replace_json(self.path, {"format": FORMAT, "facts": self.facts, "entries": entries})
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

@@ -270,6 +270,7 @@ def _written_over(captured: Captured, op: Op, call: Call, least: int) -> Over | 
     return None
 
 
+@cache
 def _told_where(func: OpOverload) -> list[Over]:
     """Return how to run an op with its result in a given place: in any, or in that of its first argument only."""
     packet = func._overloadpacket

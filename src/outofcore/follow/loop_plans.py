@@ -1,0 +1,68 @@
+"""Plans of recorded steps in the store, so that the next process follows them from the first step that it records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from outofcore.follow.records import FREED, Schedule, StepRecord
+from outofcore.jsonfile import refuse
+from outofcore.plan_store import Document, PlanStore, key_of
+
+_FORMAT = "outofcore-followed/1"
+
+_Count = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class _File(Document):
+    policy: str
+    seconds: Annotated[float, Meta(ge=0)]
+    leave: tuple[tuple[_Count, _Count], ...]
+    fetch: tuple[tuple[_Count, _Count], ...]
+    write: tuple[tuple[_Count, _Count], ...]
+    offsets: tuple[tuple[_Count, _Count, _Count], ...]
+    scratch: tuple[tuple[_Count, _Count], ...]
+
+
+@dataclass(frozen=True)
+class FollowedPlan:
+    """A schedule by ops of the record, the policy that made it, and the predicted seconds of a step."""
+
+    schedule: Schedule
+    policy: str
+    seconds: float
+
+
+class LoopPlans:
+    """The plans of recorded steps in a folder; with None it keeps none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._store = PlanStore(folder, "loop", _FORMAT, _File)
+
+    def find(self, record: StepRecord, budget: int, policy: str) -> FollowedPlan | None:
+        """Return the stored plan of a step, if any."""
+
+        def check(found: _File, path: Path) -> FollowedPlan:
+            schedule = Schedule(found.leave, found.fetch, found.write, found.offsets, found.scratch)
+            ops, storages = record.ops, len(record.graph.storages)
+            pairs = (*schedule.leave, *schedule.fetch, *schedule.write, *((op, s) for op, s, _ in schedule.offsets))
+            if any(op >= ops or s >= storages for op, s in pairs) or any(op >= ops for op, _ in schedule.scratch):
+                refuse(path, "$", "is of another step")
+            return FollowedPlan(schedule, found.policy, found.seconds)
+
+        return self._store.find(_key(record, budget, policy), check)
+
+    def keep(self, record: StepRecord, budget: int, policy: str, plan: FollowedPlan) -> None:
+        by = plan.schedule
+        file = _File(_FORMAT, plan.policy, plan.seconds, by.leave, by.fetch, by.write, by.offsets, by.scratch)
+        self._store.keep(_key(record, budget, policy), file)
+
+
+def _key(record: StepRecord, budget: int, policy: str) -> str:
+    # When storages are freed may differ a little from process to process, and costs do: neither makes it another step.
+    ops = [(op.name, sorted(op.touched)) for op in record.graph.ops if op.name != FREED]
+    storages = [storage.bytes for storage in record.graph.storages]
+    return key_of(_FORMAT, budget, policy, ops, storages)
