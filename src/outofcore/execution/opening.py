@@ -240,12 +240,7 @@ def open_device_homes(
     limit = host_limit(host_budget)
     if home is None or home == "host":
         return [backend.home(limit)]
-    native = load_native(Flavor.CUDA)
-    if native.library is None:
-        raise SpillError(
-            f"the device {backend.device} reaches a disk by native code alone, and {native.reason}; install a C++ "
-            "compiler, or leave 'home' out"
-        )
+    load_native(Flavor.CUDA)  # it alone reaches a disk
     return [backend.home(limit), DiskHome() if home == "disk" else DiskHome(Path(home))]
 
 

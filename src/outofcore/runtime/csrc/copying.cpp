@@ -4,6 +4,7 @@
 // how far its queue is. Nothing here needs Python, unless it is asked for a copy that only Python can make: what computes
 // is not held up by the interpreter's lock, and copies go on whoever has it.
 
+#include "borders.h"
 #include "transfer.h"
 
 #include <fcntl.h>
@@ -79,6 +80,23 @@ constexpr int64_t kEnded = -1;    // the file ended, or took nothing
 constexpr int64_t kDamaged = -2;  // what came is not what was written
 constexpr int64_t kRaised = -3;   // Python knows
 constexpr int64_t kStopped = -4;  // somebody else gave the step up
+
+const borders::Border kBorders[] = {
+    {"Wait", {FIELD(Wait, queue), FIELD(Wait, number)}},
+    {"Piece",
+     {FIELD(Piece, address), FIELD(Piece, bytes), FIELD(Piece, outside), FIELD(Piece, slot), FIELD(Piece, sum),
+      FIELD(Piece, descriptor), FIELD(Piece, forgets)}},
+    {"Copy",
+     {FIELD(Copy, index), FIELD(Copy, number), FIELD(Copy, first_piece), FIELD(Copy, pieces), FIELD(Copy, first_wait),
+      FIELD(Copy, waits), FIELD(Copy, awaited), FIELD(Copy, writes)}},
+    {"Sum", {FIELD(Sum, bytes), FIELD(Sum, found)}},
+    {"Queue", {FIELD(Queue, number), FIELD(Queue, copies), FIELD(Queue, first)}},
+    {"Work",
+     {FIELD(Work, pieces), FIELD(Work, waits), FIELD(Work, sums), FIELD(Work, summed), FIELD(Work, queues),
+      FIELD(Work, count)}},
+    {"Outside", {CONSTANT(kMemory), CONSTANT(kCalled)}},
+    {"CopyFailure", {CONSTANT(kEnded), CONSTANT(kDamaged), CONSTANT(kRaised), CONSTANT(kStopped)}},
+};
 
 double now() {
   // What Python's perf_counter() is on Linux.
