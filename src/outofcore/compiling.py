@@ -58,12 +58,13 @@ def private_folder(path: Path) -> Path:
     return path
 
 
-def load_built(beside: Path, build: Callable[[Path], object], load: Callable[[Path], _Library]) -> _Library:
+def load_built(what: str, beside: Path, build: Callable[[Path], object], load: Callable[[Path], _Library]) -> _Library:
     """Load a library from where a wheel has it, or from the cache; build it there if it is in neither.
 
-    The name of the file ``beside`` the sources covers everything that goes into the build. ``build`` makes the file
-    that it is given, and may raise ``BuildError`` or OSError; ``load`` may raise OSError. Where the cache cannot be
-    used, it is built in a temporary folder. Raises ``StateError`` if it cannot be built.
+    ``what`` is its name for people. The name of the file ``beside`` the sources covers everything that goes into the
+    build. ``build`` makes the file that it is given, and may raise ``BuildError`` or OSError; ``load`` may raise
+    OSError. Where the cache cannot be used, it is built in a temporary folder. Raises ``StateError`` if it cannot be
+    built.
     """
     with contextlib.suppress(OSError):  # not installed from a wheel, or one for an older system or another PyTorch
         return load(beside)
@@ -89,8 +90,8 @@ def load_built(beside: Path, build: Callable[[Path], object], load: Callable[[Pa
         if str(error) not in reasons[0]:
             reasons.append(f"in a temporary folder: {error}")
     raise StateError(
-        f"native code is missing: {beside.name} is not compiled here, and could not be ({'; '.join(reasons)}). Install a "
-        "C++ compiler such as g++, or a wheel of outofcore that was built with one"
+        f"native code is missing: {what} is not compiled here, and could not be ({'; '.join(reasons)}). Install a C++ "
+        "compiler such as g++, or a wheel of outofcore that was built with one"
     )
 
 
@@ -118,7 +119,7 @@ def load_functions(
             found.argtypes, found.restype = arguments, result
         return library
 
-    return load_built(wheel_library(source), lambda path: compile_library({source: ()}, path), load)
+    return load_built(source.name, wheel_library(source), lambda path: compile_library({source: ()}, path), load)
 
 
 def native_callback(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
@@ -158,7 +159,7 @@ def compile_library(
     link_flags: Sequence[str] = (),
     compilers: Sequence[str] = COMPILERS,
 ) -> Path:
-    """Compile sources, each with its own flags beside those of all, to a library, under a temporary name until it is whole.
+    """Compile sources, each with flags of its own, to a library, under a temporary name until it is complete.
 
     As many at a time as there are processors, in the order given. Several processes may build the same library at
     once, since the final rename is atomic. Raises ``BuildError`` if no compiler works, and ``OSError`` if the folder

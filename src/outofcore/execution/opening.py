@@ -11,7 +11,7 @@ import torch
 
 from outofcore._torch_internals import memory_of
 from outofcore.analysis import is_large
-from outofcore.errors import InputError, SpillError, StateError, UnitError
+from outofcore.errors import InputError, StateError, UnitError
 from outofcore.execution.aliases import Faces
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.cuda.backend import CudaBackend

@@ -169,7 +169,10 @@ def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
     if sys.platform != "linux":
         raise StateError(f"native code is missing: it is written for Linux, and this is {sys.platform}; use Linux")
     return load_built(
-        library_file(flavor), lambda path: build(path, flavor=flavor), lambda path: load_library(path, flavor)
+        f"outofcore-{flavor.value}",
+        library_file(flavor),
+        lambda path: build(path, flavor=flavor),
+        lambda path: load_library(path, flavor),
     )
 
 
@@ -180,9 +183,9 @@ def load_unlocked(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
 
 
 def library_file(flavor: Flavor = Flavor.CPU) -> Path:
-    """Return where a wheel has the library; its name tells PyTorch, Python, machine and all else that it is built from."""
+    """Return where a wheel has the library; its name covers PyTorch, Python, machine, flags and sources."""
     hashed = hashlib.sha256()
-    for path in sorted(path for path in CSRC.rglob("*") if path.is_file()):
+    for path in sorted((*CSRC.rglob("*.cpp"), *CSRC.rglob("*.h"))):
         hashed.update(path.read_bytes())
     hashed.update("\0".join((*_defines(flavor), *map(str, _OWN_FLAGS.items()))).encode())
     tag = sys.implementation.cache_tag or sys.implementation.name
