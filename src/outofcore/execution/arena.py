@@ -1,6 +1,6 @@
 """The arena: one region of memory in which every allocation of the step has a planned address.
 
-The native allocator (``arena.cpp``, see ``execution.native``) hands the planned addresses to PyTorch itself: results
+The native allocator (``arena.cpp``, see ``runtime.native``) hands the planned addresses to PyTorch itself: results
 and scratch memory of an op appear in place, with no copy and no page fault. An unplanned request gets free room, or
 room that ``demand_eviction`` makes.
 
@@ -47,7 +47,7 @@ class Answer(IntEnum):
 
 
 class Installed(IntEnum):
-    """The outcome of installing the native allocator under PyTorch: as ``Installed`` in ``arena.cpp``."""
+    """The outcome of installing the native allocator under PyTorch: as ``Installed`` in ``allocator.h``."""
 
     DONE = 0
     NO_DELETER = 1  # the stock allocator cannot be wrapped
