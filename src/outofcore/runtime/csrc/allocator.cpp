@@ -33,9 +33,9 @@ int installs = 0;
 // Before those of loops (paging.cpp), whose lock is taken first.
 const int at_fork = pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 
-const borders::Border kBorder("Installed", {VALUE(Installed, kDone), VALUE(Installed, kNoDeleter),
-                                            VALUE(Installed, kAnother), VALUE(Installed, kOutranked),
-                                            VALUE(Installed, kFailed)});
+const borders::Border kBorders[] = {
+    ENUM("Installed", Installed, kDone, kNoDeleter, kAnother, kOutranked, kFailed),
+};
 
 }  // namespace
 

@@ -320,11 +320,9 @@ void leave(Thread& t) noexcept {
 }
 
 const borders::Border kBorders[] = {
-    {"Counter", {VALUE(Counter, kServed), VALUE(Counter, kSmall), VALUE(Counter, kLarge), VALUE(Counter, kLargeBytes),
-                 VALUE(Counter, kLiveBytes), VALUE(Counter, kPeakLiveBytes), VALUE(Counter, kRefused),
-                 VALUE(Counter, kUnclaimed), VALUE(Counter, kLastScope), VALUE(Counter, kLent),
-                 VALUE(Counter, kLentLiveBytes), VALUE(Counter, kBeyond), VALUE(Counter, kBeyondBytes)}},
-    {"Answer", {VALUE(Answer, kRefuse), VALUE(Answer, kExceed)}},
+    ENUM("Counter", Counter, kServed, kSmall, kLarge, kLargeBytes, kLiveBytes, kPeakLiveBytes, kRefused, kUnclaimed,
+                             kLastScope, kLent, kLentLiveBytes, kBeyond, kBeyondBytes),
+    ENUM("Answer", Answer, kRefuse, kExceed),
 };
 
 }  // namespace

@@ -30,6 +30,20 @@ struct Border {
 
 }  // namespace borders
 
-#define FIELD(type, member) {#member, offsetof(type, member), sizeof(type::member)}
-#define CONSTANT(name) {#name, static_cast<int64_t>(name), 0}
-#define VALUE(type, name) {#name, static_cast<int64_t>(type::name), 0}
+// Each after the other, with the type.
+#define BORDER_EACH(what, type, ...) __VA_OPT__(BORDER_EXPAND(BORDER_MORE(what, type, __VA_ARGS__)))
+#define BORDER_MORE(what, type, name, ...) what(type, name), __VA_OPT__(BORDER_AGAIN BORDER_NONE(what, type, __VA_ARGS__))
+#define BORDER_AGAIN() BORDER_MORE
+#define BORDER_NONE ()
+#define BORDER_EXPAND(...) BORDER_MANY(BORDER_MANY(BORDER_MANY(BORDER_MANY(__VA_ARGS__))))  // for up to 80 names
+#define BORDER_MANY(...) BORDER_FOUR(BORDER_FOUR(BORDER_FOUR(BORDER_FOUR(__VA_ARGS__))))
+#define BORDER_FOUR(...) BORDER_ONE(BORDER_ONE(BORDER_ONE(BORDER_ONE(__VA_ARGS__))))
+#define BORDER_ONE(...) __VA_ARGS__
+#define BORDER_FIELD(type, member) {#member, offsetof(type, member), sizeof(type::member)}
+#define BORDER_VALUE(type, name) {#name, static_cast<int64_t>(type::name), 0}
+#define BORDER_CONSTANT(type, name) {#name, name, 0}
+
+#define STRUCT(type, ...) {#type, {BORDER_EACH(BORDER_FIELD, type, __VA_ARGS__)}}
+// ``name``: under which Python's is compared.
+#define ENUM(name, type, ...) {name, {BORDER_EACH(BORDER_VALUE, type, __VA_ARGS__)}}
+#define CONSTANTS(name, ...) {name, {BORDER_EACH(BORDER_CONSTANT, , __VA_ARGS__)}}

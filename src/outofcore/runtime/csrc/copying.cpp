@@ -82,20 +82,14 @@ constexpr int64_t kRaised = -3;   // Python knows
 constexpr int64_t kStopped = -4;  // somebody else gave the step up
 
 const borders::Border kBorders[] = {
-    {"Wait", {FIELD(Wait, queue), FIELD(Wait, number)}},
-    {"Piece",
-     {FIELD(Piece, address), FIELD(Piece, bytes), FIELD(Piece, outside), FIELD(Piece, slot), FIELD(Piece, sum),
-      FIELD(Piece, descriptor), FIELD(Piece, forgets)}},
-    {"Copy",
-     {FIELD(Copy, index), FIELD(Copy, number), FIELD(Copy, first_piece), FIELD(Copy, pieces), FIELD(Copy, first_wait),
-      FIELD(Copy, waits), FIELD(Copy, awaited), FIELD(Copy, writes)}},
-    {"Sum", {FIELD(Sum, bytes), FIELD(Sum, found)}},
-    {"Queue", {FIELD(Queue, number), FIELD(Queue, copies), FIELD(Queue, first)}},
-    {"Work",
-     {FIELD(Work, pieces), FIELD(Work, waits), FIELD(Work, sums), FIELD(Work, summed), FIELD(Work, queues),
-      FIELD(Work, count)}},
-    {"Outside", {CONSTANT(kMemory), CONSTANT(kCalled)}},
-    {"CopyFailure", {CONSTANT(kEnded), CONSTANT(kDamaged), CONSTANT(kRaised), CONSTANT(kStopped)}},
+    STRUCT(Wait, queue, number),
+    STRUCT(Piece, address, bytes, outside, slot, sum, descriptor, forgets),
+    STRUCT(Copy, index, number, first_piece, pieces, first_wait, waits, awaited, writes),
+    STRUCT(Sum, bytes, found),
+    STRUCT(Queue, number, copies, first),
+    STRUCT(Work, pieces, waits, sums, summed, queues, count),
+    CONSTANTS("Outside", kMemory, kCalled),
+    CONSTANTS("CopyFailure", kEnded, kDamaged, kRaised, kStopped),
 };
 
 double now() {

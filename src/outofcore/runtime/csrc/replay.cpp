@@ -200,14 +200,11 @@ int64_t guarded(Replay& replay, Action&& action) {
 }
 
 const borders::Border kBorders[] = {
-    {"ReplayFailure",
-     {VALUE(Failure, kNone), VALUE(Failure, kRuntime), VALUE(Failure, kIndex), VALUE(Failure, kValue),
-      VALUE(Failure, kType), VALUE(Failure, kNotImplemented), VALUE(Failure, kMemory), VALUE(Failure, kAlgebra),
-      VALUE(Failure, kDevice), VALUE(Failure, kNoMemory), VALUE(Failure, kIssue), VALUE(Failure, kStopped)}},
+    ENUM("ReplayFailure", Failure, kNone, kRuntime, kIndex, kValue, kType, kNotImplemented, kMemory, kAlgebra, kDevice,
+                                   kNoMemory, kIssue, kStopped),
     // Filled in for issue.cpp, which is compiled for CUDA alone.
-    {"Kind", {VALUE(Kind, kWait), VALUE(Kind, kRecord), VALUE(Kind, kCopy), VALUE(Kind, kTransfer)}},
-    {"Action",
-     {FIELD(Action, kind), FIELD(Action, stream), FIELD(Action, to), FIELD(Action, of), FIELD(Action, bytes)}},
+    ENUM("Kind", Kind, kWait, kRecord, kCopy, kTransfer),
+    STRUCT(Action, kind, stream, to, of, bytes),
 };
 
 }  // namespace

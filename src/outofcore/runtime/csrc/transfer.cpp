@@ -22,10 +22,9 @@ namespace {
 
 constexpr int64_t kPage = 4096, kMost = int64_t{16} << 20;
 
-const borders::Border kBorder("Transfer", {FIELD(Transfer, address), FIELD(Transfer, bytes), FIELD(Transfer, offset),
-                                           FIELD(Transfer, descriptor), FIELD(Transfer, writes),
-                                           FIELD(Transfer, forgets), FIELD(Transfer, failure), FIELD(Transfer, done),
-                                           FIELD(Transfer, lane), FIELD(Transfer, next)});
+const borders::Border kBorders[] = {
+    STRUCT(Transfer, address, bytes, offset, descriptor, writes, forgets, failure, done, lane, next),
+};
 
 void serve(Lane& lane) {
   while (true) {
