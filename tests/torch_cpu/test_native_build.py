@@ -55,7 +55,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> N
 
 def load_with(monkeypatch: pytest.MonkeyPatch, cache: Path) -> ctypes.PyDLL:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    return native.load_native.__wrapped__()
+    return native._loaded.__wrapped__(native.Flavor.CPU)
 
 
 def test_the_build_is_kept_and_a_damaged_one_is_replaced(
@@ -160,7 +160,7 @@ def test_counters_are_written_as_far_as_there_is_room() -> None:
 
 
 def test_calls_that_release_the_lock_are_those_of_the_same_library() -> None:
-    unlocked = load_unlocked()
+    unlocked = load_unlocked(native.Flavor.CPU)
     assert isinstance(load_native(), ctypes.PyDLL)
     assert not isinstance(unlocked, ctypes.PyDLL)
     assert unlocked._handle == load_native()._handle

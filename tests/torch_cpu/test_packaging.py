@@ -116,16 +116,16 @@ USE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import outofcore
-from outofcore.runtime.native import load_native
+from outofcore.runtime import native
 from outofcore.planning.placement import compiled
 assert outofcore.__file__.startswith(sys.argv[1]), outofcore.__file__
-print(outofcore.__version__, load_native()._name)
+print(outofcore.__version__, native.load_native()._name)
 from outofcore.report.page import page_text
-load_native.cache_clear()
+native._loaded.cache_clear()
 import torch
 torch.__version__ = "1.0"
 try:
-    load_native()
+    native.load_native()
 except outofcore.StateError as error:
     print(error)
 """

@@ -69,9 +69,13 @@ def loaded_pagings() -> list[ctypes.CDLL]:
     return list(_key.loaded.values())
 
 
-@functools.cache
 def load_paging(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
     """Load the library of this process, to follow loops with it; raises ``StateError``."""
+    return _loaded(flavor)
+
+
+@functools.cache
+def _loaded(flavor: Flavor) -> ctypes.CDLL:
     library = load_unlocked(flavor)
     with _key.lock:
         if _key.holder is None:

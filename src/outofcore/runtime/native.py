@@ -160,12 +160,16 @@ class Flavor(Enum):
     CUDA = "cuda"  # the caching allocator
 
 
-@functools.cache
 def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
     """Load the library of this process, building it if needed; raises ``StateError`` if that fails.
 
     Its calls keep Python's lock: they take well under a microsecond, and releasing it would cost more than that.
     """
+    return _loaded(flavor)
+
+
+@functools.cache
+def _loaded(flavor: Flavor) -> ctypes.PyDLL:
     if sys.platform != "linux":
         raise StateError(f"native code is missing: it is written for Linux, and this is {sys.platform}; use Linux")
     return load_built(
@@ -177,7 +181,7 @@ def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
 
 
 @functools.cache
-def load_unlocked(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
+def load_unlocked(flavor: Flavor) -> ctypes.CDLL:
     """Return the library of ``load_native`` with calls that release Python's lock: some move much data, or wait."""
     return _declared(ctypes.CDLL(None, handle=load_native(flavor)._handle), flavor)
 
