@@ -1,8 +1,12 @@
-"""Compile into wheels the C++ that needs neither PyTorch nor CUDA; everything else is in pyproject.toml.
+"""Compile into wheels the C++ that does not need CUDA; everything else is in pyproject.toml.
 
-Without a compiler a wheel has the sources alone, and an editable installation always: they are compiled on first use.
+What needs PyTorch is compiled if that can be imported here, as where a wheel is built without isolation; only with the
+same version of PyTorch the library is used. Without a compiler a wheel has the sources alone, and an editable
+installation always: they are compiled on first use.
 """
 
+import importlib
+import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -34,10 +38,14 @@ class BuildLibraries(build_py):
         super().run()
         if self.editable_mode or not self.distribution.has_ext_modules():
             return
-        for source in (Path(self.build_lib, "outofcore", name) for name in SOURCES):
-            for earlier in source.parent.glob(f"{source.stem}-*.so"):
-                earlier.unlink()
-            compile_library(source, wheel_library(source)).chmod(0o644)
+        package = Path(self.build_lib, "outofcore")
+        for earlier in package.rglob("*.so"):
+            earlier.unlink()
+        for source in (package / name for name in SOURCES):
+            compile_library({source: ()}, wheel_library(source)).chmod(0o644)
+        if importlib.util.find_spec("torch") is not None:
+            native = importlib.import_module("outofcore.runtime.native")
+            native.build(package / "runtime" / "csrc" / native.library_file().name).chmod(0o644)
 
 
 class PlatformWheel(bdist_wheel):

@@ -1,4 +1,6 @@
-"""Run programs of several threads with paging.cpp built for ThreadSanitizer, and print the races that it finds.
+"""Run programs of several threads with native code built for ThreadSanitizer, and print the races that it finds.
+
+The build also checks the order in which threads take our locks (``locks.h``): a program that breaks it ends.
 
 PyTorch, Python and gloo are not instrumented. Races inside them are ignored, and what orders their threads is seen as
 far as it goes through pthreads. ``tests/tsan-suppressions.txt`` names what is left out, and why.
@@ -21,31 +23,32 @@ import sys
 from pathlib import Path
 
 from outofcore import compiling
-from outofcore.follow import native
-from outofcore.runtime.native import Flavor
+from outofcore.runtime import native
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ROOT / "tests" / "torch_cpu" / "thread_programs.py"
 SUPPRESSIONS = ROOT / "tests" / "tsan-suppressions.txt"
 FOLDER = ROOT / "build" / "tsan"
-FLAGS = ("-fsanitize=thread", "-O1", "-g", "-fno-omit-frame-pointer")
+FLAGS = ("-fsanitize=thread", "-O1", "-g", "-fno-omit-frame-pointer", "-DOUTOFCORE_CHECK_LOCKS")
 ROLES = (["loader"], ["logger"], ["teacher"], ["twin"])
-# The innermost frame of ours, as in "#1 evict /path/to/runtime/csrc/follow/blocks.h:512 (paging.so+0x1)".
+# The innermost frame of ours, as in "#1 evict /path/to/runtime/csrc/follow/blocks.h:512 (outofcore-cpu.so+0x1)".
 FRAME = re.compile(r"#\d+ (.+?) \S*/(csrc/[\w./]+:\d+)")
 
 
 def instrument() -> None:
     """Have this process build and load the instrumented library."""
-    plain = native._flags
-    native._flags = lambda flavor: [*plain(flavor), *FLAGS]
+    plain = native._defines
+    native._defines = lambda flavor: [*plain(flavor), *FLAGS]
+    native._OWN_FLAGS.clear()
 
 
 def build() -> None:
     """Build the library, which only a process with libtsan can load."""
     instrument()
-    folder = compiling.private_folder(compiling.user_cache_folder() / native._build_key(Flavor.CPU))
-    if not (folder / native._FILES[Flavor.CPU]).exists():
-        native._build(folder, Flavor.CPU)
+    file = native.library_file()
+    folder = compiling.private_folder(compiling.user_cache_folder() / file.stem)
+    if not (folder / file.name).exists():
+        native.build(folder / file.name)
 
 
 def libtsan() -> str:
@@ -85,7 +88,7 @@ def race_of(report: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Look for data races in paging.cpp.")
+    parser = argparse.ArgumentParser(description="Look for data races in native code.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="seeds of the programs; 0 1")
     parser.add_argument("--seconds", type=int, default=240, help="seconds after which a program hangs; 240")
     parser.add_argument("programs", nargs="*", help="arguments of thread_programs.py, after --")

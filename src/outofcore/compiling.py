@@ -1,7 +1,8 @@
 """Compile C++ that comes with the package on first use, and keep the libraries in the user's cache.
 
-That takes a second or two, needs only a C++ compiler, and is done once for each version of the source and each set of
-flags. Sources that need neither PyTorch nor CUDA are compiled into wheels already (``setup.py``): ``load_functions``.
+It needs only a C++ compiler, and is done once for each version of the source and each set of flags. Wheels have
+libraries already (``setup.py``): those that need neither PyTorch nor CUDA, see ``load_functions``, and where PyTorch is
+there while the wheel is built, the one for the CPU, see ``runtime.native``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,8 +27,8 @@ COMPILERS = ("c++", "g++", "clang++")
 # The newest first: recent headers of PyTorch may need C++20, older compilers may only have C++17.
 STANDARDS = ("c++20", "c++17")
 # Without contraction of sums into other operations: plans are compared to the last bit.
-_FLAGS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
-_TIMEOUT_S = 900  # some ten seconds of work, on a machine that may do much else
+_FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
+_TIMEOUT_S = 900  # half a minute of work, on a machine that may do much else
 
 _Library = TypeVar("_Library", bound=ctypes.CDLL)
 
@@ -56,33 +58,41 @@ def private_folder(path: Path) -> Path:
     return path
 
 
-def load_kept(
-    key: str, name: str, build: Callable[[Path], Path], load: Callable[[Path], _Library]
-) -> tuple[_Library | None, str]:
-    """Load a library from the cache, or build it there, or in a temporary folder if the cache cannot be used.
+def load_built(what: str, beside: Path, build: Callable[[Path], object], load: Callable[[Path], _Library]) -> _Library:
+    """Load a library from where a wheel has it, or from the cache; build it there if it is in neither.
 
-    ``key`` names the folder in the cache and covers everything that goes into the build; ``name`` is the file.
-    ``build`` may raise ``BuildError`` or OSError, ``load`` OSError. Returns the library and "", or None and the reason.
+    ``what`` is its name for people. The name of the file ``beside`` the sources covers everything that goes into the
+    build. ``build`` makes the file that it is given, and may raise ``BuildError`` or OSError; ``load`` may raise
+    OSError. Where the cache cannot be used, it is built in a temporary folder. Raises ``StateError`` if it cannot be
+    built.
     """
-    folder = user_cache_folder() / key
+    with contextlib.suppress(OSError):  # not installed from a wheel, or one for an older system or another PyTorch
+        return load(beside)
+    folder = user_cache_folder() / beside.stem
     try:
-        path = private_folder(folder) / name
+        path = private_folder(folder) / beside.name
         with contextlib.suppress(OSError):  # it is not there yet, or damaged, perhaps by a full disk
-            return load(path), ""
+            return load(path)
         with _alone(folder):
             with contextlib.suppress(OSError):  # another process has built it meanwhile
-                return load(path), ""
-            return load(build(folder)), ""
+                return load(path)
+            build(path)
+            return load(path)
     except (OSError, BuildError) as error:
         reasons = [f"in {folder}: {error}"]
     # The cache may be read-only, or on a volume from which nothing may be executed.
     try:
         with tempfile.TemporaryDirectory(prefix="outofcore-") as temporary:
-            return load(build(Path(temporary))), ""  # stays loaded when the file is gone
+            path = Path(temporary, beside.name)
+            build(path)
+            return load(path)  # stays loaded when the file is gone
     except (OSError, BuildError) as error:
         if str(error) not in reasons[0]:
             reasons.append(f"in a temporary folder: {error}")
-    return None, "; ".join(reasons)
+    raise StateError(
+        f"native code is missing: {what} is not compiled here, and could not be ({'; '.join(reasons)}). Install a C++ "
+        "compiler such as g++, or a wheel of outofcore that was built with one"
+    )
 
 
 def wheel_library(source: Path) -> Path:
@@ -94,7 +104,7 @@ def wheel_library(source: Path) -> Path:
 def load_functions(
     source: Path, functions: Mapping[str, tuple[tuple[object, ...], object]], kind: type[_Library] = ctypes.CDLL
 ) -> _Library:
-    """Load the functions of a C++ file that needs nothing else: from the wheel's library, else as by ``load_kept``.
+    """Load the functions of a C++ file that needs nothing else, as ``load_built`` does.
 
     ``functions`` gives argument and result types by name without ``outofcore_``. ``kind`` is ``ctypes.PyDLL`` if they
     are called with Python's lock held. Raises ``StateError`` if there is no library, and none can be built.
@@ -109,18 +119,7 @@ def load_functions(
             found.argtypes, found.restype = arguments, result
         return library
 
-    built = wheel_library(source)
-    with contextlib.suppress(OSError):  # not installed from a wheel, or one for an older system
-        return load(built)
-    library, reason = load_kept(
-        built.stem, built.name, lambda folder: compile_library(source, folder / built.name), load
-    )
-    if library is None:
-        raise StateError(
-            f"native code is missing: {source.name} is not compiled here, and could not be ({reason}). Install a C++ "
-            "compiler such as g++, or a wheel of outofcore that was built with one"
-        )
-    return library
+    return load_built(source.name, wheel_library(source), lambda path: compile_library({source: ()}, path), load)
 
 
 def native_callback(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
@@ -154,36 +153,43 @@ def _alone(folder: Path) -> Generator[None]:
 
 
 def compile_library(
-    source: Path,
+    sources: Mapping[Path, Sequence[str]],
     target: Path,
     flags: Sequence[str] = (),
     link_flags: Sequence[str] = (),
     compilers: Sequence[str] = COMPILERS,
 ) -> Path:
-    """Compile one source to a library, under a temporary name until it is complete.
+    """Compile sources, each with flags of its own, to a library, under a temporary name until it is complete.
 
-    Several processes may do so at once, since the final rename is atomic. Raises ``BuildError`` if no compiler works,
-    and ``OSError`` if the folder cannot be written to.
+    As many at a time as there are processors, in the order given. Several processes may build the same library at
+    once, since the final rename is atomic. Raises ``BuildError`` if no compiler works, and ``OSError`` if the folder
+    cannot be written to.
     """
     found = [path for path in map(shutil.which, compilers) if path]
     if not found:
         raise BuildError(f"no C++ compiler is on PATH (looked for {', '.join(compilers)}); install g++ or clang++")
-    descriptor, name = tempfile.mkstemp(dir=target.parent, suffix=".so.part")
-    os.close(descriptor)
-    output = Path(name)
     failures: list[str] = []
-    try:
+    with (
+        tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as temporary,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
         for compiler in found:
             for standard in STANDARDS:
-                command = [compiler, f"-std={standard}", *_FLAGS, *flags, str(source), "-o", name, *link_flags]
-                failure = _run(command)
+                command = [compiler, f"-std={standard}", *_FLAGS, *flags]
+                objects = {source: str(Path(temporary, f"{source.stem}.o")) for source in sources}
+                compiled = [
+                    pool.submit(_run, [*command, *sources[source], "-c", str(source), "-o", name])
+                    for source, name in objects.items()
+                ]
+                failure = next((text for one in compiled if (text := one.result()) is not None), None)
+                output = Path(temporary, target.name)
+                if failure is None:
+                    failure = _run([compiler, "-shared", *flags, *objects.values(), "-o", str(output), *link_flags])
                 if failure is None:
                     output.chmod(0o600)
                     output.replace(target)
                     return target
                 failures.append(f"{compiler} -std={standard}: {failure}")
-    finally:
-        output.unlink(missing_ok=True)
     raise BuildError("; ".join(failures))
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from outofcore.errors import SpillError, UnitError
+from outofcore.errors import UnitError
 from outofcore.execution import opening
 from outofcore.runtime.homes import DiskHome, PinnedHome
-from outofcore.runtime.native import Native, load_native
+from outofcore.runtime.native import load_native
 from outofcore.units import MIB
 
 
@@ -38,9 +38,6 @@ def test_a_disk_lies_behind_host_memory_if_one_is_named(tmp_path: Path) -> None:
             store.close()
 
 
-def test_what_cannot_be_is_refused_before_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_before_a_step() -> None:
     with pytest.raises(UnitError, match="not even one page"):
         opening.open_device_homes(Backend(), None, 100)  # type: ignore[arg-type]
-    monkeypatch.setattr(opening, "load_native", lambda _: Native(None, "there is no compiler"))
-    with pytest.raises(SpillError, match="reaches a disk by native code alone, and there is no compiler"):
-        opening.open_device_homes(Backend(), tmp_path, None)  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ import torch
 from briefly import measured_briefly
 from building import cache_of_its_own
 
-from outofcore.execution.replay import load_replay
 from outofcore.follow.native import load_paging
 from outofcore.runtime.native import load_native
 
@@ -31,7 +30,7 @@ def _measured_briefly(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cache_of_its_own(tmp_path_factory, (load_native, load_paging, load_replay)):
+    with cache_of_its_own(tmp_path_factory, (load_native, load_paging)):
         yield
 
 

@@ -54,7 +54,6 @@ from preloaded import environment
 import outofcore
 from outofcore.compiling import user_cache_folder
 from outofcore.errors import OutOfCoreError, StateError, TransferError
-from outofcore.execution.replay import load_replay
 from outofcore.follow.failures import explained
 from outofcore.follow.native import load_paging
 from outofcore.runtime.homes import DiskHome, HostHome
@@ -768,7 +767,7 @@ def main() -> int:
     os.environ.pop("LD_PRELOAD", None)  # of no use to processes that are started from here
     logging.getLogger("outofcore").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    load_native(), load_paging(), load_replay()
+    load_native(), load_paging()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         for door in given.door or DOORS:

@@ -17,7 +17,7 @@ def environment() -> dict[str, str]:
     # Not beside the native code of the package, which it knows by its folder.
     library = private_folder(user_cache_folder().with_name("outofcore-tests")) / f"fail-nth-{key}.so"
     if not library.exists():
-        compile_library(SOURCE, library, ["-fno-builtin"], ["-ldl"])
+        compile_library({SOURCE: ("-fno-builtin",)}, library, link_flags=["-ldl"])
     return {
         **os.environ,
         "LD_PRELOAD": str(library),

@@ -206,7 +206,7 @@ def test_plan_in_words(tmp_path: Path) -> None:
 def test_doctor_prints_what_it_sees() -> None:
     result = outofcore("doctor")
     assert result.exit_code == 0, result.output
-    names = ("PyTorch", "CPU", "memory speed", "native arena", "measurements", "disk speed", "disk beside ops")
+    names = ("PyTorch", "CPU", "memory speed", "native code", "measurements", "disk speed", "disk beside ops")
     for name in (*names, "direct I/O", "host speed", "CUDA"):
         assert re.search(rf"^[ !] {name} +\S", result.stdout, re.MULTILINE), name
     assert f"outofcore is tested with {TESTED_TEXT}" in result.stdout

@@ -24,8 +24,6 @@ from outofcore.runtime.folders import in_memory
 from outofcore.runtime.native import load_native
 from outofcore.units import KIB, PAGE_BYTES
 
-pytestmark = pytest.mark.skipif(load_native().library is None, reason="no C++ compiler")
-
 
 @pytest.fixture(scope="module")
 def smallest() -> int:
@@ -277,7 +275,7 @@ def test_pieces_of_all_sizes_arrive_whole(tmp_path: Path) -> None:
 
     if in_memory(tmp_path):
         pytest.skip("the temporary folder is not on a disk")
-    library = load_native().library
+    library = load_native()
     assert library is not None
     home = DiskHome(tmp_path)
     sizes = [1, 64, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 1024 * KIB, 1024 * KIB + 5, 3 * 1024 * KIB + 4097]

@@ -387,7 +387,7 @@ def test_a_switch_between_sizes_moves_nothing_where_all_fits() -> None:
 
 def test_where_nothing_can_be_followed(monkeypatch: pytest.MonkeyPatch, captures: list[int]) -> None:
     def none(*_: object) -> Any:
-        raise outofcore.StateError("loops are followed by native code, which could not be built: no compiler")
+        raise outofcore.StateError("native code is missing: no compiler")
 
     ours, theirs = Side(), Side()
     monkeypatch.setattr("outofcore.follow.devices.load_paging", none)

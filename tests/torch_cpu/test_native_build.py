@@ -1,8 +1,9 @@
-"""Building the native allocator: kept, private, and refused in words."""
+"""Building the native code: kept, private, and refused in words; and what it shares with Python."""
 
 import ctypes
 import re
 from dataclasses import fields
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -10,23 +11,34 @@ import torch
 
 from outofcore import compiling
 from outofcore.compiling import BuildError, private_folder
-from outofcore.execution.arena import Arena, ArenaCounters, Installed, ScopeTable
+from outofcore.errors import StateError
+from outofcore.execution import arena, copying, replay
+from outofcore.execution.arena import Arena, ArenaCounters, ScopeTable
+from outofcore.execution.cuda import driver, staging
+from outofcore.follow import observed, recipes, space
+from outofcore.follow.stats import LoopStats
 from outofcore.runtime import native
-from outofcore.runtime.native import Native, load_native
+from outofcore.runtime.native import load_native, load_unlocked
 
-pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
+
+@pytest.fixture(scope="module")
+def built() -> bytes:
+    """The library of this process, as a file."""
+    kept = compiling.user_cache_folder() / native.library_file().stem / native.library_file().name
+    load_native()
+    return kept.read_bytes()
 
 
 def test_a_build_is_private_and_complete(tmp_path: Path) -> None:
-    path = native.build(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["arena.so"]
+    path = native.build(tmp_path / "built.so")
+    assert [p.name for p in tmp_path.iterdir()] == ["built.so"]
     assert path.stat().st_mode & 0o777 == 0o600
     assert native.load_library(path).outofcore_end
 
 
 def test_no_compiler_is_said_in_words(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
-        native.build(tmp_path, compilers=("no-such-compiler",))
+        native.build(tmp_path / "built.so", compilers=("no-such-compiler",))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -37,59 +49,129 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> N
     folder = tmp_path / "out"
     folder.mkdir()
     with pytest.raises(BuildError, match="out of ideas"):
-        native.build(folder, compilers=(str(compiler),))
+        native.build(folder / "built.so", compilers=(str(compiler),))
     assert list(folder.iterdir()) == []
 
 
-def loaded_with(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Native:
+def load_with(monkeypatch: pytest.MonkeyPatch, cache: Path) -> ctypes.PyDLL:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    return native.load_native.__wrapped__()
+    return native._loaded.__wrapped__(native.Flavor.CPU)
 
 
-def test_the_build_is_kept_and_a_damaged_one_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "outofcore" / native.build_key()
-    native.build(private_folder(folder))
-    built = (folder / "arena.so").read_bytes()
-    (folder / "arena.so").write_bytes(b"half a fi")
-    assert loaded_with(monkeypatch, tmp_path).library is not None
-    assert (folder / "arena.so").read_bytes()[:4] == built[:4] == b"\x7fELF"
+def test_the_build_is_kept_and_a_damaged_one_is_replaced(
+    built: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = native.library_file().name
+    folder = private_folder(tmp_path / "outofcore" / native.library_file().stem)
+    (folder / name).write_bytes(b"half a fi")
+    monkeypatch.setattr(native, "build", lambda path, **_: path.write_bytes(built))
+    assert load_with(monkeypatch, tmp_path).outofcore_end
+    assert (folder / name).read_bytes() == built
     assert folder.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
-    assert loaded_with(monkeypatch, tmp_path).library is not None  # from the cache
+    monkeypatch.setattr(native, "build", None)
+    assert load_with(monkeypatch, tmp_path).outofcore_end  # from the cache
 
 
-def test_a_cache_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "outofcore" / native.build_key()
+def test_a_cache_that_others_may_write_to_is_not_trusted(
+    built: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "outofcore" / native.library_file().stem
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    assert loaded_with(monkeypatch, tmp_path).library is not None  # built in a temporary folder
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "build", lambda path, **_: path.write_bytes(built))
+        assert load_with(patch, tmp_path).outofcore_end  # built in a temporary folder
     assert list(folder.iterdir()) == []
     monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
-    refused = loaded_with(monkeypatch, tmp_path)
-    assert refused.library is None
-    assert "somebody else" in refused.reason
-    assert "install g++" in refused.reason
+    with pytest.raises(StateError, match=r"(?s)outofcore-cpu.*somebody else.*install g\+\+"):
+        load_with(monkeypatch, tmp_path)
 
 
-def test_codes_and_counters_are_the_same_on_both_sides() -> None:
-    source = native.CSRC.joinpath("arena.cpp").read_text(encoding="utf-8")
-    (body,) = re.findall(r"enum class Installed : int \{(.*?)\};", source, re.DOTALL)
-    codes = {name: int(number) for name, number in re.findall(r"k(\w+) = (\d+)", body)}
-    assert codes == {member.name.title().replace("_", ""): member.value for member in Installed}
-    library = load_native().library
-    assert library is not None
-    with Arena(1 << 20) as arena:
+def test_the_name_of_a_build_says_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not where PyTorch is installed: a wheel may be used elsewhere."""
+    here = native.library_file()
+    monkeypatch.setattr(native, "_TORCH", Path("/elsewhere/torch"))
+    assert native.library_file() == here
+    assert native.library_file(native.Flavor.CUDA) != here
+    monkeypatch.setattr(torch, "__version__", "1.0")
+    assert native.library_file() != here
+
+
+def snake(name: str) -> str:
+    """Write an enumerator's name as Python does."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name.removeprefix("k")).upper()
+
+
+def members_of(kind: type) -> dict[str, tuple[int, int]]:
+    """Return what native code tells of a struct, an enum, or counters: by name, offsets and sizes, or values and 0."""
+    if issubclass(kind, ctypes.Structure):
+        found = {name: getattr(kind, name) for name, *_ in kind._fields_}
+        return {name: (member.offset, member.size) for name, member in found.items()}
+    if issubclass(kind, Enum):
+        return {member.name: (member.value, 0) for member in kind}
+    return {field.name.upper(): (number, 0) for number, field in enumerate(fields(kind))}
+
+
+SHARED: dict[str, type] = {
+    "Action": driver._Action,
+    "Adopted": space.Adopted,
+    "Answer": arena.Answer,
+    "Cause": observed.Cause,
+    "Copied": observed.Copied,
+    "Copy": copying._Copy,
+    "CopyFailure": copying._Failure,
+    "Counter": ArenaCounters,
+    "Event": observed.Event,
+    "Installed": arena.Installed,
+    "Kind": driver._Kind,
+    "LoopCounter": LoopStats,
+    "Outside": copying._Outside,
+    "Piece": copying._Piece,
+    "Queue": copying._Queue,
+    "Recompute": recipes.Recompute,
+    "ReplayFailure": replay._Failure,
+    "Sum": copying._Sum,
+    "Transfer": staging.Transfer,
+    "Wait": copying._Wait,
+    "Work": copying._Work,
+}
+# What native code does not write: Python counts these, or nothing has failed.
+PYTHONS_OWN = {"LoopCounter": {"STEPS", "PLANS"}, "CopyFailure": {"NONE"}}
+
+
+def test_native_code_and_python_agree_on_what_they_share() -> None:
+    told: dict[str, dict[str, tuple[int, int]]] = {}
+    for line in load_native().outofcore_borders().decode().splitlines():
+        kind, name, at, size = line.split()
+        told.setdefault(kind, {})[snake(name) if int(size) == 0 else name] = int(at), int(size)
+    ours = {name: members_of(kind) for name, kind in SHARED.items()}
+    for name, own in PYTHONS_OWN.items():
+        assert own <= set(ours[name])
+        ours[name] = {member: at for member, at in ours[name].items() if member not in own}
+    told["ReplayFailure"].pop("NONE")  # Python asks only after a failure
+    assert told == ours
+
+
+def test_counters_are_written_as_far_as_there_is_room() -> None:
+    with Arena(1 << 20) as opened:
         counts = (ctypes.c_int64 * 20)(*[-7] * 20)
-        assert library.outofcore_arena_counters(arena.handle, counts, 3) == len(fields(ArenaCounters))
-        assert list(counts[3:]) == [-7] * 17  # no more is written than there is room for
+        assert load_native().outofcore_arena_counters(opened.handle, counts, 3) == len(fields(ArenaCounters))
+        assert list(counts[3:]) == [-7] * 17
+
+
+def test_calls_that_release_the_lock_are_those_of_the_same_library() -> None:
+    unlocked = load_unlocked(native.Flavor.CPU)
+    assert isinstance(load_native(), ctypes.PyDLL)
+    assert not isinstance(unlocked, ctypes.PyDLL)
+    assert unlocked._handle == load_native()._handle
+    assert unlocked.outofcore_lane_new.argtypes == load_native().outofcore_lane_new.argtypes
 
 
 def test_no_exception_leaves_the_library() -> None:
     """It would end the process."""
-    library = load_native().library
-    assert library is not None
-    with Arena(1 << 20) as arena:
-        table = ScopeTable(arena, [[(4096, 0)]])
+    library = load_native()
+    with Arena(1 << 20) as opened:
+        table = ScopeTable(opened, [[(4096, 0)]])
         assert library.outofcore_table_surprise_log(table._table, 17) is None
         assert library.outofcore_table_surprises(table._table, None, 0) == 0
 

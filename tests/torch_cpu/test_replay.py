@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,16 +18,11 @@ import outofcore
 from outofcore.execution import cpu, replay
 from outofcore.execution.arena import Arena, ScopeTable
 from outofcore.execution.binding import BoundRun, Draws
-
-pytestmark = pytest.mark.skipif(replay.load_replay() is None, reason="no C++ compiler")
+from outofcore.runtime.native import load_native
 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    def there(*, build: bool) -> Any:
-        return replay.load_replay()
-
-    monkeypatch.setattr(cpu, "replay_if_there", there)
     monkeypatch.setattr(cpu, "is_worth_it", lambda calls, seconds: True)
 
 
@@ -166,9 +158,7 @@ def test_an_op_that_returns_numbers_between_tensors_is_replayed() -> None:
     x, more, twice = torch.ones(4), torch.zeros(4), torch.zeros(4)
     results = ((0, more.data_ptr(), more, (1,)), (6, twice.data_ptr(), twice, (1,)))
     run = BoundRun(0, 0, op, (x, x, x, None, False), {}, results, (), 1, False, Draws.FREELY)
-    native = replay.load_replay()
-    assert native is not None
-    calls, arena = replay.Replay(native, 1), Arena(4096)
+    calls, arena = replay.Replay(load_native(), 1), Arena(4096)
     with calls.watching():
         assert calls.expect(run)
         op(*run.args)
@@ -220,33 +210,6 @@ def test_python_calls_ops_where_that_is_asked_for(replayed: list[int]) -> None:
     assert not replayed
 
 
-def test_the_library_is_built_for_many_steps_of_short_ops_alone() -> None:
+def test_native_calls_are_for_steps_of_short_ops_alone() -> None:
     assert replay.is_worth_it(100, 0.01)
     assert not replay.is_worth_it(100, 1.0)
-    assert replay.is_worth_building(1000, 10.0)
-    assert not replay.is_worth_building(10, 10.0)
-    assert not replay.is_worth_building(1000, 1.0)
-
-
-def test_the_library_is_built_beside_steps_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    built: list[int] = []
-
-    def load() -> Any:
-        built.append(threading.get_ident())
-        return plain()
-
-    plain = replay.load_replay
-    monkeypatch.setattr(replay, "load_replay", load)
-    loading = replay._Loading()
-    assert loading.now(build=False) is None
-    assert built == []
-    found = loading.now(build=True)
-    for _ in range(1000):
-        if found is not None:
-            break
-        time.sleep(0.01)
-        found = loading.now(build=True)
-    assert found is not None
-    assert built[0] != threading.get_ident()
-    assert loading.now(build=False) is found

@@ -23,13 +23,9 @@ from torch import nn
 import outofcore
 from outofcore.errors import BudgetError, SpillError
 from outofcore.execution import cpu
-from outofcore.execution.replay import load_replay
 from outofcore.profiling.scratch import Contents
-from outofcore.runtime.native import load_native
 from outofcore.session import Outcome
 from outofcore.units import KIB, MIB
-
-pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
 
 # Bytes of scratch memory that the operator below asks for, and how many pieces of them one after the other.
 SCRATCH, PIECES = [128 * KIB], [1]
@@ -178,12 +174,10 @@ def exponential() -> surging.Made:
     return step, model, optimizer
 
 
-@pytest.mark.skipif(load_replay() is None, reason="ops cannot be called from native code here")
 @pytest.mark.parametrize("copying", [True, False])
 def test_surge_of_a_replayed_op_is_settled_before_the_next(copying: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Native code calls the ops from the third step on, and stops behind the one that was lent memory."""
     monkeypatch.setattr(cpu, "is_worth_it", lambda *_: True)
-    monkeypatch.setattr(cpu, "replay_if_there", lambda **_: load_replay())
 
     def modest(contents: Contents, target: torch.Tensor, dtype: torch.dtype) -> None:
         target.zero_()

@@ -18,7 +18,7 @@ from outofcore.runtime.native import load_native
 from outofcore.units import MIB
 
 SIZE = 20 * MIB  # more than one system call moves
-LIBRARY = load_native().library
+LIBRARY = load_native()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native code cannot be built here")
 
 

@@ -31,7 +31,7 @@ def sum_of(tmp_path_factory: pytest.TempPathFactory) -> Sum:
     if not any(map(shutil.which, COMPILERS)):
         pytest.skip("there is no C++ compiler")
     target = tmp_path_factory.mktemp("checksum") / "checksum.so"
-    compile_library(Path(__file__).with_name("checksum_check.cpp"), target, ["-O3", f"-I{FOLDER}"])
+    compile_library({Path(__file__).with_name("checksum_check.cpp"): ("-O3", f"-I{FOLDER}")}, target)
     function = ctypes.CDLL(str(target)).sum_of
     function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
     return lambda data, step=LINE: function(data.ctypes.data, data.nbytes, step)

@@ -1,6 +1,6 @@
 """The arena: one region of memory in which every allocation of the step has a planned address.
 
-The native allocator (``arena.cpp``, see ``execution.native``) hands the planned addresses to PyTorch itself: results
+The native allocator (``arena.cpp``, see ``runtime.native``) hands the planned addresses to PyTorch itself: results
 and scratch memory of an op appear in place, with no copy and no page fault. An unplanned request gets free room, or
 room that ``demand_eviction`` makes.
 
@@ -33,7 +33,7 @@ from outofcore.errors import ArenaError, StateError
 from outofcore.planning.placement.requests import Event, EventKind
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.memory import Region, advise_pages, map_anonymous, tensor_over, unmap
-from outofcore.runtime.native import Native, load_native
+from outofcore.runtime.native import load_native
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 _REFUSAL = "outofcore arena: "  # how arena.cpp begins the message of a refused request
@@ -47,7 +47,7 @@ class Answer(IntEnum):
 
 
 class Installed(IntEnum):
-    """The outcome of installing the native allocator under PyTorch: as ``Installed`` in ``arena.cpp``."""
+    """The outcome of installing the native allocator under PyTorch: as ``Installed`` in ``allocator.h``."""
 
     DONE = 0
     NO_DELETER = 1  # the stock allocator cannot be wrapped
@@ -111,7 +111,7 @@ class Lender(Protocol):
 class Memory(Protocol):
     """What the runner of a step needs of an arena, on any device."""
 
-    native: Native
+    native: ctypes.PyDLL
     bytes: int
     address: int
     takes_turns: bool  # whether an op has ended when the next one is called, so that they can share a workspace
@@ -168,10 +168,10 @@ class Arena:
 
     takes_turns = True
 
-    def __init__(self, count: int, *, reserve: int = 0, annex: int = 0, native: Native | None = None) -> None:
+    def __init__(self, count: int, *, reserve: int = 0, annex: int = 0, native: ctypes.PyDLL | None = None) -> None:
         self.native = native if native is not None else load_native()
         self.bytes = round_up(max(count, 1), PAGE_BYTES)
-        self.annex_bytes = 0 if self.native.library is None else round_up(annex, PAGE_BYTES)
+        self.annex_bytes = 0 if self.native is None else round_up(annex, PAGE_BYTES)
         self._lender: Callable[[], Lender | None] = _nobody
         self.reserve = reserve
         whole = self.bytes + self.annex_bytes
@@ -182,7 +182,7 @@ class Arena:
                 f"no address range of {format_bytes(count)} could be mapped for the arena ({error}); lower the budget"
             ) from error
         self._handle: int | None = None
-        library = self.native.library
+        library = self.native
         if library is None:
             self._region: Region | None = Region(self.address, whole)
             self._uninstall: Callable[[], object] = _nothing
@@ -269,8 +269,8 @@ class Arena:
 
     def set_reserve(self, reserve: int) -> None:
         self.reserve = reserve
-        if self.native.library is not None and self._region is not None:
-            self.native.library.outofcore_arena_reserve(self._handle, reserve)
+        if self.native is not None and self._region is not None:
+            self.native.outofcore_arena_reserve(self._handle, reserve)
 
     def set_lender(self, lender: Any) -> None:
         """Set a native callback ``void (bytes, scope, answer)`` for what the reserve cannot hold, or None.
@@ -278,13 +278,13 @@ class Arena:
         It returns an ``Answer``, or an address in the annex or elsewhere, whose memory stays as long as
         ``lent`` names it. The caller keeps the callback alive.
         """
-        if self.native.library is not None and self._region is not None:
+        if self.native is not None and self._region is not None:
             pointer = None if lender is None else ctypes.cast(lender, ctypes.c_void_p)
-            self.native.library.outofcore_arena_lender(self._handle, pointer)
+            self.native.outofcore_arena_lender(self._handle, pointer)
 
     def lent(self) -> set[int]:
         """Return the addresses that the lender handed out and that are in use."""
-        library = self.native.library
+        library = self.native
         if library is None or self._region is None:
             return set()
         count = library.outofcore_arena_lent(self._handle, None, 0)
@@ -293,9 +293,9 @@ class Arena:
 
     def counters(self) -> ArenaCounters:
         _ = self.region
-        if self.native.library is None:
+        if self.native is None:
             return ArenaCounters()
-        return read_counters(self.native.library, self._handle)
+        return read_counters(self.native, self._handle)
 
     def _check(self, offset: int, count: int) -> None:
         if offset < 0 or count < 0 or offset + count > self.bytes:
@@ -342,7 +342,7 @@ class ScopeTable:
                     )
                 requests[row] = count, 0 if offset is None else arena.address + offset
                 row += 1
-        library = arena.native.library
+        library = arena.native
         self._library = library
         self._table: int | None = None
         if library is None:
@@ -406,8 +406,8 @@ class Recorder:
     Without the native allocator ``events`` stays empty.
     """
 
-    def __init__(self, native: Native | None = None) -> None:
-        self._library = (native if native is not None else load_native()).library
+    def __init__(self, native: ctypes.PyDLL | None = None) -> None:
+        self._library = native if native is not None else load_native()
         self._log: int | None = None
         self.events: list[Event] = []
 

@@ -27,7 +27,7 @@ from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws, Lane
 from outofcore.execution.copying import Copies, Copying, copies_of
 from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.interrupts import SIGNALS_SECONDS
-from outofcore.execution.replay import Replay, is_worth_building, is_worth_it, replay_if_there, spans
+from outofcore.execution.replay import Replay, is_worth_it, spans
 from outofcore.execution.undo import Reached
 from outofcore.finalization import end_when_threads_rest
 from outofcore.program import Timeline
@@ -390,7 +390,7 @@ class CpuEngine:
         self._communicator: _Worker[BoundRun] | None = None
         self._replayed: WeakKeyDictionary[Bound, _Replayed] = WeakKeyDictionary()
         self.update_failure: Exception | None = None
-        self._seconds = self._all_seconds = 0.0  # that the last step took, and all together
+        self._seconds = 0.0  # that the last step took
         self._steps = 0
         self._starts: array[float] = array("d")
         self._ends: array[float] = array("d")
@@ -472,7 +472,6 @@ class CpuEngine:
             queues.let_go()
         end = perf_counter()
         self._seconds = end - begin
-        self._all_seconds += self._seconds
         self._steps += 1
         return Timeline(
             tuple(max(s - begin, 0.0) for s in starts), tuple(max(e - begin, 0.0) for e in ends), end - begin
@@ -557,8 +556,8 @@ class CpuEngine:
 
     def _native_copying(self) -> Copying | None:
         """Return the native copying threads; None if Python copies."""
-        if self._copying is None and (library := load_native().library) is not None:
-            self._copying = Copying(library, self._queues, self._copy)
+        if self._copying is None:
+            self._copying = Copying(load_native(), self._queues, self._copy)
         return self._copying
 
     def _copies_of(self, bound: Bound, arena: Arena) -> Copies:
@@ -575,11 +574,8 @@ class CpuEngine:
             return found
         if not self._steps or not is_worth_it(len(bound.runs), self._seconds):
             return None
-        library = replay_if_there(build=is_worth_building(self._steps, self._all_seconds))
-        if library is None:
-            return None
         count = len(bound.runs)
-        made = self._replayed[bound] = _Replayed(Replay(library, count), [False] * count)
+        made = self._replayed[bound] = _Replayed(Replay(load_native(), count), [False] * count)
         return made
 
     def _compute(

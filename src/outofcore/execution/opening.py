@@ -11,7 +11,7 @@ import torch
 
 from outofcore._torch_internals import memory_of
 from outofcore.analysis import is_large
-from outofcore.errors import InputError, SpillError, StateError, UnitError
+from outofcore.errors import InputError, StateError, UnitError
 from outofcore.execution.aliases import Faces
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.cuda.backend import CudaBackend
@@ -240,12 +240,7 @@ def open_device_homes(
     limit = host_limit(host_budget)
     if home is None or home == "host":
         return [backend.home(limit)]
-    native = load_native(Flavor.CUDA)
-    if native.library is None:
-        raise SpillError(
-            f"the device {backend.device} reaches a disk by native code alone, and {native.reason}; install a C++ "
-            "compiler, or leave 'home' out"
-        )
+    load_native(Flavor.CUDA)  # it alone reaches a disk
     return [backend.home(limit), DiskHome() if home == "disk" else DiskHome(Path(home))]
 
 

@@ -1,65 +1,30 @@
 """Call ops again and again with the same arguments from native code (``replay.cpp``).
 
 Addresses are planned, so an op gets the same tensors at every step. Python's overhead for each call of an op, some
-microseconds, is paid once: the call is recorded in one step and replayed in later ones. The library takes some ten
-seconds to build, once for each version of PyTorch, in the background of steps that run for long enough; without it
-Python calls the ops.
+microseconds, is paid once: the call is recorded in one step and replayed in later ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import hashlib
-import platform
-import sys
-import threading
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from pathlib import Path
 
 import torch
 
 from outofcore import _torch_internals as internals
-from outofcore.compiling import compile_library, load_kept, user_cache_folder
 from outofcore.errors import StateError
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.binding import BoundRun, Draws
 from outofcore.execution.copying import Copying
 from outofcore.execution.interrupts import SIGNALS_SECONDS
-from outofcore.runtime.native import CSRC, Prototypes, declare, torch_folder, without_lock
+from outofcore.runtime.native import without_lock
 
-_SOURCE = CSRC / "replay.cpp"
-_FILE = "replay.so"
 # Of a step, for each of its ops: in longer ones the calls by Python, 5 us each, take less than a thousandth.
 _WORTH_SECONDS = 5e-3
-# Short programs end before it is built, and would begin again and again.
-_LONG_STEPS, _LONG_SECONDS = 50, 5.0
-
-_POINTER = ctypes.c_void_p
-_COUNT = ctypes.c_int64
-_PROTOTYPES: Prototypes = {
-    "replay_new": (_POINTER, (_COUNT,)),
-    "replay_free": (None, (_POINTER,)),
-    "replay_watch": (_COUNT, ()),
-    "replay_unwatch": (None, ()),
-    "replay_expect": (None, ()),
-    "replay_take": (
-        _COUNT,
-        (_POINTER, _COUNT, *[ctypes.c_char_p] * 2, ctypes.c_int, _COUNT, _COUNT, _POINTER, _COUNT, _POINTER),
-    ),
-    "replay_run": (_COUNT, (_POINTER, _COUNT, _COUNT, ctypes.c_double, *[_POINTER] * 9)),
-    "replay_order": (_COUNT, (_POINTER, _COUNT, _COUNT, _POINTER, _COUNT)),
-    "replay_issue": (None, (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER)),
-    "replay_let_go": (None, (_POINTER,)),
-    "replay_at": (_COUNT, (_POINTER,)),
-    "replay_failure": (_COUNT, (_POINTER,)),
-    "replay_status": (_COUNT, (_POINTER,)),
-    "replay_message": (ctypes.c_char_p, (_POINTER,)),
-}
 
 
 class _Failure(IntEnum):
@@ -99,83 +64,9 @@ _ERRORS: dict[_Failure, type[Exception]] = {
 }
 
 
-@functools.cache
-def load_replay() -> ctypes.PyDLL | None:
-    """Load the library from the cache folder, building it if needed; None if that fails."""
-    if sys.platform != "linux":
-        return None
-    return load_kept(_build_key(), _FILE, _build, _load)[0]
-
-
-class _Loading:
-    """The library, built in the background."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._looked = False
-        self._library: ctypes.PyDLL | None = None
-        self._thread: threading.Thread | None = None
-
-    def now(self, *, build: bool) -> ctypes.PyDLL | None:
-        """Return the library if it is there; with ``build``, start building it otherwise."""
-        with self._lock:
-            if self._library is None and not self._looked:
-                self._looked = True
-                if (user_cache_folder() / _build_key() / _FILE).exists():
-                    self._library = load_replay()
-            if self._library is None and self._thread is None and build:
-                self._thread = threading.Thread(target=load_replay, name="outofcore-build", daemon=True)
-                self._thread.start()
-            if self._library is None and self._thread is not None and not self._thread.is_alive():
-                self._library = load_replay()
-            return self._library
-
-
-_loading = _Loading()
-
-
 def is_worth_it(calls: int, seconds: float) -> bool:
     """Return whether a step with so many op calls and of that length gains from native calls."""
     return calls * _WORTH_SECONDS > seconds
-
-
-def is_worth_building(steps: int, seconds: float) -> bool:
-    """Return whether the process has run for long enough to pay for a build."""
-    return steps >= _LONG_STEPS and seconds >= _LONG_SECONDS
-
-
-def replay_if_there(*, build: bool) -> ctypes.PyDLL | None:
-    """Return the library if it was built before; else None, and ``build`` starts that in another thread."""
-    return _loading.now(build=build)
-
-
-def _flags() -> list[str]:
-    include = torch_folder() / "include"
-    return [
-        "-DNDEBUG",  # as PyTorch itself is built: what observers are told has other members without it
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{include}",
-        f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}",
-    ]
-
-
-def _build_key() -> str:
-    hashed = hashlib.sha256(_SOURCE.read_bytes())
-    hashed.update("\0".join((str(torch_folder()), *_flags())).encode())
-    tag = sys.implementation.cache_tag or sys.implementation.name
-    return f"replay-{torch.__version__}-{tag}-{platform.machine()}-{hashed.hexdigest()[:16]}"
-
-
-def _build(folder: Path) -> Path:
-    library = torch_folder() / "lib"
-    links = [f"-L{library}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library}"]
-    return compile_library(_SOURCE, folder / _FILE, _flags(), links)
-
-
-def _load(path: Path) -> ctypes.PyDLL:
-    library = ctypes.PyDLL(str(path))
-    declare(library, path, _PROTOTYPES)
-    return library
 
 
 class Replay:

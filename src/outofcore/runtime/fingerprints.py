@@ -27,7 +27,7 @@ def secrets() -> ctypes.Array[ctypes.c_uint64]:
 
 def sampled(memory: memoryview, offset: int) -> int | None:
     """Return the fingerprint of a few pages of a slot at an offset of its home; None without native code."""
-    library = load_native().library
+    library = load_native()
     if library is None or not memory.nbytes:
         return None
     return int(library.outofcore_sampled(address_of(memory), memory.nbytes, offset, secrets()))
@@ -38,7 +38,7 @@ def fingerprint(memory: memoryview) -> int:
 
     It runs at memory speed with the native code, at that of BLAKE2b without.
     """
-    library = load_native().library
+    library = load_native()
     if library is None or not memory.nbytes:
         key = bytes(secrets())[:64]
         return int.from_bytes(hashlib.blake2b(memory, digest_size=8, key=key).digest(), "little")

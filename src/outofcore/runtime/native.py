@@ -1,8 +1,8 @@
-"""Build and load the native code (``arena.cpp`` and its neighbours) on first use, for the CPU or for CUDA.
+"""Build and load the native code that uses PyTorch (``csrc``) on first use: one library for the CPU, one for CUDA.
 
-The build takes about a second, needs only a C++ compiler (and for CUDA the headers of its runtime, which PyTorch's own
-packages bring along), and is kept in the user's cache per torch version. Without it everything still works, but on the
-stock allocator: see ``execution.arena``.
+The build takes half a minute on one processor, and needs only a C++ compiler, and for CUDA the headers of its runtime,
+which PyTorch's own packages bring along. It is kept in the user's cache for each version of PyTorch. A wheel that was
+built where PyTorch is has the library for the CPU, for that version of PyTorch.
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeVar
 
 import torch
 
-from outofcore.compiling import COMPILERS, BuildError, compile_library, load_kept
+from outofcore.compiling import COMPILERS, BuildError, compile_library, load_built
+from outofcore.errors import StateError
+
+_Library = TypeVar("_Library", bound=ctypes.CDLL)
 
 CSRC = Path(__file__).parent / "csrc"
-_SOURCES = tuple(CSRC / f"{name}.cpp" for name in ("arena", "transfer", "fingerprint", "copying"))
-_CUDA_SOURCE = CSRC / "issue.cpp"
+_TORCH = Path(torch.__file__).resolve().parent
+# Of the files whose flags are not those of all; the first takes the longest.
+_OWN_FLAGS = {"paging.cpp": ("-O3",)}
+_ONLY_CUDA = "issue.cpp"
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
 # Result and arguments by name. No arguments declared (None): ctypes then passes a plain int and a ready-made c_void_p
 # with no conversion, in half the time, which counts only for what every op calls.
-Prototypes: TypeAlias = Mapping[str, tuple[type | None, tuple[type, ...] | None]]
-_PROTOTYPES: Prototypes = {
+_PROTOTYPES: Mapping[str, tuple[type | None, tuple[type, ...] | None]] = {
+    "outofcore_borders": (ctypes.c_char_p, ()),
     "outofcore_install": (ctypes.c_int, ()),
     "outofcore_uninstall": (None, ()),
     "outofcore_arena_open": (_POINTER, (_POINTER, _COUNT, _COUNT, _COUNT)),
@@ -72,90 +76,162 @@ _PROTOTYPES: Prototypes = {
     "outofcore_copying_pause": (ctypes.c_int, (_POINTER, ctypes.c_int)),
     "outofcore_copying_idle": (ctypes.c_int, (_POINTER, ctypes.c_double)),
     "outofcore_copying_failure": (None, (_POINTER, _POINTER)),
+    "replay_new": (_POINTER, (_COUNT,)),
+    "replay_free": (None, (_POINTER,)),
+    "replay_watch": (_COUNT, ()),
+    "replay_unwatch": (None, ()),
+    "replay_expect": (None, ()),
+    "replay_take": (
+        _COUNT,
+        (_POINTER, _COUNT, *[ctypes.c_char_p] * 2, ctypes.c_int, _COUNT, _COUNT, _POINTER, _COUNT, _POINTER),
+    ),
+    "replay_run": (_COUNT, (_POINTER, _COUNT, _COUNT, ctypes.c_double, *[_POINTER] * 9)),
+    "replay_order": (_COUNT, (_POINTER, _COUNT, _COUNT, _POINTER, _COUNT)),
+    "replay_issue": (None, (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER)),
+    "replay_let_go": (None, (_POINTER,)),
+    "replay_at": (_COUNT, (_POINTER,)),
+    "replay_failure": (_COUNT, (_POINTER,)),
+    "replay_status": (_COUNT, (_POINTER,)),
+    "replay_message": (ctypes.c_char_p, (_POINTER,)),
+    "follow_failure": (ctypes.c_char_p, ()),
+    "follow_refusal": (ctypes.c_char_p, (ctypes.c_char_p, _POINTER)),
+    "follow_load": (_COUNT, (_POINTER,)),
+    "follow_unload": (None, ()),
+    "follow_new": (_POINTER, (_COUNT, ctypes.c_int, ctypes.c_int, ctypes.c_int)),
+    "follow_reserve": (_COUNT, (_POINTER, _COUNT, _COUNT, _COUNT)),
+    "follow_add_home": (_COUNT, (_POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int, _COUNT)),
+    "follow_end_of_step": (_COUNT, (_POINTER,)),
+    "follow_proposal": (_COUNT, (_POINTER, _POINTER, _COUNT)),
+    "follow_names": (ctypes.c_char_p, (_POINTER,)),
+    "follow_observed": (_COUNT, (_POINTER, _POINTER, _COUNT)),
+    "follow_observed_names": (ctypes.c_char_p, (_POINTER,)),
+    "follow_number": (_COUNT, (_POINTER, _POINTER)),
+    "follow_schedule": (_COUNT, (_POINTER, _COUNT, _POINTER)),
+    "follow_open": (_COUNT, (_POINTER, ctypes.c_int)),
+    "follow_pause": (_COUNT, (_POINTER,)),
+    "follow_vacate": (_COUNT, (_POINTER,)),
+    "follow_current": (ctypes.c_int, ()),
+    "follow_thread": (None, (ctypes.c_int,)),
+    "follow_leave_thread": (None, ()),
+    "follow_close": (_COUNT, (_POINTER,)),
+    "follow_adopt": (_COUNT, (_POINTER, _COUNT, _COUNT)),
+    "follow_memory": (_COUNT, (_POINTER,)),
+    "follow_add_file": (_COUNT, (_POINTER, ctypes.c_int)),
+    "follow_strangers": (_COUNT, (_POINTER, _POINTER, _COUNT)),
+    "follow_plain": (ctypes.c_int, (_POINTER,)),
+    "follow_release": (_COUNT, (_POINTER,)),
+    "follow_release_all": (_COUNT, (_POINTER,)),
+    "follow_forget": (None, (_POINTER,)),
+    "follow_fix": (_COUNT, (_POINTER,)),
+    "follow_is_opener": (ctypes.c_int, ()),
+    "follow_tracked": (ctypes.c_int, ()),
+    "follow_hold": (_COUNT, (_POINTER,)),
+    "follow_unhold": (None, ()),
+    "follow_told": (_POINTER, (ctypes.c_int, _POINTER, _POINTER)),
+    "follow_pieces": (_COUNT, ()),
+    "follow_where": (_COUNT, (_POINTER,)),
+    "follow_evict": (_COUNT, (_POINTER,)),
+    "follow_evict_all": (_COUNT, (_POINTER,)),
+    "follow_stress": (None, (_POINTER, ctypes.c_int)),
+    "follow_smallest": (None, (_COUNT,)),
+    "follow_ahead": (None, (_POINTER, ctypes.c_int)),
+    "follow_base": (_COUNT, (_POINTER,)),
+    "follow_sizes": (None, (_POINTER, _POINTER)),
+    "follow_offer_to": (None, (_POINTER,)),
+    "follow_ask_source": (None, (_POINTER,)),
+    "follow_recompute": (_COUNT, (_POINTER, ctypes.c_int)),
+    "follow_recompute_set": (_COUNT, (_POINTER, _POINTER, _COUNT)),
+    "follow_notes": (_COUNT, (_POINTER, _POINTER, _COUNT)),
+    "follow_pack": (_POINTER, (_POINTER,)),
+    "follow_unpack": (_POINTER, (_POINTER,)),
+    "follow_drop": (None, (_POINTER,)),
+    "follow_counters": (_COUNT, (_POINTER, _POINTER, _COUNT)),
 }
-_CUDA_PROTOTYPES: Prototypes = {
+_CUDA_PROTOTYPES: Mapping[str, tuple[type | None, tuple[type, ...] | None]] = {
     "outofcore_issue": (ctypes.c_int, None),
     "outofcore_lane_holds": (ctypes.c_int, (_POINTER, _POINTER)),
     "outofcore_cuda_error": (ctypes.c_char_p, (ctypes.c_int,)),
 }
 
 
-@dataclass(frozen=True)
-class Native:
-    """The loaded library, or None and the reason in words.
-
-    ``PyDLL``: its calls take well under a microsecond, and releasing the GIL would cost more than that.
-    """
-
-    library: ctypes.PyDLL | None
-    reason: str = ""
-
-
 class Flavor(Enum):
     """Which of PyTorch's allocators is wrapped."""
 
-    CPU = "arena"  # that of the CPU
-    CUDA = "arena-cuda"  # the caching allocator of CUDA
+    CPU = "cpu"
+    CUDA = "cuda"  # the caching allocator
+
+
+def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
+    """Load the library of this process, building it if needed; raises ``StateError`` if that fails.
+
+    Its calls keep Python's lock: they take well under a microsecond, and releasing it would cost more than that.
+    """
+    return _loaded(flavor)
 
 
 @functools.cache
-def load_native(flavor: Flavor = Flavor.CPU) -> Native:
-    """Load the native allocator of this process from the cache folder, building it if needed.
-
-    It raises nothing: ``reason`` says if there is no compiler, or the build failed.
-    """
+def _loaded(flavor: Flavor) -> ctypes.PyDLL:
     if sys.platform != "linux":
-        return Native(None, f"the native allocator is written for Linux, and this is {sys.platform}")
-    library, reason = load_kept(
-        build_key(flavor),
-        f"{flavor.value}.so",
-        lambda folder: build(folder, flavor=flavor),
+        raise StateError(f"native code is missing: it is written for Linux, and this is {sys.platform}; use Linux")
+    return load_built(
+        f"outofcore-{flavor.value}",
+        library_file(flavor),
+        lambda path: build(path, flavor=flavor),
         lambda path: load_library(path, flavor),
     )
-    return Native(library, reason and f"the native allocator could not be built: {reason}")
 
 
-def build_key(flavor: Flavor = Flavor.CPU) -> str:
-    """Return the name of the build: torch version, Python, machine and a hash of everything else that goes into it."""
+@functools.cache
+def load_unlocked(flavor: Flavor) -> ctypes.CDLL:
+    """Return the library of ``load_native`` with calls that release Python's lock: some move much data, or wait."""
+    return _declared(ctypes.CDLL(None, handle=load_native(flavor)._handle), flavor)
+
+
+def library_file(flavor: Flavor = Flavor.CPU) -> Path:
+    """Return where a wheel has the library; its name covers PyTorch, Python, machine, flags and sources."""
     hashed = hashlib.sha256()
-    for path in (*_sources(flavor), *sorted(CSRC.glob("*.h"))):
+    for path in sorted((*CSRC.rglob("*.cpp"), *CSRC.rglob("*.h"))):
         hashed.update(path.read_bytes())
-    hashed.update("\0".join((str(torch_folder()), *_flags(flavor))).encode())
+    hashed.update("\0".join((*_defines(flavor), *map(str, _OWN_FLAGS.items()))).encode())
     tag = sys.implementation.cache_tag or sys.implementation.name
-    return f"torch-{torch.__version__}-{tag}-{platform.machine()}-{hashed.hexdigest()[:16]}"
+    built_for = f"torch-{torch.__version__}-{tag}-{platform.machine()}"
+    return CSRC / f"outofcore-{flavor.value}-{built_for}-{hashed.hexdigest()[:16]}.so"
 
 
-def build(folder: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = Flavor.CPU) -> Path:
-    """Build the library into ``folder``; raises ``BuildError`` if no compiler works, ``OSError`` for the folder."""
+def build(target: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = Flavor.CPU) -> Path:
+    """Build the library; raises ``BuildError`` if no compiler works, ``OSError`` for the folder."""
     if flavor is Flavor.CUDA and cuda_headers() is None:
         raise BuildError("the headers of the CUDA runtime (cuda_runtime_api.h) are not here; install them")
-    first, *others = _sources(flavor)
-    flags = [*_flags(flavor), *map(str, others)]
-    return compile_library(first, folder / f"{flavor.value}.so", flags, _link_flags(flavor), compilers=compilers)
+    sources = [path for path in sorted(CSRC.rglob("*.cpp")) if flavor is Flavor.CUDA or path.name != _ONLY_CUDA]
+    sources.sort(key=lambda path: path.name not in _OWN_FLAGS)
+    units = {path: _OWN_FLAGS.get(path.name, ()) for path in sources}
+    flags = [*_defines(flavor), *_includes(flavor)]
+    cuda = ["-lc10_cuda", "-ldl"] if flavor is Flavor.CUDA else []
+    # PyTorch's own libraries are found by their names at run time, since it is loaded before this one.
+    link = [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10", *cuda, "-pthread"]
+    return compile_library(units, target, flags, link, compilers=compilers)
 
 
 def load_library(path: Path, flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
     """Load a build and declare its functions; raises ``OSError`` if that fails."""
-    library = ctypes.PyDLL(str(path))
-    declare(library, path, {**_PROTOTYPES, **(_CUDA_PROTOTYPES if flavor is Flavor.CUDA else {})})
-    return library
+    return _declared(ctypes.PyDLL(str(path)), flavor)
 
 
-def declare(library: ctypes.CDLL, path: Path, prototypes: Prototypes) -> None:
-    """Declare the functions of a library; raises ``OSError`` if it lacks one."""
-    for name, (result, arguments) in prototypes.items():
+def _declared(library: _Library, flavor: Flavor) -> _Library:
+    for name, (result, arguments) in {**_PROTOTYPES, **(_CUDA_PROTOTYPES if flavor is Flavor.CUDA else {})}.items():
         try:
             function = getattr(library, name)
         except AttributeError as error:
-            raise OSError(f"{path} lacks the function {name}") from error
+            raise OSError(f"{library._name} lacks the function {name}") from error
         function.restype = result
         if arguments is not None:
             function.argtypes = arguments
+    return library
 
 
 def cuda_headers() -> Path | None:
     """Return the folder with the CUDA runtime's headers: of PyTorch's packages, of conda, or of the system."""
-    packages = sorted(torch_folder().parent.glob("nvidia/*/include"))
+    packages = sorted(_TORCH.parent.glob("nvidia/*/include"))
     named = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
     conda = [Path(sys.prefix) / "include", *sorted(Path(sys.prefix).glob("targets/*/include"))]
     system = [Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include"), reverse=True)]
@@ -173,33 +249,18 @@ def without_lock(library: ctypes.PyDLL, name: str) -> Callable[..., int]:
     return found
 
 
-def _sources(flavor: Flavor) -> tuple[Path, ...]:
-    return (*_SOURCES, _CUDA_SOURCE) if flavor is Flavor.CUDA else _SOURCES
-
-
-def torch_folder() -> Path:
-    return Path(torch.__file__).resolve().parent
-
-
-def device_flags(flavor: Flavor) -> list[str]:
-    """Return the compiler flags that select the device in C++ sources."""
-    headers = cuda_headers() if flavor is Flavor.CUDA else None
+def _defines(flavor: Flavor) -> list[str]:
     return [
+        "-DNDEBUG",  # as PyTorch itself is built: some of its classes have other members without it
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(["-DOUTOFCORE_CUDA"] if flavor is Flavor.CUDA else []),
-        # The packages of CUDA's runtime lack two headers that it includes, and that say nothing to a plain compiler.
+    ]
+
+
+def _includes(flavor: Flavor) -> list[str]:
+    headers = cuda_headers() if flavor is Flavor.CUDA else None
+    # The packages of CUDA's runtime lack two headers that it includes, and that say nothing to a plain compiler.
+    return [
+        f"-I{_TORCH / 'include'}",
         *([f"-I{headers}", f"-idirafter{CSRC / 'shim'}"] if headers else []),
     ]
-
-
-def _flags(flavor: Flavor) -> list[str]:
-    return [
-        *device_flags(flavor),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{torch_folder() / 'include'}",
-    ]
-
-
-def _link_flags(flavor: Flavor) -> list[str]:
-    library = torch_folder() / "lib"
-    cuda = ["-lc10_cuda", "-ldl"] if flavor is Flavor.CUDA else []
-    return [f"-L{library}", "-lc10", *cuda, "-pthread", f"-Wl,-rpath,{library}"]

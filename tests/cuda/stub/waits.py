@@ -39,7 +39,8 @@ from worlds import eager
 from outofcore.execution.cuda import engine
 from outofcore.execution.cuda.driver import CudaDriver
 from outofcore.execution.cuda.interface import Actions, Stream
-from outofcore.follow import native
+from outofcore.follow.native import load_paging
+from outofcore.runtime import native
 from outofcore.runtime.native import CSRC, Flavor
 from outofcore.units import GIB, KIB
 
@@ -227,8 +228,8 @@ def switched_paging() -> Iterator[tuple[ctypes.c_ulonglong, list[str]]]:
         shutil.copytree(CSRC, copy.parent)
         text, names = switched((copy / HEADER).read_text(encoding="utf-8"))
         (copy / HEADER).write_text(text, encoding="utf-8")
-        with mock.patch.multiple(native, _FOLDER=copy, _SOURCE=copy / "paging.cpp"):
-            library = native.load_paging(Flavor.CUDA)
+        with mock.patch.object(native, "CSRC", copy.parent):
+            library = load_paging(Flavor.CUDA)
         yield ctypes.c_ulonglong.in_dll(library, "follow_left_out"), names
 
 

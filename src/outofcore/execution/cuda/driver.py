@@ -117,7 +117,7 @@ class CudaDriver:
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Issue cudaMemcpyAsync, as both sides are contiguous bytes."""
-        library = load_native(Flavor.CUDA).library
+        library = load_native(Flavor.CUDA)
         if library is None:
             self.copy_callers(stream, index, target, source)
             return
@@ -131,7 +131,7 @@ class CudaDriver:
 
     def tape(self, actions: Sequence[Action]) -> Tape:
         """Make the actions one native call; without native code, issue them one by one."""
-        library = load_native(Flavor.CUDA).library
+        library = load_native(Flavor.CUDA)
         if library is None:
             kept = Actions(actions)
             return Tape(functools.partial(kept.played_on, self))
@@ -210,12 +210,11 @@ class CudaDriver:
     def _check(self, status: int) -> None:
         """Raise ``DeviceError`` for a CUDA error."""
         if status:
-            library = load_native(Flavor.CUDA).library
-            said = library.outofcore_cuda_error(status).decode() if library is not None else ""
+            said = load_native(Flavor.CUDA).outofcore_cuda_error(status).decode()
             raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {said}")
 
     def staging(self, count: int) -> torch.Tensor:
-        library = load_native(Flavor.CUDA).library
+        library = load_native(Flavor.CUDA)
         if self._lanes is None and library is not None:
             with torch.cuda.device(self.device):
                 streams = {s: self._streams[s].cuda_stream for s in (Stream.WRITE, Stream.READ)}
@@ -227,12 +226,7 @@ class CudaDriver:
         return home.face(0, count)  # it keeps the memory
 
     def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
-        library = load_native(Flavor.CUDA).library
-        if library is None:
-            raise TransferError(
-                f"the device {self.device} reaches a disk by native code alone, and {load_native(Flavor.CUDA).reason}; "
-                "install a C++ compiler, or leave 'home' out"
-            )
+        library = load_native(Flavor.CUDA)
         work = self._transfer(Move(stream, index, home, offset, memory))
         self._transfers.append(work)  # it has to live until it has run
         action = _Action(_Kind.TRANSFER, _place(stream), ctypes.addressof(work))
@@ -378,7 +372,7 @@ class CudaDriver:
                 internals.precision_of(torch.backends.cuda, "matmul"),
                 internals.precision_of(torch.backends.cudnn, "conv"),
             ],
-            "arena": load_native(Flavor.CUDA).library is not None,
+            "arena": True,
             "requests": "of a second run",
         }
 
@@ -397,7 +391,7 @@ class CudaArena:
         self.native = load_native(Flavor.CUDA)
         self.bytes = round_up(max(count, 1), PAGE_BYTES)
         self._device = device
-        library = self.native.library
+        library = self.native
         if library is not None:
             install(library)
         try:
@@ -463,9 +457,9 @@ class CudaArena:
 
     def counters(self) -> ArenaCounters:
         self._opened()
-        if self.native.library is None:
+        if self.native is None:
             return ArenaCounters()
-        return read_counters(self.native.library, self._handle)
+        return read_counters(self.native, self._handle)
 
     def close(self) -> None:
         self._region = None

@@ -28,10 +28,11 @@ from outofcore.execution.cuda.interface import Actions, Driver, Issuer, Mark, St
 from outofcore.execution.cuda.preparing import BESIDE, Batch, Issue, Preparation, Prepared, collective, op_call
 from outofcore.execution.cuda.staging import BUFFER_BYTES, BUFFERS, Staging, first_stream, last_stream
 from outofcore.execution.engines import Port, Replaying
-from outofcore.execution.replay import NotIssuedError, Replay, replay_if_there
+from outofcore.execution.replay import NotIssuedError, Replay
 from outofcore.execution.undo import Reached
 from outofcore.program import Timeline
 from outofcore.runtime.homes import DiskHome, HomeStore
+from outofcore.runtime.native import load_native
 from outofcore.runtime.slots import Piece
 
 # The streams that begin after the compute stream at the start of a step; the others follow from these.
@@ -41,8 +42,6 @@ _LATE = (
     "A device tells of a failure late, at any op after the one that failed, and does nothing more in this process: "
     "start it again, with CUDA_LAUNCH_BLOCKING=1 in the environment to be told which op it was."
 )
-# A program that has run so often goes on until a library is built.
-_LONG_RUN = 20
 # Fewer ops than that are issued one by one as quickly as a graph of them.
 _GRAPH_OPS = 4
 
@@ -246,11 +245,8 @@ class CudaEngine:
         if prepared.parts is None:
             prepared.parts = self._parts(prepared)
         native = self._replays and internals.replayable()
-        library = None
-        if native and prepared.replayed is None:
-            library = replay_if_there(build=prepared.runs >= _LONG_RUN)
-        if library is not None and prepared.table is not None:
-            prepared.replayed = self._taken_down(prepared.parts, library, prepared.table, ports, held)
+        if native and prepared.replayed is None and prepared.table is not None:
+            prepared.replayed = self._taken_down(prepared.parts, load_native(), prepared.table, ports, held)
             return
         for self._issued, play, issue in prepared.replayed if native and prepared.replayed else prepared.parts:
             if play is not None:

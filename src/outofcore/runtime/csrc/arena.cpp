@@ -1,19 +1,14 @@
-// An allocator for PyTorch that serves planned requests at planned addresses, on the CPU or (OUTOFCORE_CUDA) on CUDA.
+// Serves planned requests to PyTorch at planned addresses: see allocator.h, which asks it.
 //
 // While a thread is inside a scope, its k-th request gets the k-th planned address. A request off the plan gets bytes of
 // the op's own workspace if it fits there, else of the stock allocator as long as the reserve lasts. Beyond that the
 // lender of the arena decides (demand_eviction.py): it makes room, or lets the request exceed the budget, or refuses it.
 // Outside of scopes the stock allocator serves. Called by ctypes with the GIL held; ops may run without it.
 
-#ifdef OUTOFCORE_CUDA
-#include "device_cuda.h"
-#else
-#include "device_cpu.h"
-#endif
+#include "allocator.h"
+#include "borders.h"
 
 #include <c10/util/Exception.h>
-
-#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -28,19 +23,22 @@
 
 namespace {
 
-// In the order of the fields of ``ArenaCounters`` in arenas.py.
+using allocation::mutex;
+using allocation::stock;
+
+// In the order of the fields of ``ArenaCounters`` in arena.py.
 enum Counter {
   kServed,
   kSmall,
   kLarge,
   kLargeBytes,
-  kLive,
-  kPeak,
+  kLiveBytes,
+  kPeakLiveBytes,
   kRefused,
   kUnclaimed,
   kLastScope,
   kLent,
-  kLentLive,
+  kLentLiveBytes,
   kBeyond,
   kBeyondBytes,
   kCounters
@@ -48,8 +46,10 @@ enum Counter {
 
 // Answers a request of ``bytes`` that the reserve cannot hold: an address (of the arena or not), or one of these.
 using Lender = void (*)(int64_t bytes, int64_t scope, int64_t* answer);
-constexpr int64_t kRefuse = 0;
-constexpr int64_t kExceed = 1;  // the stock allocator is to serve it, beyond the budget
+enum Answer : int64_t {
+  kRefuse = 0,
+  kExceed = 1,  // the stock allocator is to serve it, beyond the budget
+};
 
 struct Arena {
   // Both 0: not in use. Who looks for a pointer takes no lock: ``end`` is set last and cleared first, so that no pointer
@@ -117,12 +117,9 @@ constexpr int kArenas = 256;
 Arena arenas[kArenas];
 std::atomic<int> arenas_used{0};  // no arena at or above this index was ever in use
 thread_local Thread thread{};     // trivially destructible: tensors may be freed while a thread ends
-std::atomic<c10::Allocator*> stock{nullptr};
 std::atomic<int64_t> visits{0};
-int installs = 0;
 
 // Never destroyed: tensors outlive static destructors.
-std::mutex& mutex = *new std::mutex;
 std::unordered_map<void*, OffPlan>& off_plan = *new std::unordered_map<void*, OffPlan>;
 std::unordered_map<void*, OffPlan>& lent = *new std::unordered_map<void*, OffPlan>;  // by the lenders of arenas
 std::atomic<int64_t> off_plan_live{0}, lent_live{0};
@@ -133,7 +130,7 @@ void add(Arena& arena, Counter counter, int64_t count) {
 
 void drop_holder(Arena& arena) {
   if (arena.holders.fetch_sub(1) != 1) return;
-  const std::lock_guard<std::mutex> guard(mutex);
+  const std::lock_guard guard(mutex);
   const uintptr_t end = arena.end.exchange(0);
   const uintptr_t base = arena.base.exchange(0);
   arena.lender = nullptr;
@@ -179,12 +176,12 @@ void mark_free(Thread& t, const void* pointer) {
 }
 
 // Forgets a piece that a lender handed out; null: it is none.
-Arena* take_back(void* pointer) {
-  const std::lock_guard<std::mutex> guard(mutex);
+Arena* take_back_lent(void* pointer) {
+  const std::lock_guard guard(mutex);
   const auto found = lent.find(pointer);
   if (found == lent.end()) return nullptr;
   Arena* arena = found->second.arena;
-  add(*arena, kLentLive, -found->second.bytes);
+  add(*arena, kLentLiveBytes, -found->second.bytes);
   lent.erase(found);
   --lent_live;
   return arena;
@@ -217,32 +214,6 @@ void* from_workspace(Thread& t, int64_t bytes) {
   return fresh.address;
 }
 
-// Frees what any thread frees, also what was allocated before: it scans the arenas, of which there are one or two.
-void release(void* pointer) noexcept {
-  if (pointer == nullptr) return;
-  if (thread.table != nullptr) thread.table->visit.add({1, 0, reinterpret_cast<int64_t>(pointer)});
-  if (thread.log != nullptr) thread.log->add({1, 0, reinterpret_cast<int64_t>(pointer)});
-  const auto address = reinterpret_cast<uintptr_t>(pointer);
-  for (int i = 0, used = arenas_used.load(std::memory_order_acquire); i < used; ++i) {
-    if (holds(arenas[i], address)) {
-      if (thread.arena == &arenas[i]) mark_free(thread, pointer);
-      if (lent_live != 0) take_back(pointer);
-      return drop_holder(arenas[i]);
-    }
-  }
-  if (lent_live != 0)  // in memory of a home
-    if (Arena* arena = take_back(pointer); arena != nullptr) return drop_holder(*arena);
-  if (off_plan_live.load(std::memory_order_relaxed) != 0) {
-    const std::lock_guard<std::mutex> guard(mutex);
-    if (const auto found = off_plan.find(pointer); found != off_plan.end()) {
-      add(*found->second.arena, kLive, -found->second.bytes);
-      off_plan.erase(found);
-      --off_plan_live;
-    }
-  }
-  stock.load()->raw_deallocate(pointer);
-}
-
 // Serves a request by the stock allocator, and counts it as long as it lives. The mutex is held.
 void* serve_counted(Arena& arena, int64_t bytes) {
   void* pointer = stock.load()->raw_allocate(bytes);
@@ -253,17 +224,17 @@ void* serve_counted(Arena& arena, int64_t bytes) {
     throw;
   }
   ++off_plan_live;
-  const int64_t live = arena.counters[kLive] += bytes;
-  if (live > arena.counters[kPeak]) arena.counters[kPeak] = live;
+  const int64_t live = arena.counters[kLiveBytes] += bytes;
+  if (live > arena.counters[kPeakLiveBytes]) arena.counters[kPeakLiveBytes] = live;
   return pointer;
 }
 
 void* serve_off_plan(Thread& t, int64_t bytes) {
   Arena& arena = *t.arena;
   if (t.unbounded) {
-    const std::lock_guard<std::mutex> guard(mutex);
+    const std::lock_guard guard(mutex);
     void* pointer = serve_counted(arena, bytes);
-    if (arena.counters[kLive] + arena.counters[kLentLive] > arena.reserve) {
+    if (arena.counters[kLiveBytes] + arena.counters[kLentLiveBytes] > arena.reserve) {
       add(arena, kBeyond, 1);
       add(arena, kBeyondBytes, bytes);
     }
@@ -277,8 +248,8 @@ void* serve_off_plan(Thread& t, int64_t bytes) {
   arena.counters[kLastScope] = t.scope;
   t.table->surprised = true;
   {
-    const std::lock_guard<std::mutex> guard(mutex);
-    if (arena.counters[kLive] + arena.counters[kLentLive] + bytes <= arena.reserve) {
+    const std::lock_guard guard(mutex);
+    if (arena.counters[kLiveBytes] + arena.counters[kLentLiveBytes] + bytes <= arena.reserve) {
       void* pointer = serve_counted(arena, bytes);
       add(arena, kLarge, 1);
       add(arena, kLargeBytes, bytes);
@@ -295,10 +266,10 @@ void* serve_off_plan(Thread& t, int64_t bytes) {
     t.table->visit.add({0, bytes, kNowhere});
     t.table->visit.add({1, 0, kNowhere});
     TORCH_CHECK(false, "outofcore arena: scope ", t.scope, " asked for ", bytes, " bytes off the plan; with ",
-                arena.counters[kLive].load(), " such bytes in use that exceeds the reserve of ", arena.reserve.load(),
+                arena.counters[kLiveBytes].load(), " such bytes in use that exceeds the reserve of ", arena.reserve.load(),
                 " bytes");
   }
-  const std::lock_guard<std::mutex> guard(mutex);
+  const std::lock_guard guard(mutex);
   add(arena, kLarge, 1);
   add(arena, kLargeBytes, bytes);
   if (answer == kExceed) {
@@ -311,7 +282,7 @@ void* serve_off_plan(Thread& t, int64_t bytes) {
   ++lent_live;
   arena.holders.fetch_add(1, std::memory_order_relaxed);
   add(arena, kLent, 1);
-  add(arena, kLentLive, bytes);
+  add(arena, kLentLiveBytes, bytes);
   return pointer;
 }
 
@@ -331,33 +302,6 @@ void* serve(Thread& t, int64_t bytes) {
   return serve_off_plan(t, bytes);
 }
 
-struct PlannedAllocator final : device::Allocator {
-  c10::DataPtr allocate(size_t bytes) override {
-    Thread& t = thread;
-    if (device::kOwnDeleter && t.arena == nullptr && t.log == nullptr) return stock.load()->allocate(bytes);
-    void* pointer = t.arena != nullptr && bytes != 0 ? serve(t, static_cast<int64_t>(bytes))
-                                                     : stock.load()->raw_allocate(bytes);
-    if (t.table != nullptr && bytes != 0)
-      t.table->visit.add({0, static_cast<int64_t>(bytes), reinterpret_cast<int64_t>(pointer)});
-    if (t.log != nullptr && bytes != 0)
-      t.log->add({0, static_cast<int64_t>(bytes), reinterpret_cast<int64_t>(pointer)});
-    return {pointer, pointer, &release, device::current()};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
-
- protected:
-  // A plan reuses the memory of an arena whichever streams use it, so none are remembered.
-  device::Whose remember(const c10::DataPtr& data, void*) override {
-    if (data.get_deleter() != &release) return device::Whose::kStocks;
-    const auto address = reinterpret_cast<uintptr_t>(data.get());
-    for (int i = 0, used = arenas_used.load(std::memory_order_acquire); i < used; ++i)
-      if (holds(arenas[i], address)) return device::Whose::kOurs;
-    if (lent_live == 0) return device::Whose::kPassedOn;
-    const std::lock_guard<std::mutex> guard(mutex);
-    return lent.count(data.get()) != 0 ? device::Whose::kOurs : device::Whose::kPassedOn;
-  }
-};
-
 // Ends the visit of the thread to a scope; what it did is kept if it went off the plan.
 void leave(Thread& t) noexcept {
   Table* table = t.table;
@@ -375,54 +319,75 @@ void leave(Thread& t) noexcept {
   table->unplanned.clear();
 }
 
-PlannedAllocator& allocator = *new PlannedAllocator;  // never destroyed: storages keep a pointer to it
+const borders::Border kBorders[] = {
+    ENUM("Counter", Counter, kServed, kSmall, kLarge, kLargeBytes, kLiveBytes, kPeakLiveBytes, kRefused, kUnclaimed,
+                             kLastScope, kLent, kLentLiveBytes, kBeyond, kBeyondBytes),
+    ENUM("Answer", Answer, kRefuse, kExceed),
+};
 
 }  // namespace
+
+void* planned::serve(int64_t bytes) {
+  Thread& t = thread;
+  if (t.arena == nullptr && t.log == nullptr) return nullptr;
+  void* pointer = t.arena != nullptr ? ::serve(t, bytes) : stock.load()->raw_allocate(bytes);
+  if (t.table != nullptr) t.table->visit.add({0, bytes, reinterpret_cast<int64_t>(pointer)});
+  if (t.log != nullptr) t.log->add({0, bytes, reinterpret_cast<int64_t>(pointer)});
+  return pointer;
+}
+
+// What any thread frees, also what was allocated before: it scans the arenas, of which there are one or two.
+bool planned::take_back(void* pointer) noexcept {
+  if (thread.table != nullptr) thread.table->visit.add({1, 0, reinterpret_cast<int64_t>(pointer)});
+  if (thread.log != nullptr) thread.log->add({1, 0, reinterpret_cast<int64_t>(pointer)});
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  for (int i = 0, used = arenas_used.load(std::memory_order_acquire); i < used; ++i) {
+    if (holds(arenas[i], address)) {
+      if (thread.arena == &arenas[i]) mark_free(thread, pointer);
+      if (lent_live != 0) take_back_lent(pointer);
+      drop_holder(arenas[i]);
+      return true;
+    }
+  }
+  if (lent_live != 0) {  // in memory of a home
+    if (Arena* arena = take_back_lent(pointer); arena != nullptr) {
+      drop_holder(*arena);
+      return true;
+    }
+  }
+  if (off_plan_live.load(std::memory_order_relaxed) != 0) {
+    const std::lock_guard guard(mutex);
+    if (const auto found = off_plan.find(pointer); found != off_plan.end()) {
+      add(*found->second.arena, kLiveBytes, -found->second.bytes);
+      off_plan.erase(found);
+      --off_plan_live;
+    }
+  }
+  return false;
+}
+
+void planned::release(void* pointer) noexcept {
+  if (!take_back(pointer)) stock.load()->raw_deallocate(pointer);
+}
+
+bool planned::has(void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  for (int i = 0, used = arenas_used.load(std::memory_order_acquire); i < used; ++i)
+    if (holds(arenas[i], address)) return true;
+  if (lent_live == 0) return false;
+  const std::lock_guard guard(mutex);
+  return lent.count(pointer) != 0;
+}
 
 // Called through ctypes, which knows nothing of exceptions: none leaves a function here.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// As ``Installed`` in arena.py.
-enum class Installed : int {
-  kDone = 0,
-  kNoDeleter = 1,  // the stock allocator cannot be wrapped
-  kAnother = 2,    // it is another one than before
-  kOutranked = 3,  // it was installed with a higher priority
-  kFailed = 4,     // something threw
-};
-
-EXPORT int outofcore_install() noexcept try {
-  const std::lock_guard<std::mutex> guard(mutex);
-  if (installs == 0) {
-    c10::Allocator* current = device::installed();
-    if (current->raw_deleter() == nullptr) return static_cast<int>(Installed::kNoDeleter);
-    if (stock.load() == nullptr) {
-      pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
-    } else if (stock.load() != current) {
-      return static_cast<int>(Installed::kAnother);
-    }
-    stock = current;
-    device::beneath(allocator, current);
-    device::install(&allocator);
-    if (device::installed() != &allocator) return static_cast<int>(Installed::kOutranked);
-  }
-  ++installs;
-  return static_cast<int>(Installed::kDone);
-} catch (...) {
-  return static_cast<int>(Installed::kFailed);
-}
-
-EXPORT void outofcore_uninstall() noexcept {
-  const std::lock_guard<std::mutex> guard(mutex);
-  if (--installs == 0 && device::installed() == &allocator) device::install(stock);
-}
-
 // Takes over [base, base + bytes), which is given back when the owner and all planned pieces are gone.
 EXPORT Arena* outofcore_arena_open(uintptr_t base, int64_t bytes, int64_t large, int64_t reserve) noexcept {
-  const std::lock_guard<std::mutex> guard(mutex);
+  const std::lock_guard guard(mutex);
   for (int i = 0; i < kArenas; ++i) {
     Arena& arena = arenas[i];
-    if (arena.base != 0 || arena.counters[kLive] != 0 || arena.counters[kLentLive] != 0) continue;
+    if (arena.base != 0 || arena.counters[kLiveBytes] != 0 || arena.counters[kLentLiveBytes] != 0) continue;
     for (auto& counter : arena.counters) counter = 0;
     arena.counters[kLastScope] = -1;
     arena.large = large;
@@ -443,7 +408,7 @@ EXPORT void outofcore_arena_lender(Arena* arena, Lender lender) noexcept { arena
 // Writes the addresses of pieces that the lender handed out and that are in use, as many as there is room for; returns how
 // many there are.
 EXPORT int64_t outofcore_arena_lent(const Arena* arena, int64_t* addresses, int64_t capacity) noexcept {
-  const std::lock_guard<std::mutex> guard(mutex);
+  const std::lock_guard guard(mutex);
   int64_t count = 0;
   for (const auto& [pointer, piece] : lent)
     if (piece.arena == arena && count++ < capacity) addresses[count - 1] = reinterpret_cast<int64_t>(pointer);
@@ -487,7 +452,7 @@ EXPORT int outofcore_passes(void* pointer) noexcept {
     if (request->address == pointer && request->in_use_in == t.visit) return 1;
   for (const Piece& piece : t.table->unplanned)
     if (piece.address == pointer) return 1;
-  const std::lock_guard<std::mutex> guard(mutex);
+  const std::lock_guard guard(mutex);
   return lent.find(pointer) != lent.end();
 }
 // Has the stock allocator serve the calling thread from now on, and count it; or no more.

@@ -4,6 +4,7 @@
 // how far its queue is. Nothing here needs Python, unless it is asked for a copy that only Python can make: what computes
 // is not held up by the interpreter's lock, and copies go on whoever has it.
 
+#include "borders.h"
 #include "transfer.h"
 
 #include <fcntl.h>
@@ -79,6 +80,17 @@ constexpr int64_t kEnded = -1;    // the file ended, or took nothing
 constexpr int64_t kDamaged = -2;  // what came is not what was written
 constexpr int64_t kRaised = -3;   // Python knows
 constexpr int64_t kStopped = -4;  // somebody else gave the step up
+
+const borders::Border kBorders[] = {
+    STRUCT(Wait, queue, number),
+    STRUCT(Piece, address, bytes, outside, slot, sum, descriptor, forgets),
+    STRUCT(Copy, index, number, first_piece, pieces, first_wait, waits, awaited, writes),
+    STRUCT(Sum, bytes, found),
+    STRUCT(Queue, number, copies, first),
+    STRUCT(Work, pieces, waits, sums, summed, queues, count),
+    CONSTANTS("Outside", kMemory, kCalled),
+    CONSTANTS("CopyFailure", kEnded, kDamaged, kRaised, kStopped),
+};
 
 double now() {
   // What Python's perf_counter() is on Linux.

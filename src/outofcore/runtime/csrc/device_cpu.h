@@ -1,4 +1,4 @@
-// What arena.cpp needs to know of the CPU: its allocator in PyTorch, and where an arena's memory goes back to.
+// What allocator.h needs to know of the CPU: its allocator in PyTorch, and where an arena's memory goes back to.
 
 #pragma once
 
@@ -20,11 +20,10 @@ struct Allocator : c10::Allocator {
   virtual Whose remember(const c10::DataPtr& data, void* stream) = 0;
 };
 
-// Whether PyTorch tells by its deleter what the stock allocator has handed out.
-constexpr bool kOwnDeleter = false;
-
 inline c10::Allocator* installed() { return c10::GetCPUAllocator(); }
 inline void install(c10::Allocator* allocator) { c10::SetCPUAllocator(allocator); }
+// Whether it is PyTorch's own, whose memory is malloc's.
+inline bool is_pytorchs(c10::Allocator* allocator) { return allocator == c10::GetDefaultCPUAllocator(); }
 inline void beneath(Allocator&, c10::Allocator*) {}
 inline c10::Device current() { return c10::Device(c10::DeviceType::CPU); }
 

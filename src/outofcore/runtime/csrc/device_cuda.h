@@ -1,4 +1,4 @@
-// What arena.cpp needs to know of CUDA: its allocator in PyTorch, and where an arena's memory goes back to.
+// What allocator.h needs to know of CUDA: its allocator in PyTorch, and where an arena's memory goes back to.
 //
 // PyTorch asks c10::cuda::CUDACachingAllocator::get() for memory, an exchangeable pointer. The allocator put there answers
 // allocate() itself and hands everything else to the one that was there before. Run on the stub of
@@ -170,11 +170,10 @@ struct Allocator : Stock {
   virtual Whose remember(const c10::DataPtr& data, void* stream) = 0;
 };
 
-// Whether PyTorch tells by its deleter what the stock allocator has handed out: recordStream does.
-constexpr bool kOwnDeleter = true;
-
 inline c10::Allocator* installed() { return caching::allocator.load(); }
 inline void install(c10::Allocator* allocator) { caching::allocator.store(static_cast<Stock*>(allocator)); }
+// Whether loops can be followed above it: above any.
+inline bool is_pytorchs(c10::Allocator*) { return true; }
 inline void beneath(Allocator& allocator, c10::Allocator* stock) { allocator.below = static_cast<Stock*>(stock); }
 inline c10::Device current() { return c10::Device(c10::DeviceType::CUDA, c10::cuda::current_device()); }
 

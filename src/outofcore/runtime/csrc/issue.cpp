@@ -15,21 +15,10 @@
 #include <new>
 #include <thread>
 
+#include "issue.h"
 #include "transfer.h"
 
 namespace {
-
-// In the order of ``_Kind`` in driver.py.
-enum Kind : int32_t { kWait, kRecord, kCopy, kTransfer };
-
-// As ``_Action`` in driver.py.
-struct Action {
-  int32_t kind, stream;
-  void* to;          // a wait's and a record's event; where a copy goes; the transfer
-  const void* from;  // of a copy
-  int64_t bytes;     // likewise
-};
-static_assert(sizeof(Action) == 4 * sizeof(int64_t), "Python fills it in by the same layout");
 
 // cuStreamWaitValue32: holds a stream up until a number in memory, which may go round, is at least another.
 using WaitValue = int (*)(cudaStream_t, unsigned long long address, uint32_t value, unsigned flags);
@@ -59,7 +48,7 @@ cudaError_t issue(const Action& action, cudaStream_t stream) {
     case kRecord:
       return cudaEventRecord(static_cast<cudaEvent_t>(action.to), stream);
     case kCopy:
-      return cudaMemcpyAsync(action.to, action.from, static_cast<size_t>(action.bytes), cudaMemcpyDefault, stream);
+      return cudaMemcpyAsync(action.to, action.of, static_cast<size_t>(action.bytes), cudaMemcpyDefault, stream);
     case kTransfer: {
       auto& transfer = *static_cast<Transfer*>(action.to);
       if (transfer.lane == nullptr) return cudaLaunchHostFunc(stream, outofcore_transfer, &transfer);

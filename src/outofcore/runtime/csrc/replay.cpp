@@ -4,6 +4,9 @@
 // An op is taken down while Python calls it, as the dispatcher tells observers of it (ATen/record_function.h). For the
 // CPU, and for a GPU, on the stream that is current. Called by ctypes; what runs ops, without the GIL.
 
+#include "borders.h"
+#include "issue.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
@@ -44,8 +47,6 @@ struct Call {
   std::vector<Result> results;
   std::vector<Number> numbers;
 };
-// What is issued to a device between ops; a status, 0 if all went well. See ``outofcore_issue`` in cuda/issue.cpp.
-using Issue = int (*)(const void* actions, int64_t count, void* const* streams);
 using Begin = void (*)(void* table, int scope);
 using End = void (*)();
 // Of queues beside that of the ops; see copying.cpp.
@@ -55,7 +56,7 @@ using Publish = void (*)(void* queues, int64_t queue, int64_t number);
 struct Entry {
   std::optional<Call> call;  // as soon as it was taken down; else something to issue
   Issue issue = nullptr;
-  const void* actions = nullptr;
+  const Action* actions = nullptr;
   int64_t count = 0;
   void* const* streams = nullptr;
   int scope = 0;
@@ -198,6 +199,14 @@ int64_t guarded(Replay& replay, Action&& action) {
   }
 }
 
+const borders::Border kBorders[] = {
+    ENUM("ReplayFailure", Failure, kNone, kRuntime, kIndex, kValue, kType, kNotImplemented, kMemory, kAlgebra, kDevice,
+                                   kNoMemory, kIssue, kStopped),
+    // Filled in for issue.cpp, which is compiled for CUDA alone.
+    ENUM("Kind", Kind, kWait, kRecord, kCopy, kTransfer),
+    STRUCT(Action, kind, stream, to, of, bytes),
+};
+
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -284,7 +293,7 @@ EXPORT int64_t replay_take(Replay* replay, int64_t number, const char* name, con
   return 0;
 }
 // Has an entry issue actions to a device.
-EXPORT void replay_issue(Replay* replay, int64_t number, Issue issue, const void* actions, int64_t count,
+EXPORT void replay_issue(Replay* replay, int64_t number, Issue issue, const Action* actions, int64_t count,
                          void* const* streams) noexcept {
   Entry& entry = replay->entries[static_cast<size_t>(number)];
   entry.issue = issue;

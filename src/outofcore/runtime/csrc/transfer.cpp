@@ -4,6 +4,7 @@
 // transfer is not done there but posted to a thread of ours, one for each direction: files are read and written side by
 // side. Nothing here takes the GIL or calls CUDA, and no memory is asked for where a stream waits.
 
+#include "borders.h"
 #include "transfer.h"
 
 #include <fcntl.h>
@@ -20,6 +21,10 @@
 namespace {
 
 constexpr int64_t kPage = 4096, kMost = int64_t{16} << 20;
+
+const borders::Border kBorders[] = {
+    STRUCT(Transfer, address, bytes, offset, descriptor, writes, forgets, failure, done, lane, next),
+};
 
 void serve(Lane& lane) {
   while (true) {

@@ -221,7 +221,7 @@ void take_place(Space& space, const void* op, const std::vector<follow::Touched>
     known = follower.known();
     space.anchor = known == nullptr ? nullptr : usual_anchor(*follower.known());
     space.due.clear();
-    if (before) ++space.counters[kLost];
+    if (before) ++space.counters[kDepartures];
   }
   space.observer.after_departure(space.anchor != nullptr && follower.on_course() ? follower.position() : -1);
   for (const auto& [place, block] : places) block->released = false;
@@ -233,7 +233,7 @@ void take_place(Space& space, const void* op, const std::vector<follow::Touched>
         choose_anchor(space, storage, block->bytes);
     }
   if (space.anchor == nullptr) return;
-  ++space.counters[kPlanned];
+  ++space.counters[kPlannedOps];
   if (follower.position() == 0) move_into_core(space);
   want(space, follower.position());
   if (space.ahead) follow_plan(space);

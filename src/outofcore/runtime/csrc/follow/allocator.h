@@ -1,4 +1,4 @@
-// The allocator under PyTorch: requests of the loop's ops are served in the arena.
+// What the allocator under PyTorch asks of loops: requests of their ops are served in the arena.
 
 #pragma once
 
@@ -13,9 +13,9 @@ void* serve_outside(Space& space, int64_t bytes, bool charged) {
   outside[pointer] = {bytes, charged ? &space : nullptr};
   ++outside_count;
   if (charged) count_use(space, bytes);
-  int64_t& now = space.counters[kOutside];
+  int64_t& now = space.counters[kOutsideBytes];
   now += bytes;
-  space.counters[kOutsidePeak] = std::max(space.counters[kOutsidePeak], now);
+  space.counters[kPeakOutsideBytes] = std::max(space.counters[kPeakOutsideBytes], now);
   return pointer;
 }
 
@@ -63,41 +63,6 @@ std::atomic<uintptr_t> lowest{UINTPTR_MAX}, highest{0};  // addresses of all are
 
 // Small storages stay with PyTorch's allocator; those that the loop asks for count in its budget.
 int64_t size_of_small(void* pointer) { return static_cast<int64_t>(malloc_usable_size(pointer)); }
-
-void release_raw(void* pointer) {
-  if (pointer == nullptr) return;
-  const auto address = reinterpret_cast<uintptr_t>(pointer);
-  if (address >= lowest && address < highest) {
-    const Guard guard;
-    if (Block* block = block_at(pointer)) {
-      if (depth > 0)
-        for (follow::Request& request : block->space->requests)
-          if (request.id == block->id) request.until = static_cast<int32_t>(block->space->requests.size());
-      if (block->held()) {
-        block->dead = true;
-        block->storage.reset();
-      } else {
-        destroy(block);
-      }
-      return;
-    }
-  }
-  if (outside_count.load(std::memory_order_relaxed) != 0) {
-    const Guard guard;
-    if (const auto found = outside.find(pointer); found != outside.end()) {
-      if (Space* space = current) space->counters[kOutside] -= found->second.bytes;
-      if (Space* space = found->second.charged) count_use(*space, -found->second.bytes);
-      outside.erase(found);
-      --outside_count;
-      stock.load()->raw_deallocate(pointer);
-      return;
-    }
-  }
-  // Kernels of oneDNN ask for memory without a DataPtr, and give it back in the same op.
-  if (const int64_t bytes = tracked() ? size_of_small(pointer) : 0; bytes < 2 * smallest)
-    small_bytes.fetch_sub(bytes, std::memory_order_relaxed);
-  stock.load()->raw_deallocate(pointer);
-}
 
 void release_block(void* context) {
   const Guard guard;
@@ -177,56 +142,92 @@ void* serve_small(int64_t bytes) {
   }
 }
 
-struct PagedAllocator final : ::device::Allocator {
-  c10::DataPtr allocate(size_t count) override {
-    const auto bytes = static_cast<int64_t>(count);
-    void* pointer = nullptr;
-    if (is_large(bytes) && current.load(std::memory_order_relaxed) != nullptr && Device::is_current()) {
-      const Guard guard;
-      if (Space* space = current) {
-        // A thread that no op was seen in works for one of the loop's, if no op of another thread can have started it.
-        const bool ours = tracked();
-        if (ours || (!is_other() && ops_running > 0 && others_running == 0)) {
-          // Compiled code asks for memory without an op, and writes to what it likes.
-          if (Device::kStreams && depth == 0) {
-            space->unseen = true;
-            space->device.note_unseen(true);
-          }
-          try {
-            pointer = serve(*space, bytes);
-          } catch (const c10::OutOfMemoryError& error) {
-            if (ours) throw_refusal(error);
-          } catch (...) {
-            if (ours) throw;  // another thread's request is served all the same
-          }
-        }
-        if (pointer == nullptr) pointer = serve_outside(*space, bytes, false);
-      }
-    } else if (Device::kStreams && count != 0 && !is_large(bytes) && tracked() && Device::is_current()) {
-      pointer = serve_small(bytes);
+// For a request while a loop is followed, whoever makes it. Null: the loop has ended meanwhile.
+void* serve_large(int64_t bytes) {
+  const Guard guard;
+  Space* space = current;
+  if (space == nullptr) return nullptr;
+  // A thread that no op was seen in works for one of the loop's, if no op of another thread can have started it.
+  const bool ours = tracked();
+  if (ours || (!is_other() && ops_running > 0 && others_running == 0)) {
+    // Compiled code asks for memory without an op, and writes to what it likes.
+    if (Device::kStreams && depth == 0) {
+      space->unseen = true;
+      space->device.note_unseen(true);
     }
-    if (pointer == nullptr) {
-      if (::device::kOwnDeleter || count == 0 || is_large(bytes) || !tracked()) return stock.load()->allocate(count);
-      pointer = stock.load()->raw_allocate(count);
-      count_small(pointer);
-      return {pointer, pointer, &release_small, ::device::current()};
+    try {
+      return serve(*space, bytes);
+    } catch (const c10::OutOfMemoryError& error) {
+      if (ours) throw_refusal(error);
+    } catch (...) {
+      if (ours) throw;  // another thread's request is served all the same
     }
-    return {pointer, pointer, &release_raw, ::device::current()};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &release_raw; }
-
- protected:
-  ::device::Whose remember(const c10::DataPtr& data, void* stream) override {
-    using ::device::Whose;
-    if (data.get_deleter() != &release_raw && data.get_deleter() != &release_block) return Whose::kStocks;
-    const Guard guard;
-    Block* block = data.get_deleter() == &release_block ? static_cast<Block*>(data.get_context()) : block_at(data.get());
-    if (block == nullptr) return Whose::kPassedOn;
-    block->space->device.record(block->order, stream);
-    return Whose::kOurs;
-  }
-};
-PagedAllocator& allocator = *new PagedAllocator;  // never destroyed: storages keep a pointer to it
-c10::Allocator& allocator_of_loops() { return allocator; }
+  return serve_outside(*space, bytes, false);
+}
 
 }  // namespace
+
+bool followed::serve(size_t count, c10::DataPtr& memory) {
+  if (count == 0 || current.load(std::memory_order_relaxed) == nullptr) return false;
+  const auto bytes = static_cast<int64_t>(count);
+  void* pointer = nullptr;
+  if (is_large(bytes)) {
+    if (Device::is_current()) pointer = serve_large(bytes);
+  } else if (tracked()) {
+    if (!Device::kStreams) {
+      pointer = stock.load()->raw_allocate(count);
+      count_small(pointer);
+      memory = {pointer, pointer, &release_small, ::device::current()};
+      return true;
+    }
+    if (Device::is_current()) pointer = serve_small(bytes);
+  }
+  if (pointer == nullptr) return false;
+  memory = {pointer, pointer, &allocation::release, ::device::current()};
+  return true;
+}
+
+bool followed::take_back(void* pointer) noexcept {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  if (address >= lowest && address < highest) {
+    const Guard guard;
+    if (Block* block = block_at(pointer)) {
+      if (depth > 0)
+        for (follow::Request& request : block->space->requests)
+          if (request.id == block->id) request.until = static_cast<int32_t>(block->space->requests.size());
+      if (block->held()) {
+        block->dead = true;
+        block->storage.reset();
+      } else {
+        destroy(block);
+      }
+      return true;
+    }
+  }
+  if (outside_count.load(std::memory_order_relaxed) != 0) {
+    const Guard guard;
+    if (const auto found = outside.find(pointer); found != outside.end()) {
+      if (Space* space = current) space->counters[kOutsideBytes] -= found->second.bytes;
+      if (Space* space = found->second.charged) count_use(*space, -found->second.bytes);
+      outside.erase(found);
+      --outside_count;
+      return false;
+    }
+  }
+  // Kernels of oneDNN ask for memory without a DataPtr, and give it back in the same op.
+  if (const int64_t bytes = !Device::kStreams && tracked() ? size_of_small(pointer) : 0; bytes < 2 * smallest)
+    small_bytes.fetch_sub(bytes, std::memory_order_relaxed);
+  return false;
+}
+
+::device::Whose followed::remember(const c10::DataPtr& data, void* stream) {
+  using ::device::Whose;
+  const bool whole = data.get_deleter() == &release_block;
+  if (!whole && data.get_deleter() != &allocation::release) return Whose::kStocks;
+  const Guard guard;
+  Block* block = whole ? static_cast<Block*>(data.get_context()) : block_at(data.get());
+  if (block == nullptr) return Whose::kPassedOn;
+  block->space->device.record(block->order, stream);
+  return Whose::kOurs;
+}

@@ -9,9 +9,7 @@
 
 namespace {
 
-void release_raw(void* pointer);
 void release_block(void* context);
-c10::Allocator& allocator_of_loops();
 
 // Of how many bytes 64 are looked at to see whether a block has changed. The size of a page and 64 more, so that it is not
 // always the beginning of one.
@@ -55,8 +53,7 @@ bool used_elsewhere(const Block& block) {
 // Storages that are made around memory, such as by ``torch.load``, never can be resized, and have no allocator.
 bool has_array(const StorageImpl& storage) {
   const c10::Allocator* made_by = storage.allocator();
-  return !storage.resizable() && made_by != nullptr &&
-         (made_by == stock || made_by == beneath || made_by == &allocator_of_loops());
+  return !storage.resizable() && made_by != nullptr && (made_by == stock || made_by == &allocation::ours());
 }
 // The same, for a block that is in the arena: it keeps its address from now on.
 void keep_for_array(Space& space, Block& block, const StorageImpl& storage) {
@@ -76,8 +73,8 @@ void destroy(Block* block);
 
 void count_use(Space& space, int64_t bytes) {
   space.charged += bytes;
-  space.counters[kInUse] = space.charged;
-  space.counters[kPeak] = std::max(space.counters[kPeak], space.charged);
+  space.counters[kBytesInUse] = space.charged;
+  space.counters[kPeakBytes] = std::max(space.counters[kPeakBytes], space.charged);
 }
 
 // Gives about so much of the memory that nothing uses to the kernel, of which there must be some.
@@ -220,7 +217,7 @@ bool show_arrived(Space& space, Block& block) {
   ++space.counters[kFetches];
   ++space.counters[kFetchesAhead];
   space.counters[kFetchedBytes] += block.bytes;
-  space.counters[kAway] -= block.bytes;
+  space.counters[kAwayBytes] -= block.bytes;
   observe_copy(space, block, follow::Event::kIn);
   return true;
 }
@@ -289,7 +286,7 @@ void wait_for_copies(Space& space) {
 
 // The life of a thread that copies beside ops.
 void copy_on_demand(Copier& copier) {
-  std::unique_lock<std::recursive_mutex> lock(mutex);
+  std::unique_lock lock(mutex);
   for (;;) {
     copier.sleeps = true;
     copier.asked.wait(lock, [&] { return !copier.queue.empty(); });
@@ -385,7 +382,7 @@ void observe_surprise(Space& space, const Block& block, follow::Cause cause) {
 // then it stays.
 void evict(Space& space, Block& block, StorageImpl& storage, follow::Cause cause = follow::Cause::kMemory) {
   keep_for_array(space, block, storage);
-  const Stopwatch watch{space.counters[kTransferMicros]};
+  const Stopwatch watch{space.counters[kTransferMicroseconds]};
   const char* from = space.address(block);
   bool write = block.dirty || !block.slot || space.unseen ||
                (block.fixed && (!space.verified || block.slot.original));  // a window is mapped from a home's file
@@ -412,11 +409,11 @@ void evict(Space& space, Block& block, StorageImpl& storage, follow::Cause cause
   }
   if (block.fixed) space.device.cover(space.homes, block.slot, space.address(block), false);  // if it cannot, it stays
   ++space.counters[kEvictions];
-  if (space.anchor != nullptr && !block.released) ++space.counters[kUnplanned];
+  if (space.anchor != nullptr && !block.released) ++space.counters[kUnplannedEvictions];
   space.observer.add(follow::Event::kLeft, block.id, block.bytes, block.released);
   observe_surprise(space, block, cause);
   block.released = false;
-  space.counters[kAway] += block.bytes;
+  space.counters[kAwayBytes] += block.bytes;
   if (block.fixed) {
     count_use(space, -block.bytes);
     space.observer.add(follow::Event::kGiven, block.id, block.bytes);

@@ -51,8 +51,6 @@ class Device {
   static c10::Device ours() { return c10::Device(c10::DeviceType::CPU); }
   static bool is_ours(c10::Device device) { return device.type() == c10::DeviceType::CPU; }
   static bool is_current() { return true; }
-  static c10::Allocator* stock_beneath(c10::Allocator*) { return c10::GetDefaultCPUAllocator(); }
-  static bool is_stock(c10::Allocator* installed) { return installed == c10::GetDefaultCPUAllocator(); }
   static void enter() {}
 
   // Whether an op that runs again on the same operands gives the same bits.

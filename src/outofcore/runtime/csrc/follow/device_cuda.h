@@ -132,9 +132,6 @@ class Device {
     return device.type() == c10::DeviceType::CUDA && device.index() == followed().load(std::memory_order_relaxed);
   }
   static bool is_current() { return c10::cuda::current_device() == followed().load(std::memory_order_relaxed); }
-  // Where nobody has wrapped it, PyTorch's own is what is installed.
-  static c10::Allocator* stock_beneath(c10::Allocator* installed) { return installed; }
-  static bool is_stock(c10::Allocator* installed) { return dynamic_cast<::device::Allocator*>(installed) == nullptr; }
   void enter() const { followed() = index_; }
 
   // Whether an op that runs again on the same operands gives the same bits, however much memory is free and whatever else

@@ -1,13 +1,13 @@
 // The one lock over everything that paging.cpp knows, and how threads wait under it.
 //
 // It is never held while PyTorch runs an op or Python, while bytes are copied beside ops, or while a strong reference is
-// taken or dropped: PyTorch may take Python's lock for that. So the order of locks is: Python's lock, then this one, then
-// those of works of collectives. Who needs a reference lets go of the lock meanwhile (``Unlocked``), and looks at everything
-// again; what is to be dropped is dropped once the lock is free (``let_go``). Who waits does so for ``answer``, which counts
-// up, so that nobody can take it away.
+// taken or dropped: PyTorch may take Python's lock for that, which comes before this one (locks.h). Who needs a reference
+// lets go of the lock meanwhile (``Unlocked``), and looks at everything again; what is to be dropped is dropped once the
+// lock is free (``let_go``). Who waits does so for ``answer``, which counts up, so that nobody can take it away.
 
 #pragma once
 
+#include "../locks.h"
 #include "homes.h"
 
 #include <c10/core/StorageImpl.h>
@@ -30,7 +30,8 @@ using StoragePointer = c10::intrusive_ptr<c10::StorageImpl>;
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
 // Recursive: to free a storage comes back through ``release_block``. Never destroyed, nor is anything below.
-inline std::recursive_mutex& mutex = *new std::recursive_mutex;
+using Mutex = locks::Ranked<std::recursive_mutex, locks::kLoops>;
+inline Mutex& mutex = *new Mutex;
 
 // What is dropped once the lock is free.
 struct LetGo {
@@ -98,7 +99,9 @@ class WithoutPython {
   }
   ~WithoutPython() {
     static const auto restore = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
-    if (state_ != nullptr) restore(state_);
+    if (state_ == nullptr) return;
+    locks::check(locks::kPython, false);
+    restore(state_);
   }
   WithoutPython(const WithoutPython&) = delete;
 
@@ -122,7 +125,7 @@ inline bool wait_for_answer(std::chrono::milliseconds most = std::chrono::hours(
   {
     const Unlocked unlocked;
     const WithoutPython python_is_free;  // taken again before the lock is
-    std::unique_lock<std::recursive_mutex> lock(mutex);
+    std::unique_lock lock(mutex);
     any = answered.wait_for(lock, most, [&] { return answers != before; });
   }
   --waiting;

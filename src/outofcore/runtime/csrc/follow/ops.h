@@ -129,7 +129,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
       for (Block* block : space.known) block->dirty |= block->here();
       space.unseen = false;
     }
-    planned = space.counters[kPlanned];
+    planned = space.counters[kPlannedOps];
     space.requests.clear();
     space.wanted.clear();
     std::vector<follow::History::Touch>& noted = lists->noted;
@@ -155,7 +155,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
         touch(place, *block, about.writes[i], false);
       });
     ++space.counters[kOps];
-    if (space.history.begin(schema, noted)) ++space.counters[kExpected];
+    if (space.history.begin(schema, noted)) ++space.counters[kExpectedOps];
     for (const auto& [at, block] : places) {
       block->last_use = space.history.now();
       if (block->offset >= 0) space.ranking.touch(block);
@@ -213,16 +213,16 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     }
     if (!touched.empty())
       space.observer.add(follow::Event::kOp, start, end, reinterpret_cast<int64_t>(schema), start - arrived,
-                         space.counters[kPlanned] != planned);
+                         space.counters[kPlannedOps] != planned);
     for (const follow::Touched& each : touched)
       space.observer.add(follow::Event::kTouch, 0, 0, each.id, each.bytes, each.written + 2 * each.created);
     if (!touched.empty()) timed.keep();
-    const int64_t waited = space.counters[kTransferMicros] - space.waited;
+    const int64_t waited = space.counters[kTransferMicroseconds] - space.waited;
     space.recorder.add(schema, touched, std::max<int64_t>(0, nanos_since(space.since) - 1000 * waited),
                        std::move(space.requests), source);
     space.requests.clear();
     space.since = std::chrono::steady_clock::now();
-    space.waited = space.counters[kTransferMicros];
+    space.waited = space.counters[kTransferMicroseconds];
     if (!space.stress) copy_ahead(space);
   } catch (const std::exception&) {  // the op has run: drop its record, and fetch on demand
     space.recorder.drop();

@@ -70,7 +70,7 @@ void after_fork_in_child() {
   // A recursive lock belongs to a thread of the parent, which no thread of the child can unlock; and those that waited
   // are not here.
   Guard::held = 0;
-  new (&mutex) std::recursive_mutex;
+  mutex.renew();
   new (&answered) std::condition_variable_any;
 }
 
@@ -97,6 +97,23 @@ bool release_from(Block& block, StorageImpl& storage) {
   return true;
 }
 
+bool installed = false;  // for the loop that is followed
+// `beside`: also beside compiled steps.
+void install(bool beside) {
+  if (installed) return;
+  using allocation::Installed;
+  const bool is_shared = allocation::is_installed();
+  TORCH_CHECK((beside || !is_shared) && ::device::is_pytorchs(is_shared ? stock.load() : ::device::installed()),
+              "another allocator is installed under PyTorch, such as that of a compiled step; close that first");
+  const Installed outcome = allocation::install();
+  TORCH_CHECK(outcome != Installed::kOutranked, "PyTorch's allocator was installed with a higher priority");
+  TORCH_CHECK(outcome == Installed::kDone, "the allocator under PyTorch cannot be wrapped");
+  installed = true;
+}
+void uninstall() {
+  if (std::exchange(installed, false)) allocation::uninstall();
+}
+
 // Ends what nothing follows any more.
 void close(Space& space) {
   space.observer.close();
@@ -104,7 +121,7 @@ void close(Space& space) {
   space.open = false;
   forget_idle(space);
   if (std::exchange(space.seen, false) && --open_spaces == 0) at::disableCallback(*finding);
-  if (current == nullptr && ::device::installed() == &allocator) ::device::install(beneath);
+  if (current == nullptr) uninstall();
   if (space.pieces == 0) forget_space(&space);
 }
 
@@ -171,6 +188,13 @@ void measure_copies(Space& space) {
   space.homes.give(slot);
 }
 
+// What came of a storage.
+enum Adopted : int64_t {
+  kNo,
+  kYes,
+  kHasArray,  // it stays, since a NumPy array may show it
+};
+
 // An action that returns nothing gives 0. -1: it has failed, see ``follow_failure``.
 template <class Action>
 int64_t guarded(Action&& action) noexcept {
@@ -210,6 +234,20 @@ int64_t written(const std::vector<int64_t>& told, int64_t* numbers, int64_t capa
   if (count <= capacity) std::copy(told.begin(), told.end(), numbers);
   return count;
 }
+
+const borders::Border kBorders[] = {
+    ENUM("LoopCounter", Counter, kOps, kExpectedOps, kFetches, kFetchedBytes, kFetchesAhead, kEvictions, kWrites,
+                                 kWrittenBytes, kUnseenWrites, kAdoptions, kAdoptedBytes, kBytesInUse, kPeakBytes,
+                                 kAwayBytes, kFixed, kOutsideBytes, kPeakOutsideBytes, kForeign, kAtHomeBytes,
+                                 kTransferMicroseconds, kPeakHomeBytes, kPlannedOps, kUnplannedEvictions, kDepartures,
+                                 kRecipes, kReruns, kUnkeptBytes, kRerunMicroseconds, kFileBytes, kSmallBytes,
+                                 kPeakSmallBytes),
+    ENUM("Adopted", Adopted, kNo, kYes, kHasArray),
+    ENUM("Recompute", follow::Recompute, kOff, kChosen, kEverything, kNoting),
+    ENUM("Event", follow::Event, kHeld, kTaken, kGiven, kOp, kTouch, kIn, kOut, kLeft, kFreed),
+    ENUM("Copied", follow::Copied, kBeside, kWaited, kOnDemand),
+    ENUM("Cause", follow::Cause, kOp, kEnd, kMemory, kPlace),
+};
 
 }  // namespace
 
@@ -331,17 +369,7 @@ EXPORT int64_t follow_open(Space* space, int beside) noexcept {
   return locked([&] {
     TORCH_CHECK(current == nullptr, "a loop is followed already");
     start_copiers();
-    c10::Allocator* installed = ::device::installed();
-    if (installed != &allocator) {
-      TORCH_CHECK(beside != 0 || Device::is_stock(installed),
-                  "another allocator is installed under PyTorch, such as that of a compiled step; close that first");
-      TORCH_CHECK(installed->raw_deleter() != nullptr, "the allocator under PyTorch cannot be wrapped");
-      stock = Device::stock_beneath(installed);
-      beneath = installed;
-      ::device::beneath(allocator, installed);
-      ::device::install(&allocator);
-      TORCH_CHECK(::device::installed() == &allocator, "PyTorch's allocator was installed with a higher priority");
-    }
+    install(beside != 0);
     space->device.enter();
     living_spaces += spaces.insert(space).second;
     space->since = std::chrono::steady_clock::now();
@@ -385,7 +413,7 @@ EXPORT int64_t follow_pause(Space* space) noexcept {
       for (Block* block : space->known)
         if (block->here()) block->dirty = true;
     current = nullptr;
-    if (::device::installed() == &allocator) ::device::install(beneath);
+    uninstall();
     return 0;
   });
 }
@@ -425,14 +453,13 @@ EXPORT int64_t follow_close(Space* space) noexcept {
   });
 }
 
-// Moves a storage to a home, whosever memory it is. 1: it is followed; 0: it cannot be; 2: nor, since a NumPy array may
-// show it.
-// With the number of a file (not -1): it is mapped from there.
+// Moves a storage to a home, whosever memory it is, and gives an ``Adopted``. With the number of a file (not -1): it is
+// mapped from there.
 EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) noexcept {
   at::DataPtr left;  // freed without the lock
   return locked([&]() -> int64_t {
     Space* space = current;
-    if (space == nullptr) return 0;
+    if (space == nullptr) return kNo;
     Block* block = nullptr;
     const bool has_run = space->history.now() > 0;  // else what ops have allocated belongs to an earlier loop
     const bool counted = has_run && storage->_mutable_data_ptr_no_checks().get_deleter() == &release_small;
@@ -441,12 +468,12 @@ EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) 
     if (file >= 0 && is_large(storage->nbytes()) && known(*storage) == nullptr)
       block = adopt_in_file(*space, *storage, space->files.at(file), offset);
     if (block == nullptr) block = block_of(*space, *storage, {.given = true}, left);
-    if (block == nullptr) return is_large(static_cast<int64_t>(storage->nbytes())) && has_array(*storage) ? 2 : 0;
+    if (block == nullptr) return is_large(storage->nbytes()) && has_array(*storage) ? kHasArray : kNo;
     if (block->given < 0) {
       block->given = static_cast<int64_t>(space->given.size());
       space->given.push_back(block);
     }
-    return 1;
+    return kYes;
   });
 }
 // The address of a storage's memory, which nobody has taken by this.
@@ -722,12 +749,12 @@ EXPORT int64_t follow_counters(const Space* space, int64_t* counters, int64_t ca
   const auto tell = [&](Counter counter, int64_t value) {
     if (counter < capacity) counters[counter] = value;
   };
-  tell(kHomePeak, space->homes.most_used());
-  tell(kSmall, space->small_given + std::max<int64_t>(small_bytes - space->small_before, 0));
-  tell(kSmallPeak, space->small_given + space->small_peak);
+  tell(kPeakHomeBytes, space->homes.most_used());
+  tell(kSmallBytes, space->small_given + std::max<int64_t>(small_bytes - space->small_before, 0));
+  tell(kPeakSmallBytes, space->small_given + space->small_peak);
   tell(kRecipes, space->recipes->made);
   tell(kReruns, space->recipes->reruns);
   tell(kUnkeptBytes, space->recipes->unkept_bytes);
-  tell(kRerunMicros, space->recipes->nanoseconds / 1000);
+  tell(kRerunMicroseconds, space->recipes->nanoseconds / 1000);
   return kCounters;
 }

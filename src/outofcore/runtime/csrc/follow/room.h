@@ -399,7 +399,7 @@ void fetch(Space& space, Block& block) {
     end_copy(space, &block, false);
   }
   if (block.state == State::kComing) {
-    const Stopwatch watch{space.counters[kTransferMicros]};
+    const Stopwatch watch{space.counters[kTransferMicroseconds]};
     while (block.state == State::kComing) wait_for_copy(space);
   }
   if (block.here()) return space.device.use(block.order);
@@ -410,13 +410,13 @@ void fetch(Space& space, Block& block) {
            (!block.fixed && has_array(*block.storage->_unsafe_get_target()));
   };
   const auto use_at_home = [&] {
-    space.counters[kAtHome] += block.bytes;
+    space.counters[kAtHomeBytes] += block.bytes;
     space.device.use_slot(block.order);
   };
   if (through_window()) return use_at_home();
   const auto place_for = room_for(space, block.bytes, block.fixed ? -1 : planned_offset(space, block));
   if (!place_for || through_window()) return use_at_home();
-  const Stopwatch watch{space.counters[kTransferMicros]};
+  const Stopwatch watch{space.counters[kTransferMicroseconds]};
   int64_t start = follow::nanos_now();
   if (block.fixed) {
     space.device.uncover_with(space.homes, block.slot, space.address(block), block.bytes);
@@ -439,7 +439,7 @@ void fetch(Space& space, Block& block) {
   block.dirty = block.slot.original && block.slot.original->was_written();  // its file has other bytes
   ++space.counters[kFetches];
   space.counters[kFetchedBytes] += block.bytes;
-  space.counters[kAway] -= block.bytes;
+  space.counters[kAwayBytes] -= block.bytes;
   space.observer.add(follow::Event::kIn, start, follow::nanos_now(), block.id, block.bytes,
                      static_cast<int32_t>(follow::Copied::kOnDemand));
 }
@@ -513,7 +513,7 @@ void destroy(Block* block) {
   if (block->origin) space.recipes->gone(*block->origin, block->used);
   leave_part(space, *block, block->id);
   leave_part(space, *block, block->twin);
-  if (!block->here() && block->slot) space.counters[kAway] -= block->bytes;
+  if (!block->here() && block->slot) space.counters[kAwayBytes] -= block->bytes;
   unplace(space, *block);
   space.observer.add(follow::Event::kFreed, block->id, block->bytes);
   give_slot(space, *block);

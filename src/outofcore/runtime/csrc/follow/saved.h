@@ -116,12 +116,12 @@ class Lineage {
       step_ = recipes.step_before(op_, about_.later, below, space_.device.stream(), stack, about_.writes.size(),
                                   about_.kind == Kind::kShape);
     if (!step_) return;
-    waited_ = space_.counters[kTransferMicros];
+    waited_ = space_.counters[kTransferMicroseconds];
     start_ = std::chrono::steady_clock::now();
   }
   void ran() {
     if (!step_) return;
-    step_->nanoseconds = nanos_since(start_) - 1000 * (space_.counters[kTransferMicros] - waited_);
+    step_->nanoseconds = nanos_since(start_) - 1000 * (space_.counters[kTransferMicroseconds] - waited_);
     step_->place = space_.moments.size();  // which ``Timed`` adds to next
   }
   void made(Block& block, int32_t place) {

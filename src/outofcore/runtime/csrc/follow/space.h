@@ -10,6 +10,8 @@
 #else
 #include "device_cpu.h"
 #endif
+#include "../allocator.h"
+#include "../borders.h"
 #include "checksum.h"
 #include "extents.h"
 #include "history.h"
@@ -43,6 +45,7 @@ namespace {
 
 using c10::DispatchKey;
 using c10::StorageImpl;
+using allocation::stock;
 using follow::Device;
 using follow::Guard;
 using follow::StoragePointer;
@@ -65,37 +68,37 @@ bool is_large(int64_t bytes) { return bytes >= smallest.load(std::memory_order_r
 
 // In the order of the fields of ``LoopStats`` in stats.py.
 enum Counter {
-  kOps,            // that were looked at
-  kExpected,       // of them, where the history expected them
+  kOps,                  // that were looked at
+  kExpectedOps,          // of them, where the history expected them
   kFetches,
   kFetchedBytes,
-  kFetchesAhead,   // of the fetches, those that were begun before an op needed them
+  kFetchesAhead,         // of the fetches, those that were begun before an op needed them
   kEvictions,
-  kWrites,         // of them, those whose bytes had changed
+  kWrites,               // of them, those whose bytes had changed
   kWrittenBytes,
-  kUnseenWrites,   // storages that were taken to be unchanged and were not
+  kUnseenWrites,         // storages that were taken to be unchanged and were not
   kAdoptions,
   kAdoptedBytes,
-  kInUse,          // bytes of the arena now
-  kPeak,           // and at the most
-  kAway,           // bytes of storages that are away now
-  kFixed,          // storages whose address somebody took
-  kOutside,        // bytes of 64 KiB and more that threads outside of the loop hold
-  kOutsidePeak,
-  kForeign,        // operands that were used where they are: see ``block_of``
-  kAtHome,         // bytes of operands that were used at their home, by ops of the loop
-  kTransferMicros,
-  kHomePeak,       // bytes of the homes at the most
-  kPlanned,        // ops that came where a plan has them
-  kUnplanned,      // evictions that no plan had foreseen, while one was followed
-  kLost,           // times the loop left what a plan has
-  kRecipes,        // storages that autograd does not keep, but can make again
-  kReruns,         // times that one was made again
-  kUnkeptBytes,    // of storages that went for that
-  kRerunMicros,    // the loop spent so long on making them again
-  kFileBytes,      // of storages whose home is the file that they were mapped from
-  kSmall,          // bytes of smaller storages, of the models and of what the loop's ops have allocated
-  kSmallPeak,
+  kBytesInUse,           // bytes of the arena now
+  kPeakBytes,            // and at the most
+  kAwayBytes,            // bytes of storages that are away now
+  kFixed,                // storages whose address somebody took
+  kOutsideBytes,         // bytes of 64 KiB and more that threads outside of the loop hold
+  kPeakOutsideBytes,
+  kForeign,              // operands that were used where they are: see ``block_of``
+  kAtHomeBytes,          // bytes of operands that were used at their home, by ops of the loop
+  kTransferMicroseconds,
+  kPeakHomeBytes,        // bytes of the homes at the most
+  kPlannedOps,           // ops that came where a plan has them
+  kUnplannedEvictions,   // evictions that no plan had foreseen, while one was followed
+  kDepartures,           // times the loop left what a plan has
+  kRecipes,              // storages that autograd does not keep, but can make again
+  kReruns,               // times that one was made again
+  kUnkeptBytes,          // of storages that went for that
+  kRerunMicroseconds,    // the loop spent so long on making them again
+  kFileBytes,            // of storages whose home is the file that they were mapped from
+  kSmallBytes,           // bytes of smaller storages, of the models and of what the loop's ops have allocated
+  kPeakSmallBytes,
   kCounters
 };
 
@@ -265,8 +268,6 @@ std::unordered_map<void*, Outside>& outside = *new std::unordered_map<void*, Out
 std::atomic<int64_t> outside_count{0};
 // Of smaller storages that ops of loops have asked for, as the stock allocator gives them.
 std::atomic<int64_t> small_bytes{0};
-std::atomic<c10::Allocator*> stock{nullptr};
-std::atomic<c10::Allocator*> beneath{nullptr};  // what was installed before ours: the stock allocator, or that of compiled steps
 // Decides whether the kernel of an operator is written in Python.
 void (*is_python)(const char* name, const char* overload, int64_t* answer) = nullptr;
 
@@ -276,6 +277,7 @@ constexpr int64_t kNoAnswer = -1;
 template <class Function, class... Given>
 int64_t answer_of(Function* function, Given... given) {
   int64_t answer = kNoAnswer;
+  locks::check(locks::kPython, false);
   function(given..., &answer);
   if (answer == kNoAnswer) raise(SIGINT);  // Python handles it after this library returns
   return answer;

@@ -26,7 +26,7 @@ Block* known(StorageImpl& storage) {
 // A piece of the arena that an op, or code that nobody sees, has put into a storage.
 Block* enroll(StorageImpl& storage) {
   const at::DataPtr& data = storage._mutable_data_ptr_no_checks();
-  if (data.get_deleter() != &release_raw) return nullptr;
+  if (data.get_deleter() != &allocation::release) return nullptr;
   Block* block = block_at(data.get());
   if (block == nullptr || block->storage || !is_large(block->used)) return nullptr;  // small ones are never moved
   own(*block, storage);
@@ -58,9 +58,8 @@ bool adoptable(const StorageImpl& storage, bool given) {
   if (blind > 0 || used_by_others.count(&storage) != 0) return false;
   if (given) return data.get_deleter() != &release_kept;
   return data.get() == data.get_context() &&
-         (data.get_deleter() == stock.load()->raw_deleter() || data.get_deleter() == &release_raw ||
-          data.get_deleter() == &release_small ||
-          (beneath != nullptr && data.get_deleter() == beneath.load()->raw_deleter()));
+         (data.get_deleter() == stock.load()->raw_deleter() || data.get_deleter() == &allocation::release ||
+          data.get_deleter() == &planned::release || data.get_deleter() == &release_small);
 }
 
 // Copies a storage of outside, or of a loop that has ended, into this arena, or (``away``) to a home. What it lay in goes
@@ -75,7 +74,7 @@ Block* adopt(Space& space, StorageImpl& storage, bool away, at::DataPtr& left) {
       take_slot(space, *block);
       to = space.homes.window(block->slot);
       space.device.save_foreign(space.homes, block->slot, block->order, from, bytes);
-      space.counters[kAway] += block->bytes;
+      space.counters[kAwayBytes] += block->bytes;
     } else {
       place(space, *block, State::kHere);
       to = space.address(*block);
@@ -107,7 +106,7 @@ Block* adopt_in_file(Space& space, StorageImpl& storage, std::shared_ptr<const f
   block->slot.bytes = block->bytes;
   block->slot.original = std::make_shared<follow::Original>(std::move(file), offset, bytes,
                                                             storage.set_data_ptr(pointer_to(*block, at)));
-  space.counters[kAway] += block->bytes;
+  space.counters[kAwayBytes] += block->bytes;
   space.counters[kFileBytes] += block->bytes;
   ++space.counters[kAdoptions];
   space.counters[kAdoptedBytes] += bytes;
