@@ -47,6 +47,7 @@ from outofcore.policies import Policy, PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.progress import following
 from outofcore.runtime.checks import Check, checked
+from outofcore.runtime.native import load_native
 from outofcore.step import Step
 from outofcore.step_variants import Split, split_of
 from outofcore.transforms.kernels import Kernels
@@ -221,9 +222,8 @@ def compile(
             device ``meta``, without contents, until the step is closed. Optimizers have to be elementwise, as SGD, Adam
             and AdamW are. See the guide to many processes.
         replay: whether native code calls PyTorch's own ops, once each was called from Python, which saves some
-            microseconds for each. Where ops are long, or there is no C++ compiler, Python calls them anyway. With
-            "graphs", ops on a GPU that follow each other become CUDA graphs, but for random ones. Other values are
-            refused.
+            microseconds for each. Where ops are long, Python calls them anyway. With "graphs", ops on a GPU that
+            follow each other become CUDA graphs, but for random ones. Other values are refused.
         kernels: "eager", PyTorch's own, op by op; or "inductor": elementwise ops, norms, softmax and losses that follow
             one another become one op each, compiled by PyTorch's Inductor, which is faster where memory is what takes
             time. Losses are then the same to the last bit at every budget and in every process with the same versions
@@ -250,7 +250,7 @@ def compile(
 
     Raises:
         InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
-        StateError: ``dynamic`` is True, and loops cannot be followed here.
+        StateError: there is no native code, or ``dynamic`` is True and loops cannot be followed here.
 
     >>> import torch
     >>> import outofcore
@@ -280,6 +280,7 @@ def compile(
         _check_followable(backend.device, home, chosen, kernels, splits)
     kept = open_cache(cache)
     check_supported(user.models)
+    load_native(backend.flavor)
     group = _sharing_group(shard, dynamic, kernels)
     if group is not None:
         user = replace(user, shards=Shards(user.models, user.optimizers, group))

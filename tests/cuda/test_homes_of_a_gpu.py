@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from outofcore.errors import SpillError, UnitError
+from outofcore.errors import UnitError
 from outofcore.execution import opening
 from outofcore.runtime.homes import DiskHome, PinnedHome
-from outofcore.runtime.native import Native, load_native
 from outofcore.units import MIB
 
 
@@ -23,12 +22,6 @@ class Backend:
         return PinnedHome(lambda *_: True, lambda _: None, limit)
 
 
-@pytest.fixture
-def _native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "load_native", lambda _: load_native())
-
-
-@pytest.mark.usefixtures("_native")
 def test_a_disk_lies_behind_host_memory_if_one_is_named(tmp_path: Path) -> None:
     for home, kinds in ((None, [PinnedHome]), ("host", [PinnedHome]), (tmp_path, [PinnedHome, DiskHome])):
         stores = opening.open_device_homes(Backend(), home, "8MiB")  # type: ignore[arg-type]
@@ -38,9 +31,6 @@ def test_a_disk_lies_behind_host_memory_if_one_is_named(tmp_path: Path) -> None:
             store.close()
 
 
-def test_what_cannot_be_is_refused_before_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_before_a_step() -> None:
     with pytest.raises(UnitError, match="not even one page"):
         opening.open_device_homes(Backend(), None, 100)  # type: ignore[arg-type]
-    monkeypatch.setattr(opening, "load_native", lambda _: Native(None, "there is no compiler"))
-    with pytest.raises(SpillError, match="reaches a disk by native code alone, and there is no compiler"):
-        opening.open_device_homes(Backend(), tmp_path, None)  # type: ignore[arg-type]

@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from outofcore.runtime import spill
-from outofcore.runtime.native import Native
 from outofcore.units import KIB, round_up
-
-MALLOC = Native(None, "the homes do not need it")
 
 
 def buffered(monkeypatch: pytest.MonkeyPatch) -> None:

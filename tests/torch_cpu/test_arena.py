@@ -7,16 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from placed import FLOATS, floats, is_mapped, place
+from placed import FLOATS, floats, place
 from torch.utils.data import DataLoader, TensorDataset
 
 from outofcore.errors import ArenaError, StateError
 from outofcore.execution.arena import Arena, ArenaCounters, Recorder, ScopeTable, as_arena_error
 from outofcore.planning.placement.requests import EventKind, Result, Scratch, workspace_layout
-from outofcore.runtime.native import Native, load_native
 from outofcore.units import KIB, MIB, PAGE_BYTES
-
-pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
 
 
 @pytest.fixture
@@ -260,27 +257,3 @@ def test_ordinary_pytorch_works_while_installed(arena: Arena, tmp_path: Path) ->
     assert shared.is_shared()
     loader = DataLoader(TensorDataset(torch.arange(32.0)), batch_size=8, num_workers=2)
     assert sum(batch.sum().item() for (batch,) in loader) == 31 * 16
-
-
-def test_without_the_native_allocator_the_memory_is_the_same_and_results_lie_elsewhere() -> None:
-    none = Native(None, "no compiler")
-    with Arena(8 * MIB, native=none) as arena:
-        view = floats(arena, 0, MIB).fill_(2)
-        table = ScopeTable(arena, [[(MIB, MIB)]])
-        table.begin(0)
-        result = view + view
-        table.end()
-        assert not 0 <= place(result, arena) < arena.bytes
-        assert arena.counters() == ArenaCounters()
-        arena.set_reserve(5)
-        address = arena.address
-        with pytest.raises(ArenaError):
-            ScopeTable(arena, [[(MIB, 8 * MIB)]])
-    recorder = Recorder(none)
-    with recorder:
-        torch.empty(FLOATS)
-    assert recorder.events == []
-    del table
-    assert is_mapped(address)
-    del view
-    assert not is_mapped(address)

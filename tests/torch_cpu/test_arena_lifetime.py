@@ -13,10 +13,7 @@ from placed import FLOATS, floats, is_mapped, place
 
 from outofcore.errors import ArenaError
 from outofcore.execution.arena import Arena, Recorder, ScopeTable
-from outofcore.runtime.native import load_native
 from outofcore.units import MIB, PAGE_BYTES
-
-pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
 
 
 @pytest.fixture

@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 from preloaded import environment
 
-from outofcore.runtime.native import load_native
-
 SCRIPT = Path(__file__).with_name("faults_everywhere.py")
-pytestmark = pytest.mark.skipif(load_native().library is None, reason="there is no native code to make fail")
 
 
 def swept(*arguments: str, timeout_s: float = 600) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from homely import MALLOC, buffered, noise, resident
+from homely import buffered, noise, resident
 
 import outofcore
 from outofcore.errors import StateError, TransferError
@@ -28,7 +28,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with Arena(64 * MIB, native=MALLOC) as opened:
+    with Arena(64 * MIB) as opened:
         yield opened
 
 

@@ -19,12 +19,10 @@ from outofcore.errors import CaptureError
 from outofcore.execution.arena import Arena, ScopeTable
 from outofcore.profiling import ops as profiling_ops
 from outofcore.profiling.ops import profile_ops
-from outofcore.runtime.native import load_native
 from outofcore.transforms.passes import leanest
 from outofcore.units import MIB
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
-native = pytest.mark.skipif(load_native().library is None, reason="there is no native allocator")
 
 
 @pytest.mark.parametrize("stage", some_of(["profile", "measure the home"], ["profile"]))
@@ -71,7 +69,6 @@ def test_an_op_that_fails_leaves_its_scope(raised: BaseException, monkeypatch: p
     assert inside == []
 
 
-@native
 def test_a_table_that_goes_while_its_scope_is_current_takes_the_scope_along() -> None:
     with Arena(4 * MIB) as arena:
         table = ScopeTable(arena, [[(MIB, 0), (MIB, MIB)]])

@@ -27,15 +27,11 @@ from outofcore.capture.step import capture_step
 from outofcore.compiling import COMPILERS
 from outofcore.errors import InputError
 from outofcore.program import Run
-from outofcore.runtime.native import load_native
 from outofcore.transforms import kernels
 from outofcore.transforms.fusing import fused
 from outofcore.transforms.kernels import Kernel, Kernels, derived
 
-pytestmark = [
-    pytest.mark.skipif(load_native().library is None, reason="there is no C++ compiler"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 IN_CORE = "256MiB"
 
 

@@ -21,10 +21,7 @@ from outofcore.planning.placement.requests import Result, Scratch
 from outofcore.profiling import ops as profiling_ops
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import KeptProfiles, OpProfile
-from outofcore.runtime.native import load_native
 from outofcore.units import KIB, MIB
-
-native = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
 
 # Bytes of scratch memory that the operator below asks for.
 SCRATCH = [128 * KIB]
@@ -87,7 +84,6 @@ def replanned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "planned again for memory" in r.getMessage()]
 
 
-@native
 def test_scratch_memory_that_grows_is_planned_for(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level(logging.INFO, "outofcore")
     usual, more, most = 128 * KIB, MIB, 2 * MIB
@@ -120,7 +116,6 @@ def test_scratch_memory_that_grows_is_planned_for(caplog: pytest.LogCaptureFixtu
         assert len(replanned(caplog)) == 2
 
 
-@native
 def test_what_the_budget_cannot_hold_is_refused_and_the_step_undone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "outofcore")
     step, model, optimizer = make()
@@ -145,7 +140,6 @@ def test_what_the_budget_cannot_hold_is_refused_and_the_step_undone(caplog: pyte
         assert losses(compiled, [more, usual, more]) == expected[:3]
 
 
-@native
 def test_what_the_first_step_asks_for_is_planned_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "outofcore")
     step, model, optimizer = make()
@@ -165,7 +159,6 @@ def test_what_the_first_step_asks_for_is_planned_for(caplog: pytest.LogCaptureFi
     assert len(replanned(caplog)) == 1
 
 
-@native
 def test_the_new_need_of_an_operator_of_pytorch_is_kept(tmp_path: Path) -> None:
     """As if the profile had been taken on a day when a product of matrices needed no scratch memory."""
     torch.manual_seed(0)
@@ -206,7 +199,6 @@ def test_the_new_need_of_an_operator_of_pytorch_is_kept(tmp_path: Path) -> None:
     assert any(isinstance(r.placement, Result) for r in found.requests.requests)
 
 
-@native
 @pytest.mark.parametrize("cause", ["times", "memory"])
 def test_the_pages_of_the_arena_are_gone_before_another_plan_is_made(
     cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from homely import MALLOC, buffered, descriptors, file_size_limit, noise, opened_in, resident_at
+from homely import buffered, descriptors, file_size_limit, noise, opened_in, resident_at
 
 import outofcore
 from outofcore.errors import SpillError, TransferError
@@ -30,7 +30,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with Arena(64 * MIB, native=MALLOC) as opened:
+    with Arena(64 * MIB) as opened:
         yield opened
 
 

@@ -25,11 +25,8 @@ from outofcore.errors import BudgetError, SpillError
 from outofcore.execution import cpu
 from outofcore.execution.replay import load_replay
 from outofcore.profiling.scratch import Contents
-from outofcore.runtime.native import load_native
 from outofcore.session import Outcome
 from outofcore.units import KIB, MIB
-
-pytestmark = pytest.mark.skipif(load_native().library is None, reason=f"no native allocator: {load_native().reason}")
 
 # Bytes of scratch memory that the operator below asks for, and how many pieces of them one after the other.
 SCRATCH, PIECES = [128 * KIB], [1]
@@ -112,10 +109,9 @@ def test_run_with_surges_is_exact(name: str, factor: float) -> None:
     assert outcome.beyond == (0, 0)
 
 
-@pytest.mark.parametrize("copying", [True, False])
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_surge_evicts_what_the_op_does_not_touch(
-    copying: bool, pieces: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    pieces: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything is resident by plan, and a request takes most of the budget."""
     needs = [128 * KIB, 128 * KIB, 3 * MIB // pieces, 128 * KIB, 3 * MIB // pieces]
@@ -125,8 +121,6 @@ def test_surge_evicts_what_the_op_does_not_touch(
     step, model, optimizer = layers()
     with outofcore.compile(step, model, optimizer, budget="8MiB", cache=False) as compiled:
         session = compiled._session
-        if not copying:
-            monkeypatch.setattr(session.engine, "_native_copying", lambda: None)
         found = run(compiled, needs[:2], pieces)
         assert compiled.planned.plan.policy == "keep-all"
         # No more than its own plan needs, so that there is nothing to spare.
@@ -178,9 +172,7 @@ def exponential() -> surging.Made:
     return step, model, optimizer
 
 
-@pytest.mark.skipif(load_replay() is None, reason="ops cannot be called from native code here")
-@pytest.mark.parametrize("copying", [True, False])
-def test_surge_of_a_replayed_op_is_settled_before_the_next(copying: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surge_of_a_replayed_op_is_settled_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Native code calls the ops from the third step on, and stops behind the one that was lent memory."""
     monkeypatch.setattr(cpu, "is_worth_it", lambda *_: True)
     monkeypatch.setattr(cpu, "replay_if_there", lambda **_: load_replay())
@@ -196,8 +188,6 @@ def test_surge_of_a_replayed_op_is_settled_before_the_next(copying: bool, monkey
     step, model, optimizer = exponential()
     with outofcore.compile(step, model, optimizer, budget="16MiB", cache=False) as compiled:
         session = compiled._session
-        if not copying:
-            monkeypatch.setattr(session.engine, "_native_copying", lambda: None)
         for number, scale in enumerate(scales):
             x = inputs(number)
             x[0, 0] = scale
@@ -244,15 +234,12 @@ def test_surge_that_nothing_can_hold_is_followed(caplog: pytest.LogCaptureFixtur
         assert found == losses
 
 
-@pytest.mark.parametrize("copying", [True, False])
-def test_undone_step_leaves_nothing_of_its_plan(copying: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undone_step_leaves_nothing_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that refers to frames of the step would keep the old program and its arena."""
     step, model, optimizer = layers()
     budget = outofcore.smallest_budget(step, model, optimizer, inputs=(inputs(0),), cache=False)
     with outofcore.compile(step, model, optimizer, budget=3 * budget, policy="offload-all", cache=False) as compiled:
         session = compiled._session
-        if not copying:
-            monkeypatch.setattr(session.engine, "_native_copying", lambda: None)
         run(compiled, [128 * KIB] * 3)
         session.steps.arena.lender._budget = session.steps.runner.program.arena_bytes
         session.steps.arena.set_reserve(0)

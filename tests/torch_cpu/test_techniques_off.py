@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 import outofcore
 from outofcore.policies import Auto, SearchParams
-from outofcore.runtime.native import Native
 from outofcore.validator import validate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
 NAMES = ("gpt", "gan", "resnet")
 
-# How each technique is switched off: options of ``compile``, and names of the library that are replaced.
+# How each technique is switched off: parameters of the search, and options of ``compile``.
 PLANNER: dict[str, dict[str, Any]] = {
     **{name: fields for name, fields in TECHNIQUES.items() if fields},
 }
@@ -38,16 +37,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kept measurements": {"cache": False},
     "search": {"policy": "offload-all"},
 }
-NO_NATIVE_CODE = Native(None, "switched off")
-# Profiles are cached by whether there is a native arena, so both modules must see that there is none.
-WITHOUT: dict[str, dict[str, Any]] = {
-    "native copies": {"execution.cpu.load_native": lambda *_: NO_NATIVE_CODE},
-    "native arena": dict.fromkeys(
-        ("execution.arena.load_native", "profiling.ops.load_native"), lambda *_: NO_NATIVE_CODE
-    ),
-}
-TECHNIQUES_OFF = [*PLANNER, *OPTIONS, *WITHOUT]
-IN_EACH_CHANGE = {("gan", "replay"), ("gan", "native copies"), ("gan", "native arena"), ("gan", "checks")}
+TECHNIQUES_OFF = [*PLANNER, *OPTIONS]
+IN_EACH_CHANGE = {("gan", "replay"), ("gan", "checks")}
 
 
 def results_of(case: Case, step: Callable[..., Any], names: Callable[[], None] = lambda: None) -> list[Any]:
@@ -76,13 +67,11 @@ def smallest(name: str, split: str) -> int:
     ("name", "technique"),
     some_of([(name, technique) for name in NAMES for technique in TECHNIQUES_OFF], IN_EACH_CHANGE),
 )
-def test_step_has_the_same_bits_without(name: str, technique: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_has_the_same_bits_without(name: str, technique: str) -> None:
     options: dict[str, Any] = {"policy": Auto(SearchParams(**PLANNER.get(technique, {})))}
     options |= OPTIONS.get(technique, {})
     results, state, generator = plain(name)
     in_full = smallest(name, options.get("split", "exact"))
-    for function, replacement in WITHOUT.get(technique, {}).items():
-        monkeypatch.setattr(f"outofcore.{function}", replacement)
     for share in (1.0, 1.5):
         budget = int(share * in_full)
         torch.manual_seed(1234)

@@ -13,7 +13,7 @@ from torch import nn
 import outofcore
 from outofcore._torch_internals import TESTED_TEXT, Feature, is_tested, missing
 from outofcore.compiling import COMPILERS
-from outofcore.errors import OutOfCoreError
+from outofcore.errors import OutOfCoreError, StateError
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.opening import open_homes
 from outofcore.profiling.cache import Cache, default_cache_folder
@@ -118,9 +118,7 @@ def _findings(store: HomeStore, cache: Path | None) -> Iterator[tuple[bool, str,
     yield pages != "never", "huge pages", f"transparent, {pages}" if pages else "not told by this system"
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
     yield compiler is not None, "C++ compiler", compiler or f"none on PATH (looked for {', '.join(COMPILERS)})"
-    native = load_native()
-    good = native.library is not None
-    yield good, "native arena", "works" if good else f"{native.reason}; steps run on malloc, which is slower"
+    yield _native_finding("native arena", Flavor.CPU)
     kept = Cache(default_cache_folder() if cache is None else cache)
     files = sum(path.suffix == ".json" for path in kept.files())
     yield True, "measurements", f"{kept.folder}, {files} files, {format_bytes(kept.bytes())}"
@@ -138,11 +136,16 @@ def _findings(store: HomeStore, cache: Path | None) -> Iterator[tuple[bool, str,
         device = torch.cuda.get_device_properties(index)
         text = f"{device.name}, {format_bytes(device.total_memory)}, compute capability {device.major}.{device.minor}"
         yield True, f"CUDA device {index}", text
-    native = load_native(Flavor.CUDA)
-    good = native.library is not None
-    why = "" if good else f"{native.reason}; results are copied to their places, and scratch memory is not planned"
-    yield good, "native CUDA arena", why or "works"
+    yield _native_finding("native CUDA arena", Flavor.CUDA)
     yield from _device_link_findings()
+
+
+def _native_finding(name: str, flavor: Flavor) -> tuple[bool, str, str]:
+    try:
+        load_native(flavor)
+    except StateError as error:
+        return False, name, str(error)
+    return True, name, "works"
 
 
 def _device_link_findings() -> Iterator[tuple[bool, str, str]]:

@@ -49,7 +49,6 @@ from outofcore.profiling.faithfulness import differences
 from outofcore.profiling.scratch import Contents, contents_to_try
 from outofcore.program import Block, Program, Run
 from outofcore.report.machine import this_machine
-from outofcore.runtime.native import load_native
 from outofcore.units import MIB, PAGE_BYTES, round_up
 
 _log = logging.getLogger("outofcore.profiling")
@@ -367,8 +366,6 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "precision": [internals.precision_of(torch.backends.mkldnn, op) for op in ("matmul", "conv")],
         "onednn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
-        # Without it nothing is known of the memory that ops ask for.
-        "arena": load_native().library is not None,
         "large_bytes": LARGE_BYTES,
         "update_elements": PIECE_ELEMENTS,
         "results": "by leaf",  # how the requests of results are numbered

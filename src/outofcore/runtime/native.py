@@ -1,8 +1,7 @@
 """Build and load the native code (``arena.cpp`` and its neighbours) on first use, for the CPU or for CUDA.
 
 The build takes about a second, needs only a C++ compiler (and for CUDA the headers of its runtime, which PyTorch's own
-packages bring along), and is kept in the user's cache per torch version. Without it everything still works, but on the
-stock allocator: see ``execution.arena``.
+packages bring along), and is kept in the user's cache per torch version.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TypeAlias
@@ -22,6 +20,7 @@ from typing import TypeAlias
 import torch
 
 from outofcore.compiling import COMPILERS, BuildError, compile_library, load_kept
+from outofcore.errors import StateError
 
 CSRC = Path(__file__).parent / "csrc"
 _SOURCES = tuple(CSRC / f"{name}.cpp" for name in ("arena", "transfer", "fingerprint", "copying"))
@@ -80,17 +79,6 @@ _CUDA_PROTOTYPES: Prototypes = {
 }
 
 
-@dataclass(frozen=True)
-class Native:
-    """The loaded library, or None and the reason in words.
-
-    ``PyDLL``: its calls take well under a microsecond, and releasing the GIL would cost more than that.
-    """
-
-    library: ctypes.PyDLL | None
-    reason: str = ""
-
-
 class Flavor(Enum):
     """Which of PyTorch's allocators is wrapped."""
 
@@ -99,20 +87,26 @@ class Flavor(Enum):
 
 
 @functools.cache
-def load_native(flavor: Flavor = Flavor.CPU) -> Native:
-    """Load the native allocator of this process from the cache folder, building it if needed.
+def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
+    """Load the native code of this process from the cache folder, building it if needed.
 
-    It raises nothing: ``reason`` says if there is no compiler, or the build failed.
+    ``PyDLL``: its calls take well under a microsecond, and releasing the GIL would cost more than that. Raises
+    ``StateError`` if there is no compiler, or the build failed.
     """
     if sys.platform != "linux":
-        return Native(None, f"the native allocator is written for Linux, and this is {sys.platform}")
+        raise StateError(f"native code is missing: it is written for Linux, and this is {sys.platform}")
     library, reason = load_kept(
         build_key(flavor),
         f"{flavor.value}.so",
         lambda folder: build(folder, flavor=flavor),
         lambda path: load_library(path, flavor),
     )
-    return Native(library, reason and f"the native allocator could not be built: {reason}")
+    if library is None:
+        raise StateError(
+            f"native code is missing: it is built on first use, and could not be ({reason}). Install a C++ compiler "
+            "such as g++"
+        )
+    return library
 
 
 def build_key(flavor: Flavor = Flavor.CPU) -> str:
