@@ -91,8 +91,8 @@ def native_code(small: bool) -> Found:
         started = time.monotonic()
         library = load()
         seconds[name] = round(time.monotonic() - started, 1)
-        if library is None or getattr(library, "library", library) is None:
-            raise RefusedError(f"{name}: {getattr(library, 'reason', 'not built')}")
+        if library is None:
+            raise RefusedError(f"{name}: not built")
 
     jobs: dict[str, Callable[[], Any]] = {
         "paging-cuda": lambda: load_paging(Flavor.CUDA),

@@ -212,9 +212,9 @@ def compile(
             which takes seconds, and the plans are kept. True: nothing is captured; each call is run as it is, op by
             op, within the budget, as ``outofcore.budget`` runs a loop. None: the first is captured and planned, and
             with the first call of another size the step passes to being followed, once and for good; but it does not
-            on a GPU, where the native code cannot be built, with a ``policy`` or ``kernels`` of your choice, or
-            with a home that is open or shared by other steps: these then find the model there. So it
-            passes as well where Python values that the step reads change again and again.
+            on a GPU, where loops cannot be followed, with a ``policy`` or ``kernels`` of your choice, or with a home
+            that is open or shared by other steps: these then find the model there. So it passes as well where Python
+            values that the step reads change again and again.
         shard: a process group, or True for the default one, whose processes share the model: each keeps a range of
             every large parameter, of its gradient and of its optimizer state, and the step gathers parameters and
             reduces gradients. Every process gives batches of its own, of the same shapes. The model is the plain

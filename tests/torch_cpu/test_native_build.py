@@ -16,7 +16,7 @@ from outofcore.compiling import BuildError, private_folder
 from outofcore.errors import StateError
 from outofcore.execution.arena import Arena, ArenaCounters, Installed, ScopeTable
 from outofcore.runtime import native
-from outofcore.runtime.native import load_native
+from outofcore.runtime.native import Flavor, load_native
 
 
 def test_a_build_is_private_and_complete(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> N
 
 def loaded_with(monkeypatch: pytest.MonkeyPatch, cache: Path) -> ctypes.PyDLL:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    return native.load_native.__wrapped__()
+    return native._loaded.__wrapped__(Flavor.CPU)
 
 
 def test_the_build_is_kept_and_a_damaged_one_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_a_cache_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeyp
 def test_native_code_is_for_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.sys, "platform", "darwin")
     with pytest.raises(StateError, match="written for Linux, and this is darwin"):
-        native.load_native.__wrapped__()
+        native._loaded.__wrapped__(Flavor.CPU)
 
 
 REFUSED = """

@@ -86,13 +86,17 @@ class Flavor(Enum):
     CUDA = "arena-cuda"  # the caching allocator of CUDA
 
 
-@functools.cache
 def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
     """Load the native code of this process from the cache folder, building it if needed.
 
     ``PyDLL``: its calls take well under a microsecond, and releasing the GIL would cost more than that. Raises
     ``StateError`` if there is no compiler, or the build failed.
     """
+    return _loaded(flavor)
+
+
+@functools.cache
+def _loaded(flavor: Flavor) -> ctypes.PyDLL:
     if sys.platform != "linux":
         raise StateError(f"native code is missing: it is written for Linux, and this is {sys.platform}")
     library, reason = load_kept(
