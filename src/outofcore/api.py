@@ -47,6 +47,7 @@ from outofcore.policies import Policy, PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.progress import following
 from outofcore.runtime.checks import Check, checked
+from outofcore.runtime.native import load_native
 from outofcore.step import Step
 from outofcore.step_variants import Split, split_of
 from outofcore.transforms.kernels import Kernels
@@ -208,9 +209,9 @@ def compile(
             which takes seconds, and the plans are kept. True: nothing is captured; each call is run as it is, op by
             op, within the budget, as ``outofcore.budget`` runs a loop. None: the first is captured and planned, and
             with the first call of another size the step passes to being followed, once and for good; but it does not
-            on a GPU, where the native code cannot be built, with a ``policy`` or ``kernels`` of your choice, or
-            with a home that is open or shared by other steps: these then find the model there. So it
-            passes as well where Python values that the step reads change again and again.
+            on a GPU, where loops cannot be followed, with a ``policy`` or ``kernels`` of your choice, or with a home
+            that is open or shared by other steps: these then find the model there. So it passes as well where Python
+            values that the step reads change again and again.
         shard: a process group, or True for the default one, whose processes share the model: each keeps a range of
             every large parameter, of its gradient and of its optimizer state, and the step gathers parameters and
             reduces gradients. Every process gives batches of its own, of the same shapes. The model is the plain
@@ -218,9 +219,8 @@ def compile(
             device ``meta``, without contents, until the step is closed. Optimizers have to be elementwise, as SGD, Adam
             and AdamW are. See the guide to many processes.
         replay: whether native code calls PyTorch's own ops, once each was called from Python, which saves some
-            microseconds for each. Where ops are long, or there is no C++ compiler, Python calls them anyway. With
-            "graphs", ops on a GPU that follow each other become CUDA graphs, but for random ones. Other values are
-            refused.
+            microseconds for each. Where ops are long, Python calls them anyway. With "graphs", ops on a GPU that
+            follow each other become CUDA graphs, but for random ones. Other values are refused.
         kernels: "eager", PyTorch's own, op by op; or "inductor": elementwise ops, norms, softmax and losses that follow
             one another become one op each, compiled by PyTorch's Inductor, which is faster where memory is what takes
             time. Losses are then the same to the last bit at every budget and in every process with the same versions
@@ -247,7 +247,7 @@ def compile(
 
     Raises:
         InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
-        StateError: ``dynamic`` is True, and loops cannot be followed here.
+        StateError: there is no native code, or ``dynamic`` is True and loops cannot be followed here.
 
     >>> import torch
     >>> import outofcore
@@ -277,6 +277,7 @@ def compile(
         _check_followable(backend.device, home, chosen, kernels, splits)
     kept = open_cache(cache)
     check_supported(user.models)
+    load_native(backend.flavor)
     group = _sharing_group(shard, dynamic, kernels)
     if group is not None:
         user = replace(user, shards=Shards(user.models, user.optimizers, group))

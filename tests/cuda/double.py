@@ -27,10 +27,11 @@ from outofcore.errors import TransferError
 from outofcore.execution.arena import Arena, Recorder
 from outofcore.execution.binding import Bound, BoundRun
 from outofcore.execution.cuda.engine import CudaEngine
-from outofcore.execution.cuda.interface import Action, Actions, FileHome, Stream, Tape
+from outofcore.execution.cuda.interface import Action, Copy, FileHome, Move, Record, Stream, Tape, Wait
 from outofcore.program import Run
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.memory import Region, map_anonymous, tensor_over
+from outofcore.runtime.native import Flavor
 
 POISON = 0xFF  # as a floating-point number: not a number
 OP_SECONDS = 1e-4
@@ -156,7 +157,19 @@ class FakeCuda:
 
     def tape(self, actions: Sequence[Action]) -> Tape:
         self.tapes += 1
-        return Tape(functools.partial(Actions(actions).played_on, self))
+        return Tape(functools.partial(self._play, actions))
+
+    def _play(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Wait(stream, mark):
+                    self.wait(stream, mark)
+                case Record(stream, mark):
+                    self.record(stream, mark)
+                case Copy(stream, index, target, source):
+                    self.copy(stream, index, target, source)
+                case Move(stream, index, home, offset, memory):
+                    self.transfer(stream, index, home, offset, memory)
 
     def graph(self, call: Callable[[], object]) -> None:
         return None
@@ -317,6 +330,7 @@ def _later(a: _Clock, b: _Clock) -> _Clock:
 class FakeBackend:
     """The double as a backend, with the alignment of CUDA."""
 
+    flavor = Flavor.CPU
     alignment = 512
     warms_up = False
     timer = None

@@ -33,7 +33,6 @@ from outofcore.policies import policy_of
 from outofcore.profiling.links import links_to
 from outofcore.program import CopyIn, CopyOut
 from outofcore.runtime.homes import DiskHome, HomeStore, PinnedHome
-from outofcore.runtime.native import Flavor, load_native
 from outofcore.step import Step
 from outofcore.units import GIB, KIB, MIB
 
@@ -136,10 +135,6 @@ def agree(world: World, step: Step, losses: list[torch.Tensor], state: dict[str,
     found = [step(*world.batch(index)).detach().cpu() for index in range(STEPS)]
     assert [torch.equal(a, b) for a, b in zip(found, losses, strict=True)] == [True] * STEPS
     assert same(world.state(), state) == []
-
-
-def test_the_native_allocator_is_there() -> None:
-    assert load_native(Flavor.CUDA).outofcore_issue
 
 
 def test_requests_are_served_where_they_were_planned(device: torch.device) -> None:

@@ -10,7 +10,6 @@ import torch
 from outofcore.errors import UnitError
 from outofcore.execution import opening
 from outofcore.runtime.homes import DiskHome, PinnedHome
-from outofcore.runtime.native import load_native
 from outofcore.units import MIB
 
 
@@ -23,12 +22,6 @@ class Backend:
         return PinnedHome(lambda *_: True, lambda _: None, limit)
 
 
-@pytest.fixture
-def _native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "load_native", lambda _: load_native())
-
-
-@pytest.mark.usefixtures("_native")
 def test_a_disk_lies_behind_host_memory_if_one_is_named(tmp_path: Path) -> None:
     for home, kinds in ((None, [PinnedHome]), ("host", [PinnedHome]), (tmp_path, [PinnedHome, DiskHome])):
         stores = opening.open_device_homes(Backend(), home, "8MiB")  # type: ignore[arg-type]

@@ -31,9 +31,7 @@ from outofcore.transforms import kernels
 from outofcore.transforms.fusing import fused
 from outofcore.transforms.kernels import Kernel, Kernels, derived
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 IN_CORE = "256MiB"
 
 

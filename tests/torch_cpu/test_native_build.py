@@ -1,7 +1,10 @@
 """Building the native code: kept, private, and refused in words; and what it shares with Python."""
 
 import ctypes
+import os
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -85,6 +88,51 @@ def test_a_cache_that_others_may_write_to_is_not_trusted(
     monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
     with pytest.raises(StateError, match=r"(?s)outofcore-cpu.*somebody else.*install g\+\+"):
         load_with(monkeypatch, tmp_path)
+
+
+def test_native_code_is_for_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.sys, "platform", "darwin")
+    with pytest.raises(StateError, match="written for Linux, and this is darwin"):
+        native._loaded.__wrapped__(native.Flavor.CPU)
+
+
+REFUSED = """
+import torch, outofcore
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+before = [(p, p.data_ptr(), p.clone()) for p in model.parameters()]
+for call in (
+    lambda: outofcore.compile(step, model, optimizer, budget="8MiB"),
+    lambda: outofcore.smallest_budget(step, model, optimizer, inputs=(torch.ones(8, 64),)),
+):
+    try:
+        call()
+    except outofcore.StateError as error:
+        print(error)
+for now, (parameter, address, value) in zip(model.parameters(), before, strict=True):
+    assert now is parameter and now.data_ptr() == address and torch.equal(now, value) and now.grad is None
+assert not optimizer.state
+step(torch.ones(8, 64))
+"""
+
+
+def test_compile_refuses_without_a_compiler_and_leaves_the_model(tmp_path: Path) -> None:
+    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", REFUSED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    compiled, smallest = done.stdout.splitlines()
+    assert "native code is missing: outofcore-cpu is not compiled here, and could not be (" in compiled
+    assert "no C++ compiler is on PATH" in compiled
+    assert compiled.endswith("Install a C++ compiler such as g++")
+    assert "native code is missing" in smallest
+    assert not list(tmp_path.rglob("*.so"))
 
 
 def test_the_name_of_a_build_says_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,27 +41,14 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield counts
 
 
-def bound_run(waits: bool, awaited: bool) -> BoundRun:
-    return BoundRun(0, 0, len, (), {}, (), ((1, 1),) if waits else (), 1, awaited, Draws.FREELY)
-
-
-@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans())))
-def test_stretches_wait_at_their_beginning_and_are_waited_for_at_their_end(
-    rows: list[tuple[bool, bool, bool]],
-) -> None:
-    runs, taken = [bound_run(waits, awaited) for waits, awaited, _ in rows], [taken for *_, taken in rows]
-    until = replay.spans(runs, taken)
-    at = 0
-    while at < len(runs):
-        end = until[at]
+@given(st.lists(st.booleans()))
+def test_spans_reach_to_the_next_op_that_was_not_recorded(taken: list[bool]) -> None:
+    until = replay.spans(taken)
+    assert len(until) == len(taken)
+    for at, end in enumerate(until):
         assert (end > at) == taken[at]
-        for inner in range(at, end):
-            assert taken[inner]
-            assert inner == at or not runs[inner].waits
-            assert inner == end - 1 or not runs[inner].awaited
-        if end > at and end < len(runs) and taken[end]:
-            assert runs[end].waits or runs[end - 1].awaited
-        at = max(end, at + 1)
+        assert all(taken[at:end])
+        assert end == at or end == len(taken) or not taken[end]
 
 
 class Net(nn.Module):

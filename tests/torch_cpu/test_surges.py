@@ -108,10 +108,9 @@ def test_run_with_surges_is_exact(name: str, factor: float) -> None:
     assert outcome.beyond == (0, 0)
 
 
-@pytest.mark.parametrize("copying", [True, False])
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_surge_evicts_what_the_op_does_not_touch(
-    copying: bool, pieces: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    pieces: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything is resident by plan, and a request takes most of the budget."""
     needs = [128 * KIB, 128 * KIB, 3 * MIB // pieces, 128 * KIB, 3 * MIB // pieces]
@@ -121,8 +120,6 @@ def test_surge_evicts_what_the_op_does_not_touch(
     step, model, optimizer = layers()
     with outofcore.compile(step, model, optimizer, budget="8MiB", cache=False) as compiled:
         session = compiled._session
-        if not copying:
-            monkeypatch.setattr(session.engine, "_native_copying", lambda: None)
         found = run(compiled, needs[:2], pieces)
         assert compiled.planned.plan.policy == "keep-all"
         # No more than its own plan needs, so that there is nothing to spare.
@@ -174,8 +171,7 @@ def exponential() -> surging.Made:
     return step, model, optimizer
 
 
-@pytest.mark.parametrize("copying", [True, False])
-def test_surge_of_a_replayed_op_is_settled_before_the_next(copying: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surge_of_a_replayed_op_is_settled_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Native code calls the ops from the third step on, and stops behind the one that was lent memory."""
     monkeypatch.setattr(cpu, "is_worth_it", lambda *_: True)
 
@@ -190,8 +186,6 @@ def test_surge_of_a_replayed_op_is_settled_before_the_next(copying: bool, monkey
     step, model, optimizer = exponential()
     with outofcore.compile(step, model, optimizer, budget="16MiB", cache=False) as compiled:
         session = compiled._session
-        if not copying:
-            monkeypatch.setattr(session.engine, "_native_copying", lambda: None)
         for number, scale in enumerate(scales):
             x = inputs(number)
             x[0, 0] = scale
@@ -238,15 +232,12 @@ def test_surge_that_nothing_can_hold_is_followed(caplog: pytest.LogCaptureFixtur
         assert found == losses
 
 
-@pytest.mark.parametrize("copying", [True, False])
-def test_undone_step_leaves_nothing_of_its_plan(copying: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undone_step_leaves_nothing_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that refers to frames of the step would keep the old program and its arena."""
     step, model, optimizer = layers()
     budget = outofcore.smallest_budget(step, model, optimizer, inputs=(inputs(0),), cache=False)
     with outofcore.compile(step, model, optimizer, budget=3 * budget, policy="offload-all", cache=False) as compiled:
         session = compiled._session
-        if not copying:
-            monkeypatch.setattr(session.engine, "_native_copying", lambda: None)
         run(compiled, [128 * KIB] * 3)
         session.steps.arena.lender._budget = session.steps.runner.program.arena_bytes
         session.steps.arena.set_reserve(0)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
 NAMES = ("gpt", "gan", "resnet")
 
-# How each technique is switched off: options of ``compile``, and names of the library that are replaced.
+# How each technique is switched off: parameters of the search, and options of ``compile``.
 PLANNER: dict[str, dict[str, Any]] = {
     **{name: fields for name, fields in TECHNIQUES.items() if fields},
 }

@@ -4,10 +4,6 @@ The native allocator (``arena.cpp``, see ``runtime.native``) hands the planned a
 and scratch memory of an op appear in place, with no copy and no page fault. An unplanned request gets free room, or
 room that ``demand_eviction`` makes.
 
-Without it (no C++ compiler) memory and addresses are the same, but PyTorch allocates by malloc: whoever runs the ops
-copies results to their planned addresses. This costs time (tens of percent of a step) and exactness of the budget (a
-result and its copy exist at once, and scratch memory is outside of the arena). The numbers stay the same.
-
 Forking: a child process sees a private copy, as of any other memory. On kernels before 6.5 no direct I/O to or from an
 arena may be under way during a fork; between steps none is.
 """
@@ -33,7 +29,7 @@ from outofcore.errors import ArenaError, StateError
 from outofcore.planning.placement.requests import Event, EventKind
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.memory import Region, advise_pages, map_anonymous, tensor_over, unmap
-from outofcore.runtime.native import load_native
+from outofcore.runtime.native import Flavor, load_native
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 _REFUSAL = "outofcore arena: "  # how arena.cpp begins the message of a refused request
@@ -58,7 +54,7 @@ class Installed(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ArenaCounters:
-    """Requests served to the scopes of an arena since it was opened; all 0 without the native allocator."""
+    """Requests served to the scopes of an arena since it was opened."""
 
     served: int = 0  # requests served at their planned address
     small: int = 0  # off-plan requests below 64 KiB
@@ -111,7 +107,8 @@ class Lender(Protocol):
 class Memory(Protocol):
     """What the runner of a step needs of an arena, on any device."""
 
-    native: ctypes.PyDLL
+    library: ctypes.PyDLL  # the native allocator
+    handle: int  # by which it knows the arena
     bytes: int
     address: int
     takes_turns: bool  # whether an op has ended when the next one is called, so that they can share a workspace
@@ -119,11 +116,6 @@ class Memory(Protocol):
     @property
     def region(self) -> object:
         """An object that keeps the memory alive; raises ``StateError`` if the arena is closed."""
-        ...
-
-    @property
-    def handle(self) -> int | None:
-        """The native allocator's handle of the arena; None without it."""
         ...
 
     def view(self, offset: int, count: int) -> torch.Tensor:
@@ -163,15 +155,16 @@ class Arena:
         annex: bytes of addresses behind it that a lender can hand out; they take no memory until they are used.
 
     The memory lives until ``close``, and then as long as any view of it or tensor placed in it. The constructor raises
-    ``ArenaError`` if the system lacks the memory, or the allocator cannot be installed under PyTorch.
+    ``ArenaError`` if the system lacks the memory, or the allocator cannot be installed under PyTorch; ``StateError`` if
+    there is no native code.
     """
 
     takes_turns = True
 
-    def __init__(self, count: int, *, reserve: int = 0, annex: int = 0, native: ctypes.PyDLL | None = None) -> None:
-        self.native = native if native is not None else load_native()
+    def __init__(self, count: int, *, reserve: int = 0, annex: int = 0) -> None:
+        library = self.library = load_native()
         self.bytes = round_up(max(count, 1), PAGE_BYTES)
-        self.annex_bytes = 0 if self.native is None else round_up(annex, PAGE_BYTES)
+        self.annex_bytes = round_up(annex, PAGE_BYTES)
         self._lender: Callable[[], Lender | None] = _nobody
         self.reserve = reserve
         whole = self.bytes + self.annex_bytes
@@ -181,12 +174,6 @@ class Arena:
             raise ArenaError(
                 f"no address range of {format_bytes(count)} could be mapped for the arena ({error}); lower the budget"
             ) from error
-        self._handle: int | None = None
-        library = self.native
-        if library is None:
-            self._region: Region | None = Region(self.address, whole)
-            self._uninstall: Callable[[], object] = _nothing
-            return
         try:
             install(library)
         except ArenaError:
@@ -195,13 +182,14 @@ class Arena:
         if self.annex_bytes and hasattr(mmap, "MADV_NOHUGEPAGE"):  # pages that nobody asked for would count
             with contextlib.suppress(OSError):
                 advise_pages(self.address + self.bytes, self.annex_bytes, mmap.MADV_NOHUGEPAGE)
-        self._handle = library.outofcore_arena_open(self.address, whole, LARGE_BYTES, reserve)
-        if self._handle is None:
+        handle = library.outofcore_arena_open(self.address, whole, LARGE_BYTES, reserve)
+        if handle is None:
             library.outofcore_uninstall()
             unmap(self.address, whole)
             raise ArenaError("too many arenas are open or still referred to by tensors; close compiled steps first")
+        self.handle: int = handle
         # The library unmaps the pages itself, since tensors that it placed there may live longer.
-        self._region = Region(self.address, whole, functools.partial(_drop, library, self._handle))
+        self._region: Region | None = Region(self.address, whole, functools.partial(_drop, library, handle))
         self._uninstall = weakref.finalize(self, library.outofcore_uninstall)
         self._uninstall.atexit = False
 
@@ -230,10 +218,6 @@ class Arena:
         if self._region is None:
             raise StateError("the arena is closed; compile the step again to go on")
         return self._region
-
-    @property
-    def handle(self) -> int | None:
-        return self._handle
 
     def memory(self, offset: int, count: int) -> memoryview:
         """Return the bytes [offset, offset + count), writable, for I/O."""
@@ -269,8 +253,8 @@ class Arena:
 
     def set_reserve(self, reserve: int) -> None:
         self.reserve = reserve
-        if self.native is not None and self._region is not None:
-            self.native.outofcore_arena_reserve(self._handle, reserve)
+        if self._region is not None:
+            self.library.outofcore_arena_reserve(self.handle, reserve)
 
     def set_lender(self, lender: Any) -> None:
         """Set a native callback ``void (bytes, scope, answer)`` for what the reserve cannot hold, or None.
@@ -278,24 +262,21 @@ class Arena:
         It returns an ``Answer``, or an address in the annex or elsewhere, whose memory stays as long as
         ``lent`` names it. The caller keeps the callback alive.
         """
-        if self.native is not None and self._region is not None:
+        if self._region is not None:
             pointer = None if lender is None else ctypes.cast(lender, ctypes.c_void_p)
-            self.native.outofcore_arena_lender(self._handle, pointer)
+            self.library.outofcore_arena_lender(self.handle, pointer)
 
     def lent(self) -> set[int]:
         """Return the addresses that the lender handed out and that are in use."""
-        library = self.native
-        if library is None or self._region is None:
+        if self._region is None:
             return set()
-        count = library.outofcore_arena_lent(self._handle, None, 0)
+        count = self.library.outofcore_arena_lent(self.handle, None, 0)
         found = (ctypes.c_int64 * count)()
-        return set(found[: library.outofcore_arena_lent(self._handle, found, count)])
+        return set(found[: self.library.outofcore_arena_lent(self.handle, found, count)])
 
     def counters(self) -> ArenaCounters:
         _ = self.region
-        if self.native is None:
-            return ArenaCounters()
-        return read_counters(self.native, self._handle)
+        return read_counters(self.library, self.handle)
 
     def _check(self, offset: int, count: int) -> None:
         if offset < 0 or count < 0 or offset + count > self.bytes:
@@ -321,8 +302,8 @@ class ScopeTable:
 
     begin: Callable[[int], object]
     end: Callable[[], object]
-    # The functions that these two call, and what the first is given first; None: they call nothing.
-    native: tuple[int | None, int | None, int] | None
+    # The functions that these two call, and what the first is given first.
+    native: tuple[int | None, int | None, int]
 
     def __init__(
         self,
@@ -342,19 +323,12 @@ class ScopeTable:
                     )
                 requests[row] = count, 0 if offset is None else arena.address + offset
                 row += 1
-        library = arena.native
-        self._library = library
-        self._table: int | None = None
-        if library is None:
-            self.begin = _nothing
-            self.end = _nothing
-            self.native = None
-            return
+        library = self._library = arena.library
         first = np.cumsum([0, *(len(scope) for scope in scopes)], dtype=np.int64)
         table = library.outofcore_table_new(arena.handle, len(scopes), first.ctypes.data, requests.ctypes.data)
         if table is None:
             raise _exhausted()
-        self._table = table
+        self._table: int = table
         if workspaces:
             places = np.array([(arena.address + at, size) if size else (0, 0) for size, at in workspaces], np.int64)
             library.outofcore_table_workspaces(table, np.ascontiguousarray(places).ctypes.data)
@@ -369,18 +343,16 @@ class ScopeTable:
 
     def passes(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in memory of the calling thread's scope, which is reused when that ends."""
-        return self._library is not None and bool(self._library.outofcore_passes(tensor.untyped_storage().data_ptr()))
+        return bool(self._library.outofcore_passes(tensor.untyped_storage().data_ptr()))
 
     @contextlib.contextmanager
     def unbounded(self) -> Iterator[None]:
         """Serve requests from memory of the process, which is counted while in use."""
-        if self._library is not None:
-            self._library.outofcore_unbounded(1)
+        self._library.outofcore_unbounded(1)
         try:
             yield
         finally:
-            if self._library is not None:
-                self._library.outofcore_unbounded(0)
+            self._library.outofcore_unbounded(0)
 
     def surprises(self) -> dict[int, list[Event]]:
         """Return by scope its thread's allocator events in the last visit that went off the plan.
@@ -388,8 +360,6 @@ class ScopeTable:
         Only requests of 64 KiB and more count; each such visit is reported once. Not to be called inside of a scope.
         """
         library, table = self._library, self._table
-        if library is None or table is None:
-            return {}
         count = library.outofcore_table_surprises(table, None, 0)
         if not count:
             return {}
@@ -401,31 +371,27 @@ class ScopeTable:
 
 
 class Recorder:
-    """Records what the calling thread does with the allocator, in ``with recorder:``; each ``with`` starts afresh.
+    """Records what the calling thread does with the allocator, in ``with recorder:``; each ``with`` starts afresh."""
 
-    Without the native allocator ``events`` stays empty.
-    """
-
-    def __init__(self, native: ctypes.PyDLL | None = None) -> None:
-        self._library = native if native is not None else load_native()
+    def __init__(self, flavor: Flavor = Flavor.CPU) -> None:
+        self._library = load_native(flavor)
         self._log: int | None = None
         self.events: list[Event] = []
 
     def __enter__(self) -> Self:
         self.events = []
-        if self._library is not None:
-            if self._log is not None:
-                raise StateError("this recorder is recording already; leave its 'with' block first, or use another one")
-            install(self._library)
-            self._log = self._library.outofcore_record_begin()
-            if self._log is None:
-                self._library.outofcore_uninstall()
-                raise _exhausted()
+        if self._log is not None:
+            raise StateError("this recorder is recording already; leave its 'with' block first, or use another one")
+        install(self._library)
+        self._log = self._library.outofcore_record_begin()
+        if self._log is None:
+            self._library.outofcore_uninstall()
+            raise _exhausted()
         return self
 
     def __exit__(self, *raised: object) -> None:
         library = self._library
-        if library is None or self._log is None:
+        if self._log is None:
             return
         library.outofcore_record_end()
         library.outofcore_uninstall()
@@ -464,7 +430,7 @@ def install(library: ctypes.PyDLL) -> None:
         raise ArenaError(f"PyTorch's allocator cannot be wrapped: {why[status]}; do not install another allocator")
 
 
-def read_counters(library: ctypes.PyDLL, handle: int | None) -> ArenaCounters:
+def read_counters(library: ctypes.PyDLL, handle: int) -> ArenaCounters:
     """Read the counters of an arena; raises ``ArenaError`` if the library has others than this module."""
     expected = len(fields(ArenaCounters))
     counts = (ctypes.c_int64 * expected)()
@@ -502,7 +468,3 @@ def _free_table(library: ctypes.PyDLL, table: int, region: object) -> None:
 
 def _nobody() -> None:
     """Stands in for a lender."""
-
-
-def _nothing(scope: int = 0) -> None:
-    """Stands in for the native allocator's calls."""

@@ -20,6 +20,7 @@ from outofcore.execution.cpu import CpuEngine
 from outofcore.execution.cuda.interface import Driver
 from outofcore.execution.engines import Engine
 from outofcore.runtime.homes import HomeStore
+from outofcore.runtime.native import Flavor
 from outofcore.units import format_bytes
 
 _ANNEX = 2  # addresses for requests beyond the plan, in budgets: pieces of them lie apart
@@ -28,6 +29,11 @@ _ANNEX = 2  # addresses for requests beyond the plan, in budgets: pieces of them
 class Backend(Protocol):
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def flavor(self) -> Flavor:
+        """Which native code steps need."""
+        ...
 
     @property
     def alignment(self) -> int:
@@ -125,6 +131,7 @@ class CpuBackend:
     """The CPU: its arena is all of the budget; ``replay`` lets native code call ops."""
 
     device = torch.device("cpu")
+    flavor = Flavor.CPU
     driver = None
     alignment = SMALL_ALIGNMENT
     warms_up = False

@@ -3,6 +3,9 @@
 Where all cores compute, overhead of copies beyond the transfer itself is taken from ops. Native threads need little,
 and neither wait for the interpreter's lock nor make ops wait for it. They copy between memory and open files. Copies
 that only Python can make, such as ranges of others' files or slots that are checked byte by byte, are calls to Python.
+
+Where a step only copies between the arena and the caller's memory, it needs no threads: waking them would take longer
+than to copy a batch. The thread of the ops then makes each copy when it waits for it.
 """
 
 from __future__ import annotations
@@ -93,6 +96,7 @@ class _Work(ctypes.Structure):
         ("summed", ctypes.c_int64),
         ("queues", ctypes.POINTER(_Queue)),
         ("count", ctypes.c_int64),
+        ("threaded", ctypes.c_int64),
     )
 
 
@@ -195,7 +199,8 @@ def copies_of(
     for row, (number, first, count) in zip(table, lanes, strict=True):
         row.number, row.copies = number, count
         row.first = ctypes.cast(ctypes.addressof(copies) + first * size, ctypes.POINTER(_Copy))
-    given = _Work(pieces, waits, sums, len(sums), table, len(lanes))
+    threaded = bool(slots or bound.collectives)
+    given = _Work(pieces, waits, sums, len(sums), table, len(lanes), threaded)
     parts = (pieces, waits, copies, sums, table)
     return Copies(
         dict(slots),
@@ -236,7 +241,7 @@ def _add_pieces(
 
 
 class Copying:
-    """The threads that copy, and the progress of all queues of a step.
+    """The copies of each step, and the progress of all its queues.
 
     The first of ``queues`` is that of ops, the last that of collectives. ``copy`` makes a copy that native code cannot
     make, given whether it goes out. ``handle`` and ``functions`` (wait, publish) are for other native code.
@@ -313,9 +318,6 @@ class Copying:
         """Publish how far a queue has come."""
         self._library.outofcore_copying_publish(self.handle, queue % self._queues, number)
 
-    def passed(self, queue: int, number: int) -> None:
-        """Do nothing: nobody waits for this instruction."""
-
     def pause(self) -> None:
         """Stop copies from beginning, and return when none is under way."""
         self._pause(self.handle, 1)
@@ -351,7 +353,7 @@ class Copying:
         )
 
     def finish(self) -> None:
-        """Return when no copy is under way."""
+        """Return when all copies are made, or the step was given up and none is under way."""
         while self._idle(self.handle, SIGNALS_SECONDS):
             pass
         if self._copies is not None:

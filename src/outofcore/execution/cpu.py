@@ -1,20 +1,17 @@
-"""Run a bound program on the CPU: ops in the caller's thread, copies on one thread out and one in for each home.
+"""Run a bound program on the CPU: ops in the caller's thread, copies in native ones (``execution.copying``).
 
 Collectives have a thread of their own, which blocks in each until the other processes have joined.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,72 +35,12 @@ from outofcore.tensor_data import is_in_host_memory, move_onto
 
 _log = logging.getLogger("outofcore")
 
-_Item = TypeVar("_Item", BoundCopy, BoundRun)
-
-
-class _Queues(Protocol):
-    """The progress of a step's queues; methods as in ``copying.Copying``."""
-
-    @property
-    def failure(self) -> BaseException | None: ...
-
-    def wait(self, waits: Sequence[tuple[int, int]]) -> None: ...
-
-    def publish(self, queue: int, number: int) -> None: ...
-
-    def passed(self, queue: int, number: int) -> None: ...
-
-    def fail(self, error: BaseException) -> None: ...
-
-    def let_go(self) -> None: ...
-
-
-class _Progress:
-    """Counts the finished instructions of each queue; waiting threads sleep on one condition."""
-
-    def __init__(self, queues: int) -> None:
-        self.done = [0] * queues
-        self.condition = threading.Condition()
-        self.failure: BaseException | None = None
-
-    def reset(self) -> None:
-        self.done[:] = [0] * len(self.done)
-        self.failure = None
-
-    def publish(self, queue: int, number: int) -> None:
-        with self.condition:
-            self.done[queue] = number
-            self.condition.notify_all()
-
-    def passed(self, queue: int, number: int) -> None:
-        self.done[queue] = number
-
-    def fail(self, error: BaseException) -> None:
-        with self.condition:
-            if self.failure is None:
-                self.failure = error
-            self.condition.notify_all()
-
-    def let_go(self) -> None:
-        self.failure = None
-
-    def wait(self, waits: Sequence[tuple[int, int]]) -> None:
-        done = self.done
-        for queue, count in waits:
-            if done[queue] >= count:
-                continue
-            with self.condition:
-                while done[queue] < count and self.failure is None:
-                    self.condition.wait(SIGNALS_SECONDS)
-            if self.failure is not None:
-                raise StateError("another queue of the step failed") from self.failure
-
 
 class _Reporting:
     """A context that tells the other queues what is raised in it; it may be entered again."""
 
-    def __init__(self, queues: _Queues) -> None:
-        self._queues = queues
+    def __init__(self, copying: Copying) -> None:
+        self._copying = copying
 
     def __enter__(self) -> None:
         pass
@@ -112,42 +49,34 @@ class _Reporting:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._queues.fail(error)
+            self._copying.fail(error)
 
 
-class _Worker(threading.Thread, Generic[_Item]):
-    """Runs one queue of copies, or that of collectives, step after step, until it is closed."""
+class _Communicator(threading.Thread):
+    """Runs the collectives of a step, one after the other, step after step, until it is closed."""
 
-    def __init__(self, queue: int, name: str, do: Callable[[_Item], None]) -> None:
-        super().__init__(name=f"outofcore-{name}", daemon=True)
-        self._queue = queue
-        self._progress: _Queues = _Progress(0)
-        self._do = do
+    def __init__(self, copying: Copying) -> None:
+        super().__init__(name="outofcore-collectives", daemon=True)
+        self._copying = copying
         self._condition = threading.Condition()
-        self._gate = threading.Condition()
-        self._paused = self._moving = False
-        self._work: Sequence[_Item] | None = None
+        self._gate = threading.Event()
+        self._gate.set()
+        self._work: Sequence[BoundRun] | None = None
         self._starts: array[float] = array("d")
         self._ends: array[float] = array("d")
         self._closed = False
 
-    def begin(self, work: Sequence[_Item], queues: _Queues, starts: array[float], ends: array[float]) -> None:
+    def begin(self, work: Sequence[BoundRun], starts: array[float], ends: array[float]) -> None:
         with self._condition:
-            self._progress, self._starts, self._ends = queues, starts, ends
-            self._work = work
+            self._work, self._starts, self._ends = work, starts, ends
             self._condition.notify_all()
 
-    def pause(self, *, waits: bool = True) -> None:
-        """Let nothing begin; with ``waits``, return when nothing is under way."""
-        with self._gate:
-            self._paused = True
-            while waits and self._moving:
-                self._gate.wait(SIGNALS_SECONDS)
+    def pause(self) -> None:
+        """Let no collective begin; other processes may come to the end of one later than we can wait."""
+        self._gate.clear()
 
     def resume(self) -> None:
-        with self._gate:
-            self._paused = False
-            self._gate.notify_all()
+        self._gate.set()
 
     def finish(self) -> None:
         """Return when the work of this step is done or given up."""
@@ -174,63 +103,23 @@ class _Worker(threading.Thread, Generic[_Item]):
             try:
                 self._run_all(work)
             except BaseException as error:  # the thread of the ops raises it
-                self._progress.fail(error)
+                self._copying.fail(error)
             with self._condition:
                 self._work = None
                 self._condition.notify_all()
 
-    def _run_all(self, work: Sequence[_Item]) -> None:
-        progress, queue, starts, ends = self._progress, self._queue, self._starts, self._ends
+    def _run_all(self, work: Sequence[BoundRun]) -> None:
         for one in work:
             if one.waits:
-                progress.wait(one.waits)
-            elif progress.failure is not None:
+                self._copying.wait(one.waits)
+            elif self._copying.failure is not None:
                 return
-            with self._gate:
-                while self._paused:
-                    self._gate.wait()
-                self._moving = True
-                starts[one.index] = perf_counter()
-            try:
-                self._do(one)
-                ends[one.index] = perf_counter()
-            finally:
-                with self._gate:
-                    self._moving = False
-                    self._gate.notify_all()
-            (progress.publish if one.awaited else progress.passed)(queue, one.number)
-
-
-class _Inline:
-    """Runs the copies between the arena and the caller's memory in the thread of the ops, when one waits for them.
-
-    Where nothing else is copied, waking other threads would take longer than to copy a batch.
-    """
-
-    def __init__(
-        self, progress: _Progress, queues: Sequence[tuple[Sequence[BoundCopy], Callable[[BoundCopy], None]]]
-    ) -> None:
-        self._done = progress.done
-        self._queues = queues
-
-    def wait(self, waits: Sequence[tuple[int, int]], starts: array[float], ends: array[float]) -> None:
-        """Make the copies that are waited for, each after what it waits for; raises ``StateError`` for a later op."""
-        done = self._done
-        for queue, count in waits:
-            if queue == Lane.COMPUTE and done[queue] < count:
-                raise StateError("a copy that an op waits for waits for a later op; please report it")
-            while done[queue] < count:
-                work, run = self._queues[queue - 1]
-                copy = work[done[queue]]
-                self.wait(copy.waits, starts, ends)
-                starts[copy.index] = perf_counter()
-                run(copy)
-                ends[copy.index] = perf_counter()
-                done[queue] = copy.number
-
-    def finish(self, starts: array[float], ends: array[float]) -> None:
-        """Make the remaining copies."""
-        self.wait([(number, len(work)) for number, (work, _) in enumerate(self._queues, 1)], starts, ends)
+            self._gate.wait()
+            self._starts[one.index] = perf_counter()
+            _communicate(one)
+            self._ends[one.index] = perf_counter()
+            if one.awaited:
+                self._copying.publish(Lane.COMMUNICATE, one.number)
 
 
 @dataclass
@@ -238,13 +127,12 @@ class _Replayed:
     """The calls of a program that native code makes.
 
     ``taken`` tells by op whether its call was recorded. ``until`` is by op the end of the stretch that begins with it
-    (see ``spans``), None until all ops have run once; ``ordered`` is the same where native code waits and publishes.
+    (see ``spans``), None until all ops have run once.
     """
 
     replay: Replay
     taken: list[bool]
     until: list[int] | None = None
-    ordered: list[int] | None = None
 
 
 class _Calls:
@@ -294,46 +182,36 @@ class _Calls:
             self.settle(self._lender)
         self._ends[run.index] = perf_counter()
 
-    def run_all(
-        self, runs: Sequence[BoundRun], queues: _Queues, inline: _Inline | None, replayed: _Replayed | None
-    ) -> None:
+    def run_all(self, runs: Sequence[BoundRun], copying: Copying, replayed: _Replayed | None) -> None:
         """Call all ops in their order; with ``replayed``, native code calls those that were recorded."""
-        natively = queues if isinstance(queues, Copying) else None
-        until = None
-        if replayed is not None:
-            until = replayed.until if natively is None else replayed.ordered
+        until = None if replayed is None else replayed.until
         lender = self._lender
         stops = None if lender is None else lender.flag
         index = 0
         while index < len(runs):
             run = runs[index]
-            is_told = False
             try:
                 end = index if until is None else until[index]
-                if run.waits and (end == index or natively is None):
-                    if inline is not None:
-                        inline.wait(run.waits, self._starts, self._ends)
-                    else:
-                        queues.wait(run.waits)
                 if replayed is not None and end > index:
                     given = (self._table, self._starts, self._ends)
-                    index = replayed.replay.run(index, end, *given, queues=natively, stops=stops)
-                    is_told = natively is not None
-                    if lender is not None and lender.is_active:
-                        self._table.end()
-                        replayed.replay.let_go()
-                        self.settle(lender)
-                        is_told = False
+                    index = replayed.replay.run(index, end, *given, queues=copying, stops=stops)
+                    if lender is None or not lender.is_active:
+                        continue
+                    self._table.end()
+                    replayed.replay.let_go()
+                    self.settle(lender)
                     run = runs[index - 1]
                 else:
+                    if run.waits:
+                        copying.wait(run.waits)
                     self(index, run)
                     index += 1
             except StateError as error:
-                raise _explained(queues.failure or error) from error
+                raise _explained(copying.failure or error) from error
             except RuntimeError as error:
                 raise as_arena_error(error) or error from error
-            if not is_told:
-                (queues.publish if run.awaited else queues.passed)(Lane.COMPUTE, run.number)
+            if run.awaited:
+                copying.publish(Lane.COMPUTE, run.number)
         if replayed is not None:
             replayed.replay.let_go()
 
@@ -371,23 +249,21 @@ def _keep_what_stays(table: ScopeTable, update: UpdateOn, lender: Lender | None)
 
 
 class CpuEngine:
-    """The copy threads, two for each home, the thread of collectives, and the loop that runs ops.
+    """The copy threads, the thread of collectives, and the loop that runs ops.
 
     Use one at a time per process. ``homes`` are nearest first; ``replay`` lets native code call ops.
     """
 
     def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True) -> None:
         self._replays = replay
-        self._copying: Copying | None = None
-        self._copies: WeakKeyDictionary[Bound, Copies] = WeakKeyDictionary()
         self._homes = tuple(homes)
         self._queues = 2 + 2 * len(self._homes)  # ops, two for each home, collectives
-        self._progress = _Progress(self._queues)
+        self._copying = Copying(load_native(), self._queues, self._copy)
+        self._copies: WeakKeyDictionary[Bound, Copies] = WeakKeyDictionary()
         self._slots: Mapping[int, tuple[Piece, ...]] = {}
         self._ports: dict[int, Port] = {}
         self._arena: Arena | None = None
-        self._copiers: list[_Worker[BoundCopy]] = []
-        self._communicator: _Worker[BoundRun] | None = None
+        self._communicator: _Communicator | None = None
         self._replayed: WeakKeyDictionary[Bound, _Replayed] = WeakKeyDictionary()
         self.update_failure: Exception | None = None
         self._seconds = 0.0  # that the last step took
@@ -400,13 +276,10 @@ class CpuEngine:
         return Reached.at(self._starts, self._ends)
 
     def close(self) -> None:
-        for worker in (*self._copiers, *([self._communicator] if self._communicator is not None else [])):
-            worker.close()
-        self._copiers.clear()
-        self._communicator = None
-        if self._copying is not None:
-            self._copying.close()
-            self._copying = None
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+        self._copying.close()
 
     def synchronize(self) -> None:
         """Do nothing: nothing is under way between two steps."""
@@ -414,31 +287,14 @@ class CpuEngine:
     def forget(self) -> None:
         self._arena, self._slots, self._ports = None, {}, {}
 
-    def _started(self) -> list[_Worker[BoundCopy]]:
-        if not self._copiers:
-            for number, home in enumerate(self._homes):
-                out, into = 2 * number + 1, 2 * number + 2
-                self._copiers += [
-                    _Worker(out, f"{home.name}-out", partial(self._copy, True)),
-                    _Worker(into, f"{home.name}-in", partial(self._copy, False)),
-                ]
-            for copier in self._copiers:
-                copier.start()
-        return self._copiers
-
     def _copy(self, out: bool, copy: BoundCopy) -> None:
+        """Make a copy that native code cannot make."""
         arena = self._arena
         if arena is None:
             raise StateError("a copy was asked for while no step was running")
-        pieces = self._slots.get(copy.index)
-        if pieces is None:
-            address, count, _ = self._ports[copy.storage]
-            inside = arena.address + copy.offset
-            ctypes.memmove(*((address, inside) if out else (inside, address)), count)
-            return
         at, home = copy.offset, self._homes[copy.home]
         move = home.write if out else home.read
-        for piece in pieces:
+        for piece in self._slots[copy.index]:
             move(piece.offset, arena.memory(at, piece.bytes))
             at += piece.bytes
 
@@ -451,25 +307,14 @@ class CpuEngine:
         if not isinstance(arena, Arena):
             raise StateError("a step on the CPU was given an arena elsewhere")
         self._arena, self._slots, self._ports = arena, slots, ports
-        inline = None
-        if not slots and not bound.collectives:
-            turns = (partial(self._copy, True), partial(self._copy, False))
-            inline = _Inline(self._progress, [(work, turns[number % 2]) for number, work in enumerate(bound.copies)])
-        copying = self._native_copying() if inline is None else None
-        queues: _Queues
-        if copying is None:
-            self._progress.reset()
-            queues = self._progress
-        else:
-            queues = copying
         begin = perf_counter()
         # No local variable may hold a failure: its traceback refers to this frame, and with it to program and arena.
         try:
-            self._run_queues(bound, arena, table, inline, copying, queues)
-            if queues.failure is not None:
-                raise _explained(queues.failure)
+            self._run_queues(bound, arena, table)
+            if self._copying.failure is not None:
+                raise _explained(self._copying.failure)
         finally:
-            queues.let_go()
+            self._copying.let_go()
         end = perf_counter()
         self._seconds = end - begin
         self._steps += 1
@@ -477,42 +322,26 @@ class CpuEngine:
             tuple(max(s - begin, 0.0) for s in starts), tuple(max(e - begin, 0.0) for e in ends), end - begin
         )
 
-    def _run_queues(
-        self,
-        bound: Bound,
-        arena: Arena,
-        table: ScopeTable,
-        inline: _Inline | None,
-        copying: Copying | None,
-        queues: _Queues,
-    ) -> None:
-        """Run all queues to their ends; ``queues`` has what failed in another one than that of ops."""
-        starts, ends = self._starts, self._ends
+    def _run_queues(self, bound: Bound, arena: Arena, table: ScopeTable) -> None:
+        """Run all queues to their ends; what failed in another one than that of ops is ``Copying.failure``."""
+        copying, starts, ends = self._copying, self._starts, self._ends
         # Whose end is waited for is known before it begins: a signal may come in between.
         resting: list[Callable[[], None]] = []
         lender: Lender | None = None
         self.update_failure = None
-        reporting = _Reporting(queues)
+        reporting = _Reporting(copying)
         try:
             with reporting:
-                if copying is not None:
-                    copies = self._copies_of(bound, arena)
-                    resting.append(copying.finish)
-                    copying.begin(copies, self._ports, starts, ends)
-                elif inline is None:
-                    for copier, work in zip(self._started(), bound.copies, strict=True):
-                        if work:
-                            resting.append(copier.finish)
-                            copier.begin(work, queues, starts, ends)
+                copies = self._copies_of(bound, arena)
+                resting.append(copying.finish)
+                copying.begin(copies, self._ports, starts, ends)
                 if bound.collectives:
                     communicator = self._talking()
                     resting.append(communicator.finish)
-                    communicator.begin(bound.collectives, queues, starts, ends)
-                lender = self._lender_of(arena, copying, inline)
+                    communicator.begin(bound.collectives, starts, ends)
+                lender = self._lender_of(arena)
                 with internals.below_autograd():
-                    self.update_failure = self._compute(bound, queues, table, inline, lender)
-                if inline is not None:
-                    inline.finish(starts, ends)
+                    self.update_failure = self._compute(bound, table, lender)
         finally:
             table.end()
             try:
@@ -520,45 +349,34 @@ class CpuEngine:
                     with reporting:
                         lender.end()
             finally:
-                _finish(resting, queues)
+                _finish(resting, copying)
 
-    def _lender_of(self, arena: Arena, copying: Copying | None, inline: _Inline | None) -> Lender | None:
+    def _lender_of(self, arena: Arena) -> Lender | None:
         """Return the arena's lender, after telling it how to stop the other queues."""
-        lender, communicator = arena.lender, self._communicator
+        lender, copying, communicator = arena.lender, self._copying, self._communicator
         if lender is None:
             return None
-        copiers = self._copiers if copying is None and inline is None else []
 
         def pause() -> None:
-            if communicator is not None:  # other processes may come to the end of a collective later than we can wait
-                communicator.pause(waits=False)
-            for copier in copiers:
-                copier.pause()
-            if copying is not None:
-                copying.pause()
+            if communicator is not None:
+                communicator.pause()
+            copying.pause()
 
         def resume() -> None:
-            if copying is not None:
-                copying.resume()
-            for copier in (*copiers, *([communicator] if communicator is not None else [])):
-                copier.resume()
+            copying.resume()
+            if communicator is not None:
+                communicator.resume()
 
         lender.begin(self._starts, self._ends, pause, resume)
         return lender
 
-    def _talking(self) -> _Worker[BoundRun]:
+    def _talking(self) -> _Communicator:
         """Return the started thread of collectives."""
         if self._communicator is None:
             end_when_threads_rest()
-            self._communicator = _Worker(Lane.COMMUNICATE, "collectives", _communicate)
+            self._communicator = _Communicator(self._copying)
             self._communicator.start()
         return self._communicator
-
-    def _native_copying(self) -> Copying | None:
-        """Return the native copying threads; None if Python copies."""
-        if self._copying is None:
-            self._copying = Copying(load_native(), self._queues, self._copy)
-        return self._copying
 
     def _copies_of(self, bound: Bound, arena: Arena) -> Copies:
         found = self._copies.get(bound)
@@ -578,33 +396,25 @@ class CpuEngine:
         made = self._replayed[bound] = _Replayed(Replay(load_native(), count), [False] * count)
         return made
 
-    def _compute(
-        self,
-        bound: Bound,
-        queues: _Queues,
-        table: ScopeTable,
-        inline: _Inline | None,
-        lender: Lender | None,
-    ) -> Exception | None:
+    def _compute(self, bound: Bound, table: ScopeTable, lender: Lender | None) -> Exception | None:
         """Run all ops; returns what an optimizer's code has raised."""
         replayed = self._replay(bound)
         is_new = replayed is not None and replayed.until is None
         calls = _Calls(table, self._starts, self._ends, replayed if is_new else None, lender)
         if replayed is None or not is_new:
-            calls.run_all(bound.runs, queues, inline, replayed)
+            calls.run_all(bound.runs, self._copying, replayed)
             return calls.failure
         with replayed.replay.watching():
-            calls.run_all(bound.runs, queues, inline, None)
+            calls.run_all(bound.runs, self._copying, None)
         for number, run in enumerate(bound.runs):
             if replayed.taken[number]:
                 waits = [(queue % self._queues, count) for queue, count in run.waits]
                 replayed.replay.order(number, waits, run.number if run.awaited else None)
-        replayed.until = spans(bound.runs, replayed.taken)
-        replayed.ordered = spans(bound.runs, replayed.taken, ordered=True)
+        replayed.until = spans(replayed.taken)
         return calls.failure
 
 
-def _finish(resting: Sequence[Callable[[], None]], queues: _Queues) -> None:
+def _finish(resting: Sequence[Callable[[], None]], copying: Copying) -> None:
     """Return when no copy and no collective is under way, whatever is raised meanwhile."""
     interrupted: BaseException | None = None
     for rests in resting:
@@ -613,7 +423,7 @@ def _finish(resting: Sequence[Callable[[], None]], queues: _Queues) -> None:
                 rests()
                 break
             except BaseException as error:  # the handler of a signal
-                queues.fail(error)
+                copying.fail(error)
                 interrupted = error
     if interrupted is not None:
         try:

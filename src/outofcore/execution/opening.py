@@ -17,7 +17,6 @@ from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.engines import Replaying
 from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
-from outofcore.runtime.native import Flavor, load_native
 from outofcore.runtime.slots import Slots
 from outofcore.runtime.spill import copy_buffer
 from outofcore.units import PAGE_BYTES, parse_bytes
@@ -235,12 +234,11 @@ def open_device_homes(
 ) -> list[HomeStore]:
     """Open the homes of a step on a GPU, nearest first: pinned host memory, and behind it a disk if one is named.
 
-    Raises ``UnitError`` for a bad budget, ``SpillError`` if a home cannot be used, as a disk without the native code.
+    Raises ``UnitError`` for a bad budget, ``SpillError`` if a home cannot be used.
     """
     limit = host_limit(host_budget)
     if home is None or home == "host":
         return [backend.home(limit)]
-    load_native(Flavor.CUDA)  # it alone reaches a disk
     return [backend.home(limit), DiskHome() if home == "disk" else DiskHome(Path(home))]
 
 

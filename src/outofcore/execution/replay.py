@@ -166,7 +166,7 @@ class Replay:
             NotIssuedError: a device refused actions between ops.
             StateError: another queue has failed.
         """
-        begin, close, pointer = table.native or (None, None, None)
+        begin, close, pointer = table.native
         reached = self._run(
             self._handle,
             first,
@@ -202,21 +202,16 @@ class Replay:
         self._library.replay_let_go(self._handle)
 
 
-def spans(runs: Sequence[BoundRun], taken: Sequence[bool], *, ordered: bool = False) -> list[int]:
+def spans(taken: Sequence[bool]) -> list[int]:
     """Return for each op the end of the stretch from it on that can be replayed at once; itself if it cannot.
 
-    ``taken`` tells whether each op's call was recorded. If ``ordered``, native code waits for other queues and
-    publishes; else only the first of a stretch waits for anything, and only the last is waited for.
+    ``taken`` tells whether each op's call was recorded.
 
-    >>> spans([], [])
-    []
+    >>> spans([True, True, False, True])
+    [2, 2, 2, 4]
     """
-    found = list(range(len(runs)))
-    for at in range(len(runs) - 1, -1, -1):
-        if not taken[at]:
-            continue
-        following = at + 1
-        goes_on = following < len(runs) and taken[following]
-        goes_on = goes_on and (ordered or not (runs[following].waits or runs[at].awaited))
-        found[at] = found[following] if goes_on else following
-    return found
+    found = [*range(len(taken)), len(taken)]
+    for at in reversed(range(len(taken))):
+        if taken[at]:
+            found[at] = found[at + 1]
+    return found[:-1]

@@ -366,7 +366,6 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "precision": [internals.precision_of(torch.backends.mkldnn, op) for op in ("matmul", "conv")],
         "onednn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
-        "arena": True,
         "large_bytes": LARGE_BYTES,
         "update_elements": PIECE_ELEMENTS,
         "results": "by leaf",  # how the requests of results are numbered

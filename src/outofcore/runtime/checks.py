@@ -1,7 +1,7 @@
 """Checksums of what is at a home: what is read back must be what was written.
 
-They are CRC-32 (IEEE 802.3) of whole slots, or of a few of their pages, for which native code computes fingerprints
-where it is available (``copying.cpp``). They hold within a step: between steps the user may change what is at home.
+They are CRC-32 (IEEE 802.3) of whole slots, or fingerprints of a few of their pages (``copying.cpp``). They hold within
+a step: between steps the user may change what is at home.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from outofcore.runtime.file_ranges import FileRanges
 from outofcore.runtime.fingerprints import sampled
 from outofcore.runtime.homes import HomeStore, Location
 from outofcore.runtime.spill import copy_buffer
-from outofcore.units import PAGE_BYTES, format_bytes, round_up
-
-# An odd number whose multiples are spread well over 32 bits (Knuth, TAOCP vol. 3, section 6.4).
-_SPREAD = 2654435761
+from outofcore.units import format_bytes
 
 
 class Check(Enum):
@@ -33,17 +30,7 @@ class Check(Enum):
 
 def checksum(memory: memoryview, offset: int, check: Check) -> int:
     """Return the checksum of a slot's bytes, or of its sampled pages, which depend on the offset."""
-    if check is Check.FULL:
-        return zlib.crc32(memory)
-    if (quickly := sampled(memory, offset)) is not None:
-        return quickly
-    pages = round_up(len(memory), PAGE_BYTES) // PAGE_BYTES
-    picked = {0, pages - 1}  # and two between them
-    picked |= {((offset // PAGE_BYTES + k) * _SPREAD % 2**32) * pages >> 32 for k in (1, 2)}
-    found = 0
-    for page in sorted(picked):
-        found = zlib.crc32(memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES], found)
-    return found
+    return zlib.crc32(memory) if check is Check.FULL or not memory else sampled(memory, offset)
 
 
 class CheckedHome(HomeStore):

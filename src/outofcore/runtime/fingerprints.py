@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 
 from outofcore.runtime.memory import address_of
@@ -25,21 +24,12 @@ def secrets() -> ctypes.Array[ctypes.c_uint64]:
     return _Secrets(*(word | 1 for word in drawn))
 
 
-def sampled(memory: memoryview, offset: int) -> int | None:
-    """Return the fingerprint of a few pages of a slot at an offset of its home; None without native code."""
-    library = load_native()
-    if library is None or not memory.nbytes:
-        return None
-    return int(library.outofcore_sampled(address_of(memory), memory.nbytes, offset, secrets()))
+def sampled(memory: memoryview, offset: int) -> int:
+    """Return the fingerprint of a few pages of a slot at an offset of its home."""
+    return int(load_native().outofcore_sampled(address_of(memory), memory.nbytes, offset, secrets()))
 
 
 def fingerprint(memory: memoryview) -> int:
-    """Return a 64-bit fingerprint, the same for the same bytes while the process lives.
-
-    It runs at memory speed with the native code, at that of BLAKE2b without.
-    """
-    library = load_native()
-    if library is None or not memory.nbytes:
-        key = bytes(secrets())[:64]
-        return int.from_bytes(hashlib.blake2b(memory, digest_size=8, key=key).digest(), "little")
-    return int(library.outofcore_fingerprint(address_of(memory), memory.nbytes, secrets()))
+    """Return a 64-bit fingerprint, the same for the same bytes while the process lives; it runs at memory speed."""
+    address = address_of(memory) if memory.nbytes else None
+    return int(load_native().outofcore_fingerprint(address, memory.nbytes, secrets()))

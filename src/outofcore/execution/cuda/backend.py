@@ -11,6 +11,7 @@ from outofcore.execution.cuda.driver import ALLOCATOR, CudaDriver
 from outofcore.execution.cuda.engine import CudaEngine
 from outofcore.execution.engines import Replaying
 from outofcore.runtime.homes import HomeStore, PinnedHome
+from outofcore.runtime.native import Flavor
 from outofcore.units import MIB, round_up
 
 # Off-plan requests may take a 64th of the budget, and this at least: libraries keep workspaces of tens of MiB.
@@ -27,6 +28,7 @@ class CudaBackend:
     Raises ``InputError`` if there is no such device.
     """
 
+    flavor = Flavor.CUDA
     alignment = ALLOCATOR.alignment
     warms_up = True
 
@@ -68,7 +70,7 @@ class CudaBackend:
         self.driver.prepare()
 
     def recorder(self) -> Recorder:
-        return self.driver.recorder()
+        return Recorder(Flavor.CUDA)
 
     @property
     def timer(self) -> Callable[[Callable[[], object]], float]:

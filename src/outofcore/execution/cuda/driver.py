@@ -32,9 +32,9 @@ import torch
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import ArenaError, DeviceError, InputError, OutOfCoreError, StateError, TransferError
-from outofcore.execution.arena import ArenaCounters, Recorder, install, read_counters
+from outofcore.execution.arena import ArenaCounters, install, read_counters
 from outofcore.execution.binding import Bound, BoundRun
-from outofcore.execution.cuda.interface import Action, Actions, Copy, FileHome, Move, Record, Stream, Tape, Wait
+from outofcore.execution.cuda.interface import Action, Copy, FileHome, Move, Record, Stream, Tape, Wait
 from outofcore.execution.cuda.staging import Transfer, check_transfers, transfer_of
 from outofcore.runtime.homes import HomeStore, PinnedHome
 from outofcore.runtime.native import Flavor, load_native
@@ -117,12 +117,8 @@ class CudaDriver:
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Issue cudaMemcpyAsync, as both sides are contiguous bytes."""
-        library = load_native(Flavor.CUDA)
-        if library is None:
-            self.copy_callers(stream, index, target, source)
-            return
         action = _Action(_Kind.COPY, _place(stream), target.data_ptr(), source.data_ptr(), target.numel())
-        self._check(library.outofcore_issue(ctypes.byref(action), ctypes.c_int64(1), self._handles))
+        self._check(self._issue_one(action))
 
     def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Issue a copy and tell PyTorch's allocators the stream."""
@@ -130,15 +126,11 @@ class CudaDriver:
             target.copy_(source, non_blocking=True)
 
     def tape(self, actions: Sequence[Action]) -> Tape:
-        """Make the actions one native call; without native code, issue them one by one."""
-        library = load_native(Flavor.CUDA)
-        if library is None:
-            kept = Actions(actions)
-            return Tape(functools.partial(kept.played_on, self))
+        """Make the actions one native call."""
         transfers = [self._transfer(action) for action in actions if isinstance(action, Move)]
         left = iter(transfers)
         array = (_Action * len(actions))(*(self._native(action, left) for action in actions))
-        issue, handles, check = library.outofcore_issue, self._handles, self._check
+        issue, handles, check = load_native(Flavor.CUDA).outofcore_issue, self._handles, self._check
         pointer, count = ctypes.c_void_p(ctypes.addressof(array)), ctypes.c_int64(len(actions))
         # What the addresses belong to lives as long as the tape.
         keep = (array, transfers, tuple(actions))
@@ -207,6 +199,11 @@ class CudaDriver:
     def _lane(self, stream: Stream) -> int | None:
         return None if self._lanes is None else self._lanes.of.get(stream)
 
+    def _issue_one(self, action: _Action) -> int:
+        """Issue an action and return CUDA's status."""
+        issue = load_native(Flavor.CUDA).outofcore_issue
+        return int(issue(ctypes.byref(action), ctypes.c_int64(1), self._handles))
+
     def _check(self, status: int) -> None:
         """Raise ``DeviceError`` for a CUDA error."""
         if status:
@@ -214,11 +211,10 @@ class CudaDriver:
             raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {said}")
 
     def staging(self, count: int) -> torch.Tensor:
-        library = load_native(Flavor.CUDA)
-        if self._lanes is None and library is not None:
+        if self._lanes is None:
             with torch.cuda.device(self.device):
                 streams = {s: self._streams[s].cuda_stream for s in (Stream.WRITE, Stream.READ)}
-                self._lanes = _Lanes(library, self.device, streams)
+                self._lanes = _Lanes(load_native(Flavor.CUDA), self.device, streams)
             if len(self._lanes.of) < 2:
                 _log.info("reads and writes of the disk take turns: streams of this device do not wait for threads")
         home = PinnedHome(self.pin, self.unpin, round_up(count, PAGE_BYTES))
@@ -226,12 +222,9 @@ class CudaDriver:
         return home.face(0, count)  # it keeps the memory
 
     def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
-        library = load_native(Flavor.CUDA)
         work = self._transfer(Move(stream, index, home, offset, memory))
         self._transfers.append(work)  # it has to live until it has run
-        action = _Action(_Kind.TRANSFER, _place(stream), ctypes.addressof(work))
-        status = library.outofcore_issue(ctypes.byref(action), ctypes.c_int64(1), self._handles)
-        if status:
+        if status := self._issue_one(_Action(_Kind.TRANSFER, _place(stream), ctypes.addressof(work))):
             raise TransferError(
                 f"the device {self.device} does not take a transfer to or from the spill file (CUDA error {status}); "
                 "leave 'home' out, so that host memory alone is used"
@@ -330,9 +323,6 @@ class CudaDriver:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device)
 
-    def recorder(self) -> Recorder:
-        return Recorder(load_native(Flavor.CUDA))
-
     def time(self, call: Callable[[], object]) -> float:
         """Return the median seconds that the device takes for what ``call`` issues, the host being ahead of it.
 
@@ -372,7 +362,6 @@ class CudaDriver:
                 internals.precision_of(torch.backends.cuda, "matmul"),
                 internals.precision_of(torch.backends.cudnn, "conv"),
             ],
-            "arena": True,
             "requests": "of a second run",
         }
 
@@ -388,43 +377,32 @@ class CudaArena:
     takes_turns = False
 
     def __init__(self, count: int, device: torch.device, reserve: int) -> None:
-        self.native = load_native(Flavor.CUDA)
+        library = self.library = load_native(Flavor.CUDA)
         self.bytes = round_up(max(count, 1), PAGE_BYTES)
         self._device = device
-        library = self.native
-        if library is not None:
-            install(library)
+        install(library)
         try:
             self.address = int(torch.cuda.caching_allocator_alloc(self.bytes, device))
         except torch.OutOfMemoryError as error:
-            if library is not None:
-                library.outofcore_uninstall()
+            library.outofcore_uninstall()
             raise ArenaError(
                 f"{device} does not give {format_bytes(self.bytes)} for the arena; lower the budget, or free what else "
                 "lies there"
             ) from error
-        self._handle: int | None = None
-        self._uninstall: Callable[[], object] = _nothing
-        if library is None:
-            self._region: _Region | None = _Region(self.address, torch.cuda.caching_allocator_delete, self.address)
-            return
-        self._handle = library.outofcore_arena_open(self.address, self.bytes, LARGE_BYTES, reserve)
-        if self._handle is None:
+        handle = library.outofcore_arena_open(self.address, self.bytes, LARGE_BYTES, reserve)
+        if handle is None:
             torch.cuda.caching_allocator_delete(self.address)
             library.outofcore_uninstall()
             raise ArenaError("too many arenas are open or still referred to by tensors; close compiled steps first")
+        self.handle: int = handle
         # The library gives the memory back itself, since tensors that it placed there may live longer.
-        self._region = _Region(self.address, library.outofcore_arena_drop, self._handle)
+        self._region: _Region | None = _Region(self.address, library.outofcore_arena_drop, handle)
         self._uninstall = weakref.finalize(self, library.outofcore_uninstall)
         self._uninstall.atexit = False
 
     @property
     def region(self) -> object:
         return self._opened()
-
-    @property
-    def handle(self) -> int | None:
-        return self._handle
 
     def view(self, offset: int, count: int) -> torch.Tensor:
         region = self._opened()
@@ -457,9 +435,7 @@ class CudaArena:
 
     def counters(self) -> ArenaCounters:
         self._opened()
-        if self.native is None:
-            return ArenaCounters()
-        return read_counters(self.native, self._handle)
+        return read_counters(self.library, self.handle)
 
     def close(self) -> None:
         self._region = None
@@ -553,4 +529,4 @@ def _end_lanes(library: ctypes.PyDLL, device: torch.device, lanes: Sequence[int]
 
 
 def _nothing() -> None:
-    """Stands in for the native allocator's call."""
+    """Take no time on the device."""

@@ -109,8 +109,8 @@ class Issuer(Protocol):
 class Actions:
     """A list of actions to be issued later."""
 
-    def __init__(self, actions: Sequence[Action] = ()) -> None:
-        self.list: list[Action] = list(actions)
+    def __init__(self) -> None:
+        self.list: list[Action] = []
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         self.list.append(Copy(stream, index, target, source))
@@ -123,18 +123,6 @@ class Actions:
 
     def wait(self, stream: Stream, mark: Mark) -> None:
         self.list.append(Wait(stream, mark))
-
-    def played_on(self, issuer: Issuer) -> None:
-        for action in self.list:
-            match action:
-                case Wait(stream, mark):
-                    issuer.wait(stream, mark)
-                case Record(stream, mark):
-                    issuer.record(stream, mark)
-                case Copy(stream, index, target, source):
-                    issuer.copy(stream, index, target, source)
-                case Move(stream, index, home, offset, memory):
-                    issuer.transfer(stream, index, home, offset, memory)
 
 
 @dataclass(frozen=True, eq=False)

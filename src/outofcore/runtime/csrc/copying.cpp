@@ -1,4 +1,4 @@
-// The copies of a step on the CPU, each queue of them in a thread of its own: see copying.py.
+// The copies of a step on the CPU, each queue of them in a thread of its own, or all in the ops' thread: see copying.py.
 //
 // A copy waits until other queues have come as far as it needs, moves its pieces between the arena and a home, and tells
 // how far its queue is. Nothing here needs Python, unless it is asked for a copy that only Python can make: what computes
@@ -62,6 +62,7 @@ struct Work {
   int64_t summed;
   const Queue* queues;
   int64_t count;
+  int64_t threaded;  // 0: a copy is made by whoever waits for it
 };
 // Makes one copy; not 0: it failed, and whoever gave the function knows how.
 using Called = void (*)(int64_t index, int64_t* failed);
@@ -71,7 +72,8 @@ constexpr int32_t kCalled = -2;  // Python makes the copy
 constexpr int64_t kPage = 4096;
 // A small piece, or the end of a large one, goes through memory that begins at a page, of so many bytes.
 constexpr int64_t kBounce = int64_t{1} << 20;
-// As in checks.py: of a slot that is sampled its first page, its last, and so many between them, spread by this number.
+// Of a slot that is sampled its first page, its last, and so many between them, spread by an odd number whose multiples
+// are spread well over 32 bits (Knuth, TAOCP vol. 3, section 6.4).
 constexpr int kBetween = 2;
 constexpr uint32_t kSpread = 2654435761u;
 
@@ -119,6 +121,7 @@ struct Copying {
   // 0: reached; 1: the time is over; 2: the step was given up.
   int wait(int64_t queue, int64_t number, double seconds) {
     if (reached(queue, number)) return 0;
+    if (!work.threaded) return make(queue, number) ? 0 : 2;
     std::unique_lock<std::mutex> lock(mutex);
     Sleeper sleeper;
     sleeper.queue = queue;
@@ -230,6 +233,25 @@ struct Copying {
     }
   }
 
+  // Makes copies in this thread until a queue is as far, each after what it waits for; false: the step was given up. All
+  // are between the arena and the caller's memory, which cannot fail.
+  bool make(int64_t queue, int64_t number) {
+    const Queue* end = work.queues + work.count;
+    const Queue* found = std::find_if(work.queues, end, [&](const Queue& one) { return one.number == queue; });
+    while (!failed.load() && !reached(queue, number)) {
+      if (found == end) return false;  // an op, which comes later in this thread
+      const Copy& one = found->first[done[static_cast<size_t>(queue)].load()];
+      for (int64_t k = one.first_wait; k < one.first_wait + one.waits; ++k)
+        if (!make(work.waits[k].queue, work.waits[k].number)) fail({one.index, one.first_piece, 0, kEnded});
+      if (failed.load()) break;
+      starts[one.index] = now();
+      copy(one, nullptr);
+      ends[one.index] = now();
+      done[static_cast<size_t>(queue)].store(one.number);
+    }
+    return !failed.load();
+  }
+
   void run(const Queue& queue, char* bounce) {
     for (int64_t at = 0; at < queue.copies; ++at) {
       const Copy& one = queue.first[at];
@@ -250,7 +272,7 @@ struct Copying {
       const Queue* queue = nullptr;
       {
         std::unique_lock<std::mutex> lock(mutex);
-        begun.wait(lock, [&] { return ends_all || (rounds != round && place < work.count); });
+        begun.wait(lock, [&] { return ends_all || (rounds != round && work.threaded && place < work.count); });
         if (ends_all) return;
         round = rounds;
         queue = &work.queues[place];
@@ -319,7 +341,7 @@ EXPORT void outofcore_copying_free(Copying* copying) noexcept {
 // no memory for one. What is given stays as it is until outofcore_copying_idle says so.
 EXPORT int outofcore_copying_begin(Copying* copying, const Work* work, double* starts, double* ends) noexcept {
   Copying& all = *copying;
-  const auto count = static_cast<size_t>(work->count);
+  const auto count = static_cast<size_t>(work->threaded ? work->count : 0);
   if (all.threads.size() < count) {
     // Signals are for the interpreter's threads.
     sigset_t every, before;
@@ -354,7 +376,7 @@ EXPORT int outofcore_copying_begin(Copying* copying, const Work* work, double* s
     for (int64_t k = 0; k < work->summed; ++k) work->sums[k].bytes = -1;
     all.starts = starts;
     all.ends = ends;
-    all.running = work->count;
+    all.running = static_cast<int64_t>(count);
     ++all.rounds;
   }
   all.begun.notify_all();
@@ -381,8 +403,10 @@ EXPORT int outofcore_copying_pause(Copying* copying, int is_on) noexcept {
   else copying->gate.wait(lock, [&] { return copying->moving == 0; });
   return 0;
 }
-// 0: no thread is at work any more; 1: the seconds are over.
+// 0: all copies are made, or the step was given up and no thread is at work any more; 1: the seconds are over.
 EXPORT int outofcore_copying_idle(Copying* copying, double seconds) noexcept {
+  const Work& work = copying->work;
+  for (int64_t k = 0; k < work.count && !work.threaded; ++k) copying->make(work.queues[k].number, work.queues[k].copies);
   std::unique_lock<std::mutex> lock(copying->mutex);
   const bool rests = copying->idle.wait_for(lock, std::chrono::duration<double>(seconds),
                                             [&] { return copying->running == 0; });
