@@ -186,7 +186,7 @@ class StepPlanner:
         return self.plans.key(
             traced.graph,
             self.policy,
-            (self.budget, room, self._split.value, self.backend.alignment, self.backend.device.type),
+            (self.budget, room, self._split.value, self.backend.alignment),
             [call.rehearse_first is not None for call in traced.calls],
             [(place, changed[tensor] is None) for place, tensor in enumerate(tensors) if tensor in changed],
             [(store.name, min(_about(store.capacity), everything)) for store in self.stores],

@@ -34,10 +34,10 @@ QUICKLY = "auto:polish_ops=0,tunings=20,further=0"
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-def make(*, keeps_gradients: bool = False) -> tuple[Step, nn.Module, torch.optim.Optimizer]:
+def make(*, keeps_gradients: bool = False, layers: int = LAYERS) -> tuple[Step, nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(LAYERS)]
-    model = nn.Sequential(*layers)
+    parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(layers)]
+    model = nn.Sequential(*parts)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -59,8 +59,10 @@ def smallest(split: str, rows: int = BATCH, **kind: Any) -> int:
     return outofcore.smallest_budget(*make(**kind), inputs=(torch.randn(rows, WIDTH),), split=split)
 
 
-def compiled(budget: int, cache: Path, *, keeps_gradients: bool = False, **options: Any) -> AbstractContextManager[Any]:
-    made = make(keeps_gradients=keeps_gradients)
+def compiled(
+    budget: int, cache: Path, *, keeps_gradients: bool = False, layers: int = LAYERS, **options: Any
+) -> AbstractContextManager[Any]:
+    made = make(keeps_gradients=keeps_gradients, layers=layers)
     return outofcore.compile(*made, budget=budget, cache=cache, **{"policy": QUICKLY, "home": "host", **options})
 
 
@@ -108,19 +110,20 @@ def forbid_planning(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     "kind", ["fused", "low memory", "split", "split, gradients kept", "gradients kept", "by window", "on disk"]
 )
 def test_a_stored_plan_runs_without_planning(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keeps = "gradients kept" in kind
-    split = "exact" if "split" in kind else "off"
-    options: dict[str, Any] = {"split": split, "keeps_gradients": keeps}
-    rows = options["rows"] = 8 * BATCH if "split" in kind else BATCH
-    budget = 1 << 30 if kind == "fused" else smallest(split, rows, keeps_gradients=keeps) + MIB // 2
-    if kind == "by window" or "split" in kind:  # where the search takes long
+    keeps, is_split = "gradients kept" in kind, "split" in kind
+    monkeypatch.setattr("outofcore.variant._HALVINGS", 2)  # else splits are sought for half a minute
+    step: dict[str, Any] = {"keeps_gradients": keeps, "layers": 1 if is_split else LAYERS}
+    rows, split = (8 * BATCH, "exact") if is_split else (BATCH, "off")
+    budget = 1 << 30 if kind == "fused" else smallest(split, rows, **step) + MIB // 2
+    options: dict[str, Any] = {"rows": rows, "split": split, **step}
+    if is_split or kind == "by window":
         options["policy"] = "window"
     if kind == "on disk":
         options["home"] = "disk"
-    expected = train(make(keeps_gradients=keeps)[0], rows=rows)
+    expected = train(make(**step)[0], rows=rows)
     losses, before = run(budget, tmp_path, **options)
     assert losses == expected
-    assert (before.variant.op_bytes is not None) == ("split" in kind)
+    assert (before.variant.op_bytes is not None) == is_split
     assert (before.variant == FUSED) == (kind == "fused")
     stored = files(tmp_path)
     assert len(stored) == 1 + keeps  # the first call and later ones differ
