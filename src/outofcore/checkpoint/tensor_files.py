@@ -27,6 +27,7 @@ from outofcore._torch_internals import memory_of, storage_bytes
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import Faces
 from outofcore.jsonfile import decode_json, refuse
+from outofcore.runtime.file_io import Cache, Location, OpenFile
 from outofcore.runtime.file_ranges import Stamp
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.memory import Region, map_anonymous
@@ -256,7 +257,7 @@ class OutFile:
         return found
 
 
-class InFile:
+class InFile(OpenFile):
     """A file that is read in pieces, without its pages staying in the page cache; a context manager."""
 
     def __init__(self, path: Path) -> None:
@@ -272,20 +273,11 @@ class InFile:
     def __exit__(self, *raised: object) -> None:
         os.close(self._descriptor)
 
-    def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``offset`` on; raises ``TransferError`` if the file is too short or unreadable."""
-        done = 0
-        while done < len(target):
-            try:
-                moved = os.preadv(self._descriptor, [target[done:]], offset + done)
-            except OSError as error:
-                raise self._error(offset + done, error.strerror or "the read failed") from error
-            if not moved:
-                raise self._error(offset + done, "the file ends there")
-            done += moved
-        os.posix_fadvise(self._descriptor, offset, len(target), os.POSIX_FADV_DONTNEED)
+    def locate(self, offset: int, count: int) -> Location:
+        return Location(self._descriptor, offset, count, self, Cache.DROPPED)
 
-    def _error(self, offset: int, why: str) -> TransferError:
+    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+        why = os.strerror(failure) if failure > 0 else "the file ends there"
         return TransferError(f"could not read {self.path} at byte {offset}: {why}; take another copy of the file")
 
 

@@ -558,7 +558,7 @@ class CpuEngine:
     def _native_copying(self) -> Copying | None:
         """Return the native copying threads; None if Python copies."""
         if self._copying is None and (library := load_native().library) is not None:
-            self._copying = Copying(library, self._queues, self._copy)
+            self._copying = Copying(library, self._queues)
         return self._copying
 
     def _copies_of(self, bound: Bound, arena: Arena) -> Copies:

@@ -19,7 +19,7 @@ from outofcore.execution.engines import Replaying
 from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
 from outofcore.runtime.native import Flavor, load_native
 from outofcore.runtime.slots import Slots
-from outofcore.runtime.spill import copy_buffer
+from outofcore.runtime.file_io import copy_buffer
 from outofcore.units import PAGE_BYTES, parse_bytes
 
 

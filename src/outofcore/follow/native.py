@@ -29,8 +29,7 @@ _SOURCE = _FOLDER / "paging.cpp"
 _FILES = {Flavor.CPU: "paging.so", Flavor.CUDA: "paging-cuda.so"}
 # By the type of the device whose tensors it follows.
 _FLAVORS = {"cpu": Flavor.CPU, "cuda": Flavor.CUDA}
-# Of the allocators that compiled steps wrap as well.
-_BENEATH = tuple(sorted(CSRC.glob("device_*.h")))
+_BENEATH = tuple(sorted(CSRC.glob("*.h")))  # headers that compiled steps use as well
 
 # Prefix of messages from paging.cpp, and the text that marks a refusal by the budget.
 OURS, REFUSED = "outofcore: ", "outofcore: the budget of "

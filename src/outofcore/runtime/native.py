@@ -24,7 +24,7 @@ import torch
 from outofcore.compiling import COMPILERS, BuildError, compile_library, load_kept
 
 CSRC = Path(__file__).parent / "csrc"
-_SOURCES = tuple(CSRC / f"{name}.cpp" for name in ("arena", "transfer", "fingerprint", "copying"))
+_SOURCES = tuple(CSRC / f"{name}.cpp" for name in ("arena", "bytes", "lanes", "copying"))
 _CUDA_SOURCE = CSRC / "issue.cpp"
 
 _POINTER = ctypes.c_void_p
@@ -56,13 +56,14 @@ _PROTOTYPES: Prototypes = {
     "outofcore_record_size": (_COUNT, (_POINTER,)),
     "outofcore_record_data": (_POINTER, (_POINTER,)),
     "outofcore_record_free": (None, (_POINTER,)),
-    "outofcore_fingerprint": (ctypes.c_uint64, (_POINTER, _COUNT, _POINTER)),
+    "outofcore_sum": (ctypes.c_uint64, (_POINTER, _COUNT, _COUNT)),
+    "outofcore_sampled": (ctypes.c_uint64, (_POINTER, _COUNT, _COUNT)),
+    "outofcore_any_written": (ctypes.c_int, (_POINTER, _COUNT)),
     "outofcore_transfer": (None, (_POINTER,)),
     "outofcore_post": (None, (_POINTER,)),
     "outofcore_lane_new": (_POINTER, (_POINTER,)),
     "outofcore_lane_free": (None, (_POINTER,)),
-    "outofcore_sampled": (ctypes.c_uint64, (_POINTER, _COUNT, _COUNT, _POINTER)),
-    "outofcore_copying_new": (_POINTER, (_COUNT, _POINTER, _POINTER)),
+    "outofcore_copying_new": (_POINTER, (_COUNT,)),
     "outofcore_copying_free": (None, (_POINTER,)),
     "outofcore_copying_begin": (ctypes.c_int, (_POINTER, _POINTER, _POINTER, _POINTER)),
     "outofcore_copying_reached": (ctypes.c_int, None),
