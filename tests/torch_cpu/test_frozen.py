@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from effort import some_of
-from faulty import by_python
+from faulty import fail_at
 from safetensors.torch import save_file
 from torch import nn
 
@@ -389,23 +389,10 @@ def test_each_layer_is_looked_at(pair: Any) -> None:
 def test_a_failed_step_leaves_frozen_weights_as_they_were(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     train(pair, range(2))
     ours = pair[1]
-    engine = ours.step._session.engine
-    real = engine._copy
-    seen = 0
-
-    def fail(out: bool, copy: Any) -> None:
-        nonlocal seen
-        seen += not out
-        if not out and seen > 2:
-            raise outofcore.errors.TransferError("the disk is gone")
-        real(out, copy)
-
     with monkeypatch.context() as patch:
-        by_python(patch, ours.step)
-        patch.setattr(engine._copying, "_copy", fail)
-        with pytest.raises(outofcore.errors.TransferError):
+        fail_at(patch, ours.step, "read", 3, TransferError("the disk is gone"))
+        with pytest.raises(TransferError, match="the disk is gone"):
             ours.step(batch(50))
-    engine._copies.clear()
     assert_alike(pair)
     train(pair, range(3, 5))
     assert_alike(pair)

@@ -21,7 +21,10 @@ def built(name: str, folder: Path) -> Path:
         pytest.skip("there is no C++ compiler")
     program = folder / name
     source = Path(__file__).with_name(f"{name}_check.cpp")
-    subprocess.run([compiler, "-std=c++20", "-O1", f"-I{FOLDER}", f"-I{FOLDER / 'follow'}", str(source), "-o", str(program)], check=True)
+    subprocess.run(
+        [compiler, "-std=c++20", "-O1", f"-I{FOLDER}", f"-I{FOLDER / 'follow'}", str(source), "-o", str(program)],
+        check=True,
+    )
     return program
 
 
