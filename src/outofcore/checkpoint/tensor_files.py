@@ -27,7 +27,7 @@ from outofcore._torch_internals import memory_of, storage_bytes
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import Faces
 from outofcore.jsonfile import decode_json, refuse
-from outofcore.runtime.file_io import Cache, Location, OpenFile
+from outofcore.runtime.file_io import Cache, Location, OpenFile, transfer
 from outofcore.runtime.file_ranges import Stamp
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.memory import Region, map_anonymous
@@ -219,25 +219,16 @@ class OutFile:
             raise self._error(error) from error
 
     def _flush(self, count: int) -> None:
-        source = self._buffer[:count]
-        done = 0
-        try:
-            while done < count:
-                try:
-                    moved = os.pwrite(self._descriptor, source[done:], self._flushed + done)
-                except OSError as error:
-                    flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-                    if error.errno != errno.EINVAL or not flags & _O_DIRECT:
-                        raise
-                    # Some file systems take the flag and refuse the I/O.
-                    fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
-                    continue
-                if not moved:
-                    raise OSError(errno.EIO, "the system wrote nothing")
-                # After a short write direct I/O can only go on from a page boundary.
-                done += moved if done + moved == count else moved // PAGE_BYTES * PAGE_BYTES or moved
-        except OSError as error:
-            raise self._error(error) from error
+        place = Location(self._descriptor, self._flushed, count, self, Cache.PAST)
+        _, failure = transfer(place, self._buffer[:count], writes=True)
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        if failure == errno.EINVAL and flags & _O_DIRECT:
+            # Some file systems take the flag and refuse the I/O.
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
+            _, failure = transfer(place, self._buffer[:count], writes=True)
+        if failure:
+            why = os.strerror(failure) if failure > 0 else "the system wrote nothing"
+            raise self._error(OSError(failure if failure > 0 else errno.EIO, why))
         self._flushed += count
         self._filled = 0
 

@@ -35,7 +35,6 @@ class _Failure(IntEnum):
     """Why a copy failed, in place of the system's error; as in file_io.h and copying.cpp."""
 
     NONE = 0
-    ENDED = -1  # the file ended, or took nothing
     DAMAGED = -2  # the bytes are not those that were written
     STOPPED = -3  # ``Copying.fail`` gave the step up
 
