@@ -17,7 +17,7 @@ from outofcore.runtime.memory import Region, address_of, map_anonymous
 from outofcore.runtime.native import load_native
 from outofcore.units import MIB
 
-SIZE = 20 * MIB  # more than one system call moves
+SIZE = 20 * MIB
 LIBRARY = load_native().library
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native code cannot be built here")
 

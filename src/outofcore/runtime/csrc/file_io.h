@@ -40,8 +40,6 @@ constexpr int64_t kBounce = int64_t{2} << 20;
 
 namespace file_io {
 
-constexpr int64_t kMost = int64_t{16} << 20;  // bytes of one system call
-
 struct Moved {
   int64_t bytes;
   int32_t failure;
@@ -51,9 +49,9 @@ struct Moved {
 inline Moved all(const Transfer& t, char* memory, int64_t count, int64_t least, int64_t offset) {
   int64_t done = 0;
   for (bool stuck = false; done < least;) {
-    const auto most = static_cast<size_t>(std::min(count - done, kMost));
-    const ssize_t moved = t.writes ? pwrite(t.descriptor, memory + done, most, offset + done)
-                                   : pread(t.descriptor, memory + done, most, offset + done);
+    const auto left = static_cast<size_t>(count - done);
+    const ssize_t moved = t.writes ? pwrite(t.descriptor, memory + done, left, offset + done)
+                                   : pread(t.descriptor, memory + done, left, offset + done);
     if (moved < 0 && errno == EINTR) continue;
     if (moved < 0) return {done, errno};
     // After a short one, direct I/O can go on from a page boundary only. One that does not come to the first is tried
