@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outofcore.errors import TransferError
-from outofcore.execution.cuda.staging import Transfer, check_transfers, transfer_of
+from outofcore.execution.cuda.staging import Posted, check_transfers, transfer_of
 from outofcore.runtime.homes import DiskHome
 from outofcore.runtime.native import load_native
 from outofcore.units import KIB, MIB
@@ -30,9 +30,9 @@ class Lane:
         self.count = ctypes.c_uint32(0)
         self.handle: int = LIBRARY.outofcore_lane_new(ctypes.addressof(self.count))
         self.posted = 0
-        self._kept: list[Transfer] = []
+        self._kept: list[Posted] = []
 
-    def post(self, transfer: Transfer) -> Transfer:
+    def post(self, transfer: Posted) -> Posted:
         transfer.lane = self.handle
         self._kept.append(transfer)
         self.posted += 1
@@ -70,12 +70,12 @@ def pages(count: int) -> torch.Tensor:
     return raw[-raw.data_ptr() % 4096 :][:count]
 
 
-def of(disk: DiskHome, offset: int, memory: torch.Tensor, *, writes: bool) -> Transfer:
+def of(disk: DiskHome, offset: int, memory: torch.Tensor, *, writes: bool) -> Posted:
     return transfer_of(disk, offset, memory.data_ptr(), memory.numel(), writes=writes)
 
 
-def pause(microseconds: int) -> Transfer:
-    return Transfer(0, 0, microseconds, PAUSE)
+def pause(microseconds: int) -> Posted:
+    return Posted(0, 0, microseconds, PAUSE)
 
 
 def test_transfers_are_done_in_the_order_in_which_they_are_posted(lanes: tuple[Lane, Lane], disk: DiskHome) -> None:
@@ -124,7 +124,7 @@ def test_a_failure_is_told_and_stops_nobody(lanes: tuple[Lane, Lane], disk: Disk
     lane, _ = lanes
     memory = pages(64 * KIB)
     beyond = lane.post(of(disk, disk.bytes, memory, writes=False))
-    closed = Transfer(memory.data_ptr(), memory.numel(), 0, os.sysconf("SC_OPEN_MAX") + 1, 1)
+    closed = Posted(memory.data_ptr(), memory.numel(), 0, os.sysconf("SC_OPEN_MAX") + 1, 1)
     lane.post(closed)
     fine = lane.post(of(disk, 0, memory, writes=True))
     lane.wait()

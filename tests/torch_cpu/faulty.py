@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,11 @@ import torch
 from torch import nn
 
 import outofcore
+from outofcore.execution import cpu
+from outofcore.execution.binding import BoundCopy
+from outofcore.runtime.file_ranges import FIRST_RANGE
+
+NO_FILE = 1_000_000  # in place of a descriptor
 
 Sides = tuple[nn.Module, torch.optim.Optimizer, Callable[..., torch.Tensor]]
 
@@ -87,27 +94,21 @@ def goes_on(plain: Sides, ours: Any) -> None:
     assert_same(contents(model, optimizer), contents(plain[0], plain[1]))
 
 
-def by_python(monkeypatch: pytest.MonkeyPatch, step: Any) -> None:
-    """Have native threads call Python for each copy, by ``read`` and ``write`` of its home."""
-    for home in step.homes:
-        monkeypatch.setattr(home, "locate", lambda *_: None)
-    step._session.engine._copies.clear()
+@contextmanager
+def at_op(patch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> Iterator[list[int]]:
+    """Do something before the ``number``-th op that Python calls; the list counts ops."""
+    seen: list[int] = []
+    plain = cpu._Calls.__call__
 
-
-def in_the_middle(patch: pytest.MonkeyPatch, step: Any, act: Callable[[], object]) -> list[bool]:
-    """Do something once, when the last home has been read in the middle of a step; the list then says so."""
-    by_python(patch, step)
-    home, engine = step.homes[-1], step._session.engine
-    original, done = home.read, list[bool]()
-
-    def read(*args: Any) -> None:
-        original(*args)
-        if not done and engine._arena is not None:  # else the model is being brought to where the step begins
-            done.append(True)
+    def counted(self: Any, scope: int, run: Any) -> None:
+        seen.append(run.op)
+        if len(seen) == number:
             act()
+        plain(self, scope, run)
 
-    patch.setattr(home, "read", read)
-    return done
+    with patch.context() as context:
+        context.setattr(cpu._Calls, "__call__", counted)
+        yield seen
 
 
 class FaultError(Exception):
@@ -115,9 +116,28 @@ class FaultError(Exception):
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, step: Any, kind: str, number: int, error: BaseException) -> None:
-    """Let the ``number``-th read or write of a home fail, once."""
-    count = [0]
-    by_python(monkeypatch, step)
+    """Let a read or write of a home fail, by number: copies of a step come first, then what Python moves around it."""
+    slots = [
+        (copies.pieces[copy.first_piece], copies.sources[copy.first_piece])
+        for copies in step._session.engine._copies.values()
+        for copy in sorted(copies.parts[2], key=lambda copy: copy.index)
+        if copy.writes == (kind == "write") and copies.sources[copy.first_piece] is not None
+    ]
+    for home in step.homes:
+        monkeypatch.setattr(home, "failed", lambda *_, **__: error)
+    if number <= len(slots):
+        piece, source = slots[number - 1]
+        if source.offset < FIRST_RANGE:
+            monkeypatch.setattr(piece, "descriptor", NO_FILE)
+            return
+        locate = source.home.locate
+        monkeypatch.setattr(
+            source.home,
+            "locate",
+            lambda at, count: replace(locate(at, count), **({"descriptor": NO_FILE} if at == source.offset else {})),
+        )
+        return
+    count = [len(slots)]
     for home in step.homes:
         original = getattr(home, kind)
 
@@ -128,3 +148,16 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, step: Any, kind: str, number: int, 
             return original(*args)
 
         monkeypatch.setattr(home, kind, fails)
+
+
+def misplace(patch: pytest.MonkeyPatch, step: Any, copied: Callable[[BoundCopy, bool], bool]) -> None:
+    """Let native copies that ``copied`` picks, given whether they write, use another place of the file than theirs."""
+    home = step.homes[-1]
+    for bound, copies in step._session.engine._copies.items():
+        bounds = {copy.index: copy for work in bound.copies for copy in work}
+        for copy in copies.parts[2]:
+            piece = copies.pieces[copy.first_piece]
+            if copied(bounds[copy.index], bool(copy.writes)):
+                other = home.reserve(piece.bytes)
+                home.inner.write(other, memoryview(os.urandom(piece.bytes)))
+                patch.setattr(piece, "outside", other)

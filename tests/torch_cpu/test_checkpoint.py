@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from torch import nn
 import outofcore
 from outofcore.checkpoint import tensor_files
 from outofcore.errors import InputError, StateError, TransferError
+from outofcore.runtime.file_io import Location
 
 Sides = tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any]]
 
@@ -188,7 +190,7 @@ class Crash(BaseException):
     """Ends a save as the end of the process would: nothing cleans up after it."""
 
 
-_CALLS = ("open", "pwrite", "write", "ftruncate", "fsync", "replace")
+_CALLS = ("open", "write", "ftruncate", "fsync", "replace")
 
 
 def test_a_crash_at_any_call_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +201,7 @@ def test_a_crash_at_any_call_leaves_a_checkpoint(tmp_path: Path, monkeypatch: py
     states = [bits(model, optimizer)]
     run(step, range(1, 2))
     states.append(bits(model, optimizer))
-    real = {name: getattr(os, name) for name in _CALLS}
+    real = {name: getattr(os, name) for name in _CALLS} | {"transfer": tensor_files.transfer}
     countdown = 0
 
     def counted(name: str) -> Callable[..., Any]:
@@ -207,8 +209,8 @@ def test_a_crash_at_any_call_leaves_a_checkpoint(tmp_path: Path, monkeypatch: py
             nonlocal countdown
             countdown -= 1
             if countdown == 0:
-                if name in {"pwrite", "write"}:
-                    real[name](args[0], args[1][: len(args[1]) // 2 // 4096 * 4096], *args[2:])
+                if name in {"transfer", "write"}:
+                    real[name](args[0], args[1][: len(args[1]) // 2 // 4096 * 4096], *args[2:], **kwargs)
                 raise Crash
             return real[name](*args, **kwargs)
 
@@ -221,6 +223,7 @@ def test_a_crash_at_any_call_leaves_a_checkpoint(tmp_path: Path, monkeypatch: py
         with monkeypatch.context() as patch:
             for name in _CALLS:
                 patch.setattr(os, name, counted(name))
+            patch.setattr(tensor_files, "transfer", counted("transfer"))
             try:
                 outofcore.save(tmp_path, model, optimizer, extra=1)
                 done = True
@@ -254,8 +257,15 @@ def test_save_syncs_each_file_before_the_index_names_it(tmp_path: Path, monkeypa
 
     model, optimizer, _ = make()
     with monkeypatch.context() as patch:
-        for name in ("pwrite", "write", "ftruncate", "fsync", "replace"):
+        for name in ("write", "ftruncate", "fsync", "replace"):
             patch.setattr(os, name, recorded(name))
+        move = tensor_files.transfer
+
+        def moved(place: Location, *args: Any, **kwargs: Any) -> Any:
+            events.append(("transfer", Path(f"/proc/self/fd/{place.descriptor}").readlink().name))
+            return move(place, *args, **kwargs)
+
+        patch.setattr(tensor_files, "transfer", moved)
         outofcore.save(tmp_path, model, optimizer)
     renamed = events.index(("replace", "checkpoint.json.new"))
     before, after = events[:renamed], events[renamed:]
@@ -299,17 +309,15 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
     expected = bits(model, optimizer)
     before = sorted(tmp_path.iterdir())
     run(step, range(1, 2))
-    real = os.pwrite
+    real = tensor_files.transfer
     calls = 0
 
-    def full(*args: Any) -> int:
+    def full(*args: Any, **kwargs: Any) -> tuple[int, int]:
         nonlocal calls
         calls += 1
-        if calls == 2:
-            raise OSError(28, "No space left on device")
-        return real(*args)
+        return (0, errno.ENOSPC) if calls == 2 else real(*args, **kwargs)
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(tensor_files, "transfer", full)
     with pytest.raises(TransferError, match=r"No space left.*make room.*still whole"):
         outofcore.save(tmp_path, model, optimizer)
     assert sorted(tmp_path.iterdir()) == before

@@ -19,10 +19,10 @@ from faulty import (
     Sides,
     assert_same,
     batch,
-    by_python,
     contents,
     fail_at,
     goes_on,
+    misplace,
     sides,
     smallest_budget,
     two_homes,
@@ -33,8 +33,10 @@ import outofcore
 from outofcore.capture.optimizers import UpdateOn
 from outofcore.costs import Home
 from outofcore.errors import InputError, SpillError, StateError, TransferError
+from outofcore.graph import StorageKind
 from outofcore.program import CopyIn, CopyOut
-from outofcore.runtime.checks import Check, CheckedHome, checked, checksum
+from outofcore.runtime.checks import Check, CheckedHome, checked
+from outofcore.runtime.checksums import checksum, sampled
 from outofcore.runtime.homes import DiskHome, HostHome
 from outofcore.units import GIB, KIB, MIB, PAGE_BYTES
 
@@ -217,22 +219,11 @@ def test_a_damaged_slot_is_noticed(check: str, smallest: int, tmp_path: Path, mo
     ) as ours:
         ours(batch(0))
         before = contents(model, optimizer)
-        (home,) = ours.homes
-        original = home.inner.write
-
-        written: list[int] = []
-
-        def damaging(offset: int, source: memoryview) -> None:
-            original(offset, source)
-            written.append(offset)
-            if len(written) == 3:  # an activation: parameters leave first
-                original(offset + len(source) - PAGE_BYTES, memoryview(os.urandom(PAGE_BYTES)))
-
-        by_python(monkeypatch, ours)
-        monkeypatch.setattr(home.inner, "write", damaging)
-        with pytest.raises(TransferError, match="checksum differs") as caught:
-            ours(batch(1))
-        monkeypatch.undo()
+        storages = ours.captured.graph.storages
+        with monkeypatch.context() as patch:
+            misplace(patch, ours, lambda c, writes: not writes and storages[c.storage].kind is StorageKind.ACTIVATION)
+            with pytest.raises(TransferError, match="checksum differs") as caught:
+                ours(batch(1))
         assert any("as they were before" in note for note in caught.value.__notes__)
         assert_same(contents(model, optimizer), before)
 
@@ -241,20 +232,26 @@ def test_what_cannot_be_undone_tears_the_step(smallest: int, tmp_path: Path, mon
     model, optimizer, step = sides()
     with outofcore.compile(step, model, optimizer, budget=smallest, home=tmp_path, policy="offload-all") as ours:
         ours(batch(0))
-        (home,) = ours.homes
-        original = home.inner.write
-        by_python(monkeypatch, ours)
-        monkeypatch.setattr(
-            home.inner,
-            "write",
-            lambda offset, source: original(offset, memoryview(os.urandom(len(source)))),
-        )
-        with pytest.raises(TransferError, match="checksum differs") as caught:
-            ours(batch(1))
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            misplace(patch, ours, lambda _, writes: writes)
+            with pytest.raises(TransferError, match="checksum differs") as caught:
+                ours(batch(1))
         assert any("could not be undone: the 64.0 KiB" in note for note in caught.value.__notes__)
         with pytest.raises(StateError, match="part old and part new"):
             ours(batch(1))
+
+
+@pytest.mark.parametrize("check", [Check.SAMPLED, Check.FULL])
+def test_whoever_reads_from_a_home_notices_damage(check: Check, tmp_path: Path) -> None:
+    home, target = CheckedHome(DiskHome(tmp_path), check), memoryview(bytearray(3 * MIB))
+    offset = home.reserve(3 * MIB)
+    home.write(offset, memoryview(os.urandom(3 * MIB)))
+    home.read(offset, target)
+    home.inner.write(offset + 3 * MIB - PAGE_BYTES, memoryview(os.urandom(PAGE_BYTES)))
+    with pytest.raises(TransferError, match="checksum differs"):
+        home.read(offset, target)
+    home.start()
+    home.read(offset, target)
 
 
 def test_what_is_left_on_disk_is_read_back_when_all_is_checked(tmp_path: Path) -> None:
@@ -288,11 +285,11 @@ def test_checksums_cover_what_they_say() -> None:
     for at in (0, 40 * PAGE_BYTES - 1):
         other = bytearray(memory)
         other[at] ^= 1
-        assert checksum(memoryview(other), 0, Check.SAMPLED) != checksum(memoryview(memory), 0, Check.SAMPLED)
+        assert sampled(memoryview(other), 0) != sampled(memoryview(memory), 0)
     for at in range(0, len(memory), PAGE_BYTES):
         other = bytearray(memory)
         other[at + 17] ^= 1
-        assert checksum(memoryview(other), 0, Check.FULL) != checksum(memoryview(memory), 0, Check.FULL)
+        assert checksum(memoryview(other)) != checksum(memoryview(memory))
     host = HostHome(MIB)
     assert checked(host, Check.SAMPLED) is host
     assert isinstance(checked(host, Check.FULL), CheckedHome)

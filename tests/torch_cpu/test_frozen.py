@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from effort import some_of
-from faulty import by_python
+from faulty import fail_at
 from safetensors.torch import save_file
 from torch import nn
 
@@ -24,8 +24,8 @@ from outofcore.execution.aliases import Place
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.policies import Decision, Plan, Residency, gaps_of
 from outofcore.program import CopyIn, CopyOut
+from outofcore.runtime.checksums import checksum
 from outofcore.runtime.file_ranges import FIRST_RANGE
-from outofcore.runtime.fingerprints import fingerprint
 from outofcore.units import KIB
 
 WIDTH, DEPTH = 160, 6
@@ -389,23 +389,10 @@ def test_each_layer_is_looked_at(pair: Any) -> None:
 def test_a_failed_step_leaves_frozen_weights_as_they_were(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     train(pair, range(2))
     ours = pair[1]
-    engine = ours.step._session.engine
-    real = engine._copy
-    seen = 0
-
-    def fail(out: bool, copy: Any) -> None:
-        nonlocal seen
-        seen += not out
-        if not out and seen > 2:
-            raise outofcore.errors.TransferError("the disk is gone")
-        real(out, copy)
-
     with monkeypatch.context() as patch:
-        by_python(patch, ours.step)
-        patch.setattr(engine._copying, "_copy", fail)
-        with pytest.raises(outofcore.errors.TransferError):
+        fail_at(patch, ours.step, "read", 3, TransferError("the disk is gone"))
+        with pytest.raises(TransferError, match="the disk is gone"):
             ours.step(batch(50))
-    engine._copies.clear()
     assert_alike(pair)
     train(pair, range(3, 5))
     assert_alike(pair)
@@ -439,16 +426,16 @@ def test_what_is_at_home_leaves_the_arena_without_a_copy(monkeypatch: pytest.Mon
 
 def test_a_fingerprint_sees_bits_places_and_lengths() -> None:
     data = bytearray(torch.randint(0, 256, (8 * KIB + 13,), dtype=torch.uint8).numpy().tobytes())
-    known = fingerprint(memoryview(data))
-    assert known == fingerprint(memoryview(bytearray(data)))
+    known = checksum(memoryview(data))
+    assert known == checksum(memoryview(bytearray(data)))
     found = {known}
     # Native code takes 64 bytes at a time, and the rest in words: each of the last bytes counts.
     positions = {*range(0, len(data), 97), *range(len(data) - 80, len(data))}
     for position in positions:
         changed = bytearray(data)
         changed[position] ^= 1 << position % 8
-        found.add(fingerprint(memoryview(changed)))
+        found.add(checksum(memoryview(changed)))
     swapped = bytearray(data[64:128] + data[:64] + data[128:])
-    found |= {fingerprint(memoryview(swapped)), fingerprint(memoryview(data)[:-1])}
-    found |= {fingerprint(memoryview(bytearray(count))) for count in range(200)}
+    found |= {checksum(memoryview(swapped)), checksum(memoryview(data)[:-1])}
+    found |= {checksum(memoryview(bytearray(count))) for count in range(200)}
     assert len(found) == 1 + len(positions) + 2 + 200

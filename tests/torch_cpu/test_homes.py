@@ -11,7 +11,7 @@ from homely import buffered, noise, resident
 import outofcore
 from outofcore.errors import StateError, TransferError
 from outofcore.execution.arena import Arena
-from outofcore.runtime import spill
+from outofcore.runtime import file_io
 from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
 from outofcore.runtime.memory import Region, map_anonymous
 from outofcore.units import KIB, MIB, PAGE_BYTES
@@ -46,7 +46,7 @@ def arena() -> Iterator[Arena]:
 def test_bytes_come_back_the_same(
     home: HomeStore, arena: Arena, place: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spill, "CHUNK_BYTES", 8 * MIB)
+    monkeypatch.setattr(file_io, "CHUNK_BYTES", 8 * MIB)
     offset = 3 * PAGE_BYTES
     home.ensure(offset + count)
     outgoing, incoming = arena.memory(place, count), arena.memory(32 * MIB + place, count)

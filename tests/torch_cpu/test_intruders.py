@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import multiprocessing
 import os
@@ -10,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ from effort import some_of
 from faulty import (
     Sides,
     assert_same,
+    at_op,
     batch,
-    by_python,
     contents,
     goes_on,
-    in_the_middle,
     sides,
     smallest_budget,
     two_homes,
@@ -102,19 +100,14 @@ def test_ctrl_c_in_the_middle_of_a_step(compiled: Any, times: int, monkeypatch: 
         noted.release()
         note(self, *args)
 
-    def interrupting(original: Callable[..., None], *args: Any) -> None:
-        if not sent:
-            sent.append(1)
-            for _ in range(times):  # one after the other: two that come at once are one
-                os.kill(os.getpid(), signal.SIGINT)
-                assert noted.acquire(timeout=60)
-        original(*args)
+    def interrupt() -> None:
+        sent.append(1)
+        for _ in range(times):  # one after the other: two that come at once are one
+            os.kill(os.getpid(), signal.SIGINT)
+            assert noted.acquire(timeout=60)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, at_op(patch, 1, interrupt):
         patch.setattr(Deferred, "_note", noting)
-        by_python(patch, step)
-        for home in step.homes:  # whichever the plan reads from
-            patch.setattr(home, "read", functools.partial(interrupting, home.read))
         torch.manual_seed(9)
         with pytest.raises(KeyboardInterrupt) as caught:
             step(batch(9))
@@ -144,17 +137,11 @@ ours = outofcore.compile(
     step, model, optimizer, budget=int(sys.argv[3]), home=sys.argv[2], host_budget="300KiB", policy="offload-all"
 )
 ours(here.batch(0))
-here.by_python(pytest.MonkeyPatch(), ours)
-original = ours.homes[-1].read
-count = []
-def read(*args):
-    count.append(1)
-    if len(count) == 3:
-        print("spilling", flush=True)
-        os.kill(os.getpid(), int(sys.argv[4]))
-    original(*args)
-ours.homes[-1].read = read
-ours(here.batch(1))
+def kill():
+    print("spilling", flush=True)
+    os.kill(os.getpid(), int(sys.argv[4]))
+with here.at_op(pytest.MonkeyPatch(), 3, kill):
+    ours(here.batch(1))
 print("survived", flush=True)
 """
 
@@ -274,10 +261,11 @@ def test_two_steps_over_one_model_at_once_are_noticed(compiled: Any, monkeypatch
     def take() -> None:
         model[1].weight.data = model[1].weight.data.clone()  # as another step does when it takes the model
 
-    done = in_the_middle(monkeypatch, step, take)
-    with pytest.raises(StateError, match=r"1\.weight got other memory while the step ran"):
+    with (
+        at_op(monkeypatch, 1, take),
+        pytest.raises(StateError, match=r"1\.weight got other memory while the step ran"),
+    ):
         step(batch(9))
-    assert done
     with pytest.raises(StateError, match="part old and part new"):
         step(batch(9))
 
@@ -293,10 +281,14 @@ def test_one_step_in_two_threads_is_refused(compiled: Any, monkeypatch: pytest.M
         except StateError as error:
             told.append(str(error))
 
+    def call_elsewhere() -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
     torch.manual_seed(9)
     theirs = plain[2](batch(9))
-    with monkeypatch.context() as patch:
-        in_the_middle(patch, step, call)
+    with at_op(monkeypatch, 1, call_elsewhere):
         torch.manual_seed(9)
         assert torch.equal(step(batch(9)), theirs)
     assert "running already" in told[0]

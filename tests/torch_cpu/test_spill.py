@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from outofcore.execution.opening import OpenHome
 from outofcore.runtime import folders, spill
 from outofcore.runtime.folders import default_spill_directory, file_system_of, in_memory
 from outofcore.runtime.homes import DiskHome, HostHome
-from outofcore.runtime.memory import Region, address_of, map_anonymous
 from outofcore.runtime.spill import SpillFile
 from outofcore.units import MIB, PAGE_BYTES
 
@@ -34,26 +34,14 @@ def arena() -> Iterator[Arena]:
         yield opened
 
 
-def test_direct_io_is_used_on_a_disk_and_without_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_io_is_used_on_a_disk(tmp_path: Path) -> None:
     if in_memory(tmp_path):
         pytest.skip("the temporary folder is not on a disk")
     file = SpillFile(tmp_path)
     if not file.direct:
         pytest.skip("this file system refuses direct I/O")
-    file.grow(4 * MIB)
-    calls: list[int] = []
-    real = os.pwrite
-
-    def watched(descriptor: int, data: memoryview, offset: int) -> int:
-        flags = Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0]
-        assert int(flags, 8) & os.O_DIRECT
-        calls.append(address_of(data))
-        return real(descriptor, data, offset)
-
-    monkeypatch.setattr(spill.os, "pwrite", watched)
-    region = Region(map_anonymous(4 * MIB), 4 * MIB)
-    file.write(0, region.memory(0, 4 * MIB))
-    assert calls == [region.address]
+    flags = Path(f"/proc/self/fdinfo/{file.locate(0, 1).descriptor}").read_text().split("flags:")[1].split()[0]
+    assert int(flags, 8) & os.O_DIRECT
     file.close()
 
 
@@ -220,53 +208,39 @@ def test_a_failed_write_names_place_and_reason(
     home.close()
 
 
-def test_a_full_disk_and_a_bad_one_are_told_apart(
-    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_and_a_bad_one_are_told_apart(tmp_path: Path, arena: Arena) -> None:
     home = DiskHome(tmp_path)
     home.ensure(MIB)
-
-    def fail(code: int) -> None:
-        def failing(*_: object) -> int:
-            raise OSError(code, os.strerror(code))
-
-        monkeypatch.setattr(spill.os, "pwrite", failing)
-        monkeypatch.setattr(spill.os, "preadv", failing)
-
-    fail(errno.ENOSPC)
-    with pytest.raises(TransferError, match="No space left on device; make room"):
+    with file_instead(home, "/dev/full"), pytest.raises(TransferError, match="No space left on device; make room"):
         home.write(0, arena.memory(0, MIB))
-    fail(errno.EIO)
-    with pytest.raises(TransferError, match=r"could not read 1\.00 MiB at byte 0 .*Input/output error; check that"):
+    with (
+        file_instead(home, "/proc/self/mem"),  # of which the first pages cannot be read
+        pytest.raises(TransferError, match=r"could not read 1\.00 MiB at byte 0 .*Input/output error; check that"),
+    ):
         home.read(0, arena.memory(0, MIB))
     assert isinstance(TransferError("x"), OSError)
     home.close()
 
 
-def test_short_transfers_go_on_from_a_page_boundary(
-    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def file_instead(home: DiskHome, path: str) -> Iterator[None]:
+    kept, other = os.dup(home.descriptor), os.open(path, os.O_RDWR)
+    os.dup2(other, home.descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(kept, home.descriptor)
+        os.close(kept)
+        os.close(other)
+
+
+def test_the_end_of_the_file_is_told(tmp_path: Path, arena: Arena) -> None:
     home = DiskHome(tmp_path)
     home.ensure(MIB)
-    expected = noise(arena.memory(0, MIB), 4)
-    write, read = os.pwrite, os.preadv
-    short = 3 * PAGE_BYTES
-
-    def some_written(descriptor: int, data: memoryview, offset: int) -> int:
-        done = write(descriptor, data[:short], offset)
-        return done - 100 if len(data) > short else done  # as if the last page was only begun
-
-    monkeypatch.setattr(spill.os, "pwrite", some_written)
-    monkeypatch.setattr(spill.os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:short]], offset))
-    home.write(0, arena.memory(0, MIB))
-    home.read(0, arena.memory(MIB, MIB))
-    assert bytes(arena.memory(MIB, MIB)) == expected
-    monkeypatch.setattr(spill.os, "pwrite", lambda *_: 0)
-    monkeypatch.setattr(spill.os, "preadv", lambda *_: 0)
-    with pytest.raises(TransferError, match="wrote nothing"):
-        home.write(0, arena.memory(0, MIB))
-    with pytest.raises(TransferError, match="the file ends there"):
+    os.ftruncate(home.descriptor, MIB // 2)
+    with pytest.raises(TransferError, match=r"could not read 512 KiB at byte 524288 .* the file ends there"):
         home.read(0, arena.memory(0, MIB))
+    assert "the system wrote nothing" in str(home.failed(0, MIB, -1, writes=True))
     home.close()
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from outofcore.errors import TransferError
-from outofcore.execution.cuda.staging import Transfer, check_transfers, transfer_of
+from outofcore.execution.cuda.staging import Posted, check_transfers, transfer_of
 from outofcore.runtime.homes import DiskHome
 from outofcore.runtime.memory import Region, address_of, map_anonymous
 from outofcore.runtime.native import load_native
 from outofcore.units import MIB
 
-SIZE = 20 * MIB  # more than one system call moves
+SIZE = 20 * MIB
 LIBRARY = load_native()
 
 
@@ -33,7 +33,7 @@ def memory() -> memoryview:
     return Region(map_anonymous(SIZE), SIZE).memory(0, SIZE)
 
 
-def done(work: Transfer) -> Transfer:
+def done(work: Posted) -> Posted:
     LIBRARY.outofcore_transfer(ctypes.byref(work))
     return work
 

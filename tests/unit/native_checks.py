@@ -1,4 +1,4 @@
-"""Programs that check the C++ of followed loops where it needs no PyTorch; each says what it has found."""
+"""Programs that check C++ where it needs no PyTorch; each says what it has found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import outofcore
 from outofcore.compiling import COMPILERS
 
-FOLDER = Path(outofcore.__file__).parent / "runtime" / "csrc" / "follow"
+FOLDER = Path(outofcore.__file__).parent / "runtime" / "csrc"
 
 
 def built(name: str, folder: Path) -> Path:
@@ -21,7 +21,10 @@ def built(name: str, folder: Path) -> Path:
         pytest.skip("there is no C++ compiler")
     program = folder / name
     source = Path(__file__).with_name(f"{name}_check.cpp")
-    subprocess.run([compiler, "-std=c++20", "-O1", f"-I{FOLDER}", str(source), "-o", str(program)], check=True)
+    subprocess.run(
+        [compiler, "-std=c++20", "-O1", f"-I{FOLDER}", f"-I{FOLDER / 'follow'}", str(source), "-o", str(program)],
+        check=True,
+    )
     return program
 
 

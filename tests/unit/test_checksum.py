@@ -1,4 +1,4 @@
-"""The checksum by which a followed loop notices unseen writes: any change gives another sum."""
+"""The checksum by which damage and unseen writes are noticed: any change gives another sum."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def sum_of(tmp_path_factory: pytest.TempPathFactory) -> Sum:
     target = tmp_path_factory.mktemp("checksum") / "checksum.so"
     compile_library({Path(__file__).with_name("checksum_check.cpp"): ("-O3", f"-I{FOLDER}")}, target)
     function = ctypes.CDLL(str(target)).sum_of
-    function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-    return lambda data, step=LINE: function(data.ctypes.data, data.nbytes, step)
+    function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_void_p, *3 * (ctypes.c_int64,))
+    return lambda data, step=LINE, before=0: function(data.ctypes.data, data.nbytes, step, before)
 
 
 def random_words(count: int) -> np.ndarray:
@@ -155,6 +155,14 @@ def test_last_bytes_count_whatever_the_length(sum_of: Sum) -> None:
             data[place] ^= 0x80
         data[count] ^= 0x80
         assert sum_of(data[:count]) == known
+
+
+def test_sums_of_parts_add_up_to_that_of_the_whole(sum_of: Sum) -> None:
+    data = random_words(PAGE).view(np.uint8)
+    for count in (0, 1, 1023, 1024, 1025, 5000, len(data)):
+        for part in (1024, 3 * 1024):
+            parts = [sum_of(data[at : min(at + part, count)], before=at) for at in range(0, count, part)]
+            assert sum(parts) % 2**64 == sum_of(data[:count])
 
 
 def test_unaligned_bytes_have_the_same_sum(sum_of: Sum) -> None:

@@ -27,6 +27,7 @@ from outofcore._torch_internals import memory_of, storage_bytes
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import Faces
 from outofcore.jsonfile import decode_json, refuse
+from outofcore.runtime.file_io import Cache, Location, OpenFile, transfer
 from outofcore.runtime.file_ranges import Stamp
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.memory import Region, map_anonymous
@@ -218,25 +219,16 @@ class OutFile:
             raise self._error(error) from error
 
     def _flush(self, count: int) -> None:
-        source = self._buffer[:count]
-        done = 0
-        try:
-            while done < count:
-                try:
-                    moved = os.pwrite(self._descriptor, source[done:], self._flushed + done)
-                except OSError as error:
-                    flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-                    if error.errno != errno.EINVAL or not flags & _O_DIRECT:
-                        raise
-                    # Some file systems take the flag and refuse the I/O.
-                    fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
-                    continue
-                if not moved:
-                    raise OSError(errno.EIO, "the system wrote nothing")
-                # After a short write direct I/O can only go on from a page boundary.
-                done += moved if done + moved == count else moved // PAGE_BYTES * PAGE_BYTES or moved
-        except OSError as error:
-            raise self._error(error) from error
+        place = Location(self._descriptor, self._flushed, count, self, Cache.PAST)
+        _, failure = transfer(place, self._buffer[:count], writes=True)
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        if failure == errno.EINVAL and flags & _O_DIRECT:
+            # Some file systems take the flag and refuse the I/O.
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
+            _, failure = transfer(place, self._buffer[:count], writes=True)
+        if failure:
+            why = os.strerror(failure) if failure > 0 else "the system wrote nothing"
+            raise self._error(OSError(failure if failure > 0 else errno.EIO, why))
         self._flushed += count
         self._filled = 0
 
@@ -256,7 +248,7 @@ class OutFile:
         return found
 
 
-class InFile:
+class InFile(OpenFile):
     """A file that is read in pieces, without its pages staying in the page cache; a context manager."""
 
     def __init__(self, path: Path) -> None:
@@ -272,20 +264,11 @@ class InFile:
     def __exit__(self, *raised: object) -> None:
         os.close(self._descriptor)
 
-    def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``offset`` on; raises ``TransferError`` if the file is too short or unreadable."""
-        done = 0
-        while done < len(target):
-            try:
-                moved = os.preadv(self._descriptor, [target[done:]], offset + done)
-            except OSError as error:
-                raise self._error(offset + done, error.strerror or "the read failed") from error
-            if not moved:
-                raise self._error(offset + done, "the file ends there")
-            done += moved
-        os.posix_fadvise(self._descriptor, offset, len(target), os.POSIX_FADV_DONTNEED)
+    def locate(self, offset: int, count: int) -> Location:
+        return Location(self._descriptor, offset, count, self, Cache.DROPPED)
 
-    def _error(self, offset: int, why: str) -> TransferError:
+    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+        why = os.strerror(failure) if failure > 0 else "the file ends there"
         return TransferError(f"could not read {self.path} at byte {offset}: {why}; take another copy of the file")
 
 

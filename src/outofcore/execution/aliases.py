@@ -29,8 +29,8 @@ from outofcore.capture.optimizers import StateOwner
 from outofcore.errors import StateError
 from outofcore.execution.binding import tensor_on
 from outofcore.graph import StorageKind
+from outofcore.runtime.checksums import checksum
 from outofcore.runtime.file_ranges import FIRST_RANGE, ReadFile, writes_are_seen
-from outofcore.runtime.fingerprints import fingerprint
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.mapped_files import MappedFiles
 from outofcore.runtime.slots import Slots
@@ -166,7 +166,7 @@ def _fingerprint_of(tensor: torch.Tensor) -> int | None:
     if not is_in_host_memory(tensor) or not tensor.numel():
         return None
     flat = tensor.detach().as_strided((_extent(tensor),), (1,))
-    return fingerprint(internals.memory_of(flat.view(torch.uint8)))
+    return checksum(internals.memory_of(flat.view(torch.uint8)))
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -244,7 +244,7 @@ class State:
 
     def fingerprint(self) -> int:
         """Return the fingerprint of the shown bytes, which are on the CPU."""
-        return fingerprint(internals.memory_of(self.bytes_now() if self.shown is None else self.shown))
+        return checksum(internals.memory_of(self.bytes_now() if self.shown is None else self.shown))
 
     def offset_in(self, address: int) -> int:
         """Return the offset of the bytes from an arena's address."""

@@ -1,8 +1,8 @@
 """The copies of a step on the CPU in native threads (``copying.cpp``), one for each queue.
 
 Where all cores compute, overhead of copies beyond the transfer itself is taken from ops. Native threads need little,
-and neither wait for the interpreter's lock nor make ops wait for it. They copy between memory and open files. Copies
-that only Python can make, such as ranges of others' files or slots that are checked byte by byte, are calls to Python.
+and neither wait for the interpreter's lock nor make ops wait for it. They copy between memory and open files, and
+compare what comes back by checksum.
 
 Where a step only copies between the arena and the caller's memory, it needs no threads: waking them would take longer
 than to copy a batch. The thread of the ops then makes each copy when it waits for it.
@@ -15,40 +15,31 @@ import errno
 import os
 import weakref
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from outofcore.compiling import native_callback
 from outofcore.errors import StateError, TransferError
 from outofcore.execution.arena import Arena
 from outofcore.execution.binding import Bound, BoundCopy
 from outofcore.execution.interrupts import SIGNALS_SECONDS
 from outofcore.runtime.checks import damaged
-from outofcore.runtime.fingerprints import secrets
-from outofcore.runtime.homes import HomeStore, Location, Remember
+from outofcore.runtime.file_io import MEMORY, Location, Sums
+from outofcore.runtime.file_ranges import FIRST_RANGE
+from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.native import without_lock
 from outofcore.runtime.slots import Piece
 
 _NOT_SUMMED = -1  # in place of the row of a piece in ``_Work.sums``
 
 
-class _Outside(IntEnum):
-    """What is in place of a file's descriptor; as ``kMemory`` and ``kCalled`` in copying.cpp."""
-
-    MEMORY = -1  # the piece is at an address
-    CALLED = -2  # Python makes the copy
-
-
 class _Failure(IntEnum):
-    """Why a copy failed, in place of the system's error; as ``kEnded`` and those below it in copying.cpp."""
+    """Why a copy failed, in place of the system's error; as in file_io.h and copying.cpp."""
 
     NONE = 0
-    ENDED = -1  # the file ended, or took nothing
     DAMAGED = -2  # the bytes are not those that were written
-    RAISED = -3  # a copy by Python raised
-    STOPPED = -4  # ``Copying.fail`` gave the step up
+    STOPPED = -3  # ``Copying.fail`` gave the step up
 
 
 class _Piece(ctypes.Structure):
@@ -59,8 +50,12 @@ class _Piece(ctypes.Structure):
         ("slot", ctypes.c_int64),
         ("sum", ctypes.c_int64),
         ("descriptor", ctypes.c_int32),
-        ("forgets", ctypes.c_int32),
+        ("cache", ctypes.c_int32),
     )
+
+    def lies_at(self, place: Location) -> None:
+        """Record where a piece is outside of the arena."""
+        self.descriptor, self.outside, self.bytes, self.cache = place.descriptor, place.start, place.bytes, place.cache
 
 
 class _Copy(ctypes.Structure):
@@ -81,7 +76,7 @@ class _Wait(ctypes.Structure):
 
 
 class _Sum(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_int64), ("found", ctypes.c_uint64))
+    _fields_ = (("bytes", ctypes.c_int64), ("found", ctypes.c_uint64), ("full", ctypes.c_int64))
 
 
 class _Queue(ctypes.Structure):
@@ -93,7 +88,6 @@ class _Work(ctypes.Structure):
         ("pieces", ctypes.POINTER(_Piece)),
         ("waits", ctypes.POINTER(_Wait)),
         ("sums", ctypes.POINTER(_Sum)),
-        ("summed", ctypes.c_int64),
         ("queues", ctypes.POINTER(_Queue)),
         ("count", ctypes.c_int64),
         ("threaded", ctypes.c_int64),
@@ -116,11 +110,11 @@ class Copies:
         slots: by instruction, what they were made from.
         given: the structure passed to native code, which refers to the arrays in ``parts``.
         pieces: of all copies.
-        sampled: for each slot with sampled checks who records what was written, and the offset.
-        sums: of these, what native code has written there.
+        summed: for each slot that is checked the checksums of its home, and its offset.
+        sums: of these, what is written there in this step.
         ports: of each copy between the arena and the caller's memory, its storage and its piece.
+        ranges: pieces in somebody else's file, which move to the home's own when they are written.
         sources: the home of each piece; None if it is in the caller's memory.
-        called: by instruction, the copies that Python makes, and whether they go out.
         places: of each home in use, a slot and its location, which keeps memory and files alive.
     """
 
@@ -128,11 +122,11 @@ class Copies:
     given: _Work
     parts: tuple[object, ...]
     pieces: ctypes.Array[_Piece]
-    sampled: tuple[tuple[Remember, int], ...]
+    summed: tuple[tuple[Sums, int], ...]
     sums: ctypes.Array[_Sum]
     ports: tuple[tuple[int, int], ...]
+    ranges: tuple[int, ...]
     sources: tuple[_Source | None, ...]
-    called: Mapping[int, tuple[bool, BoundCopy]]
     places: tuple[tuple[HomeStore, int, int, Location], ...]
 
 
@@ -145,10 +139,10 @@ class _Rows:
     copies: list[_Copy] = field(default_factory=list)
     waits: list[_Wait] = field(default_factory=list)
     ports: list[tuple[int, int]] = field(default_factory=list)
-    sums: dict[tuple[int, int], int] = field(default_factory=dict)
-    sampled: list[tuple[Remember, int]] = field(default_factory=list)
+    ranges: list[int] = field(default_factory=list)
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)  # by home and offset: the row
+    summed: list[tuple[Sums, int]] = field(default_factory=list)
     places: dict[int, tuple[HomeStore, int, int, Location]] = field(default_factory=dict)
-    called: dict[int, tuple[bool, BoundCopy]] = field(default_factory=dict)
 
     def add(self, piece: _Piece, source: _Source | None) -> None:
         self.pieces.append(piece)
@@ -177,7 +171,7 @@ def copies_of(
             found = slots.get(copy.index)
             if found is None:
                 rows.ports.append((copy.storage, first_piece))
-                rows.add(_Piece(at, 0, 0, 0, _NOT_SUMMED, _Outside.MEMORY, 0), None)
+                rows.add(_Piece(at, 0, 0, 0, _NOT_SUMMED, MEMORY), None)
             else:
                 _add_pieces(rows, homes[copy.home], copy, at, found, writes=number % 2 == 1)
             rows.copies.append(
@@ -193,25 +187,26 @@ def copies_of(
                 )
             )
     pieces, waits = (_Piece * len(rows.pieces))(*rows.pieces), (_Wait * len(rows.waits))(*rows.waits)
-    copies, sums = (_Copy * len(rows.copies))(*rows.copies), (_Sum * len(rows.sums))()
+    copies = (_Copy * len(rows.copies))(*rows.copies)
+    sums = (_Sum * len(rows.summed))(*(_Sum(-1, 0, known.full) for known, _ in rows.summed))
     table = (_Queue * len(lanes))()
     size = ctypes.sizeof(_Copy)
     for row, (number, first, count) in zip(table, lanes, strict=True):
         row.number, row.copies = number, count
         row.first = ctypes.cast(ctypes.addressof(copies) + first * size, ctypes.POINTER(_Copy))
     threaded = bool(slots or bound.collectives)
-    given = _Work(pieces, waits, sums, len(sums), table, len(lanes), threaded)
+    given = _Work(pieces, waits, sums, table, len(lanes), threaded)
     parts = (pieces, waits, copies, sums, table)
     return Copies(
         dict(slots),
         given,
         parts,
         pieces,
-        tuple(rows.sampled),
+        tuple(rows.summed),
         sums,
         tuple(rows.ports),
+        tuple(rows.ranges),
         tuple(rows.sources),
-        rows.called,
         tuple(rows.places.values()),
     )
 
@@ -219,59 +214,46 @@ def copies_of(
 def _add_pieces(
     rows: _Rows, home: HomeStore, copy: BoundCopy, at: int, found: Sequence[Piece], *, writes: bool
 ) -> None:
-    """Add the pieces of a copy; all are Python's if one is."""
-    places = [home.locate(piece.offset, piece.bytes) for piece in found]
-    by_python = None in places
-    for piece, place in zip(found, places, strict=True):
-        source = _Source(home, piece.offset, writes)
-        if by_python or place is None:
-            rows.add(_Piece(at, piece.bytes, 0, piece.offset, _NOT_SUMMED, _Outside.CALLED, 0), source)
-            rows.called[copy.index] = writes, copy
-            return
-        descriptor = _Outside.MEMORY if place.descriptor is None else place.descriptor
+    for piece in found:
+        place = home.locate(piece.offset, piece.bytes)
         row = _NOT_SUMMED
-        if place.remember is not None:
-            row = rows.sums.setdefault((copy.home, piece.offset), len(rows.sums))
-            if row == len(rows.sampled):
-                rows.sampled.append((place.remember, piece.offset))
-        rows.places.setdefault(copy.home, (home, piece.offset, piece.bytes, place))
-        made = _Piece(at, piece.bytes, place.start, piece.offset, row, descriptor, place.forgets)
-        rows.add(made, source)
+        if place.sums is not None:
+            row = rows.sums.setdefault((copy.home, piece.offset), len(rows.summed))
+            if row == len(rows.summed):
+                rows.summed.append((place.sums, piece.offset))
+        made = _Piece(address=at, slot=piece.offset, sum=row)
+        made.lies_at(place)
+        if piece.offset >= FIRST_RANGE:
+            rows.ranges.append(len(rows.pieces))
+        else:
+            rows.places.setdefault(copy.home, (home, piece.offset, piece.bytes, place))
+        rows.add(made, _Source(home, piece.offset, writes))
         at += piece.bytes
 
 
 class Copying:
     """The copies of each step, and the progress of all its queues.
 
-    The first of ``queues`` is that of ops, the last that of collectives. ``copy`` makes a copy that native code cannot
-    make, given whether it goes out. ``handle`` and ``functions`` (wait, publish) are for other native code.
+    The first of ``queues`` is that of ops, the last that of collectives. ``handle`` and ``functions`` (wait, publish)
+    are for other native code.
     """
 
-    def __init__(self, library: ctypes.PyDLL, queues: int, copy: Callable[[bool, BoundCopy], None]) -> None:
+    def __init__(self, library: ctypes.PyDLL, queues: int) -> None:
         self._library = library
         self._queues = queues
-        self._copy = copy
         self._raised: BaseException | None = None
         self._copies: Copies | None = None
-        this = weakref.ref(self)
-
-        def called(index: int) -> int:
-            copying = this()
-            return 1 if copying is None else copying._call(index)
-
-        # Kept with the threads: they may call it as long as they live.
-        callback = native_callback(called, ctypes.c_int64, failed=1)
         self._wait = without_lock(library, "outofcore_copying_wait")
         self._idle = without_lock(library, "outofcore_copying_idle")
         self._pause = without_lock(library, "outofcore_copying_pause")
-        handle = library.outofcore_copying_new(queues, ctypes.cast(callback, ctypes.c_void_p), secrets())
+        handle = library.outofcore_copying_new(queues)
         if handle is None:
             raise MemoryError("there is no memory for the copies of a step")
         self.handle: int = handle
         self._pointer = ctypes.c_void_p(handle)
         wait, publish = library.outofcore_copying_wait, library.outofcore_copying_publish
         self.functions = ctypes.cast(wait, ctypes.c_void_p), ctypes.cast(publish, ctypes.c_void_p)
-        self._release = weakref.finalize(self, _free, library, handle, callback, os.getpid())
+        self._release = weakref.finalize(self, _free, library, handle, os.getpid())
         self._release.atexit = False
 
     def begin(
@@ -287,6 +269,12 @@ class Copying:
         for home, offset, count, place in copies.places:
             if home.locate(offset, count) != place:
                 raise StateError("a home has been moved since its copies were prepared; please report it")
+        for number in copies.ranges:
+            source, piece = copies.sources[number], copies.pieces[number]
+            if source is not None:
+                piece.lies_at(source.home.locate(source.offset, piece.bytes))
+        for (known, offset), found in zip(copies.summed, copies.sums, strict=True):
+            found.bytes, found.found = known.known.get(offset, (-1, 0))
         for storage, number in copies.ports:
             address, count, _ = ports[storage]
             copies.pieces[number].outside, copies.pieces[number].bytes = address, count
@@ -340,7 +328,7 @@ class Copying:
         told = (ctypes.c_int64 * 4)()
         self._library.outofcore_copying_failure(self.handle, told)
         index, piece, done, code = told
-        if code in (_Failure.NONE, _Failure.RAISED, _Failure.STOPPED) or self._copies is None:
+        if code in (_Failure.NONE, _Failure.STOPPED) or self._copies is None:
             return self._raised
         source = self._copies.sources[piece]
         if source is None:
@@ -348,36 +336,23 @@ class Copying:
         count = self._copies.pieces[piece].bytes
         if code == _Failure.DAMAGED:
             return damaged(source.home, source.offset, count)
-        return source.home.failed(
-            source.offset + done, count - done, None if code == _Failure.ENDED else code, writes=source.writes
-        )
+        return source.home.failed(source.offset + done, count - done, code, writes=source.writes)
 
     def finish(self) -> None:
         """Return when all copies are made, or the step was given up and none is under way."""
         while self._idle(self.handle, SIGNALS_SECONDS):
             pass
         if self._copies is not None:
-            for (remember, offset), found in zip(self._copies.sampled, self._copies.sums, strict=True):
+            for (known, offset), found in zip(self._copies.summed, self._copies.sums, strict=True):
                 if found.bytes >= 0:
-                    remember(offset, found.bytes, found.found)
+                    known.known[offset] = found.bytes, found.found
 
     def close(self) -> None:
         """End the idle threads. May be called again."""
         self._release()
 
-    def _call(self, index: int) -> int:
-        if self._copies is None:
-            return 1
-        try:
-            self._copy(*self._copies.called[index])
-        except BaseException as error:  # the thread of the ops raises it
-            self._raised = self._raised or error
-            return 1
-        return 0
 
-
-def _free(library: ctypes.PyDLL, handle: int, callback: object, process: int) -> None:
+def _free(library: ctypes.PyDLL, handle: int, process: int) -> None:
     # The child of a fork has none of the threads, and would wait for them for ever.
     if os.getpid() == process:
         library.outofcore_copying_free(handle)
-    del callback

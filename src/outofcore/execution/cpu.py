@@ -20,7 +20,7 @@ from outofcore import _torch_internals as internals
 from outofcore.capture.optimizers import UpdateOn
 from outofcore.errors import CommunicationError, OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import Arena, Lender, ScopeTable, as_arena_error
-from outofcore.execution.binding import Bound, BoundCopy, BoundRun, Draws, Lane
+from outofcore.execution.binding import Bound, BoundRun, Draws, Lane
 from outofcore.execution.copying import Copies, Copying, copies_of
 from outofcore.execution.engines import GeneratorStates, Port, place_results
 from outofcore.execution.interrupts import SIGNALS_SECONDS
@@ -258,7 +258,7 @@ class CpuEngine:
         self._replays = replay
         self._homes = tuple(homes)
         self._queues = 2 + 2 * len(self._homes)  # ops, two for each home, collectives
-        self._copying = Copying(load_native(), self._queues, self._copy)
+        self._copying = Copying(load_native(), self._queues)
         self._copies: WeakKeyDictionary[Bound, Copies] = WeakKeyDictionary()
         self._slots: Mapping[int, tuple[Piece, ...]] = {}
         self._ports: dict[int, Port] = {}
@@ -286,17 +286,6 @@ class CpuEngine:
 
     def forget(self) -> None:
         self._arena, self._slots, self._ports = None, {}, {}
-
-    def _copy(self, out: bool, copy: BoundCopy) -> None:
-        """Make a copy that native code cannot make."""
-        arena = self._arena
-        if arena is None:
-            raise StateError("a copy was asked for while no step was running")
-        at, home = copy.offset, self._homes[copy.home]
-        move = home.write if out else home.read
-        for piece in self._slots[copy.index]:
-            move(piece.offset, arena.memory(at, piece.bytes))
-            at += piece.bytes
 
     def run(
         self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]

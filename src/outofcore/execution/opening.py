@@ -16,9 +16,9 @@ from outofcore.execution.aliases import Faces
 from outofcore.execution.backend import Backend, CpuBackend
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.engines import Replaying
+from outofcore.runtime.file_io import copy_buffer
 from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
 from outofcore.runtime.slots import Slots
-from outofcore.runtime.spill import copy_buffer
 from outofcore.units import PAGE_BYTES, parse_bytes
 
 

@@ -16,7 +16,7 @@ from outofcore.errors import SpillError
 from outofcore.execution.aliases import Faces, Place, State
 from outofcore.execution.arena import Memory
 from outofcore.program import Block, Program
-from outofcore.runtime.spill import copy_buffer
+from outofcore.runtime.file_io import copy_buffer
 
 _log = logging.getLogger("outofcore")
 

@@ -1,13 +1,11 @@
 """Checksums of what is at a home: what is read back must be what was written.
 
-They are CRC-32 (IEEE 802.3) of whole slots, or fingerprints of a few of their pages (``copying.cpp``). They hold within
-a step: between steps the user may change what is at home.
+They are of whole slots, or of a few of their pages. They hold within a step: between steps the user may change what is
+at home. Copies by native code compare and record them as well (``copying.cpp``).
 """
 
 from __future__ import annotations
 
-import threading
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
@@ -15,10 +13,10 @@ from enum import Enum
 import torch
 
 from outofcore.errors import TransferError
+from outofcore.runtime.checksums import checksum, sampled
+from outofcore.runtime.file_io import BUFFER_BYTES, Location, Sums, copy_buffer
 from outofcore.runtime.file_ranges import FileRanges
-from outofcore.runtime.fingerprints import sampled
-from outofcore.runtime.homes import HomeStore, Location
-from outofcore.runtime.spill import copy_buffer
+from outofcore.runtime.homes import HomeStore
 from outofcore.units import format_bytes
 
 
@@ -28,19 +26,13 @@ class Check(Enum):
     FULL = "full"  # every byte of every copy; what stays at home after a step is read back once
 
 
-def checksum(memory: memoryview, offset: int, check: Check) -> int:
-    """Return the checksum of a slot's bytes, or of its sampled pages, which depend on the offset."""
-    return zlib.crc32(memory) if check is Check.FULL or not memory else sampled(memory, offset)
-
-
 class CheckedHome(HomeStore):
     """A home whose copies are checked; otherwise it behaves like the home that it wraps."""
 
     def __init__(self, home: HomeStore, check: Check) -> None:
         self.inner = home
         self.check_mode = check
-        self._sums: dict[int, tuple[int, int]] = {}  # by offset: bytes, checksum
-        self._buffers = threading.local()
+        self.sums = Sums(check is Check.FULL)
 
     @property
     def name(self) -> str:
@@ -83,51 +75,45 @@ class CheckedHome(HomeStore):
         self.inner.grow(count)
 
     def write(self, offset: int, source: memoryview) -> None:
-        self._sums[offset] = (len(source), checksum(source, offset, self.check_mode))
+        self.sums.known[offset] = len(source), self._sum_of(source, offset)
         self.inner.write(offset, source)
 
     def read(self, offset: int, target: memoryview) -> None:
         self.inner.read(offset, target)
-        count, known = self._sums.get(offset, (-1, 0))
-        if count == len(target) and checksum(target, offset, self.check_mode) != known:
+        count, known = self.sums.known.get(offset, (-1, 0))
+        if count == len(target) and self._sum_of(target, offset) != known:
             raise damaged(self, offset, count)
 
-    def remember(self, offset: int, count: int, found: int) -> None:
-        """Record the checksum of what native code has written to a slot."""
-        self._sums[offset] = count, found
+    def _sum_of(self, memory: memoryview, offset: int) -> int:
+        return checksum(memory) if self.sums.full else sampled(memory, offset)
 
     def discard(self, offset: int, count: int) -> None:
-        self._sums.pop(offset, None)
+        self.sums.known.pop(offset, None)
         self.inner.discard(offset, count)
 
     def start(self) -> None:
         """Forget all checksums."""
         self.inner.start()
-        self._sums.clear()
+        self.sums.known.clear()
 
     def read_back(self, offset: int) -> None:
         """With ``FULL``, compare the slot with what was last written to it; raises ``TransferError`` if it differs."""
-        if self.check_mode is not Check.FULL or offset not in self._sums:
+        if not self.sums.full or offset not in self.sums.known:
             return
-        count, known = self._sums[offset]
-        buffer: memoryview | None = getattr(self._buffers, "memory", None)
-        if buffer is None:
-            buffer = self._buffers.memory = copy_buffer()
-        found = 0
-        for start in range(0, count, len(buffer)):
-            piece = buffer[: min(len(buffer), count - start)]
+        count, known = self.sums.known[offset]
+        buffer, found = copy_buffer(), 0
+        for start in range(0, count, BUFFER_BYTES):
+            piece = buffer[: min(BUFFER_BYTES, count - start)]
             self.inner.read(offset + start, piece)
-            found = zlib.crc32(piece, found)
-        if found != known:
+            found += checksum(piece, start)
+        if found % 2**64 != known:
             raise damaged(self, offset, count)
 
-    def locate(self, offset: int, count: int) -> Location | None:
-        """Return None for checks of every byte, which Python makes; native code checks samples."""
-        found = self.inner.locate(offset, count) if self.check_mode is Check.SAMPLED else None
-        return None if found is None else replace(found, remember=self.remember)
+    def locate(self, offset: int, count: int) -> Location:
+        return replace(self.inner.locate(offset, count), sums=self.sums)
 
-    def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
-        return self.inner.failed(offset, count, code, writes=writes)
+    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+        return self.inner.failed(offset, count, failure, writes=writes)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
         return self.inner.face(offset, count)

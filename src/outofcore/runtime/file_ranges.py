@@ -8,37 +8,27 @@ moves, at the same addresses, to pages of the home's own before the next step re
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import errno
 import functools
 import mmap
 import os
 import tempfile
-import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from outofcore.errors import InputError, TransferError
-from outofcore.runtime.memory import (
-    Watched,
-    address_of,
-    advise_pages,
-    any_written,
-    map_file,
-    map_over,
-    tensor_over,
-)
-from outofcore.runtime.spill import CHUNK_BYTES, SpillFile, copy_buffer, kept_bytes
-from outofcore.units import MIB, PAGE_BYTES, round_up
+from outofcore.runtime.file_io import Cache, Location, OpenFile, close_files, native_function, open_direct
+from outofcore.runtime.memory import Region, Watched, advise_pages, map_file, tensor_over
+from outofcore.runtime.spill import SpillFile
+from outofcore.units import PAGE_BYTES, round_up
 
 # From here on offsets name ranges of files; no home has so many bytes of its own.
 FIRST_RANGE = 1 << 50
-_BOUNCE_BYTES = 2 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +46,7 @@ class Stamp:
         return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
-class ReadFile:
+class ReadFile(OpenFile):
     """A file that is read past the page cache, at any byte; it is closed once nothing refers to it.
 
     It stays the same file if it is renamed. Raises ``InputError`` if it cannot be opened, or does not match ``stamp``.
@@ -68,8 +58,10 @@ class ReadFile:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}") from error
-        self._direct = _open_direct(self.descriptor)
-        weakref.finalize(self, _close, self.descriptor, self._direct).atexit = False
+        self._direct: int | None = None
+        with contextlib.suppress(TransferError):  # there is no memory to try it
+            self._direct = open_direct(self.descriptor)
+        weakref.finalize(self, close_files, self.descriptor, self._direct).atexit = False
         if Stamp.of(self.descriptor) != stamp:
             raise InputError(f"{path} was changed while it was being read; wait until it is complete, and try again")
 
@@ -83,105 +75,39 @@ class ReadFile:
                 "what it was; put the file back and start again, and write new checkpoints under other names"
             )
 
-    def read(self, begin: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``begin`` on; raises ``TransferError`` if that fails or the file is too short."""
-        read_range(self.descriptor, self._direct, begin, target, str(self.path))
+    def locate(self, offset: int, count: int) -> Location:
+        if self._direct is None:
+            return Location(self.descriptor, offset, count, self, Cache.DROPPED)
+        return Location(self._direct, offset, count, self, Cache.PAST)
 
+    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+        why = os.strerror(failure) if failure > 0 else "the file ends there"
+        error = TransferError(
+            f"could not read {self.path} at byte {offset}: {why}; check that disk, and that nobody writes to the file"
+        )
+        error.errno = failure if failure > 0 else errno.EIO
+        return error
 
-def _open_direct(descriptor: int) -> int | None:
-    try:
-        found = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        os.preadv(found, [_bounce()[:PAGE_BYTES]], 0)  # some file systems accept the flag and refuse the I/O
-    except OSError:
-        os.close(found)
-        return None
-    return found
+    def map(self, offset: int, count: int) -> Region:
+        """Map bytes from a page on; writes to them stay in this process."""
+        return map_file(self.descriptor, offset, count, private=True)
 
-
-def _close(*descriptors: int | None) -> None:
-    for descriptor in descriptors:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-_buffers = threading.local()
-
-
-def _bounce() -> memoryview:
-    """Return this thread's page-aligned buffer."""
-    memory: memoryview | None = getattr(_buffers, "memory", None)
-    if memory is None:
-        memory = _buffers.memory = copy_buffer(_BOUNCE_BYTES)
-    return memory
-
-
-def read_range(descriptor: int, direct: int | None, begin: int, target: memoryview, name: str) -> None:
-    """Fill ``target`` from byte ``begin`` of a file on, reading the whole pages around it.
-
-    Where the two have the same alignment whole pages go straight to ``target``; else through a buffer of a few MiB,
-    which stays in the processor's cache. ``direct`` is a descriptor past the page cache; without one the kernel is told
-    to drop the pages. ``name`` is for errors. Raises ``TransferError`` if the system refuses or the file is too short.
-    """
-    source = descriptor if direct is None else direct
-    done, count = 0, len(target)
-    if not count:
-        return
-    address = address_of(target)
-    if begin % PAGE_BYTES == 0 and address % PAGE_BYTES == 0:
-        done = count // PAGE_BYTES * PAGE_BYTES
-        for start in range(0, done, CHUNK_BYTES):
-            _read(source, target[start : min(start + CHUNK_BYTES, done)], begin + start, name)
-    buffer = _bounce()
-    while done < count:
-        at = begin + done
-        first = at // PAGE_BYTES * PAGE_BYTES
-        usable = min(len(buffer) - (at - first), count - done)
-        wanted = round_up(at - first + usable, PAGE_BYTES)
-        _read(source, buffer[:wanted], first, name, least=at - first + usable)
-        # Unlike an assignment to a slice of a memoryview, this releases the GIL.
-        ctypes.memmove(address + done, address_of(buffer) + at - first, usable)
-        done += usable
-    if direct is None:
-        os.posix_fadvise(descriptor, begin, count, os.POSIX_FADV_DONTNEED)
-
-
-def _read(descriptor: int, target: memoryview, offset: int, name: str, least: int | None = None) -> None:
-    """Read whole pages; the last ones only as far as the file goes, but ``least`` bytes."""
-    done, needed, stuck = 0, len(target) if least is None else least, False
-    while done < needed:
-        try:
-            moved = os.preadv(descriptor, [target[done:]], offset + done)
-        except OSError as error:
-            raise _error(name, offset + done, error.strerror or "the read failed", error.errno) from error
-        kept = kept_bytes(moved, needed - done)
-        if moved == 0 or (kept == 0 and stuck):
-            raise _error(name, offset + done + moved, "the file ends there", errno.EIO)
-        stuck = kept == 0
-        done += kept
-
-
-def _error(name: str, offset: int, why: str, code: int | None) -> TransferError:
-    error = TransferError(
-        f"could not read {name} at byte {offset}: {why}; check that disk, and that nobody writes to the file"
-    )
-    error.errno = code
-    return error
+    def forget(self, offset: int, count: int) -> None:
+        """Tell the kernel that pages of the file need not stay in its cache."""
+        os.posix_fadvise(self.descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
 @dataclass(eq=False)
 class _Range:
     """The bytes of a tensor in a file.
 
-    ``file`` is None if they are in ``pages`` (offset, bytes) of the home's own, where ``begin`` counts as well;
-    ``shown`` are the pages that show it, as long as anything refers to them.
+    ``file`` is the home's own once they are in ``pages`` (offset, bytes) of it; ``shown`` are the pages that show it,
+    as long as anything refers to them.
     """
 
     begin: int
     bytes: int
-    file: ReadFile | None
+    file: ReadFile | SpillFile
     pages: tuple[int, int] | None = None
     shown: Watched | None = None
 
@@ -206,7 +132,7 @@ class FileRanges:
     @property
     def bytes(self) -> int:
         """Bytes in files: the home itself needs no room for them."""
-        return sum(one.bytes for one in self._ranges.values() if one.file is not None)
+        return sum(one.bytes for one in self._ranges.values() if one.pages is None)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> int:
         """Make a slot of ``count`` bytes of a file from ``begin`` on, and return its offset."""
@@ -231,41 +157,40 @@ class FileRanges:
 
     def is_in_file(self, offset: int) -> bool:
         """Return whether a slot is a range that is still in somebody else's file."""
-        return offset >= FIRST_RANGE and self._ranges[offset].file is not None
+        return offset >= FIRST_RANGE and self._ranges[offset].pages is None
 
     def check(self) -> None:
         """Raise ``TransferError`` if a file was changed."""
-        for file in self._files():
-            file.check()
+        for file in {one.file for one in self._ranges.values()}:
+            if isinstance(file, ReadFile):
+                file.check()
 
-    def _files(self) -> Iterator[ReadFile]:
-        seen = {id(one.file): one.file for one in self._ranges.values() if one.file is not None}
-        return iter(seen.values())
+    def locate(self, offset: int, count: int) -> Location:
+        """Return where bytes are read from an offset in a range on, which may end before them by less than a page."""
+        one, into = self._at(offset)
+        return one.file.locate(one.begin + into, min(count, max(one.bytes - into, 0)))
 
-    def read(self, offset: int, target: memoryview, spill: SpillFile | None) -> None:
+    def read(self, offset: int, target: memoryview) -> None:
         """Fill ``target`` from an offset in a range on; it may be longer than the range by less than a page."""
-        start = self._starts[bisect_right(self._starts, offset) - 1]
-        one = self._ranges[start]
-        into = offset - start
-        target = target[: max(one.bytes - into, 0)]
-        if one.file is not None:
-            one.file.read(one.begin + into, target)
-        elif spill is not None:
-            plain, direct = spill.descriptors
-            read_range(plain, direct, one.begin + into, target, f"the spill file in {spill.directory}")
+        one, into = self._at(offset)
+        one.file.move(one.begin + into, target[: max(one.bytes - into, 0)], writes=False)
 
-    def face(self, offset: int, spill: SpillFile | None) -> torch.Tensor:
+    def failed(self, offset: int, count: int, failure: int) -> TransferError:
+        """Build the error for bytes from an offset in a range on that were not read."""
+        one, into = self._at(offset)
+        return one.file.failed(one.begin + into, count, failure, writes=False)
+
+    def _at(self, offset: int) -> tuple[_Range, int]:
+        """Return the range at an offset, and how far the offset is in it."""
+        start = self._starts[bisect_right(self._starts, offset) - 1]
+        return self._ranges[start], offset - start
+
+    def face(self, offset: int) -> torch.Tensor:
         """Map a range as a uint8 tensor for the user; raises ``OSError`` if that fails."""
         one = self._ranges[offset]
         memory = None if one.shown is None else one.shown.memory(one.within, one.bytes)
         if memory is None:
-            first, count = one.begin - one.within, one.within + one.bytes
-            if one.file is not None:
-                region = map_file(one.file.descriptor, first, count, private=True)
-            elif spill is not None:
-                region = spill.map(first, count)
-            else:
-                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            region = one.file.map(one.begin - one.within, one.within + one.bytes)
             one.shown, memory = region.watch(), region.memory(one.within, one.bytes)
         face = tensor_over(memory)
         self._by_address[face.data_ptr()] = offset
@@ -275,27 +200,27 @@ class FileRanges:
         """Return whether somebody has written to the face of a range that is still in its file."""
         one = self._ranges[offset]
         shown = one.alive
-        return one.file is not None and shown is not None and any_written(shown.address, shown.bytes)
+        return one.pages is None and shown is not None and any_written(shown.address, shown.bytes)
 
     def restore(self, offset: int) -> None:
         """Discard what was written to the face of a range that is still in its file."""
         one = self._ranges.get(offset)
-        if one is not None and one.file is not None and one.alive is not None:
+        if one is not None and one.pages is None and one.alive is not None:
             advise_pages(one.alive.address, one.alive.bytes, mmap.MADV_DONTNEED)
 
     def move(self, offset: int, pages: tuple[int, int], spill: SpillFile) -> None:
         """Move a range and what was written to it to pages of the home's own, at the same addresses."""
         one = self._ranges[offset]
-        shown = self.face(offset, spill)  # held until all is done
+        shown = self.face(offset)  # held until all is done
         if one.shown is None or shown.data_ptr() != one.shown.address + one.within:
             raise TransferError("what shows a range of a file is not where it was mapped: please report it")
         memory = one.shown.memory(0, one.shown.bytes)
         if memory is not None:
             spill.write(pages[0], memory)
-            map_over(one.shown, spill.descriptors[0], pages[0])
-        one.begin, one.file, one.pages = pages[0] + one.within, None, pages
+            spill.map_over(one.shown, pages[0])
+        one.begin, one.file, one.pages = pages[0] + one.within, spill, pages
 
-    def drop_cache(self, face: torch.Tensor, spill: SpillFile | None) -> bool:
+    def drop_cache(self, face: torch.Tensor) -> bool:
         """Drop the pages that show a range, except written ones; returns False if the face shows none."""
         offset = self._by_address.get(face.untyped_storage().data_ptr())
         one = None if offset is None else self._ranges.get(offset)
@@ -304,11 +229,19 @@ class FileRanges:
             return False
         if not self.written(offset):
             advise_pages(shown.address, shown.bytes, mmap.MADV_DONTNEED)
-            if one.file is not None:
-                os.posix_fadvise(one.file.descriptor, one.begin, one.bytes, os.POSIX_FADV_DONTNEED)
-            elif spill is not None:
-                spill.forget(one.begin - one.within, one.within + one.bytes)
+            one.file.forget(one.begin - one.within, one.within + one.bytes)
         return True
+
+
+def any_written(address: int, count: int) -> bool:
+    """Return whether a page of a private mapping of a file was written, swapped out or not.
+
+    Raises ``OSError`` if the system does not tell.
+    """
+    found = native_function("outofcore_any_written")(address, count)
+    if found < 0:
+        raise OSError(errno.EACCES, "/proc/self/pagemap cannot be read")
+    return bool(found)
 
 
 @functools.cache

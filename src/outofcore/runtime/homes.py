@@ -11,15 +11,15 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 
 from outofcore.capture.provenance import stacklevel_of_user
 from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.report.machine import available_memory_bytes
+from outofcore.runtime.file_io import MEMORY, Location
 from outofcore.runtime.file_ranges import FIRST_RANGE, FileRanges
 from outofcore.runtime.folders import default_spill_directory, file_system_of, in_memory
 from outofcore.runtime.memory import (
@@ -33,28 +33,6 @@ from outofcore.runtime.memory import (
 )
 from outofcore.runtime.spill import SpillFile, check_directory, free_bytes
 from outofcore.units import GIB, MIB, PAGE_BYTES, format_bytes, round_up
-
-Remember: TypeAlias = Callable[[int, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where native code finds a slot.
-
-    Attributes:
-        descriptor: of an open file; None: the slot is memory.
-        start: the offset in the file, or the address.
-        forgets: whether the page cache is to drop what was copied.
-        remember: receives the offset of a slot that native code has written, its bytes, and the sum of a few of its
-            pages, which are compared when it is read. None: nothing is compared.
-        owner: keeps the memory or the file alive.
-    """
-
-    descriptor: int | None
-    start: int
-    forgets: bool
-    remember: Remember | None
-    owner: object
 
 
 class HomeStore(Protocol):
@@ -129,17 +107,17 @@ class HomeStore(Protocol):
         """Fill ``target`` from the slot at ``offset``; raises ``TransferError``."""
         ...
 
-    def locate(self, offset: int, count: int) -> Location | None:
-        """Return where native code finds bytes of a slot; None if it must call ``read`` and ``write``.
+    def locate(self, offset: int, count: int) -> Location:
+        """Return where native code finds bytes of a slot.
 
         Raises ``TransferError`` if they are not in the home, ``StateError`` if it is closed.
         """
         ...
 
-    def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
+    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         """Build the error of a failed native copy.
 
-        ``offset`` and ``count`` are what was not copied; ``code`` is the system's error, None if it gave none.
+        ``offset`` and ``count`` are what was not copied; ``failure`` is the system's error, or less if it gave none.
         """
         ...
 
@@ -273,24 +251,22 @@ class HostHome(HomeStore):
     def write(self, offset: int, source: memoryview) -> None:
         region = self._opened()
         check_slot(offset, len(source), self._bytes)
-        if len(source):
-            # Unlike an assignment to a slice of a memoryview, this releases the GIL.
-            ctypes.memmove(region.address + offset, address_of(source), len(source))
+        # Unlike an assignment to a slice of a memoryview, this releases the GIL.
+        ctypes.memmove(region.address + offset, address_of(source), len(source))
 
     def read(self, offset: int, target: memoryview) -> None:
         region = self._opened()
         check_slot(offset, len(target), self._bytes)
-        if len(target):
-            ctypes.memmove(address_of(target), region.address + offset, len(target))
+        ctypes.memmove(address_of(target), region.address + offset, len(target))
 
     def locate(self, offset: int, count: int) -> Location:
         region = self._opened()
         check_slot(offset, count, self._bytes)
-        return Location(None, region.address + offset, forgets=False, remember=None, owner=region)
+        return Location(MEMORY, region.address + offset, count, region)
 
-    def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
+    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         """Build an error that should not occur: copying memory returns none."""
-        verb, why = "write" if writes else "read", "no reason was given" if code is None else os.strerror(code)
+        verb, why = "write" if writes else "read", os.strerror(failure) if failure > 0 else "no reason was given"
         return TransferError(
             f"could not {verb} {format_bytes(count)} at byte {offset} of host memory: {why}; please report it"
         )
@@ -521,25 +497,27 @@ class DiskHome(HomeStore):
 
     def read(self, offset: int, target: memoryview) -> None:
         if offset >= FIRST_RANGE:
-            self._ranges.read(offset, target, self._file)
+            self._ranges.read(offset, target)
         else:
             self._opened().read(offset, target)
 
-    def locate(self, offset: int, count: int) -> Location | None:
-        """Return a location in the spill file, but none in others' files."""
+    def locate(self, offset: int, count: int) -> Location:
+        """Return a location in the spill file, or in somebody else's file, which is only read."""
         if offset >= FIRST_RANGE:
-            return None
+            return self._ranges.locate(offset, count)
         file = self._opened()
         check_slot(offset, count, file.bytes)
-        return Location(file.descriptor, offset, forgets=not file.direct, remember=None, owner=file)
+        return file.locate(offset, count)
 
-    def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
-        return self._opened().failed(offset, count, code, writes=writes)
+    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+        if offset >= FIRST_RANGE:
+            return self._ranges.failed(offset, count, failure)
+        return self._opened().failed(offset, count, failure, writes=writes)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
         """Map pages of the file as shared memory, coherent with direct I/O on Linux.
 
-        Those of somebody else's file are mapped privately (see ``execution.file_ranges``).
+        Those of somebody else's file are mapped privately (see ``runtime.file_ranges``).
         """
         if offset >= FIRST_RANGE:
             return self._face_in_file(offset)
@@ -559,7 +537,7 @@ class DiskHome(HomeStore):
 
     def _face_in_file(self, offset: int) -> torch.Tensor:
         try:
-            return self._ranges.face(offset, self._file)
+            return self._ranges.face(offset)
         except OSError as error:
             raise TransferError(
                 f"weights cannot be mapped from the file that has them ({error.strerror}); raise vm.max_map_count or "
@@ -569,15 +547,15 @@ class DiskHome(HomeStore):
     def drop_cache(self, face: torch.Tensor) -> None:
         """Unmap the pages, which stay in the file, and let the page cache drop them."""
         storage = face.untyped_storage()
-        if self._ranges.drop_cache(face, None if self._closed else self._file):
+        if self._ranges.drop_cache(face):
             return
         offset = self._faces.get(storage.data_ptr())
         if offset is None or not storage.nbytes():
             return
         # A face starts on a page and its mapping has whole pages, so that rounding up stays within it.
         advise_pages(storage.data_ptr(), round_up(storage.nbytes(), PAGE_BYTES), mmap.MADV_DONTNEED)
-        if not self._closed:
-            self._opened().forget(offset, storage.nbytes())
+        if self._file is not None:
+            self._file.forget(offset, storage.nbytes())
 
     def discard(self, offset: int, count: int) -> None:
         """Drop the slot from the page cache; the pages of the file are for the next slot."""

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from outofcore.errors import InputError
-from outofcore.runtime.file_ranges import ReadFile, Stamp
-from outofcore.runtime.memory import any_written, is_in_region
+from outofcore.runtime.file_ranges import ReadFile, Stamp, any_written
+from outofcore.runtime.memory import is_in_region
 from outofcore.tensor_data import is_in_host_memory
 
 _LINE = re.compile(

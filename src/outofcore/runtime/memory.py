@@ -37,10 +37,6 @@ _NORESERVE = _Linux.MAP_NORESERVE if sys.platform == "linux" else 0
 _HUGE_PAGE = 2 * MIB
 # Pages are made in runs of so many bytes, by so many threads at most: more of them wait for each other.
 _RUN_BYTES, _MAKERS = 128 * MIB, 8
-# Of an entry of /proc/self/pagemap: present or swapped, or of a file.
-_OF_A_FILE = np.uint64(1 << 61)
-_PAGE_FLAGS = np.uint64(7 << 61)
-_PAGES_AT_ONCE = 1 << 17
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -221,30 +217,6 @@ def map_over(region: Watched, descriptor: int, offset: int) -> None:
     _map(region.bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset, region.address)
 
 
-def any_written(address: int, count: int) -> bool:
-    """Return whether a page of a private mapping of a file was written, swapped out or not.
-
-    ``/proc/self/pagemap`` shows that such a page is no longer one of the file
-    (https://docs.kernel.org/admin-guide/mm/pagemap.html: bit 63 present, 62 swapped, 61 of a file). Raises ``OSError``
-    if the system does not tell.
-    """
-    first, last = address // mmap.PAGESIZE, (address + count - 1) // mmap.PAGESIZE + 1
-    # Opened anew each time: it is that of the process which opened it, and there are forks.
-    descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        for start in range(first, last, _PAGES_AT_ONCE):
-            wanted = min(_PAGES_AT_ONCE, last - start)
-            found = np.frombuffer(os.pread(descriptor, 8 * wanted, 8 * start), np.uint64)
-            if len(found) != wanted:
-                raise OSError(errno.EIO, "/proc/self/pagemap ends early")
-            known = found & _PAGE_FLAGS
-            if bool(np.any((known != 0) & (known & _OF_A_FILE == 0))):
-                return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def _map(count: int, protection: int, flags: int, descriptor: int, offset: int, at: int | None = None) -> int:
     address = _libc.mmap(at, count, protection, flags, descriptor, offset)
     if address is None or address == _MAP_FAILED:
@@ -254,8 +226,8 @@ def _map(count: int, protection: int, flags: int, descriptor: int, offset: int, 
 
 
 def address_of(memory: memoryview) -> int:
-    """Return the address of a contiguous, non-empty memoryview, writable or not."""
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+    """Return the address of a contiguous memoryview, writable or not; 0 if it is empty."""
+    return 0 if not memory.nbytes else int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def tensor_over(memory: memoryview) -> torch.Tensor:

@@ -1,8 +1,4 @@
-"""The spill file: one preallocated file without a name, written and read past the page cache.
-
-Direct I/O goes straight between the disk and the caller's pages. It requires an address, a file offset and a length in
-whole pages; anything else (a small tensor, the tail of a large one) goes through a page-aligned buffer.
-"""
+"""The spill file: one preallocated file without a name, written and read past the page cache."""
 
 from __future__ import annotations
 
@@ -11,17 +7,13 @@ import errno
 import os
 import shutil
 import tempfile
-import threading
 import weakref
 from pathlib import Path
 
 from outofcore.errors import SpillError, StateError, TransferError
-from outofcore.runtime.memory import Region, address_of, map_anonymous, map_file
-from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
-
-# One system call moves at most this much: a copy can then be stopped. Each call takes the processor from ops.
-CHUNK_BYTES = 64 * MIB
-BUFFER_BYTES = MIB  # of what direct I/O cannot move in place
+from outofcore.runtime.file_io import Cache, Location, OpenFile, close_files, open_direct
+from outofcore.runtime.memory import Region, Watched, map_file, map_over
+from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
 
 def check_directory(directory: Path, count: int = 0) -> None:
@@ -47,11 +39,8 @@ def free_bytes(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-class SpillFile:
+class SpillFile(OpenFile):
     """A file without a name in ``directory``: when the process ends, however it ends, the file is gone.
-
-    Reads and writes may be called from several threads at once; they block, with the GIL released. Offsets are page
-    boundaries, and a transfer owns its last page whole: the page's bytes after its end are lost.
 
     ``direct`` tells whether the page cache is bypassed. If the file system refuses that, I/O is buffered and the kernel
     is told to drop the pages. ``bytes`` is what has been allocated so far.
@@ -61,7 +50,6 @@ class SpillFile:
         check_directory(directory)
         self.directory = directory
         self.bytes = 0
-        self._buffers = threading.local()
         self._closed = False
         try:
             self._descriptor = _open_unnamed(directory)
@@ -72,7 +60,7 @@ class SpillFile:
         self._direct_descriptor = self._open_direct()
         self.direct = self._direct_descriptor is not None
         # A step that nobody closes gives its file back as well, once it is garbage.
-        self._release = weakref.finalize(self, _close, self._descriptor, self._direct_descriptor)
+        self._release = weakref.finalize(self, close_files, self._descriptor, self._direct_descriptor)
         self._release.atexit = False
 
     @property
@@ -81,11 +69,8 @@ class SpillFile:
         self._check_open()
         return self._descriptor if self._direct_descriptor is None else self._direct_descriptor
 
-    @property
-    def descriptors(self) -> tuple[int, int | None]:
-        """The open file, and the same past the page cache where that works."""
-        self._check_open()
-        return self._descriptor, self._direct_descriptor
+    def locate(self, offset: int, count: int) -> Location:
+        return Location(self.descriptor, offset, count, self, Cache.PAST if self.direct else Cache.DROPPED)
 
     def duplicate(self) -> tuple[int, int]:
         """Return new descriptors of the file, the second past the page cache or the same; the caller closes them."""
@@ -94,7 +79,7 @@ class SpillFile:
             made += [os.dup(self._descriptor)]
             made += [os.dup(self.descriptor)]
         except OSError as error:
-            _close(*made)
+            close_files(*made)
             raise SpillError(
                 f"the spill file in {self.directory} cannot be opened again ({error.strerror}); lift the limit on open "
                 "files (ulimit -n)"
@@ -142,75 +127,46 @@ class SpillFile:
         self._check_open()
         return map_file(self._descriptor, offset, count)
 
-    def forget(self, offset: int, count: int) -> None:
-        """Tell the kernel that pages of the file need not stay in its cache."""
+    def map_over(self, region: Watched, offset: int) -> None:
+        """Do what ``map`` does at the addresses of a region; nothing has changed if it raises ``OSError``."""
         self._check_open()
-        os.posix_fadvise(self._descriptor, offset, round_up(count, PAGE_BYTES), os.POSIX_FADV_DONTNEED)
+        map_over(region, self._descriptor, offset)
+
+    def forget(self, offset: int, count: int) -> None:
+        """Tell the kernel that pages of the file need not stay in its cache, unless it is closed."""
+        if not self._closed:
+            os.posix_fadvise(self._descriptor, offset, round_up(count, PAGE_BYTES), os.POSIX_FADV_DONTNEED)
 
     def write(self, offset: int, source: memoryview) -> None:
-        """Write all of ``source`` at ``offset``; raises ``TransferError``."""
-        self._move(offset, source, writes=True)
+        """Write all of ``source`` at ``offset``, the start of a page; raises ``TransferError``."""
+        self._check(offset, source, "write")
+        self.move(offset, source, writes=True)
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill all of ``target`` from ``offset`` on; raises ``TransferError``."""
-        self._move(offset, target, writes=False)
+        """Fill all of ``target`` from ``offset`` on, the start of a page; raises ``TransferError``."""
+        self._check(offset, target, "read")
+        super().read(offset, target)
 
-    def _move(self, offset: int, memory: memoryview, *, writes: bool) -> None:
-        """Transfer whole pages in place as far as they are aligned, and the rest through a buffer."""
-        descriptor = self._check_transfer("write" if writes else "read", offset, memory)
-        whole = _whole_pages(memory)
-        for start in range(0, whole, CHUNK_BYTES):
-            self._transfer(descriptor, memory[start : min(start + CHUNK_BYTES, whole)], offset + start, writes)
-        for start in range(whole, len(memory), BUFFER_BYTES):
-            piece = memory[start : start + BUFFER_BYTES]
-            buffer = self._buffer()
-            if writes:
-                buffer[: len(piece)] = piece
-            self._transfer(descriptor, buffer[: round_up(len(piece), PAGE_BYTES)], offset + start, writes)
-            if not writes:
-                piece[:] = buffer[: len(piece)]
-        if not self.direct:
-            self.forget(offset, len(memory))
-
-    def _transfer(self, descriptor: int, memory: memoryview, offset: int, writes: bool) -> None:
-        """Move all bytes by calls that may move fewer than they are asked to."""
-        count, done, stuck = len(memory), 0, False
-        while done < count:
-            try:
-                if writes:
-                    moved = os.pwrite(descriptor, memory[done:], offset + done)
-                else:
-                    moved = os.preadv(descriptor, [memory[done:]], offset + done)
-            except OSError as error:
-                raise self.failed(offset + done, count - done, error.errno, writes=writes) from error
-            kept = kept_bytes(moved, count - done)
-            if moved == 0 or (kept == 0 and stuck):
-                raise self.failed(offset + done, count - done, None, writes=writes)
-            stuck = kept == 0
-            done += kept
-
-    def failed(self, offset: int, count: int, code: int | None, *, writes: bool) -> TransferError:
-        """Build the error for ``count`` bytes that were not transferred; ``code`` is the system's, or None."""
+    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         nothing = "the system wrote nothing" if writes else "the file ends there"
-        why = nothing if code is None else os.strerror(code)
+        why = os.strerror(failure) if failure > 0 else nothing
         advice = {
             errno.ENOSPC: "make room on that disk",
             errno.EDQUOT: "raise the quota or name another spill directory",
             errno.EFBIG: "lift the file size limit (ulimit -f) or name another spill directory",
-        }.get(code or 0, "check that disk, or name another spill directory")
+        }.get(failure, "check that disk, or name another spill directory")
         error = TransferError(
             f"could not {'write' if writes else 'read'} {format_bytes(count)} at byte {offset} of the spill file in "
-            f"{self.directory}: "
-            f"{why}; {advice}"
+            f"{self.directory}: {why}; {advice}"
         )
-        error.errno = errno.EIO if code is None else code
+        error.errno = failure if failure > 0 else errno.EIO
         return error
 
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("the spill file is closed; compile the step again to go on")
 
-    def _check_transfer(self, verb: str, offset: int, memory: memoryview) -> int:
+    def _check(self, offset: int, memory: memoryview, verb: str) -> None:
         self._check_open()
         if offset < 0 or offset % PAGE_BYTES or offset + len(memory) > self.bytes:
             raise TransferError(
@@ -218,74 +174,18 @@ class SpillFile:
                 f"must lie in the file and start on a multiple of {PAGE_BYTES}; this is a fault of the plan: "
                 "please report it"
             )
-        return self._descriptor if self._direct_descriptor is None else self._direct_descriptor
-
-    def _buffer(self) -> memoryview:
-        memory: memoryview | None = getattr(self._buffers, "memory", None)
-        if memory is None:
-            memory = self._buffers.memory = copy_buffer()
-        return memory
 
     def _open_direct(self) -> int | None:
         """Open a second descriptor for direct I/O; None where the file system refuses."""
         try:
-            buffer = self._buffer()
-        except TransferError as error:
-            os.close(self._descriptor)
-            raise SpillError(str(error)) from error
-        try:
-            # A file without a name can still be opened again by way of /proc.
-            flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
-            descriptor = os.open(f"/proc/self/fd/{self._descriptor}", flags)
-        except OSError:
-            return None
-        try:
-            # Some file systems accept the flag and refuse the I/O.
-            os.pwrite(descriptor, buffer[:PAGE_BYTES], 0)
-            os.preadv(descriptor, [buffer[:PAGE_BYTES]], 0)
+            return open_direct(self._descriptor, writes=True)
         except OSError as error:
-            os.close(descriptor)
-            if error.errno == errno.EINVAL:
-                return None
             os.close(self._descriptor)
+            if isinstance(error, TransferError):
+                raise SpillError(str(error)) from error
             raise SpillError(
                 f"the spill directory {self.directory} cannot be written to ({error.strerror}); name another one"
             ) from error
-        return descriptor
-
-
-def copy_buffer(count: int = BUFFER_BYTES) -> memoryview:
-    """Return ``count`` bytes of new page-aligned memory; raises ``TransferError`` if the system gives none."""
-    try:
-        return Region(map_anonymous(count), count).memory(0, count)
-    except OSError as error:
-        failed = TransferError(
-            f"the system does not give {format_bytes(count)} for a buffer of copies ({error.strerror}); end other "
-            "programs, or lift the limit on address space (ulimit -v)"
-        )
-        failed.errno = error.errno
-        raise failed from error
-
-
-def kept_bytes(moved: int, wanted: int) -> int:
-    """Return how many bytes of a transfer count: after a short one, direct I/O can go on from a page boundary only.
-
-    None may: the caller then tries once more.
-    """
-    return moved if moved >= wanted else moved // PAGE_BYTES * PAGE_BYTES
-
-
-def _close(*descriptors: int | None) -> None:
-    for descriptor in descriptors:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _whole_pages(memory: memoryview) -> int:
-    """Return the number of leading bytes of ``memory`` that direct I/O can use in place."""
-    if len(memory) < PAGE_BYTES or address_of(memory) % PAGE_BYTES:
-        return 0
-    return len(memory) // PAGE_BYTES * PAGE_BYTES
 
 
 def _open_unnamed(directory: Path) -> int:

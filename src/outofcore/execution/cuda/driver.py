@@ -6,7 +6,7 @@ does not block the host where host memory is pinned; cudaHostRegister pins as we
 
 Transfers to and from a disk are posted by host functions in a stream (cudaLaunchHostFunc). These must not call CUDA nor
 wait for anything that does, and those of several streams may run one after the other. So each direction has a thread of
-its own, and its stream waits for the thread (cuStreamWaitValue32): ``transfer.cpp``, ``cuda/issue.cpp``. Where a test
+its own, and its stream waits for the thread (cuStreamWaitValue32): ``lanes.cpp``, ``cuda/issue.cpp``. Where a test
 shows that a stream cannot wait so, the host function is the transfer itself, and reads and writes take turns.
 
 The arena is one allocation of the caching allocator. So it counts in ``torch.cuda.max_memory_reserved`` and obeys
@@ -35,7 +35,7 @@ from outofcore.errors import ArenaError, DeviceError, InputError, OutOfCoreError
 from outofcore.execution.arena import ArenaCounters, install, read_counters
 from outofcore.execution.binding import Bound, BoundRun
 from outofcore.execution.cuda.interface import Action, Copy, FileHome, Move, Record, Stream, Tape, Wait
-from outofcore.execution.cuda.staging import Transfer, check_transfers, transfer_of
+from outofcore.execution.cuda.staging import Posted, check_transfers, transfer_of
 from outofcore.runtime.homes import HomeStore, PinnedHome
 from outofcore.runtime.native import Flavor, load_native
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
@@ -80,7 +80,7 @@ class CudaDriver:
             torch.cuda.current_stream(self.device),
             *(torch.cuda.Stream(self.device) for _ in list(Stream)[1:]),
         ]
-        self._transfers: list[Transfer] = []  # of this step
+        self._transfers: list[Posted] = []  # of this step
         # The streams as CUDA itself knows them, by number.
         self._handles = (ctypes.c_void_p * len(Stream))(*(stream.cuda_stream for stream in self._streams))
         self._lanes: _Lanes | None = None  # threads for transfers, made with the first buffers
@@ -174,7 +174,7 @@ class CudaDriver:
         self._graphs.add(graph)
         return graph.replay
 
-    def _native(self, action: Action, transfers: Iterator[Transfer]) -> _Action:
+    def _native(self, action: Action, transfers: Iterator[Posted]) -> _Action:
         match action:
             case Wait(stream, mark):
                 return _Action(_Kind.WAIT, _place(stream), self._handle(mark))
@@ -191,7 +191,7 @@ class CudaDriver:
             mark.record(self._streams[Stream.COMPUTE])
         return int(mark.cuda_event)
 
-    def _transfer(self, move: Move) -> Transfer:
+    def _transfer(self, move: Move) -> Posted:
         memory = move.memory
         writes, lane = move.stream is Stream.WRITE, self._lane(move.stream)
         return transfer_of(move.home, move.offset, memory.data_ptr(), memory.numel(), writes=writes, lane=lane)
@@ -501,7 +501,7 @@ class _Action(ctypes.Structure):
 
 
 class _Lanes:
-    """A transfer thread for each of some streams: see ``transfer.cpp``.
+    """A transfer thread for each of some streams: see ``lanes.cpp``.
 
     ``of`` maps a stream to its lane, except streams that cannot wait for a thread or have none from the system.
     """

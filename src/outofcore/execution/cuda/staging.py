@@ -17,6 +17,7 @@ import torch
 
 from outofcore.errors import TransferError
 from outofcore.execution.cuda.interface import Driver, FileHome, Issuer, Mark, Stream
+from outofcore.runtime.file_io import Cache, Transfer
 from outofcore.runtime.slots import Piece, meet
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
@@ -153,31 +154,21 @@ def reads_after_writes(copies: Sequence[tuple[int, bool]], slots: Mapping[int, t
     return found
 
 
-class Transfer(ctypes.Structure):
-    """As ``Transfer`` in ``transfer.h``; must be kept until it has run."""
+class Posted(Transfer):
+    """As ``Posted`` in ``lanes.h``; must be kept until it has run."""
 
-    _fields_ = (
-        ("address", ctypes.c_int64),
-        ("bytes", ctypes.c_int64),
-        ("offset", ctypes.c_int64),
-        ("descriptor", ctypes.c_int32),
-        ("writes", ctypes.c_int32),
-        ("forgets", ctypes.c_int32),
-        ("failure", ctypes.c_int32),
-        ("done", ctypes.c_int64),
-        ("lane", ctypes.c_void_p),
-        ("next", ctypes.c_void_p),
-    )
+    _fields_ = (("lane", ctypes.c_void_p), ("next", ctypes.c_void_p))
 
 
 def transfer_of(
     home: FileHome, offset: int, address: int, count: int, *, writes: bool, lane: int | None = None
-) -> Transfer:
+) -> Posted:
     """Build a transfer that has yet to run; address, offset and count are whole pages.
 
     ``lane`` selects the thread that does it; None: the one that runs it.
     """
-    return Transfer(address, count, offset, home.descriptor, writes, not home.direct, 0, 0, lane)
+    cache = Cache.PAST if home.direct else Cache.DROPPED
+    return Posted(address, count, offset, home.descriptor, writes, cache, lane=lane)
 
 
 def check_transfers(transfers: Iterable[Transfer]) -> None:

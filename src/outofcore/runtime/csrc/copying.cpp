@@ -1,32 +1,40 @@
 // The copies of a step on the CPU, each queue of them in a thread of its own, or all in the ops' thread: see copying.py.
 //
 // A copy waits until other queues have come as far as it needs, moves its pieces between the arena and a home, and tells
-// how far its queue is. Nothing here needs Python, unless it is asked for a copy that only Python can make: what computes
-// is not held up by the interpreter's lock, and copies go on whoever has it.
+// how far its queue is. Nothing here needs Python: what computes is not held up by the interpreter's lock, and copies go on
+// whoever has it.
 
 #include "borders.h"
-#include "transfer.h"
+#include "checksum.h"
+#include "file_io.h"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <condition_variable>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
-EXPORT uint64_t outofcore_fingerprint(const void* data, int64_t bytes, const uint64_t* secrets) noexcept;
-
-EXPORT uint64_t outofcore_sampled(const void* data, int64_t bytes, int64_t slot, const uint64_t* secrets) noexcept;
+#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
+
+using outofcore::kBounce;
+using outofcore::kEnded;
+using outofcore::kPage;
+using outofcore::Transfer;
 
 // As in copying.py, which fills these in.
 struct Wait {
@@ -39,8 +47,8 @@ struct Piece {
   int64_t outside;  // an offset in the file, or an address
   int64_t slot;   // its offset at the home, by which pages are picked for its sum
   int64_t sum;    // its row in the table of sums; negative: nothing is compared
-  int32_t descriptor;  // of the file; ``kMemory`` or ``kCalled``
-  int32_t forgets;     // whether the page cache is to let go of it
+  int32_t descriptor;  // of the file; ``kMemory``
+  outofcore::Cache cache;
 };
 struct Copy {
   int64_t index, number;  // of the instruction; its place in its queue, from 1
@@ -50,6 +58,7 @@ struct Copy {
 struct Sum {
   int64_t bytes;  // negative: nothing was written there in this step
   uint64_t found;
+  int64_t full;  // whether it is of all bytes, or of a few pages
 };
 struct Queue {
   int64_t number, copies;
@@ -59,39 +68,26 @@ struct Work {
   const Piece* pieces;
   const Wait* waits;
   Sum* sums;
-  int64_t summed;
   const Queue* queues;
   int64_t count;
   int64_t threaded;  // 0: a copy is made by whoever waits for it
 };
-// Makes one copy; not 0: it failed, and whoever gave the function knows how.
-using Called = void (*)(int64_t index, int64_t* failed);
 
 constexpr int32_t kMemory = -1;  // outside is an address
-constexpr int32_t kCalled = -2;  // Python makes the copy
-constexpr int64_t kPage = 4096;
-// A small piece, or the end of a large one, goes through memory that begins at a page, of so many bytes.
-constexpr int64_t kBounce = int64_t{1} << 20;
-// Of a slot that is sampled its first page, its last, and so many between them, spread by an odd number whose multiples
-// are spread well over 32 bits (Knuth, TAOCP vol. 3, section 6.4).
-constexpr int kBetween = 2;
-constexpr uint32_t kSpread = 2654435761u;
 
-// As ``_Failed`` in copying.py. What the system said is positive.
-constexpr int64_t kEnded = -1;    // the file ended, or took nothing
+// As ``_Failure`` in copying.py, beside those of a transfer.
 constexpr int64_t kDamaged = -2;  // what came is not what was written
-constexpr int64_t kRaised = -3;   // Python knows
-constexpr int64_t kStopped = -4;  // somebody else gave the step up
+constexpr int64_t kStopped = -3;  // somebody else gave the step up
 
 const borders::Border kBorders[] = {
     STRUCT(Wait, queue, number),
-    STRUCT(Piece, address, bytes, outside, slot, sum, descriptor, forgets),
+    STRUCT(Piece, address, bytes, outside, slot, sum, descriptor, cache),
     STRUCT(Copy, index, number, first_piece, pieces, first_wait, waits, awaited, writes),
-    STRUCT(Sum, bytes, found),
+    STRUCT(Sum, bytes, found, full),
     STRUCT(Queue, number, copies, first),
-    STRUCT(Work, pieces, waits, sums, summed, queues, count, threaded),
-    CONSTANTS("Outside", kMemory, kCalled),
-    CONSTANTS("CopyFailure", kEnded, kDamaged, kRaised, kStopped),
+    STRUCT(Work, pieces, waits, sums, queues, count, threaded),
+    CONSTANTS("Outside", kMemory),
+    CONSTANTS("CopyFailure", kDamaged, kStopped),
 };
 
 double now() {
@@ -113,8 +109,7 @@ struct Free {
 };
 
 struct Copying {
-  Copying(int64_t queues, Called called, const uint64_t* secrets)
-      : done(static_cast<size_t>(queues)), called(called), secrets(secrets) {}
+  explicit Copying(int64_t queues) : done(static_cast<size_t>(queues)) {}
 
   bool reached(int64_t queue, int64_t number) const { return done[static_cast<size_t>(queue)].load() >= number; }
 
@@ -174,60 +169,39 @@ struct Copying {
     return true;
   }
 
-  // What a piece failed with; 0: it did not.
-  int64_t move(const Piece& piece, bool writes, char* bounce, int64_t& moved) {
-    moved = 0;
+  // Fills in what a piece failed with, and the bytes that were moved before.
+  static void move(const Piece& piece, bool writes, char* bounce, Failure& how) {
     if (piece.descriptor == kMemory) {
       auto *inside = reinterpret_cast<void*>(piece.address), *outside = reinterpret_cast<void*>(piece.outside);
       std::memcpy(writes ? outside : inside, writes ? inside : outside, static_cast<size_t>(piece.bytes));
-      return 0;
+      return;
     }
-    const int64_t whole = piece.address % kPage == 0 ? piece.bytes / kPage * kPage : 0;
-    if (whole != 0) {
-      Transfer transfer{piece.address, whole, piece.outside, piece.descriptor, writes, 0, 0, 0, nullptr, nullptr};
-      outofcore_transfer(&transfer);
-      moved = transfer.done;
-      if (transfer.failure != 0) return transfer.failure;
-    }
-    for (; moved < piece.bytes; moved += kBounce) {
-      const int64_t count = std::min(kBounce, piece.bytes - moved), pages = (count + kPage - 1) / kPage * kPage;
-      auto* inside = reinterpret_cast<char*>(piece.address) + moved;
-      if (writes) std::memcpy(bounce, inside, static_cast<size_t>(count));
-      Transfer transfer{reinterpret_cast<int64_t>(bounce), pages, piece.outside + moved, piece.descriptor, writes, 0, 0,
-                        0, nullptr, nullptr};
-      outofcore_transfer(&transfer);
-      if (transfer.failure != 0) {
-        moved += transfer.done;
-        return transfer.failure;
-      }
-      if (!writes) std::memcpy(inside, bounce, static_cast<size_t>(count));
-    }
-    if (piece.forgets) posix_fadvise(piece.descriptor, piece.outside, piece.bytes, POSIX_FADV_DONTNEED);
-    return 0;
+    Transfer moved{piece.address, piece.bytes, piece.outside, piece.descriptor, writes, piece.cache, 0, 0, bounce};
+    outofcore::transfer(moved);
+    how.code = moved.failure;
+    how.done = moved.done;
   }
 
-  uint64_t sampled(const Piece& piece) const {
-    return outofcore_sampled(reinterpret_cast<const void*>(piece.address), piece.bytes, piece.slot, secrets);
+  static uint64_t sum_of(const Piece& piece, bool full) {
+    const auto* at = reinterpret_cast<const char*>(piece.address);
+    return full ? outofcore::sum_of(at, piece.bytes) : outofcore::sampled_sum(at, piece.bytes, piece.slot);
   }
 
   void copy(const Copy& one, char* bounce) {
     for (int64_t at = one.first_piece; at < one.first_piece + one.pieces; ++at) {
       const Piece& piece = work.pieces[at];
-      if (piece.descriptor == kCalled) {
-        int64_t failed = 1;
-        called(one.index, &failed);
-        if (failed != 0) fail({one.index, at, 0, kRaised});
-        return;  // all of it
-      }
       Sum* sum = piece.sum < 0 ? nullptr : &work.sums[piece.sum];
-      if (sum != nullptr && one.writes) *sum = {piece.bytes, sampled(piece)};
-      int64_t moved = 0;
-      if (const int64_t code = move(piece, one.writes, bounce, moved); code != 0) {
-        fail({one.index, at, moved, code});
-        return;
+      if (sum != nullptr && one.writes) {
+        sum->bytes = piece.bytes;
+        sum->found = sum_of(piece, sum->full);
       }
-      if (sum != nullptr && !one.writes && sum->bytes == piece.bytes && sum->found != sampled(piece)) {
-        fail({one.index, at, 0, kDamaged});
+      Failure how{one.index, at, 0, 0};
+      move(piece, one.writes, bounce, how);
+      if (how.code == 0 && sum != nullptr && !one.writes && sum->bytes == piece.bytes &&
+          sum->found != sum_of(piece, sum->full))
+        how = {one.index, at, 0, kDamaged};
+      if (how.code != 0) {
+        fail(how);
         return;
       }
     }
@@ -284,8 +258,6 @@ struct Copying {
   }
 
   std::vector<std::atomic<int64_t>> done;
-  const Called called;
-  const uint64_t* const secrets;
   std::mutex mutex;
   std::condition_variable begun, idle, gate;
   std::vector<Sleeper*> sleepers;
@@ -303,25 +275,9 @@ struct Copying {
 
 }  // namespace
 
-// The fingerprint of a few pages of a slot's bytes, which has that offset at its home: see checks.py.
-EXPORT uint64_t outofcore_sampled(const void* data, int64_t bytes, int64_t slot, const uint64_t* secrets) noexcept {
-  const int64_t pages = (bytes + kPage - 1) / kPage;
-  int64_t picked[2 + kBetween] = {0, pages - 1};
-  for (int k = 0; k < kBetween; ++k) {
-    const auto spread = static_cast<uint32_t>((slot / kPage + k + 1) * kSpread);
-    picked[2 + k] = static_cast<int64_t>((static_cast<unsigned __int128>(spread) * static_cast<uint64_t>(pages)) >> 32);
-  }
-  uint64_t found = 0;
-  for (const int64_t page : picked) {
-    const auto* at = static_cast<const char*>(data) + page * kPage;
-    found = (found << 13 | found >> 51) ^ outofcore_fingerprint(at, std::min(kPage, bytes - page * kPage), secrets);
-  }
-  return found;
-}
-
-// Threads come with the first step that needs them. ``secrets``: as outofcore_fingerprint takes them.
-EXPORT Copying* outofcore_copying_new(int64_t queues, Called called, const uint64_t* secrets) noexcept try {
-  return new Copying(queues, called, secrets);
+// Threads come with the first step that needs them.
+EXPORT Copying* outofcore_copying_new(int64_t queues) noexcept try {
+  return new Copying(queues);
 } catch (...) {
   return nullptr;
 }
@@ -373,7 +329,6 @@ EXPORT int outofcore_copying_begin(Copying* copying, const Work* work, double* s
     all.failure = {};
     all.paused = false;
     all.work = *work;
-    for (int64_t k = 0; k < work->summed; ++k) work->sums[k].bytes = -1;
     all.starts = starts;
     all.ends = ends;
     all.running = static_cast<int64_t>(count);

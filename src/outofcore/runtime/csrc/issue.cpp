@@ -16,7 +16,7 @@
 #include <thread>
 
 #include "issue.h"
-#include "transfer.h"
+#include "lanes.h"
 
 namespace {
 
@@ -32,7 +32,7 @@ WaitValue wait_value() {
   return found;
 }
 
-cudaError_t post(Transfer& transfer, cudaStream_t stream) {
+cudaError_t post(Posted& transfer, cudaStream_t stream) {
   Lane& lane = *transfer.lane;
   const cudaError_t status = cudaLaunchHostFunc(stream, outofcore_post, &transfer);
   if (status != cudaSuccess) return status;
@@ -50,7 +50,7 @@ cudaError_t issue(const Action& action, cudaStream_t stream) {
     case kCopy:
       return cudaMemcpyAsync(action.to, action.of, static_cast<size_t>(action.bytes), cudaMemcpyDefault, stream);
     case kTransfer: {
-      auto& transfer = *static_cast<Transfer*>(action.to);
+      auto& transfer = *static_cast<Posted*>(action.to);
       if (transfer.lane == nullptr) return cudaLaunchHostFunc(stream, outofcore_transfer, &transfer);
       return post(transfer, stream);
     }
@@ -60,7 +60,7 @@ cudaError_t issue(const Action& action, cudaStream_t stream) {
 
 // A transfer that takes its time, and how far its lane was when the stream had waited for it.
 struct Try {
-  Transfer pause;
+  Posted pause;
   const Lane* lane;
   uint32_t count;
 };

@@ -77,7 +77,7 @@ class Device {
   // used in part, the kernel sooner or later gives memory to the rest as well (khugepaged).
   char* reserve(int64_t bytes) {
     constexpr int64_t kHuge = Extents::kHuge;  // huge pages begin at its multiples
-    bytes = (bytes + kPage - 1) / kPage * kPage;
+    bytes = outofcore::whole_pages(bytes);
     constexpr int kHow = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* mapped = mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, kHow, -1, 0);
     strict_ = mapped == MAP_FAILED && errno == ENOMEM;
@@ -155,15 +155,11 @@ class Device {
   // Copies memory of somebody else's to a slot: by way of a buffer that direct I/O can use, and that leaves no page of the
   // window in memory.
   void save_foreign(Homes& homes, const Slot& slot, Order&, const char* from, int64_t bytes) {
-    constexpr int64_t kPiece = int64_t{1} << 20;
-    void* buffer = mmap(nullptr, kPiece, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    TORCH_CHECK_WITH(OutOfMemoryError, buffer != MAP_FAILED, kNoMemory, kPiece, kLessMemory);
-    const std::unique_ptr<void, void (*)(void*)> unmapped(buffer, [](void* at) { munmap(at, kPiece); });
-    for (int64_t done = 0; done < bytes; done += kPiece) {
-      const int64_t count = std::min(kPiece, bytes - done);
-      std::memcpy(buffer, from + done, count);
-      homes.of(slot).write(static_cast<char*>(buffer), slot.offset + done, (count + kPage - 1) / kPage * kPage);
-    }
+    constexpr int64_t kBytes = outofcore::kBounce;
+    void* buffer = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK_WITH(OutOfMemoryError, buffer != MAP_FAILED, kNoMemory, kBytes, kLessMemory);
+    const std::unique_ptr<void, void (*)(void*)> unmapped(buffer, [](void* at) { munmap(at, kBytes); });
+    homes.of(slot).write(from, slot.offset, bytes, static_cast<char*>(buffer));
   }
   // Copies and fills that the op that runs comes after.
   void copy(char* to, const char* from, int64_t bytes) { std::memcpy(to, from, bytes); }

@@ -9,6 +9,8 @@
 
 #pragma once
 
+#include "../file_io.h"
+#include "../page_map.h"
 #include "extents.h"
 
 #include <c10/core/Allocator.h>
@@ -31,44 +33,11 @@
 
 namespace follow {
 
-constexpr int64_t kPage = 4096;
+using outofcore::kPage;
+using outofcore::PageMap;
+using outofcore::Transfer;
 
-// What pages of this process are, as the kernel tells.
-class PageMap {
- public:
-  PageMap() = default;
-  ~PageMap() {
-    if (file_ >= 0) close(file_);
-  }
-  PageMap(const PageMap&) = delete;
-
-  // Whether the kernel's page map can be read; it cannot where /proc is hidden.
-  bool is_readable() const { return file_ >= 0; }
-  // Whether a page of a stretch is in memory or swapped out; true where the kernel does not tell.
-  bool any_mapped(const char* at, int64_t bytes) const {
-    return any(at, bytes, [](uint64_t page) { return (page & kThere) != 0; });
-  }
-  // Whether a page of a private mapping of a file is no longer the file's, since somebody wrote to it.
-  bool any_written(const char* at, int64_t bytes) const {
-    return any(at, bytes, [](uint64_t page) { return (page & kThere) != 0 && (page & kOfFile) == 0; });
-  }
-
- private:
-  static constexpr uint64_t kThere = uint64_t{3} << 62, kOfFile = uint64_t{1} << 61;
-
-  template <class Test>
-  bool any(const char* at, int64_t bytes, Test&& test) const {
-    if (file_ < 0) return true;
-    const auto begin = reinterpret_cast<uintptr_t>(at) / kPage;
-    const auto end = (reinterpret_cast<uintptr_t>(at) + static_cast<uintptr_t>(bytes) + kPage - 1) / kPage;
-    std::vector<uint64_t> pages(end - begin);
-    const auto count = static_cast<ssize_t>(pages.size() * sizeof(uint64_t));
-    if (pread(file_, pages.data(), count, static_cast<off_t>(begin * sizeof(uint64_t))) != count) return true;
-    return std::any_of(pages.begin(), pages.end(), test);
-  }
-
-  int file_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);  // of the process that runs the loop
-};
+inline const char* why(const Transfer& failed) { return std::strerror(failed.failure > 0 ? failed.failure : EIO); }
 
 // The descriptors of one file, which it closes. `direct`, for direct I/O, may be the same as `file`.
 struct OpenFile {
@@ -97,12 +66,9 @@ class ForeignFile {
                       now.st_mtim.tv_sec == then_.st_mtim.tv_sec && now.st_mtim.tv_nsec == then_.st_mtim.tv_nsec;
     TORCH_CHECK(same, "outofcore: ", name(), " was changed while weights that were mapped from it were in use; leave it as "
                 "it is until the loop is stopped");
-    while (bytes > 0) {
-      const ssize_t done = pread(file_, to, std::min(bytes, kChunk), offset);
-      if (done < 0 && errno == EINTR) continue;
-      TORCH_CHECK(done > 0, "outofcore: reading weights from ", name(), " failed: ", std::strerror(done < 0 ? errno : EIO));
-      to += done, offset += done, bytes -= done;
-    }
+    Transfer made{reinterpret_cast<int64_t>(to), bytes, offset, file_, false, outofcore::kKept, 0, 0, nullptr};
+    outofcore::transfer(made);
+    TORCH_CHECK(made.failure == 0, "outofcore: reading weights from ", name(), " failed: ", why(made));
   }
   const PageMap& pages() const { return pages_; }
 
@@ -112,8 +78,6 @@ class ForeignFile {
     const ssize_t length = readlink(("/proc/self/fd/" + std::to_string(file_)).c_str(), path.data(), path.size());
     return length > 0 ? path.substr(0, length) : "a file";
   }
-
-  static constexpr int64_t kChunk = int64_t{8} << 20;
 
   OpenFile open_;
   const int file_ = open_.file;
@@ -192,16 +156,12 @@ class Home {
     used_ -= bytes;
   }
 
-  // Offset and bytes are whole pages, and the address is a page's. Throws c10::Error.
-  void write(const char* from, int64_t offset, int64_t bytes) {
-    transfer(bytes, "writing", "to", [&](int64_t done, int64_t count) {
-      return pwrite(direct_, from + done, count, offset + done);
-    });
+  // The offset is a page's; the last page that is written is the slot's own. ``bounce``: as in file_io.h. Throws c10::Error.
+  void write(const char* from, int64_t offset, int64_t bytes, char* bounce = nullptr) const {
+    move({reinterpret_cast<int64_t>(from), bytes, offset, direct_, true, outofcore::kPast, 0, 0, bounce});
   }
-  void read(char* to, int64_t offset, int64_t bytes) {
-    transfer(bytes, "reading", "from", [&](int64_t done, int64_t count) {
-      return pread(direct_, to + done, count, offset + done);
-    });
+  void read(char* to, int64_t offset, int64_t bytes) const {
+    move({reinterpret_cast<int64_t>(to), bytes, offset, direct_, false, outofcore::kPast, 0, 0, nullptr});
   }
 
   char* window(int64_t offset) const { return window_ + offset; }
@@ -230,23 +190,14 @@ class Home {
   int64_t most_used() const { return most_used_; }
 
  private:
-  static constexpr int64_t kChunk = int64_t{8} << 20, kStep = int64_t{64} << 20;
+  static constexpr int64_t kStep = int64_t{64} << 20;
 
-  // After a short one, direct I/O can go on from a page boundary only. One that does not come to the first is tried again.
-  template <class Move>
-  void transfer(int64_t bytes, const char* verb, const char* which, Move&& move) const {
-    bool stuck = false;
-    for (int64_t done = 0; done < bytes;) {
-      const ssize_t moved = move(done, std::min(bytes - done, kChunk));
-      if (moved < 0 && errno == EINTR) continue;
-      const int64_t kept = moved == bytes - done ? moved : moved / kPage * kPage;
-      TORCH_CHECK(moved > 0 && (kept > 0 || !stuck), "outofcore: ", verb, " ", bytes - done, " bytes ", which,
-                  " the home failed (", std::strerror(moved < 0 ? errno : EIO), "); ",
-                  moved < 0 && errno == ENOSPC ? "make room there" : memory_ ? "lower host_budget" : "check that disk",
-                  ", or name another home");
-      stuck = kept == 0;
-      done += kept;
-    }
+  void move(Transfer&& made) const {
+    outofcore::transfer(made);
+    TORCH_CHECK(made.failure == 0, "outofcore: ", made.writes ? "writing " : "reading ", made.bytes - made.done, " bytes ",
+                made.writes ? "to" : "from", " the home failed (", why(made), "); ",
+                made.failure == ENOSPC ? "make room there" : memory_ ? "lower host_budget" : "check that disk",
+                ", or name another home");
   }
 
   // Blocks of the disk are set aside, so that no later write lacks room.

@@ -12,7 +12,7 @@
 #endif
 #include "../allocator.h"
 #include "../borders.h"
-#include "checksum.h"
+#include "../checksum.h"
 #include "extents.h"
 #include "history.h"
 #include "homes.h"
@@ -51,11 +51,12 @@ using follow::Guard;
 using follow::StoragePointer;
 using follow::answer;
 using follow::answered;
-using follow::kPage;
 using follow::let_go;
 using follow::mutex;
-using follow::sum_of;
 using follow::wait_for_answer;
+using outofcore::kPage;
+using outofcore::sum_of;
+using outofcore::whole_pages;
 
 // Below autograd and Python modes, above what makes up factory functions; nothing in PyTorch registers a fallback there.
 // Operators in Python do not know that fallback: DISPATCH_KEY in native.py has them pass the key on.
@@ -103,8 +104,6 @@ enum Counter {
 };
 
 struct Space;
-
-int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 // Where the bytes of a block are, and what its storage shows.
 enum class State : uint8_t {

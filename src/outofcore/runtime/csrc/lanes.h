@@ -1,6 +1,8 @@
-// What moves between a file and host memory, and the threads that do it: see cuda/staging.py.
+// Threads that move bytes between files and host memory for streams of CUDA: see cuda/staging.py.
 
 #pragma once
+
+#include "file_io.h"
 
 #include <atomic>
 #include <condition_variable>
@@ -10,17 +12,11 @@
 
 struct Lane;
 
-// As ``Transfer`` in cuda/staging.py.
-struct Transfer {
-  int64_t address, bytes, offset;  // of a pause, the last of these is its length in microseconds
-  int32_t descriptor;              // of the file; ``kPause``: nothing is moved
-  int32_t writes, forgets;
-  int32_t failure;  // 0: done; -1: the file ended; else what errno said
-  int64_t done;     // bytes that were moved
-  Lane* lane;       // whose thread does it; null: the thread that calls
-  Transfer* next;   // while it waits there
+// As ``Posted`` in cuda/staging.py. With the descriptor ``kPause`` nothing is moved for `offset` microseconds.
+struct Posted : outofcore::Transfer {
+  Lane* lane;    // whose thread does it; null: the thread that calls
+  Posted* next;  // while it waits there
 };
-static_assert(sizeof(Transfer) == 8 * sizeof(int64_t), "Python fills it in by the same layout");
 
 constexpr int32_t kPause = -1;
 
@@ -33,7 +29,7 @@ struct Lane {
   void* seen = nullptr;               // ``done`` by the address that the device knows it by
   std::mutex mutex;
   std::condition_variable posted;
-  Transfer *first = nullptr, *last = nullptr;
+  Posted *first = nullptr, *last = nullptr;
   bool ends = false;
   std::thread thread;
 };
@@ -41,4 +37,4 @@ struct Lane {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT void outofcore_transfer(void* transfer) noexcept;
-EXPORT void outofcore_post(void* transfer) noexcept;
+EXPORT void outofcore_post(void* posted) noexcept;

@@ -1,4 +1,4 @@
-// A 64-bit checksum of a block, by which a write that no op made is noticed.
+// A 64-bit checksum of bytes: what is read back must be what was written, and a write that no op made is noticed.
 //
 // Bytes are read in lines of 64, and 16 lines make a chunk. Two steps mix a chunk:
 //
@@ -8,18 +8,24 @@
 // - Each sum gets keys of its chunk's position. Its halves are multiplied, and the product is folded to 64 bits, as in
 //   wyhash (Wang Yi). Folded sums are added.
 //
-// Chunks are added, not chained: in a chain of 64-bit states that differ, each further chunk could make them the same.
-// The keys are constants. Code that knows them could write what goes unnoticed; code that does not know them cannot.
+// Chunks are added, not chained: in a chain of 64-bit states that differ, each further chunk could make them the same. So
+// sums of parts add up to that of the whole.
+//
+// The keys are constants, the same in every process. Code that knows them could write what goes unnoticed; code that does
+// not know them cannot, and neither can a disk.
 
 #pragma once
+
+#include "pages.h"
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
-namespace follow {
+namespace outofcore {
 
 constexpr int64_t kLine = 64;
 
@@ -77,12 +83,16 @@ inline uint64_t chunk(Wide sum, uint64_t number) {
 }  // namespace checksum
 
 // The checksum of the first 64 of every `step` bytes, which is at least 64; by default of all `count` bytes.
-inline uint64_t sum_of(const char* bytes, int64_t count, int64_t step = kLine) {
+//
+// Sums of parts of bytes add up to that of all: `before` says how many come before a part, in whole chunks.
+inline uint64_t sum_of(const char* bytes, int64_t count, int64_t step = kLine, int64_t before = 0) {
   using namespace checksum;
   const int64_t whole = count < kLine ? 0 : (count - kLine) / step + 1;  // lines
-  uint64_t sum = drawn(static_cast<uint64_t>(count)), number = 0;
+  uint64_t sum = drawn(static_cast<uint64_t>(before + count)) - drawn(static_cast<uint64_t>(before));
+  uint64_t number = static_cast<uint64_t>(before / (kLines * kLine));
   int64_t done = 0;
   for (; done + kLines <= whole; done += kLines) sum += chunk(lines(bytes + done * step, step, kLines), number++);
+  if (done * step >= count) return sum;
   Wide rest = lines(bytes + done * step, step, whole - done);
   if (const int64_t at = whole * step; at < count) {  // the last line lacks bytes
     char last[kLine] = {};
@@ -92,4 +102,22 @@ inline uint64_t sum_of(const char* bytes, int64_t count, int64_t step = kLine) {
   return sum + chunk(rest, number);
 }
 
-}  // namespace follow
+// The checksum of a few pages of a slot at an offset of its home: the first, the last, and two between that the offset
+// picks.
+inline uint64_t sampled_sum(const char* bytes, int64_t count, int64_t slot) {
+  constexpr uint32_t kSpread = 2654435761u;  // its multiples are spread over 32 bits (Knuth, TAOCP vol. 3, section 6.4)
+  const int64_t pages = whole_pages(count) / kPage;
+  if (pages == 0) return 0;
+  const auto between = [&](int64_t k) {
+    const auto spread = static_cast<uint32_t>((slot / kPage + k) * kSpread);
+    return static_cast<int64_t>((static_cast<checksum::Wide>(spread) * static_cast<uint64_t>(pages)) >> 32);
+  };
+  uint64_t found = 0;
+  for (const int64_t page : {int64_t{0}, pages - 1, between(1), between(2)}) {
+    const int64_t at = page * kPage;
+    found = (found << 13 | found >> 51) ^ sum_of(bytes + at, std::min(kPage, count - at));
+  }
+  return found;
+}
+
+}  // namespace outofcore

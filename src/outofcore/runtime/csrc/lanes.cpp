@@ -5,30 +5,25 @@
 // side. Nothing here takes the GIL or calls CUDA, and no memory is asked for where a stream waits.
 
 #include "borders.h"
-#include "transfer.h"
+#include "lanes.h"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
-#include <unistd.h>
 
-#include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <new>
 #include <system_error>
 
 namespace {
 
-constexpr int64_t kPage = 4096, kMost = int64_t{16} << 20;
-
 const borders::Border kBorders[] = {
-    STRUCT(Transfer, address, bytes, offset, descriptor, writes, forgets, failure, done, lane, next),
+    STRUCT(Posted, address, bytes, offset, descriptor, writes, cache, failure, done, bounce, lane, next),
+    ENUM("Cache", outofcore::Cache, kPast, kDropped, kKept),
 };
 
 void serve(Lane& lane) {
   while (true) {
-    Transfer* next = nullptr;
+    Posted* next = nullptr;
     {
       std::unique_lock<std::mutex> lock(lane.mutex);
       lane.posted.wait(lock, [&lane] { return lane.first != nullptr || lane.ends; });
@@ -36,7 +31,8 @@ void serve(Lane& lane) {
       next = lane.first;
       lane.first = next->next;
     }
-    outofcore_transfer(next);
+    if (next->descriptor == kPause) std::this_thread::sleep_for(std::chrono::microseconds(next->offset));
+    else outofcore::transfer(*next);
     // What was read is there before the count says so. From here on the transfer may be posted anew.
     lane.done->fetch_add(1, std::memory_order_release);
   }
@@ -44,41 +40,9 @@ void serve(Lane& lane) {
 
 }  // namespace
 
-EXPORT void outofcore_transfer(void* data) noexcept {
-  auto& t = *static_cast<Transfer*>(data);
-  t.done = 0;
-  t.failure = 0;
-  if (t.descriptor == kPause) {
-    std::this_thread::sleep_for(std::chrono::microseconds(t.offset));
-    return;
-  }
-  for (bool stuck = false; t.done < t.bytes;) {
-    auto* memory = reinterpret_cast<char*>(t.address) + t.done;
-    const int64_t left = t.bytes - t.done;
-    const auto count = static_cast<size_t>(std::min(left, kMost));
-    const ssize_t moved = t.writes ? pwrite(t.descriptor, memory, count, t.offset + t.done)
-                                   : pread(t.descriptor, memory, count, t.offset + t.done);
-    if (moved < 0 && errno == EINTR) continue;
-    if (moved < 0) {
-      t.failure = errno;
-      return;
-    }
-    // After a short one, direct I/O can go on from a page boundary only. One that does not come to the first is tried
-    // once more.
-    const int64_t kept = moved == left ? moved : moved / kPage * kPage;
-    if (moved == 0 || (kept == 0 && stuck)) {
-      t.failure = -1;
-      return;
-    }
-    stuck = kept == 0;
-    t.done += kept;
-  }
-  if (t.forgets) posix_fadvise(t.descriptor, t.offset, t.bytes, POSIX_FADV_DONTNEED);
-}
-
 // A host function: hands a transfer to the thread of its lane, and returns at once.
 EXPORT void outofcore_post(void* data) noexcept {
-  auto& t = *static_cast<Transfer*>(data);
+  auto& t = *static_cast<Posted*>(data);
   Lane& lane = *t.lane;
   {
     const std::lock_guard<std::mutex> guard(lane.mutex);

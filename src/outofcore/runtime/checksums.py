@@ -1,0 +1,27 @@
+"""Checksums of 64 bits (``checksum.h``): whether bytes are unchanged, wherever they have been and whoever may write.
+
+PyTorch counts writes to a tensor (``_version``), but not those through ``tensor.data``, NumPy, or a pointer. So what is
+both in the arena and at home between two steps is read once when a step starts. Different bytes have the same checksum
+with a chance of about 2^-64. The keys of the checksum are constants: this guards against faults and oversights, and not
+against somebody who makes up bytes with a checksum that they know.
+"""
+
+from __future__ import annotations
+
+from outofcore.runtime.file_io import native_function
+from outofcore.runtime.memory import address_of
+
+WHOLE_BYTES = 1024  # what comes before a part, of which sums add up, is a multiple
+
+
+def checksum(memory: memoryview, before: int = 0) -> int:
+    """Return the checksum of bytes, at memory speed.
+
+    Checksums of parts add up, modulo 2^64, to that of the whole: ``before`` is how many bytes come before the part.
+    """
+    return native_function("outofcore_sum")(address_of(memory), memory.nbytes, before)
+
+
+def sampled(memory: memoryview, offset: int) -> int:
+    """Return the checksum of a few pages of a slot at an offset of its home."""
+    return native_function("outofcore_sampled")(address_of(memory), memory.nbytes, offset)

@@ -1,0 +1,185 @@
+"""Bytes between memory and a file, by native code (``file_io.h``): past the page cache or through it.
+
+Direct I/O goes straight between the disk and the caller's pages. It requires an address, a file offset and a length in
+whole pages; anything else (a small tensor, the tail of a large one, a range of somebody else's file) goes through a
+page-aligned buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from outofcore.errors import TransferError
+from outofcore.runtime.memory import Region, address_of, map_anonymous
+from outofcore.runtime.native import Flavor, load_unlocked
+from outofcore.units import MIB, PAGE_BYTES, format_bytes
+
+# One native call moves at most this much: a copy can then be stopped. Each call takes the processor from ops.
+CHUNK_BYTES = 64 * MIB
+BUFFER_BYTES = 2 * MIB  # ``kBounce`` in file_io.h: stays in the processor's cache
+
+MEMORY = -1  # in place of a descriptor; ``kMemory`` in copying.cpp
+
+_buffers = threading.local()
+
+
+class Cache(IntEnum):
+    """What becomes of a file's pages in the system's cache; as ``Cache`` in file_io.h."""
+
+    PAST = 0  # direct I/O
+    DROPPED = 1  # they are not needed any more
+    KEPT = 2
+
+
+class Transfer(ctypes.Structure):
+    """As ``Transfer`` in file_io.h; must be kept until it has run."""
+
+    _fields_ = (
+        ("address", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("descriptor", ctypes.c_int32),
+        ("writes", ctypes.c_int32),
+        ("cache", ctypes.c_int32),
+        ("failure", ctypes.c_int32),
+        ("done", ctypes.c_int64),
+        ("bounce", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where native code finds a slot.
+
+    Attributes:
+        descriptor: of an open file, or ``MEMORY``.
+        start: the offset in the file, or the address.
+        bytes: that are there: fewer than those asked for, by less than a page, at the end of a range of a file.
+        owner: keeps the memory or the file alive.
+        cache: of the file's pages.
+        sums: of what was written in this step, which are compared when it is read. None: nothing is compared.
+    """
+
+    descriptor: int
+    start: int
+    bytes: int
+    owner: object
+    cache: Cache = Cache.KEPT
+    sums: Sums | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Checksums of what was written to slots of a home; ``full``: of all bytes, and not of a few pages."""
+
+    full: bool
+    known: dict[int, tuple[int, int]] = field(default_factory=dict)  # by offset: bytes, checksum
+
+
+def native_function(name: str) -> Callable[..., int]:
+    """Return a native function that releases the GIL while it runs; raises ``StateError`` without native code."""
+    found: Callable[..., int] = getattr(load_unlocked(Flavor.CPU), name)
+    return found
+
+
+class OpenFile(ABC):
+    """A file of which any bytes are read, and whole pages written; several threads may do so at once.
+
+    A write starts on a page, and owns its last page whole: the page's bytes after its end are lost.
+    """
+
+    @abstractmethod
+    def locate(self, offset: int, count: int) -> Location:
+        """Return where native code finds bytes; raises ``StateError`` if the file is closed."""
+
+    @abstractmethod
+    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
+        """Build the error for bytes that were not moved; ``failure`` is the system's, or less: the file ended."""
+
+    def move(self, offset: int, memory: memoryview, *, writes: bool) -> None:
+        """Move all of ``memory``, with the GIL released; raises ``TransferError``."""
+        place = self.locate(offset, len(memory))
+        done, failure = transfer(place, memory, writes=writes)
+        if failure:
+            raise self.failed(offset + done, len(memory) - done, failure, writes=writes)
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill all of ``target`` from byte ``offset`` on; raises ``TransferError``."""
+        self.move(offset, target, writes=False)
+
+
+def transfer(place: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
+    """Move ``memory`` to or from a file; return the bytes moved, and 0, or what failed as ``OpenFile.failed`` takes it.
+
+    Raises ``TransferError`` if there is no memory for a buffer.
+    """
+    count, address = memory.nbytes, address_of(memory)
+    in_place = place.cache is not Cache.PAST or (address | place.start | count) % PAGE_BYTES == 0
+    bounce = None if in_place else address_of(_buffer())
+    for start in range(0, count, CHUNK_BYTES):
+        piece, at = min(CHUNK_BYTES, count - start), place.start + start
+        work = Transfer(address + start, piece, at, place.descriptor, writes, place.cache, bounce=bounce)
+        native_function("outofcore_transfer")(ctypes.byref(work))
+        if work.failure:
+            return start + work.done, work.failure
+    return count, 0
+
+
+def copy_buffer() -> memoryview:
+    """Return ``BUFFER_BYTES`` of new page-aligned memory; raises ``TransferError`` if the system gives none."""
+    try:
+        return Region(map_anonymous(BUFFER_BYTES), BUFFER_BYTES).memory(0, BUFFER_BYTES)
+    except OSError as error:
+        failed = TransferError(
+            f"the system does not give {format_bytes(BUFFER_BYTES)} for a buffer of copies ({error.strerror}); end "
+            "other programs, or lift the limit on address space (ulimit -v)"
+        )
+        failed.errno = error.errno
+        raise failed from error
+
+
+def _buffer() -> memoryview:
+    """Return this thread's buffer."""
+    memory: memoryview | None = getattr(_buffers, "memory", None)
+    if memory is None:
+        memory = _buffers.memory = copy_buffer()
+    return memory
+
+
+def open_direct(descriptor: int, *, writes: bool = False) -> int | None:
+    """Open a file anew for direct I/O; None where the file system refuses it, or does not let it be read.
+
+    ``writes``: the first page of the file may be written. Raises ``OSError`` if it cannot be, for another reason.
+    """
+    try:
+        # A file without a name can still be opened again by way of /proc.
+        flags = (os.O_RDWR if writes else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC
+        found = os.open(f"/proc/self/fd/{descriptor}", flags)
+    except OSError:
+        return None
+    with contextlib.ExitStack() as undone:
+        undone.callback(os.close, found)
+        page = _buffer()[:PAGE_BYTES]
+        # Some file systems accept the flag and refuse the I/O.
+        for writing in (True, False) if writes else (False,):
+            _, failure = transfer(Location(found, 0, PAGE_BYTES, None, Cache.PAST), page, writes=writing)
+            if failure > 0 and (failure == errno.EINVAL or not writes):
+                return None
+            if failure > 0:
+                raise OSError(failure, os.strerror(failure))
+        undone.pop_all()
+    return found
+
+
+def close_files(*descriptors: int | None) -> None:
+    for descriptor in descriptors:
+        if descriptor is not None:
+            os.close(descriptor)
