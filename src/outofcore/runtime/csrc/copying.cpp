@@ -89,7 +89,7 @@ const borders::Border kBorders[] = {
     STRUCT(Copy, index, number, first_piece, pieces, first_wait, waits, awaited, writes),
     STRUCT(Sum, bytes, found),
     STRUCT(Queue, number, copies, first),
-    STRUCT(Work, pieces, waits, sums, summed, queues, count),
+    STRUCT(Work, pieces, waits, sums, summed, queues, count, threaded),
     CONSTANTS("Outside", kMemory, kCalled),
     CONSTANTS("CopyFailure", kEnded, kDamaged, kRaised, kStopped),
 };
