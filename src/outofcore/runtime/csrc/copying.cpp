@@ -86,7 +86,7 @@ const borders::Border kBorders[] = {
     STRUCT(Sum, bytes, found, full),
     STRUCT(Queue, number, copies, first),
     STRUCT(Work, pieces, waits, sums, queues, count, threaded),
-    CONSTANTS("Outside", kMemory),
+    CONSTANTS("FileIo", kMemory, kBounce),
     CONSTANTS("CopyFailure", kDamaged, kStopped),
 };
 
