@@ -18,6 +18,7 @@ from outofcore.errors import StateError
 from outofcore.execution import arena, copying, replay
 from outofcore.execution.arena import Arena, ArenaCounters, ScopeTable
 from outofcore.execution.cuda import driver, staging
+from outofcore.follow import native as follow_native
 from outofcore.follow import observed, recipes, space
 from outofcore.follow.stats import LoopStats
 from outofcore.runtime import file_io, native
@@ -153,7 +154,8 @@ def snake(name: str) -> str:
 def members_of(kind: type) -> dict[str, tuple[int, int]]:
     """Return what native code tells of a struct, an enum, or counters: by name, offsets and sizes, or values and 0."""
     if issubclass(kind, ctypes.Structure):
-        found = {name: getattr(kind, name) for name, *_ in kind._fields_}
+        names = [name for base in reversed(kind.__mro__) for name, *_ in vars(base).get("_fields_", ())]
+        found = {name: getattr(kind, name) for name in names}
         return {name: (member.offset, member.size) for name, member in found.items()}
     if issubclass(kind, Enum):
         return {member.name: (member.value, 0) for member in kind}
@@ -174,6 +176,7 @@ SHARED: dict[str, type] = {
     "Installed": arena.Installed,
     "Kind": driver._Kind,
     "LoopCounter": LoopStats,
+    "Numbers": follow_native.Refusal,
     "Piece": copying._Piece,
     "Queue": copying._Queue,
     "Recompute": recipes.Recompute,

@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "../borders.h"
+
 #include <cstdint>
 #include <deque>
 #include <mutex>
@@ -25,8 +27,10 @@ struct Numbers {
   int64_t smallest;
   int64_t beside;    // the arena: libraries, small tensors, holes
   int64_t sums;      // whether the op adds to the gradient of a parameter
-  int64_t parameter; // the number of its storage; -1: it has none
+  int64_t parameter;  // the number of its storage; -1: it has none
 };
+inline const borders::Border kNumbers = STRUCT(Numbers, budget, asked, used, kept, least, small, smallest, beside, sums, parameter);
+
 struct Refusal {
   std::string text, op;
   Numbers numbers;
