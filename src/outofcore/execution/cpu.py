@@ -262,7 +262,6 @@ class CpuEngine:
         self._copies: WeakKeyDictionary[Bound, Copies] = WeakKeyDictionary()
         self._slots: Mapping[int, tuple[Piece, ...]] = {}
         self._ports: dict[int, Port] = {}
-        self._arena: Arena | None = None
         self._communicator: _Communicator | None = None
         self._replayed: WeakKeyDictionary[Bound, _Replayed] = WeakKeyDictionary()
         self.update_failure: Exception | None = None
@@ -285,7 +284,7 @@ class CpuEngine:
         """Do nothing: nothing is under way between two steps."""
 
     def forget(self) -> None:
-        self._arena, self._slots, self._ports = None, {}, {}
+        self._slots, self._ports = {}, {}
 
     def run(
         self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
@@ -295,7 +294,7 @@ class CpuEngine:
         starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
         if not isinstance(arena, Arena):
             raise StateError("a step on the CPU was given an arena elsewhere")
-        self._arena, self._slots, self._ports = arena, slots, ports
+        self._slots, self._ports = slots, ports
         begin = perf_counter()
         # No local variable may hold a failure: its traceback refers to this frame, and with it to program and arena.
         try:

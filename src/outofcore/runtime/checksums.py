@@ -8,20 +8,19 @@ against somebody who makes up bytes with a checksum that they know.
 
 from __future__ import annotations
 
-from outofcore.runtime.file_io import native_function
 from outofcore.runtime.memory import address_of
-
-WHOLE_BYTES = 1024  # what comes before a part, of which sums add up, is a multiple
+from outofcore.runtime.native import Flavor, load_unlocked
 
 
 def checksum(memory: memoryview, before: int = 0) -> int:
     """Return the checksum of bytes, at memory speed.
 
-    Checksums of parts add up, modulo 2^64, to that of the whole: ``before`` is how many bytes come before the part.
+    Checksums of parts add up, modulo 2^64, to that of the whole: ``before`` is how many bytes come before the part, a
+    multiple of 1024.
     """
-    return native_function("outofcore_sum")(address_of(memory), memory.nbytes, before)
+    return int(load_unlocked(Flavor.CPU).outofcore_sum(address_of(memory), memory.nbytes, before))
 
 
 def sampled(memory: memoryview, offset: int) -> int:
     """Return the checksum of a few pages of a slot at an offset of its home."""
-    return native_function("outofcore_sampled")(address_of(memory), memory.nbytes, offset)
+    return int(load_unlocked(Flavor.CPU).outofcore_sampled(address_of(memory), memory.nbytes, offset))

@@ -13,7 +13,6 @@ import errno
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -84,12 +83,6 @@ class Sums:
     known: dict[int, tuple[int, int]] = field(default_factory=dict)  # by offset: bytes, checksum
 
 
-def native_function(name: str) -> Callable[..., int]:
-    """Return a native function that releases the GIL while it runs; raises ``StateError`` without native code."""
-    found: Callable[..., int] = getattr(load_unlocked(Flavor.CPU), name)
-    return found
-
-
 class OpenFile(ABC):
     """A file of which any bytes are read, and whole pages written; several threads may do so at once.
 
@@ -127,7 +120,7 @@ def transfer(place: Location, memory: memoryview, *, writes: bool) -> tuple[int,
     for start in range(0, count, CHUNK_BYTES):
         piece, at = min(CHUNK_BYTES, count - start), place.start + start
         work = Transfer(address + start, piece, at, place.descriptor, writes, place.cache, bounce=bounce)
-        native_function("outofcore_transfer")(ctypes.byref(work))
+        load_unlocked(Flavor.CPU).outofcore_transfer(ctypes.byref(work))
         if work.failure:
             return start + work.done, work.failure
     return count, 0

@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 
 from outofcore.errors import InputError, TransferError
-from outofcore.runtime.file_io import Cache, Location, OpenFile, close_files, native_function, open_direct
+from outofcore.runtime.file_io import Cache, Location, OpenFile, close_files, open_direct
 from outofcore.runtime.memory import Region, Watched, advise_pages, map_file, tensor_over
+from outofcore.runtime.native import Flavor, load_unlocked
 from outofcore.runtime.spill import SpillFile
 from outofcore.units import PAGE_BYTES, round_up
 
@@ -238,7 +239,7 @@ def any_written(address: int, count: int) -> bool:
 
     Raises ``OSError`` if the system does not tell.
     """
-    found = native_function("outofcore_any_written")(address, count)
+    found = load_unlocked(Flavor.CPU).outofcore_any_written(address, count)
     if found < 0:
         raise OSError(errno.EACCES, "/proc/self/pagemap cannot be read")
     return bool(found)

@@ -1,4 +1,4 @@
-// What Python asks of bytes wherever they lie: see file_io.py, checksums.py and memory.py.
+// What Python asks of bytes wherever they lie: see file_io.py, checksums.py and file_ranges.py.
 
 #include "checksum.h"
 #include "file_io.h"
