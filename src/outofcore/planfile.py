@@ -160,7 +160,11 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
 
 
 def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
-    """Return what is written of a plan; ``keys`` are the names of its storages."""
+    """Return what is written of a plan; ``keys`` are the names of its storages.
+
+    >>> document_of(PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5), keys=()).budget
+    4096
+    """
     plan, program = file.plan, file.program
 
     def named(storages: Sequence[int]) -> tuple[int | str, ...]:
@@ -220,7 +224,12 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
 
 
 def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFile:
-    """Return the plan in a document that was read from ``path``; raises ``GraphError`` as ``read_plan``."""
+    """Return the plan in a document that was read from ``path``; raises ``GraphError`` as ``read_plan``.
+
+    >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
+    >>> plan_of(document_of(file, keys=()), (), Path("plan.json")) == file
+    True
+    """
     numbers = {key: number for number, key in enumerate(keys)}
     plan, program = file.plan, file.program
 
