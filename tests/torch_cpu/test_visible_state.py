@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -213,6 +214,30 @@ def test_a_last_smaller_batch_is_noticed(pair: Any) -> None:
     assert torch.equal(ours, theirs)
     train(pair, range(2, 4))
     assert_alike(pair)
+
+
+collected = 0
+
+
+def count_collection(phase: str, info: dict[str, int]) -> None:
+    global collected  # noqa: PLW0603
+    collected = collected + 1
+
+
+def test_a_callback_of_the_garbage_collector_is_no_part_of_a_step(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="outofcore")
+    threshold = gc.get_threshold()
+    gc.callbacks.append(count_collection)
+    gc.set_threshold(1)  # it would run while the step is captured
+    try:
+        train(pair, range(4))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(count_collection)
+    assert collected
+    assert gc.isenabled()
+    assert_alike(pair)
+    assert not messages(caplog, "capturing again")
 
 
 def messages(caplog: pytest.LogCaptureFixture, start: str) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dis
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -173,17 +174,23 @@ class Reads:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Record the code that this thread runs in this context."""
-        previous = sys.getprofile()
+        """Record the code that this thread runs in this context.
+
+        No garbage is collected meanwhile: callbacks of the collector are no part of what is recorded.
+        """
+        previous, collects = sys.getprofile(), gc.isenabled()
         library, tell = load_comparing(), self._note
         library.outofcore_forget_code()
         self.pause, self.go_on = (partial(library.outofcore_tell_of_code, to) for to in (None, id(tell)))
+        gc.disable()
         self.go_on()
         try:
             yield
         finally:
             self.pause()
             self.pause = self.go_on = _nothing
+            if collects:
+                gc.enable()
             # A profiler of the standard library is no function, and puts itself back.
             if previous is not None and hasattr(previous, "enable"):
                 previous.enable()  # type: ignore[attr-defined]
