@@ -28,7 +28,7 @@ from outofcore.runtime.checks import damaged
 from outofcore.runtime.file_io import MEMORY, Location, Sums
 from outofcore.runtime.file_ranges import FIRST_RANGE
 from outofcore.runtime.homes import HomeStore
-from outofcore.runtime.native import without_lock
+from outofcore.runtime.native import Flavor, load_unlocked
 from outofcore.runtime.slots import Piece
 
 _NOT_SUMMED = -1  # in place of the row of a piece in ``_Work.sums``
@@ -243,9 +243,10 @@ class Copying:
         self._queues = queues
         self._raised: BaseException | None = None
         self._copies: Copies | None = None
-        self._wait = without_lock(library, "outofcore_copying_wait")
-        self._idle = without_lock(library, "outofcore_copying_idle")
-        self._pause = without_lock(library, "outofcore_copying_pause")
+        unlocked = load_unlocked(Flavor.CPU)
+        self._wait = unlocked.outofcore_copying_wait
+        self._idle = unlocked.outofcore_copying_idle
+        self._pause = unlocked.outofcore_copying_pause
         handle = library.outofcore_copying_new(queues)
         if handle is None:
             raise MemoryError("there is no memory for the copies of a step")

@@ -21,7 +21,7 @@ from outofcore.execution.arena import ScopeTable
 from outofcore.execution.binding import BoundRun, Draws
 from outofcore.execution.copying import Copying
 from outofcore.execution.interrupts import SIGNALS_SECONDS
-from outofcore.runtime.native import without_lock
+from outofcore.runtime.native import Flavor, load_unlocked
 
 # Of a step, for each of its ops: in longer ones the calls by Python, 5 us each, take less than a thousandth.
 _WORTH_SECONDS = 5e-3
@@ -80,7 +80,7 @@ class Replay:
         self._handle: int = handle
         self._end = weakref.finalize(self, library.replay_free, handle)
         self._end.atexit = False
-        self._run = without_lock(library, "replay_run")  # copies have threads of their own
+        self._run = load_unlocked(Flavor.CPU).replay_run  # copies have threads of their own
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
@@ -240,14 +240,6 @@ def cuda_headers() -> Path | None:
         if (folder / "cuda_runtime_api.h").is_file():
             return folder
     return None
-
-
-def without_lock(library: ctypes.PyDLL, name: str) -> Callable[..., int]:
-    """Return a declared function of the library that releases the GIL while it runs."""
-    function, declared = getattr(ctypes.CDLL(None, handle=library._handle), name), getattr(library, name)
-    function.restype, function.argtypes = declared.restype, declared.argtypes
-    found: Callable[..., int] = function
-    return found
 
 
 def _defines(flavor: Flavor) -> list[str]:
