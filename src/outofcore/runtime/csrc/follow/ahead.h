@@ -53,6 +53,7 @@ bool fetch_ahead(Space& space, Block& block, int64_t distance) {
   if (!fetchable(block) || space.charged + block.bytes > space.room()) return false;
   place(space, block, State::kComing, clears ? wanted : -1);
   block.early = true;
+  note_touched(space, block);
   space.device.begin_watch(space.homes, block.slot);
   space.early += block.bytes;
   try {

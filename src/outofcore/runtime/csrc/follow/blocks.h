@@ -17,6 +17,44 @@ int64_t step_of_sums(const Space& space, const Block& block) {
   return space.sampled && block.slot.original ? kPage + 64 : 64;
 }
 
+// Whether what comes from a block's slot is compared with what was written there.
+bool is_compared(const Space& space, const Block& block) {
+  return space.verified && !block.dirty && !block.slot.original &&
+         (!space.sampled || space.homes.is_on_disk(block.slot));
+}
+// Takes note, before a slot is read, whether code that nobody sees may have written to it.
+void note_touched(Space& space, Block& block) {
+  if (!is_compared(space, block)) return;
+  block.touched |= block.fixed ? space.device.was_touched(space.homes, block.slot, space.address(block))
+                               : space.device.was_touched(space.homes, block.slot);
+}
+// Whether the sum of what has come from a block's slot is that of what is there, which is known from then on if it was not.
+bool accept(Space& space, Block& block, uint64_t sum) {
+  if (!block.dirty && sum != block.sum) {
+    if (!block.touched) return false;
+    ++space.counters[kUnseenWrites];
+    if (block.origin) block.origin->changed();
+  }
+  block.sum = sum;
+  block.touched = false;
+  return true;
+}
+// Whether the sum of what comes from a block's slot is needed: what was adopted at home has none yet.
+bool is_summed(const Space& space, const Block& block) {
+  return (space.verified && block.dirty) || is_compared(space, block);
+}
+// Compares the bytes of a block's slot, read beside its window or through it. Throws c10::Error: they are not what was
+// written there.
+void check_bytes(Space& space, Block& block, const char* at) {
+  const uint64_t sum = sum_of(at, block.bytes, step_of_sums(space, block));
+  if (accept(space, block, sum)) return;
+  if (at != space.homes.window(block.slot)) note_touched(space, block);  // another thread, since it was noted
+  TORCH_CHECK(accept(space, block, sum), "outofcore: the ", block.bytes, " bytes at byte ", block.slot.offset, " of the ",
+              space.homes.is_on_disk(block.slot) ? "disk" : "host", " home are not what was written there: the checksum "
+              "differs, so they were damaged on the way or where they lay; check that disk and its file system, or name "
+              "another home");
+}
+
 int64_t nanos_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
 }
@@ -174,7 +212,8 @@ void end_copy(Space& space, Block* block, bool waited) {
   block->waited = waited;
   if (block->state == State::kComing) {
     --space.copying_in;
-    if (block->copied && !block->dead && block->version == block->copied_version)
+    if (block->copied && !block->dead && block->version == block->copied_version &&
+        (!block->summed || accept(space, *block, block->copied_sum)))
       block->become(State::kArrived);
     else
       unplace(space, *block);
@@ -182,7 +221,7 @@ void end_copy(Space& space, Block* block, bool waited) {
     --space.copying_out;
     block->writing = false;
     if (block->copied && block->version == block->copied_version) {
-      block->dirty = false;
+      block->dirty = block->touched = false;
       block->sum = block->copied_sum;
       ++space.counters[kWrites];
       space.counters[kWrittenBytes] += block->bytes;
@@ -209,7 +248,6 @@ bool show_arrived(Space& space, Block& block) {
     unplace(space, block);
     return false;
   }
-  if (block.dirty) block.sum = block.copied_sum;
   block.dirty = false;
   block.become(State::kHere);
   space.device.use(block.order);
@@ -296,7 +334,8 @@ void copy_on_demand(Copier& copier) {
     Space& space = *block->space;
     char* at = space.address(*block);
     const int64_t step = step_of_sums(space, *block);
-    const bool in = block->state == State::kComing, sums = space.verified && (!in || block->dirty);
+    const bool in = block->state == State::kComing;
+    const bool sums = in ? is_summed(space, *block) : space.verified;
     lock.unlock();
     bool copied = true;
     uint64_t sum = 0;
@@ -315,6 +354,7 @@ void copy_on_demand(Copier& copier) {
     (in ? space.in_nanos : space.out_nanos) += nanos;
     (in ? space.in_bytes : space.out_bytes) += block->bytes;
     block->copied = copied;
+    block->summed = sums;
     block->copied_sum = sum;
     block->copy_end = follow::nanos_now();
     block->copy_start = block->copy_end - nanos;
@@ -404,7 +444,7 @@ void evict(Space& space, Block& block, StorageImpl& storage, follow::Cause cause
                        static_cast<int32_t>(follow::Copied::kOnDemand));
     ++space.counters[kWrites];
     space.counters[kWrittenBytes] += block.bytes;
-    block.dirty = false;
+    block.dirty = block.touched = false;
     block.sum = sum;
   }
   if (block.fixed) space.device.cover(space.homes, block.slot, space.address(block), false);  // if it cannot, it stays

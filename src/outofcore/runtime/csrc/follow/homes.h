@@ -168,7 +168,9 @@ class Home {
   // Forgets who looked at a window, so that ``was_touched`` tells of later looks alone. What was written there stays.
   void begin_watch(int64_t offset, int64_t bytes) const { madvise(window_ + offset, bytes, MADV_DONTNEED); }
   // Whether somebody has read from or written to a window meanwhile: pages of it are mapped then.
-  bool was_touched(int64_t offset, int64_t bytes) const { return pages_.any_mapped(window_ + offset, bytes); }
+  bool was_touched(int64_t offset, int64_t bytes) const { return was_touched(window_ + offset, bytes); }
+  // The same of a slot that is mapped at other addresses, too.
+  bool was_touched(const char* at, int64_t bytes) const { return pages_.any_mapped(at, bytes); }
   bool can_detect_touches() const { return pages_.is_readable(); }
   // Maps a slot over the addresses at `at`.
   void show(char* at, int64_t offset, int64_t bytes, bool privately) const {
@@ -186,6 +188,7 @@ class Home {
     // the window becomes read-only, or is unmapped.
     if (mmap(window_, capacity_, PROT_READ, kHow, file_, 0) == MAP_FAILED) munmap(window_, capacity_);
   }
+  bool is_on_disk() const { return !memory_; }
   int64_t used() const { return used_; }
   int64_t most_used() const { return most_used_; }
 
@@ -284,6 +287,7 @@ class Homes {
   bool was_touched(const Slot& slot) const {
     return slot.original ? slot.original->was_written() : of(slot).was_touched(slot.offset, slot.bytes);
   }
+  bool is_on_disk(const Slot& slot) const { return !slot.original && of(slot).is_on_disk(); }
 
   // Whether ``was_touched`` can find out; else it always returns true.
   bool can_detect_touches() const {

@@ -87,6 +87,10 @@ bool release_from(Block& block, StorageImpl& storage) {
   if (!owns(storage, block)) return false;  // something was done to it meanwhile
   if (block.fixed || block.stays || block.held() || used_elsewhere(block) || has_array(storage)) return false;
   if (return_to_file(block, storage)) return true;
+  if (!block.here()) {
+    note_touched(space, block);
+    if (is_compared(space, block)) check_bytes(space, block, space.homes.window(block.slot));
+  }
   at::DataPtr own = stock.load()->allocate(storage.nbytes());
   block.here() ? space.device.use(block.order) : space.device.use_slot(block.order);
   space.device.copy(static_cast<char*>(own.get()), static_cast<const char*>(storage._mutable_data_ptr_no_checks().get()),
@@ -409,9 +413,10 @@ EXPORT int64_t follow_pause(Space* space) noexcept {
     if (current != space) return 0;
     wait_for_copies(*space);
     // What is done to them meanwhile is not seen.
-    if (!space->verified)
-      for (Block* block : space->known)
-        if (block->here()) block->dirty = true;
+    for (Block* block : space->known) {
+      block->touched |= !block->here();
+      block->dirty |= block->here() && !space->verified;
+    }
     current = nullptr;
     uninstall();
     return 0;

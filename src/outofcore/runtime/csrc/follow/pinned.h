@@ -84,6 +84,7 @@ class PinnedHomes {
   }
   char* window(const Slot& slot) const { return pieces_[slot.home]->window(slot.offset); }
 
+  bool is_on_disk(const Slot&) const { return false; }
   bool frozen(const Slot&) const { return false; }
   void before_fork() const {}
   void after_fork_in_parent() const {}

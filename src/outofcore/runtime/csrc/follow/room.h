@@ -418,8 +418,12 @@ void fetch(Space& space, Block& block) {
   if (!place_for || through_window()) return use_at_home();
   const Stopwatch watch{space.counters[kTransferMicroseconds]};
   int64_t start = follow::nanos_now();
+  const auto check = [&](const char* at) {
+    if (is_summed(space, block)) check_bytes(space, block, at);
+  };
+  note_touched(space, block);
   if (block.fixed) {
-    space.device.uncover_with(space.homes, block.slot, space.address(block), block.bytes);
+    space.device.uncover_with(space.homes, block.slot, space.address(block), block.bytes, check);
     place(space, block, State::kHere);
   } else {
     place(space, block, State::kHere, *place_for);
@@ -427,6 +431,7 @@ void fetch(Space& space, Block& block) {
     space.device.note_unseen(false);  // just before this op, somebody may have written to its window
     try {
       space.device.load(space.homes, block.slot, block.order, space.address(block));
+      check(space.address(block));
     } catch (...) {
       unplace(space, block);
       throw;
@@ -434,8 +439,6 @@ void fetch(Space& space, Block& block) {
     space.device.use(block.order);
     show(block, *block.storage->_unsafe_get_target(), space.address(block));
   }
-  // What was adopted at home has no sum yet.
-  if (block.dirty && space.verified) block.sum = sum_of(space.address(block), block.bytes, step_of_sums(space, block));
   block.dirty = block.slot.original && block.slot.original->was_written();  // its file has other bytes
   ++space.counters[kFetches];
   space.counters[kFetchedBytes] += block.bytes;

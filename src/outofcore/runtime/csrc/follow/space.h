@@ -152,12 +152,14 @@ struct Block {
   bool released = false;        // the plan has given its room to others
   int64_t given = -1;           // its place among those that the user put under the budget
   uint64_t sum = 0;             // of what is at home, while it is not dirty
+  bool touched = false;         // code that nobody sees may have written to it there since
   int64_t version = 0;          // how often it was written
   bool early = false;           // it was brought in before an op needed it, and none has used it yet
   bool copied = false;          // the copy beside the ops came off
   bool waited = false;          // somebody waited for it
   int64_t copied_version = 0;
   uint64_t copied_sum = 0;
+  bool summed = false;          // it was made
   std::shared_ptr<follow::Origin> origin;  // how its bytes came about, if recipes ask for that
   follow::Rank rank;
   [[no_unique_address]] Device::Order order;
@@ -235,8 +237,8 @@ struct Space {
   bool open = true;
   bool seen = false;             // ops of all threads are seen because of it
   bool of_parent = false;        // this process is a child that was forked from the one that made it
-  bool verified = true;          // whether what is taken to be unchanged is compared
-  bool sampled = false;          // and of weights that are still in their files, which nobody writes to, a part
+  bool verified = true;          // whether what is taken to be unchanged is compared, and what comes from a disk
+  bool sampled = false;          // and of weights still in their files a part; else also what comes from host memory
   bool stress = false;
   bool ahead = true;             // whether to copy beside ops
   int64_t counters[kCounters] = {};

@@ -1,0 +1,131 @@
+"""Bytes of a loop's home that are damaged, or that code without an op has changed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outofcore
+from outofcore.errors import TransferError
+from outofcore.units import PAGE_BYTES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BUDGET = "3MiB"
+DEPTH = 12  # of which a third fits
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(512, 512) for _ in range(DEPTH)])
+
+
+def batch(seed: int = 1) -> Tensor:
+    return torch.randn(64, 512, generator=torch.Generator().manual_seed(seed))
+
+
+def steps(model: nn.Module) -> Iterator[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    for number in range(100):
+        loss = model(batch(number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def home_file(folder: Path) -> Path:
+    """The file without a name in ``folder`` that this process has open."""
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:  # the descriptor that lists them
+            continue
+        if target.startswith(str(folder)):
+            return link
+    raise AssertionError(f"there is no file in {folder}")
+
+
+def damage(file: Path) -> None:
+    """Change one bit of every page but the first of each eight, on the disk."""
+    with open(file, "r+b", buffering=0) as home:
+        for page in range(os.fstat(home.fileno()).st_size // PAGE_BYTES):
+            if page % 8:
+                home.seek(page * PAGE_BYTES + 17)
+                (byte,) = home.read(1)
+                home.seek(page * PAGE_BYTES + 17)
+                home.write(bytes([byte ^ 4]))
+        os.fsync(home.fileno())
+
+
+@pytest.mark.parametrize("policy", ["auto", None])
+@pytest.mark.parametrize("check", ["sampled", "full"])
+def test_damage_on_the_disk_is_an_error(check: outofcore.api.CheckName, policy: str | None, tmp_path: Path) -> None:
+    model = net()
+    with (
+        pytest.raises(TransferError, match="of the disk home are not what was written there: the checksum differs"),
+        outofcore.budget(BUDGET, model, home=tmp_path, check=check, policy=policy),
+    ):
+        training = steps(model)
+        for _ in range(6):
+            next(training)
+        damage(home_file(tmp_path))
+        next(training)
+
+
+def test_damage_on_the_disk_is_found_when_tensors_are_released(tmp_path: Path) -> None:
+    model = net()
+    with outofcore.budget(BUDGET, model, home=tmp_path) as run, torch.no_grad():
+        model(batch())
+        model(batch())
+        damage(home_file(tmp_path))
+        with pytest.raises(TransferError, match="the checksum differs"):
+            run.release()
+
+
+def test_damage_on_the_disk_is_not_looked_for_without_checks(tmp_path: Path) -> None:
+    model, expected = net(), net()(batch())
+    with outofcore.budget(BUDGET, model, home=tmp_path, check="off"), torch.no_grad():
+        model(batch())
+        damage(home_file(tmp_path))
+        assert not torch.equal(model(batch()), expected)
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("check", ["sampled", "full"])
+def test_write_without_an_op_to_what_is_away_is_no_damage(
+    check: outofcore.api.CheckName, home: str, tmp_path: Path
+) -> None:
+    ours, plain = net(), net()
+    where = tmp_path if home == "disk" else home
+    addressed: list[tuple[int, int]] = []
+    with outofcore.budget(BUDGET, ours, home=where, check=check):
+        for number, (loss, expected) in enumerate(zip(steps(ours), steps(plain), strict=True)):
+            assert torch.equal(loss, expected)
+            if number == 3:
+                addressed = [(layer.weight.data_ptr(), layer.weight.nbytes) for layer in ours]
+            if number >= 3:
+                for (address, count), layer in zip(addressed, plain, strict=True):
+                    ctypes.memset(address, 0, count // 4)
+                    ctypes.memset(layer.weight.data_ptr(), 0, count // 4)
+            if number == 6:
+                break
+
+
+@pytest.mark.parametrize("check", ["sampled", "full"])
+def test_update_in_a_pause_is_no_damage(check: outofcore.api.CheckName, tmp_path: Path) -> None:
+    ours, plain = net(), net()
+    with outofcore.budget(BUDGET, ours, home=tmp_path, check=check) as run, torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(ours(batch()), plain(batch()))
+            run.pause()
+            for model in (ours, plain):
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            run.resume()
