@@ -54,7 +54,7 @@ def home_file(folder: Path) -> Path:
 
 def damage(file: Path) -> None:
     """Change one bit of every page but the first of each eight, on the disk."""
-    with open(file, "r+b", buffering=0) as home:
+    with file.open("r+b", buffering=0) as home:
         for page in range(os.fstat(home.fileno()).st_size // PAGE_BYTES):
             if page % 8:
                 home.seek(page * PAGE_BYTES + 17)

@@ -157,7 +157,7 @@ def reads_after_writes(copies: Sequence[tuple[int, bool]], slots: Mapping[int, t
 class Posted(Transfer):
     """As ``Posted`` in ``lanes.h``; must be kept until it has run."""
 
-    _fields_ = (("lane", ctypes.c_void_p), ("next", ctypes.c_void_p))
+    _fields_ = (("next", ctypes.c_void_p), ("lane", ctypes.c_void_p))
 
 
 def transfer_of(

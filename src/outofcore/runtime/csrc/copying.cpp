@@ -6,10 +6,8 @@
 
 #include "borders.h"
 #include "checksum.h"
+#include "copy_thread.h"
 #include "file_io.h"
-
-#include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
@@ -22,15 +20,13 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <system_error>
-#include <thread>
-#include <utility>
 #include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
+using outofcore::CopyThread;
 using outofcore::kBounce;
 using outofcore::kEnded;
 using outofcore::kPage;
@@ -106,6 +102,21 @@ struct Sleeper {
 
 struct Free {
   void operator()(void* memory) const { std::free(memory); }
+};
+
+struct Copying;
+
+// The thread of a queue, and what it is asked to do: all copies of a step.
+struct Copier : CopyThread::Job {
+  explicit Copier(Copying& all) : all(all), bounce(static_cast<char*>(std::aligned_alloc(kPage, kBounce))) {
+    if (bounce == nullptr) throw std::bad_alloc();
+  }
+  static void run(CopyThread::Job& job);
+
+  Copying& all;
+  const std::unique_ptr<char, Free> bounce;
+  const Queue* queue = nullptr;
+  CopyThread thread{run};
 };
 
 struct Copying {
@@ -241,37 +252,26 @@ struct Copying {
     }
   }
 
-  void serve(int64_t place, const std::unique_ptr<char, Free> bounce) {
-    for (uint64_t round = 0;;) {
-      const Queue* queue = nullptr;
-      {
-        std::unique_lock<std::mutex> lock(mutex);
-        begun.wait(lock, [&] { return ends_all || (rounds != round && work.threaded && place < work.count); });
-        if (ends_all) return;
-        round = rounds;
-        queue = &work.queues[place];
-      }
-      run(*queue, bounce.get());
-      const std::lock_guard<std::mutex> guard(mutex);
-      if (--running == 0) idle.notify_all();
-    }
-  }
-
   std::vector<std::atomic<int64_t>> done;
   std::mutex mutex;
-  std::condition_variable begun, idle, gate;
+  std::condition_variable idle, gate;
   std::vector<Sleeper*> sleepers;
   std::atomic<int> asleep{0};
   std::atomic<bool> failed{false};
   Failure failure{};
   Work work{};
   double *starts = nullptr, *ends = nullptr;
-  uint64_t rounds = 0;
   int64_t running = 0, moving = 0;  // queues at work; copies under way
   bool paused = false;
-  bool ends_all = false;
-  std::vector<std::thread> threads;
+  std::vector<std::unique_ptr<Copier>> copiers;
 };
+
+void Copier::run(CopyThread::Job& job) {
+  auto& copier = static_cast<Copier&>(job);
+  copier.all.run(*copier.queue, copier.bounce.get());
+  const std::lock_guard<std::mutex> guard(copier.all.mutex);
+  if (--copier.all.running == 0) copier.all.idle.notify_all();
+}
 
 }  // namespace
 
@@ -283,45 +283,20 @@ EXPORT Copying* outofcore_copying_new(int64_t queues) noexcept try {
 }
 
 // Nothing is under way. Ends the threads.
-EXPORT void outofcore_copying_free(Copying* copying) noexcept {
-  {
-    const std::lock_guard<std::mutex> guard(copying->mutex);
-    copying->ends_all = true;
-  }
-  copying->begun.notify_all();
-  for (std::thread& thread : copying->threads) thread.join();
-  delete copying;
-}
+EXPORT void outofcore_copying_free(Copying* copying) noexcept { delete copying; }
 
 // Begins a step, of which nothing is done yet. 0: the copies are begun; else what the system says: it gives no thread, or
 // no memory for one. What is given stays as it is until outofcore_copying_idle says so.
 EXPORT int outofcore_copying_begin(Copying* copying, const Work* work, double* starts, double* ends) noexcept {
   Copying& all = *copying;
   const auto count = static_cast<size_t>(work->threaded ? work->count : 0);
-  if (all.threads.size() < count) {
-    // Signals are for the interpreter's threads.
-    sigset_t every, before;
-    sigfillset(&every);
-    pthread_sigmask(SIG_SETMASK, &every, &before);
-    int status = 0;
-    try {
-      all.threads.reserve(count);
-      while (all.threads.size() < count) {
-        const auto place = static_cast<int64_t>(all.threads.size());
-        std::unique_ptr<char, Free> bounce(static_cast<char*>(std::aligned_alloc(kPage, kBounce)));
-        if (bounce == nullptr) throw std::bad_alloc();
-        all.threads.emplace_back(
-            [&all, place, bounce = std::move(bounce)]() mutable { all.serve(place, std::move(bounce)); });
-        pthread_setname_np(all.threads.back().native_handle(), "outofcore-copy");
-      }
-    } catch (const std::system_error& error) {
-      status = error.code().value();
-    } catch (...) {
-      status = ENOMEM;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    if (status != 0) return status;
+  try {
+    while (all.copiers.size() < count) all.copiers.push_back(std::make_unique<Copier>(all));
+  } catch (...) {
+    return ENOMEM;
   }
+  for (size_t place = 0; place < count; ++place)
+    if (const int status = all.copiers[place]->thread.start(); status != 0) return status;
   {
     const std::lock_guard<std::mutex> guard(all.mutex);
     for (auto& done : all.done) done.store(0);
@@ -332,9 +307,12 @@ EXPORT int outofcore_copying_begin(Copying* copying, const Work* work, double* s
     all.starts = starts;
     all.ends = ends;
     all.running = static_cast<int64_t>(count);
-    ++all.rounds;
   }
-  all.begun.notify_all();
+  for (size_t place = 0; place < count; ++place) {
+    Copier& copier = *all.copiers[place];
+    copier.queue = &work->queues[place];
+    copier.thread.ask(copier);
+  }
   return 0;
 }
 

@@ -31,7 +31,7 @@ void begin_copy(Space& space, Block& block, bool in) {
   block.copied_version = block.version;
   if (Device::kStreams) return issue_copy(space, block, in);
   space.finished.reserve(static_cast<size_t>(space.copying_in + space.copying_out) + 1);  // a thread must not lack memory
-  (in ? fetching : writing_out).ask(&block);
+  (in ? fetching : writing_out).ask(block);
   block.writing = !in;
   ++(in ? space.copying_in : space.copying_out);
 }

@@ -4,8 +4,7 @@
 
 #include "thread_roles.h"
 
-#include <system_error>
-#include <thread>
+#include <cstring>
 
 namespace {
 
@@ -322,63 +321,55 @@ void wait_for_copies(Space& space) {
   while (space.copying_in + space.copying_out > 0) wait_for_copy(space);
 }
 
-// The life of a thread that copies beside ops.
-void copy_on_demand(Copier& copier) {
+// Copies a block beside ops, in a thread for that.
+void copy_beside(outofcore::CopyThread::Job& job) {
+  auto* block = static_cast<Block*>(&job);
   std::unique_lock lock(mutex);
-  for (;;) {
-    copier.sleeps = true;
-    copier.asked.wait(lock, [&] { return !copier.queue.empty(); });
-    copier.sleeps = false;
-    Block* block = copier.queue.front();
-    copier.queue.pop_front();
-    Space& space = *block->space;
-    char* at = space.address(*block);
-    const int64_t step = step_of_sums(space, *block);
-    const bool in = block->state == State::kComing;
-    const bool sums = in ? is_summed(space, *block) : space.verified;
-    lock.unlock();
-    bool copied = true;
-    uint64_t sum = 0;
-    const auto start = std::chrono::steady_clock::now();
-    try {
-      // The sum comes first: what is written meanwhile, and not seen, differs from it later.
-      if (!in && sums) sum = sum_of(at, block->bytes);  // of what a home has
-      in ? space.device.load(space.homes, block->slot, block->order, at)
-         : space.device.save(space.homes, block->slot, block->order, at);
-      if (in && sums) sum = sum_of(at, block->bytes, step);
-    } catch (...) {  // whoever needs the copy makes it again, and tells
-      copied = false;
-    }
-    const auto nanos = nanos_since(start);
-    lock.lock();
-    (in ? space.in_nanos : space.out_nanos) += nanos;
-    (in ? space.in_bytes : space.out_bytes) += block->bytes;
-    block->copied = copied;
-    block->summed = sums;
-    block->copied_sum = sum;
-    block->copy_end = follow::nanos_now();
-    block->copy_start = block->copy_end - nanos;
-    space.finished.push_back(block);
-    answer();
+  Space& space = *block->space;
+  char* at = space.address(*block);
+  const int64_t step = step_of_sums(space, *block);
+  const bool in = block->state == State::kComing, sums = in ? is_summed(space, *block) : space.verified;
+  lock.unlock();
+  bool copied = true;
+  uint64_t sum = 0;
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    // The sum comes first: what is written meanwhile, and not seen, differs from it later.
+    if (!in && sums) sum = sum_of(at, block->bytes);  // of what a home has
+    in ? space.device.load(space.homes, block->slot, block->order, at)
+       : space.device.save(space.homes, block->slot, block->order, at);
+    if (in && sums) sum = sum_of(at, block->bytes, step);
+  } catch (...) {  // whoever needs the copy makes it again, and tells
+    copied = false;
   }
+  const auto nanos = nanos_since(start);
+  lock.lock();
+  (in ? space.in_nanos : space.out_nanos) += nanos;
+  (in ? space.in_bytes : space.out_bytes) += block->bytes;
+  block->copied = copied;
+  block->summed = sums;
+  block->copied_sum = sum;
+  block->copy_end = follow::nanos_now();
+  block->copy_start = block->copy_end - nanos;
+  space.finished.push_back(block);
+  answer();
 }
+// Never destroyed.
+outofcore::CopyThread& fetching = *new outofcore::CopyThread(copy_beside);
+outofcore::CopyThread& writing_out = *new outofcore::CopyThread(copy_beside);
+pid_t copiers = -1;  // the process that has them
+
 // Throws c10::Error if the system gives no thread. A later call starts the missing threads.
 void start_copiers() {
   if (Device::kStreams) return;
   if (copiers != getpid()) {
     copiers = getpid();
-    new (&fetching) Copier;
-    new (&writing_out) Copier;
+    new (&fetching) outofcore::CopyThread(copy_beside);
+    new (&writing_out) outofcore::CopyThread(copy_beside);
   }
-  const auto start = [](Copier& copier) {
-    if (!copier.runs) std::thread(copy_on_demand, std::ref(copier)).detach();
-    copier.runs = true;
-  };
-  try {
-    start(fetching);
-    start(writing_out);
-  } catch (const std::system_error& error) {
-    TORCH_CHECK(false, "outofcore: the system gives no thread for copies beside ops (", error.code().message(),
+  for (outofcore::CopyThread* thread : {&fetching, &writing_out}) {
+    const int status = thread->start();
+    TORCH_CHECK(status == 0, "outofcore: the system gives no thread for copies beside ops (", std::strerror(status),
                 "); raise the limit on processes (ulimit -u), or end other programs");
   }
 }

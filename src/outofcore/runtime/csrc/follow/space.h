@@ -13,6 +13,7 @@
 #include "../allocator.h"
 #include "../borders.h"
 #include "../checksum.h"
+#include "../copy_thread.h"
 #include "extents.h"
 #include "history.h"
 #include "homes.h"
@@ -124,7 +125,7 @@ constexpr bool may_follow(State before, State after) {
   return false;
 }
 
-struct Block {
+struct Block : outofcore::CopyThread::Job {
   Space* space = nullptr;
   std::optional<follow::WeakStorage> storage;  // none: a piece that no storage is known to own yet
   int64_t id = 0;

@@ -13,20 +13,6 @@
 
 namespace {
 
-// A thread that makes copies beside ops.
-struct Copier {
-  std::deque<Block*> queue;
-  std::condition_variable_any asked;
-  bool runs = false, sleeps = false;
-  void ask(Block* block) {
-    queue.push_back(block);
-    if (sleeps) asked.notify_one();
-  }
-};
-Copier& fetching = *new Copier;
-Copier& writing_out = *new Copier;
-pid_t copiers = -1;  // the process that has them
-
 thread_local int depth = 0;                    // atomic ops that the thread is in
 thread_local const c10::OperatorHandle* running = nullptr;
 thread_local std::exception_ptr* refusal = nullptr;  // what the op that runs was refused; null: none runs

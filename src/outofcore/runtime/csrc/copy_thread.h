@@ -1,0 +1,89 @@
+// Threads that copy, each in the order in which it is asked to: one for each queue of a compiled step (copying.cpp), for
+// each direction of an eager loop (follow/blocks.h), and for each direction between files and a GPU (lanes.cpp).
+//
+// Nothing here takes Python's lock. To ask takes no memory: whoever asks may be a host function of CUDA's.
+
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace outofcore {
+
+class CopyThread {
+ public:
+  // What a thread is asked to do. It may be asked for anew once it runs.
+  struct Job {
+    Job* next;  // while it waits
+  };
+
+  explicit CopyThread(void (*run)(Job&)) : run_(run) {}
+  // Does what was asked for, and ends. Nobody asks any more.
+  ~CopyThread() {
+    if (!thread_.joinable()) return;
+    {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      ends_ = true;
+    }
+    asked_.notify_one();
+    thread_.join();
+  }
+  CopyThread(const CopyThread&) = delete;
+
+  // 0: it runs, perhaps since an earlier call; else what the system says, which gives no thread.
+  int start() {
+    if (thread_.joinable()) return 0;
+    // Signals are for the interpreter's threads.
+    sigset_t every, before;
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before);
+    int status = 0;
+    try {
+      thread_ = std::thread([this] { serve(); });
+      pthread_setname_np(thread_.native_handle(), "outofcore-copy");
+    } catch (const std::system_error& error) {
+      status = error.code().value();
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return status;
+  }
+
+  void ask(Job& job) {
+    {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      job.next = nullptr;
+      (first_ == nullptr ? first_ : last_->next) = &job;
+      last_ = &job;
+    }
+    asked_.notify_one();
+  }
+
+ private:
+  void serve() {
+    for (;;) {
+      Job* job = nullptr;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        asked_.wait(lock, [this] { return first_ != nullptr || ends_; });
+        if (first_ == nullptr) return;
+        job = first_;
+        first_ = job->next;
+      }
+      run_(*job);
+    }
+  }
+
+  void (*const run_)(Job&);
+  std::mutex mutex_;  // taken last, and nothing is called under it
+  std::condition_variable asked_;
+  Job *first_ = nullptr, *last_ = nullptr;
+  bool ends_ = false;
+  std::thread thread_;
+};
+
+}  // namespace outofcore
