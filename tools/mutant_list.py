@@ -264,10 +264,10 @@ MUTANTS = (
     ),
     Mutant(
         "memory-copy-without-last-page",
-        "runtime/csrc/copying.cpp",
-        "std::memcpy(writes ? outside : inside, writes ? inside : outside, static_cast<size_t>(piece.bytes));",
-        "std::memcpy(writes ? outside : inside, writes ? inside : outside,\n"
-        "                  static_cast<size_t>(piece.bytes / kPage * kPage));",
+        "runtime/csrc/file_io.h",
+        "std::memcpy(t.writes ? outside : inside, t.writes ? inside : outside, static_cast<size_t>(t.bytes));",
+        "std::memcpy(t.writes ? outside : inside, t.writes ? inside : outside,\n"
+        "                static_cast<size_t>(t.bytes / kPage * kPage));",
         "A copy to or from host memory leaves out what does not fill its last page.",
         ("tests/torch_cpu/test_copying.py",),
     ),

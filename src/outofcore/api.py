@@ -46,7 +46,8 @@ from outofcore.options import MemoryOptions, P, PlanOptions, R, RunOptions, User
 from outofcore.policies import Policy, PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.progress import following
-from outofcore.runtime.checks import Check, checked
+from outofcore.runtime.checks import Check
+from outofcore.runtime.homes import check_copies
 from outofcore.runtime.native import load_native
 from outofcore.step import Step
 from outofcore.step_variants import Split, split_of
@@ -111,7 +112,7 @@ def _opened(
     home: str | os.PathLike[str] | None, host_budget: int | str | None, check: CheckName, *, kept: bool
 ) -> OpenHome:
     _check_name(check)
-    return OpenHome([checked(store, Check(check)) for store in open_homes(home, host_budget)], kept=kept)
+    return OpenHome([check_copies(store, Check(check)) for store in open_homes(home, host_budget)], kept=kept)
 
 
 def open_home(

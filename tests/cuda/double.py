@@ -27,7 +27,7 @@ from outofcore.errors import TransferError
 from outofcore.execution.arena import Arena, Recorder
 from outofcore.execution.binding import Bound, BoundRun
 from outofcore.execution.cuda.engine import CudaEngine
-from outofcore.execution.cuda.interface import Action, Copy, FileHome, Move, Record, Stream, Tape, Wait
+from outofcore.execution.cuda.interface import Action, Copy, Move, Record, Stream, Tape, Wait
 from outofcore.program import Run
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.memory import Region, map_anonymous, tensor_over
@@ -178,7 +178,7 @@ class FakeCuda:
         region = Region(map_anonymous(count), count)
         return tensor_over(region.memory(0, count)).fill_(POISON)
 
-    def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
+    def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
         assert stream in (Stream.WRITE, Stream.READ)
         assert memory.data_ptr() % 4096 == memory.numel() % 4096 == offset % 4096 == 0
         writes, count = stream is Stream.WRITE, memory.numel()

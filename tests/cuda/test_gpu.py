@@ -25,7 +25,7 @@ from outofcore.errors import BudgetError, TransferError
 from outofcore.execution.arena import ScopeTable
 from outofcore.execution.cuda.backend import CudaBackend
 from outofcore.execution.cuda.driver import CudaDriver
-from outofcore.execution.cuda.interface import FileHome, Stream
+from outofcore.execution.cuda.interface import Stream
 from outofcore.execution.opening import OpenHome
 from outofcore.execution.replay import Replay
 from outofcore.options import MemoryOptions, PlanOptions, RunOptions, UserStep
@@ -73,7 +73,7 @@ class Delayed(CudaDriver):
         self._dawdle(stream)
         super().copy(stream, index, target, source)
 
-    def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
+    def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
         self._dawdle(stream)
         super().transfer(stream, index, home, offset, memory)
 

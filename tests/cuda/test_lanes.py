@@ -20,7 +20,7 @@ from outofcore.runtime.native import load_native
 from outofcore.units import KIB, MIB
 
 LIBRARY = load_native()
-PAUSE = -1  # in place of a file
+PAUSE = -2  # in place of a file
 
 
 class Lane:
@@ -123,7 +123,9 @@ def test_lanes_do_not_wait_for_each_other(lanes: tuple[Lane, Lane], disk: DiskHo
 def test_a_failure_is_told_and_stops_nobody(lanes: tuple[Lane, Lane], disk: DiskHome) -> None:
     lane, _ = lanes
     memory = pages(64 * KIB)
-    beyond = lane.post(of(disk, disk.bytes, memory, writes=False))
+    beyond = of(disk, 0, memory, writes=False)
+    beyond.offset = disk.bytes
+    lane.post(beyond)
     closed = Posted(memory.data_ptr(), memory.numel(), 0, os.sysconf("SC_OPEN_MAX") + 1, 1)
     lane.post(closed)
     fine = lane.post(of(disk, 0, memory, writes=True))

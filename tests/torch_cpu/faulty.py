@@ -16,6 +16,7 @@ from torch import nn
 import outofcore
 from outofcore.execution import cpu
 from outofcore.execution.binding import BoundCopy
+from outofcore.runtime.file_io import ByteStore
 from outofcore.runtime.file_ranges import FIRST_RANGE
 
 NO_FILE = 1_000_000  # in place of a descriptor
@@ -159,5 +160,5 @@ def misplace(patch: pytest.MonkeyPatch, step: Any, copied: Callable[[BoundCopy, 
             piece = copies.pieces[copy.first_piece]
             if copied(bounds[copy.index], bool(copy.writes)):
                 other = home.reserve(piece.bytes)
-                home.inner.write(other, memoryview(os.urandom(piece.bytes)))
+                ByteStore.write(home, other, memoryview(os.urandom(piece.bytes)))
                 patch.setattr(piece, "outside", other)

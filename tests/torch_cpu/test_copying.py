@@ -18,7 +18,7 @@ from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.execution import copying
 from outofcore.program import Run
 from outofcore.runtime.checksums import sampled
-from outofcore.runtime.file_io import MEMORY
+from outofcore.runtime.file_io import MEMORY, ByteStore
 from outofcore.runtime.folders import in_memory
 from outofcore.runtime.native import load_native
 from outofcore.units import KIB, PAGE_BYTES
@@ -65,9 +65,7 @@ def test_native_threads_copy_and_end_with_the_step(smallest: int, tmp_path: Path
 
 def swapped(step: Any, path: str) -> Callable[[], None]:
     """Has the descriptor of the spill file be another file, and gives what undoes that."""
-    home = step.homes[-1]
-    home = getattr(home, "inner", home)
-    descriptor, other = home.descriptor, os.open(path, os.O_RDWR)
+    descriptor, other = step.homes[-1].locate(0, PAGE_BYTES).descriptor, os.open(path, os.O_RDWR)
     kept = os.dup(descriptor)
     os.dup2(other, descriptor)
     os.close(other)
@@ -141,7 +139,7 @@ def test_full_checks_see_every_page(smallest: int, tmp_path: Path, monkeypatch: 
                     continue
                 spread = [((offset // PAGE_BYTES + k) * 2654435761 % 2**32) * pages >> 32 for k in (1, 2)]
                 unseen = next(page for page in range(1, pages - 1) if page not in spread)
-                home.inner.write(offset + unseen * PAGE_BYTES, memoryview(os.urandom(PAGE_BYTES)))
+                ByteStore.write(home, offset + unseen * PAGE_BYTES, memoryview(os.urandom(PAGE_BYTES)))
 
         noticed = 0
         for number in range(2, 40):
@@ -190,14 +188,14 @@ def test_a_home_that_is_closed_is_not_copied_to(smallest: int, tmp_path: Path) -
         copies = only_copies(ours)
         home, offset, count, place = copies.places[0]
         assert place.descriptor != MEMORY
-        file, home.inner._file = home.inner._file, None  # type: ignore[attr-defined]
+        file, home._file = home._file, None  # type: ignore[attr-defined]
         try:
             with pytest.raises(StateError, match="not open"):
                 home.locate(offset, count)
             with pytest.raises((StateError, SpillError, TransferError)):
                 ours(batch(1))
         finally:
-            home.inner._file = file  # type: ignore[attr-defined]
+            home._file = file  # type: ignore[attr-defined]
 
 
 def test_the_child_of_a_fork_does_not_wait_for_threads_that_it_has_not(smallest: int, tmp_path: Path) -> None:

@@ -35,9 +35,10 @@ from outofcore.costs import Home
 from outofcore.errors import InputError, SpillError, StateError, TransferError
 from outofcore.graph import StorageKind
 from outofcore.program import CopyIn, CopyOut
-from outofcore.runtime.checks import Check, CheckedHome, checked
+from outofcore.runtime.checks import Check
 from outofcore.runtime.checksums import checksum, sampled
-from outofcore.runtime.homes import DiskHome, HostHome
+from outofcore.runtime.file_io import ByteStore
+from outofcore.runtime.homes import DiskHome, HostHome, check_copies
 from outofcore.units import GIB, KIB, MIB, PAGE_BYTES
 
 
@@ -243,11 +244,11 @@ def test_what_cannot_be_undone_tears_the_step(smallest: int, tmp_path: Path, mon
 
 @pytest.mark.parametrize("check", [Check.SAMPLED, Check.FULL])
 def test_whoever_reads_from_a_home_notices_damage(check: Check, tmp_path: Path) -> None:
-    home, target = CheckedHome(DiskHome(tmp_path), check), memoryview(bytearray(3 * MIB))
+    home, target = check_copies(DiskHome(tmp_path), check), memoryview(bytearray(3 * MIB))
     offset = home.reserve(3 * MIB)
     home.write(offset, memoryview(os.urandom(3 * MIB)))
     home.read(offset, target)
-    home.inner.write(offset + 3 * MIB - PAGE_BYTES, memoryview(os.urandom(PAGE_BYTES)))
+    ByteStore.write(home, offset + 3 * MIB - PAGE_BYTES, memoryview(os.urandom(PAGE_BYTES)))
     with pytest.raises(TransferError, match="checksum differs"):
         home.read(offset, target)
     home.start()
@@ -255,12 +256,12 @@ def test_whoever_reads_from_a_home_notices_damage(check: Check, tmp_path: Path) 
 
 
 def test_what_is_left_on_disk_is_read_back_when_all_is_checked(tmp_path: Path) -> None:
-    home = CheckedHome(DiskHome(tmp_path), Check.FULL)
+    home = check_copies(DiskHome(tmp_path), Check.FULL)
     source = memoryview(bytearray(os.urandom(3 * MIB)))
     offset = home.reserve(3 * MIB)
     home.write(offset, source)
     home.read_back(offset)
-    home.inner.write(offset + 2 * MIB, memoryview(os.urandom(PAGE_BYTES)))
+    ByteStore.write(home, offset + 2 * MIB, memoryview(os.urandom(PAGE_BYTES)))
     with pytest.raises(TransferError, match="checksum"):
         home.read_back(offset)
     home.start()
@@ -291,8 +292,9 @@ def test_checksums_cover_what_they_say() -> None:
         other[at + 17] ^= 1
         assert checksum(memoryview(other)) != checksum(memoryview(memory))
     host = HostHome(MIB)
-    assert checked(host, Check.SAMPLED) is host
-    assert isinstance(checked(host, Check.FULL), CheckedHome)
+    assert check_copies(host, Check.SAMPLED).sums is None
+    assert (sums := check_copies(host, Check.FULL).sums) is not None
+    assert sums.full
 
 
 def test_a_check_that_there_is_none() -> None:

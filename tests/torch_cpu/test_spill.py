@@ -224,12 +224,13 @@ def test_a_full_disk_and_a_bad_one_are_told_apart(tmp_path: Path, arena: Arena) 
 
 @contextmanager
 def file_instead(home: DiskHome, path: str) -> Iterator[None]:
-    kept, other = os.dup(home.descriptor), os.open(path, os.O_RDWR)
-    os.dup2(other, home.descriptor)
+    descriptor, other = home.locate(0, PAGE_BYTES).descriptor, os.open(path, os.O_RDWR)
+    kept = os.dup(descriptor)
+    os.dup2(other, descriptor)
     try:
         yield
     finally:
-        os.dup2(kept, home.descriptor)
+        os.dup2(kept, descriptor)
         os.close(kept)
         os.close(other)
 
@@ -237,7 +238,7 @@ def file_instead(home: DiskHome, path: str) -> Iterator[None]:
 def test_the_end_of_the_file_is_told(tmp_path: Path, arena: Arena) -> None:
     home = DiskHome(tmp_path)
     home.ensure(MIB)
-    os.ftruncate(home.descriptor, MIB // 2)
+    os.ftruncate(home.locate(0, MIB).descriptor, MIB // 2)
     with pytest.raises(TransferError, match=r"could not read 512 KiB at byte 524288 .* the file ends there"):
         home.read(0, arena.memory(0, MIB))
     assert "the system wrote nothing" in str(home.failed(0, MIB, -1, writes=True))

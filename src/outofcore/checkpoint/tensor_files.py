@@ -27,7 +27,7 @@ from outofcore._torch_internals import memory_of, storage_bytes
 from outofcore.errors import InputError, TransferError
 from outofcore.execution.aliases import Faces
 from outofcore.jsonfile import decode_json, refuse
-from outofcore.runtime.file_io import Cache, Location, OpenFile, transfer
+from outofcore.runtime.file_io import ByteStore, Cache, Location, transfer
 from outofcore.runtime.file_ranges import Stamp
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.memory import Region, map_anonymous
@@ -248,7 +248,7 @@ class OutFile:
         return found
 
 
-class InFile(OpenFile):
+class InFile(ByteStore):
     """A file that is read in pieces, without its pages staying in the page cache; a context manager."""
 
     def __init__(self, path: Path) -> None:

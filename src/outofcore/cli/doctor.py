@@ -19,10 +19,11 @@ from outofcore.execution.opening import open_homes
 from outofcore.profiling.cache import Cache, default_cache_folder
 from outofcore.profiling.links import measure_link, measure_memory_bandwidth
 from outofcore.report.machine import available_memory_bytes, this_machine, transparent_huge_pages
+from outofcore.runtime import file_io
 from outofcore.runtime.folders import file_system_of
 from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
 from outofcore.runtime.native import Flavor, load_native
-from outofcore.units import MIB, format_bytes, format_seconds
+from outofcore.units import MIB, PAGE_BYTES, format_bytes, format_seconds
 
 # The tensors of the small training take 9 MiB.
 _TRIAL_BUDGET = 4 * MIB
@@ -187,8 +188,10 @@ def _home_findings(store: HomeStore) -> Iterator[tuple[bool, str, str]]:
         f"and {_rate(link.together.into)}; ops take {link.compute_slowdown:.0%} longer for each",
     )
     if isinstance(store, DiskHome):
-        text = "yes" if store.direct else "no: copies go through the page cache, which costs processor time"
-        yield store.direct, "direct I/O", text
+        store.ensure(PAGE_BYTES)
+        direct = store.locate(0, PAGE_BYTES).cache is file_io.Cache.PAST
+        text = "yes" if direct else "no: copies go through the page cache, which costs processor time"
+        yield direct, "direct I/O", text
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -24,8 +24,8 @@ from outofcore.errors import StateError, TransferError
 from outofcore.execution.arena import Arena
 from outofcore.execution.binding import Bound, BoundCopy
 from outofcore.execution.interrupts import SIGNALS_SECONDS
-from outofcore.runtime.checks import damaged
-from outofcore.runtime.file_io import MEMORY, Location, Sums
+from outofcore.runtime.checks import Sums, damaged
+from outofcore.runtime.file_io import MEMORY, Location
 from outofcore.runtime.file_ranges import FIRST_RANGE
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.native import Flavor, load_unlocked
@@ -217,10 +217,10 @@ def _add_pieces(
     for piece in found:
         place = home.locate(piece.offset, piece.bytes)
         row = _NOT_SUMMED
-        if place.sums is not None:
+        if home.sums is not None:
             row = rows.sums.setdefault((copy.home, piece.offset), len(rows.summed))
             if row == len(rows.summed):
-                rows.summed.append((place.sums, piece.offset))
+                rows.summed.append((home.sums, piece.offset))
         made = _Piece(address=at, slot=piece.offset, sum=row)
         made.lies_at(place)
         if piece.offset >= FIRST_RANGE:
@@ -336,7 +336,7 @@ class Copying:
             return StateError(f"copy {index} between arena and caller failed; please report it")
         count = self._copies.pieces[piece].bytes
         if code == _Failure.DAMAGED:
-            return damaged(source.home, source.offset, count)
+            return damaged(source.home.name, source.offset, count)
         return source.home.failed(source.offset + done, count - done, code, writes=source.writes)
 
     def finish(self) -> None:

@@ -27,7 +27,6 @@ from outofcore.execution.undo import Undo
 from outofcore.graph import Op
 from outofcore.planning.placement.requests import Event, EventKind, Requests, Result, workspace_layout
 from outofcore.program import CopyIn, CopyOut, Program, Run, Timeline
-from outofcore.runtime.checks import CheckedHome
 from outofcore.runtime.slots import Layout, Piece, lay_out, needed_bytes
 
 
@@ -362,9 +361,7 @@ class Runner:
                 "from another step or another thread; let one step at a time run over a model"
             )
         for home, piece in self._placed.left if self._placed is not None else ():
-            store = self._keeper.slots[home].home
-            if isinstance(store, CheckedHome):
-                store.read_back(piece.offset)
+            self._keeper.slots[home].home.read_back(piece.offset)
 
     @property
     def first_ops(self) -> Set[int]:

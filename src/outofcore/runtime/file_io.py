@@ -1,4 +1,4 @@
-"""Bytes between memory and a file, by native code (``file_io.h``): past the page cache or through it.
+"""Bytes between memory and where they are stored, by native code (``file_io.h``): past the page cache or through it.
 
 Direct I/O goes straight between the disk and the caller's pages. It requires an address, a file offset and a length in
 whole pages; anything else (a small tensor, the tail of a large one, a range of somebody else's file) goes through a
@@ -13,7 +13,7 @@ import errno
 import os
 import threading
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 from outofcore.errors import TransferError
@@ -25,7 +25,7 @@ from outofcore.units import MIB, PAGE_BYTES, format_bytes
 CHUNK_BYTES = 64 * MIB
 BUFFER_BYTES = 2 * MIB  # ``kBounce`` in file_io.h: stays in the processor's cache
 
-MEMORY = -1  # in place of a descriptor; ``kMemory`` in copying.cpp
+MEMORY = -1  # in place of a descriptor; ``kMemory`` in file_io.h
 
 _buffers = threading.local()
 
@@ -64,7 +64,6 @@ class Location:
         bytes: that are there: fewer than those asked for, by less than a page, at the end of a range of a file.
         owner: keeps the memory or the file alive.
         cache: of the file's pages.
-        sums: of what was written in this step, which are compared when it is read. None: nothing is compared.
     """
 
     descriptor: int
@@ -72,47 +71,45 @@ class Location:
     bytes: int
     owner: object
     cache: Cache = Cache.KEPT
-    sums: Sums | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """Checksums of what was written to slots of a home; ``full``: of all bytes, and not of a few pages."""
-
-    full: bool
-    known: dict[int, tuple[int, int]] = field(default_factory=dict)  # by offset: bytes, checksum
-
-
-class OpenFile(ABC):
-    """A file of which any bytes are read, and whole pages written; several threads may do so at once.
+class ByteStore(ABC):
+    """Memory or a file of which any bytes are read, and whole pages written; several threads may do so at once.
 
     A write starts on a page, and owns its last page whole: the page's bytes after its end are lost.
     """
 
     @abstractmethod
     def locate(self, offset: int, count: int) -> Location:
-        """Return where native code finds bytes; raises ``StateError`` if the file is closed."""
+        """Return where native code finds bytes.
+
+        Raises ``TransferError`` if they are not there, ``StateError`` if the storage is closed.
+        """
 
     @abstractmethod
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         """Build the error for bytes that were not moved; ``failure`` is the system's, or less: the file ended."""
 
-    def move(self, offset: int, memory: memoryview, *, writes: bool) -> None:
-        """Move all of ``memory``, with the GIL released; raises ``TransferError``."""
-        place = self.locate(offset, len(memory))
-        done, failure = transfer(place, memory, writes=writes)
-        if failure:
-            raise self.failed(offset + done, len(memory) - done, failure, writes=writes)
+    def write(self, offset: int, source: memoryview) -> None:
+        """Store all of ``source`` at ``offset``, the start of a page; raises ``TransferError``."""
+        self._move(offset, source, writes=True)
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill all of ``target`` from byte ``offset`` on; raises ``TransferError``."""
-        self.move(offset, target, writes=False)
+        """Fill ``target`` from byte ``offset`` on, as far as there are bytes; raises ``TransferError``."""
+        self._move(offset, target, writes=False)
+
+    def _move(self, offset: int, memory: memoryview, *, writes: bool) -> None:
+        place = self.locate(offset, len(memory))
+        done, failure = transfer(place, memory[: place.bytes], writes=writes)
+        if failure:
+            raise self.failed(offset + done, place.bytes - done, failure, writes=writes)
 
 
 def transfer(place: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
-    """Move ``memory`` to or from a file; return the bytes moved, and 0, or what failed as ``OpenFile.failed`` takes it.
+    """Move ``memory`` to or from a place, with the GIL released.
 
-    Raises ``TransferError`` if there is no memory for a buffer.
+    Returns the bytes moved, and 0, or what failed as ``ByteStore.failed`` takes it. Raises ``TransferError`` if there
+    is no memory for a buffer.
     """
     count, address = memory.nbytes, address_of(memory)
     in_place = place.cache is not Cache.PAST or (address | place.start | count) % PAGE_BYTES == 0

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from outofcore.errors import InputError, TransferError
-from outofcore.runtime.file_io import Cache, Location, OpenFile, close_files, open_direct
+from outofcore.runtime.file_io import ByteStore, Cache, Location, close_files, open_direct
 from outofcore.runtime.memory import Region, Watched, advise_pages, map_file, tensor_over
 from outofcore.runtime.native import Flavor, load_unlocked
 from outofcore.runtime.spill import SpillFile
@@ -47,7 +47,7 @@ class Stamp:
         return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
-class ReadFile(OpenFile):
+class ReadFile(ByteStore):
     """A file that is read past the page cache, at any byte; it is closed once nothing refers to it.
 
     It stays the same file if it is renamed. Raises ``InputError`` if it cannot be opened, or does not match ``stamp``.
@@ -170,11 +170,6 @@ class FileRanges:
         """Return where bytes are read from an offset in a range on, which may end before them by less than a page."""
         one, into = self._at(offset)
         return one.file.locate(one.begin + into, min(count, max(one.bytes - into, 0)))
-
-    def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from an offset in a range on; it may be longer than the range by less than a page."""
-        one, into = self._at(offset)
-        one.file.move(one.begin + into, target[: max(one.bytes - into, 0)], writes=False)
 
     def failed(self, offset: int, count: int, failure: int) -> TransferError:
         """Build the error for bytes from an offset in a range on that were not read."""

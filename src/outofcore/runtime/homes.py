@@ -6,25 +6,25 @@ has a face: a tensor over its bytes, through which the user sees and changes the
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from outofcore.capture.provenance import stacklevel_of_user
 from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.report.machine import available_memory_bytes
-from outofcore.runtime.file_io import MEMORY, Location
+from outofcore.runtime.checks import Check, Sums, damaged
+from outofcore.runtime.checksums import checksum
+from outofcore.runtime.file_io import BUFFER_BYTES, MEMORY, ByteStore, Location, copy_buffer
 from outofcore.runtime.file_ranges import FIRST_RANGE, FileRanges
 from outofcore.runtime.folders import default_spill_directory, file_system_of, in_memory
 from outofcore.runtime.memory import (
     Region,
-    address_of,
     advise_pages,
     map_anonymous,
     populate,
@@ -35,37 +35,41 @@ from outofcore.runtime.spill import SpillFile, check_directory, free_bytes
 from outofcore.units import GIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 
-class HomeStore(Protocol):
+class HomeStore(ByteStore):
     """What the executor needs of a home, with what holds for memory. Offsets of slots are multiples of the page size.
 
-    ``write`` and ``read`` block with the GIL released and may be called from several threads. They own a slot's last
-    page whole. The caller orders transfers of one slot, and the use of its face.
+    The caller orders transfers of one slot, and the use of its face.
+
+    Attributes:
+        sums: of what was written in this step, which are compared when it is read. None: nothing is compared.
     """
 
+    sums: Sums | None = None
+
     @property
+    @abstractmethod
     def name(self) -> str:
         """The name in costs and reports: "host", "disk"."""
-        ...
 
     @property
+    @abstractmethod
     def identity(self) -> str:
         """The name of the link: homes of one identity are equally fast."""
-        ...
 
     @property
+    @abstractmethod
     def in_memory(self) -> bool:
         """Whether slots are memory, so that bytes move within the home without any I/O."""
-        ...
 
     @property
+    @abstractmethod
     def bytes(self) -> int:
         """Bytes that slots may occupy now."""
-        ...
 
     @property
+    @abstractmethod
     def capacity(self) -> int:
         """Bytes that slots could occupy at most, as far as is known."""
-        ...
 
     @property
     def edges(self) -> Sequence[int]:
@@ -79,15 +83,15 @@ class HomeStore(Protocol):
 
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
         """Move a range of ``files`` to pages of the home's own, given as offset and bytes."""
-        ...
+        raise StateError(f"the {self.name} home has no ranges of files; please report it")
 
+    @abstractmethod
     def check(self, count: int) -> None:
         """Raise ``SpillError`` if the home cannot hold a total of ``count`` bytes, without allocating anything."""
-        ...
 
+    @abstractmethod
     def ensure(self, count: int) -> None:
         """Make room for a total of ``count`` bytes, or raise ``SpillError``; existing slots and faces are unchanged."""
-        ...
 
     def grow(self, count: int) -> None:
         """Do what ``ensure`` does, with more room at once where growing is expensive."""
@@ -100,55 +104,72 @@ class HomeStore(Protocol):
         return offset
 
     def write(self, offset: int, source: memoryview) -> None:
-        """Copy ``source`` into the slot at ``offset``; raises ``TransferError``."""
-        ...
+        if self.sums is not None:
+            self.sums.note(offset, source)
+        super().write(offset, source)
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from the slot at ``offset``; raises ``TransferError``."""
-        ...
+        super().read(offset, target)
+        if self.sums is not None and not self.sums.matches(offset, target):
+            raise damaged(self.name, offset, len(target))
 
-    def locate(self, offset: int, count: int) -> Location:
-        """Return where native code finds bytes of a slot.
+    def read_back(self, offset: int) -> None:
+        """With full checks, compare a slot with what was last written to it; raises ``TransferError`` if it differs."""
+        if self.sums is None or not self.sums.full or offset not in self.sums.known:
+            return
+        count, known = self.sums.known[offset]
+        buffer, found = copy_buffer(), 0
+        for start in range(0, count, BUFFER_BYTES):
+            piece = buffer[: min(BUFFER_BYTES, count - start)]
+            super().read(offset + start, piece)
+            found += checksum(piece, start)
+        if found % 2**64 != known:
+            raise damaged(self.name, offset, count)
 
-        Raises ``TransferError`` if they are not in the home, ``StateError`` if it is closed.
-        """
-        ...
-
-    def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        """Build the error of a failed native copy.
-
-        ``offset`` and ``count`` are what was not copied; ``failure`` is the system's error, or less if it gave none.
-        """
-        ...
-
+    @abstractmethod
     def face(self, offset: int, count: int) -> torch.Tensor:
         """Return the slot's bytes as a uint8 tensor with a storage of its own of ``count`` bytes.
 
         It shows what was last written, and what is stored through it is what is next read. It stays valid when the home
         is closed.
         """
-        ...
 
     def drop_cache(self, face: torch.Tensor) -> None:
         """Give back physical memory that a face occupies for caching alone; its contents stay."""
 
     def discard(self, offset: int, count: int) -> None:
         """Give back memory that a slot occupies; its contents are lost."""
-        ...
+        if self.sums is not None:
+            self.sums.known.pop(offset, None)
 
     def start(self) -> None:
         """Begin a step: between steps the user may have changed what is here.
 
         Raises ``TransferError`` if something is missing.
         """
+        if self.sums is not None:
+            self.sums.known.clear()
 
     def sibling(self, count: int) -> HomeStore:
-        """Make an empty home on the same link, with room for at least ``count`` bytes, to measure on."""
-        ...
+        """Make an empty home on the same link, with room for ``count`` bytes and the same checks, to measure on."""
+        found = self._sibling(count)
+        if self.sums is not None:
+            found.sums = Sums(self.sums.full)
+        return found
 
+    @abstractmethod
+    def _sibling(self, count: int) -> HomeStore: ...
+
+    @abstractmethod
     def close(self) -> None:
         """Give everything back to the system, apart from faces in use. May be called again."""
-        ...
+
+
+def check_copies(home: HomeStore, check: Check) -> HomeStore:
+    """Have a home's copies checked, and return it."""
+    if check is Check.FULL or (check is Check.SAMPLED and not home.in_memory):
+        home.sums = Sums(check is Check.FULL)
+    return home
 
 
 def check_slot(offset: int, count: int, total: int) -> None:
@@ -212,9 +233,6 @@ class HostHome(HomeStore):
         """The limit, or the slots' current bytes and the memory available."""
         return min(self._limit, self._bytes + self._available())
 
-    def move_range(self, offset: int, pages: tuple[int, int]) -> None:
-        raise StateError("host memory has no ranges of files; please report it")
-
     def check(self, count: int) -> None:
         if count > self._limit:
             raise SpillError(
@@ -248,17 +266,6 @@ class HostHome(HomeStore):
             ) from error
         self._bytes = wanted
 
-    def write(self, offset: int, source: memoryview) -> None:
-        region = self._opened()
-        check_slot(offset, len(source), self._bytes)
-        # Unlike an assignment to a slice of a memoryview, this releases the GIL.
-        ctypes.memmove(region.address + offset, address_of(source), len(source))
-
-    def read(self, offset: int, target: memoryview) -> None:
-        region = self._opened()
-        check_slot(offset, len(target), self._bytes)
-        ctypes.memmove(address_of(target), region.address + offset, len(target))
-
     def locate(self, offset: int, count: int) -> Location:
         region = self._opened()
         check_slot(offset, count, self._bytes)
@@ -279,9 +286,10 @@ class HostHome(HomeStore):
 
     def discard(self, offset: int, count: int) -> None:
         """Give the pages back; they come back empty when they are next used."""
+        super().discard(offset, count)
         advise_pages(self._opened().address + offset, round_up(count, PAGE_BYTES), mmap.MADV_DONTNEED)
 
-    def sibling(self, count: int) -> HostHome:
+    def _sibling(self, count: int) -> HostHome:
         return HostHome(count)
 
     def close(self) -> None:
@@ -402,7 +410,7 @@ class PinnedHome(HostHome):
     def discard(self, offset: int, count: int) -> None:
         """Do nothing: pinned pages stay in place, since the device knows their addresses."""
 
-    def sibling(self, count: int) -> PinnedHome:
+    def _sibling(self, count: int) -> PinnedHome:
         return PinnedHome(self._pin, self._unpin, count)
 
 
@@ -463,16 +471,6 @@ class DiskHome(HomeStore):
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
         self._ranges.move(offset, pages, self._opened())
 
-    @property
-    def direct(self) -> bool:
-        """Whether the page cache is bypassed; False before the first ``ensure``."""
-        return self._file is not None and self._file.direct
-
-    @property
-    def descriptor(self) -> int:
-        """The open file's descriptor, for transfers of whole pages; it bypasses the page cache where ``direct``."""
-        return self._opened().descriptor
-
     def check(self, count: int) -> None:
         count = max(count - self._ranges.bytes, 0)
         if self._limit is not None and count > self._limit:
@@ -491,15 +489,6 @@ class DiskHome(HomeStore):
         if self._file is None:
             self._file = SpillFile(self.directory)
         self._file.grow(count)
-
-    def write(self, offset: int, source: memoryview) -> None:
-        self._opened().write(offset, source)
-
-    def read(self, offset: int, target: memoryview) -> None:
-        if offset >= FIRST_RANGE:
-            self._ranges.read(offset, target)
-        else:
-            self._opened().read(offset, target)
 
     def locate(self, offset: int, count: int) -> Location:
         """Return a location in the spill file, or in somebody else's file, which is only read."""
@@ -559,16 +548,18 @@ class DiskHome(HomeStore):
 
     def discard(self, offset: int, count: int) -> None:
         """Drop the slot from the page cache; the pages of the file are for the next slot."""
+        super().discard(offset, count)
         if offset < FIRST_RANGE:
             self._opened().forget(offset, count)
 
     def start(self) -> None:
         """Check that the spill file has its length, and that others' files are unchanged."""
+        super().start()
         self._ranges.check()
         if self._file is not None and not self._closed:
             self._file.check_length()
 
-    def sibling(self, count: int) -> DiskHome:
+    def _sibling(self, count: int) -> DiskHome:
         check_directory(self.directory, count)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is to be said of the directory was said before

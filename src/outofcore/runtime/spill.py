@@ -11,7 +11,7 @@ import weakref
 from pathlib import Path
 
 from outofcore.errors import SpillError, StateError, TransferError
-from outofcore.runtime.file_io import Cache, Location, OpenFile, close_files, open_direct
+from outofcore.runtime.file_io import ByteStore, Cache, Location, close_files, open_direct
 from outofcore.runtime.memory import Region, Watched, map_file, map_over
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
@@ -39,7 +39,7 @@ def free_bytes(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-class SpillFile(OpenFile):
+class SpillFile(ByteStore):
     """A file without a name in ``directory``: when the process ends, however it ends, the file is gone.
 
     ``direct`` tells whether the page cache is bypassed. If the file system refuses that, I/O is buffered and the kernel
@@ -63,21 +63,18 @@ class SpillFile(OpenFile):
         self._release = weakref.finalize(self, close_files, self._descriptor, self._direct_descriptor)
         self._release.atexit = False
 
-    @property
-    def descriptor(self) -> int:
-        """The open file, past the page cache where ``direct``."""
-        self._check_open()
-        return self._descriptor if self._direct_descriptor is None else self._direct_descriptor
-
     def locate(self, offset: int, count: int) -> Location:
-        return Location(self.descriptor, offset, count, self, Cache.PAST if self.direct else Cache.DROPPED)
+        self._check_open()
+        if self._direct_descriptor is None:
+            return Location(self._descriptor, offset, count, self, Cache.DROPPED)
+        return Location(self._direct_descriptor, offset, count, self, Cache.PAST)
 
     def duplicate(self) -> tuple[int, int]:
         """Return new descriptors of the file, the second past the page cache or the same; the caller closes them."""
         made: list[int] = []
         try:
             made += [os.dup(self._descriptor)]
-            made += [os.dup(self.descriptor)]
+            made += [os.dup(self.locate(0, 0).descriptor)]
         except OSError as error:
             close_files(*made)
             raise SpillError(
@@ -137,16 +134,6 @@ class SpillFile(OpenFile):
         if not self._closed:
             os.posix_fadvise(self._descriptor, offset, round_up(count, PAGE_BYTES), os.POSIX_FADV_DONTNEED)
 
-    def write(self, offset: int, source: memoryview) -> None:
-        """Write all of ``source`` at ``offset``, the start of a page; raises ``TransferError``."""
-        self._check(offset, source, "write")
-        self.move(offset, source, writes=True)
-
-    def read(self, offset: int, target: memoryview) -> None:
-        """Fill all of ``target`` from ``offset`` on, the start of a page; raises ``TransferError``."""
-        self._check(offset, target, "read")
-        super().read(offset, target)
-
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         nothing = "the system wrote nothing" if writes else "the file ends there"
         why = os.strerror(failure) if failure > 0 else nothing
@@ -165,15 +152,6 @@ class SpillFile(OpenFile):
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("the spill file is closed; compile the step again to go on")
-
-    def _check(self, offset: int, memory: memoryview, verb: str) -> None:
-        self._check_open()
-        if offset < 0 or offset % PAGE_BYTES or offset + len(memory) > self.bytes:
-            raise TransferError(
-                f"cannot {verb} bytes [{offset}, {offset + len(memory)}) of a spill file of {self.bytes} bytes: they "
-                f"must lie in the file and start on a multiple of {PAGE_BYTES}; this is a fault of the plan: "
-                "please report it"
-            )
 
     def _open_direct(self) -> int | None:
         """Open a second descriptor for direct I/O; None where the file system refuses."""

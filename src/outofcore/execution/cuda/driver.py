@@ -34,7 +34,7 @@ from outofcore.analysis import LARGE_BYTES
 from outofcore.errors import ArenaError, DeviceError, InputError, OutOfCoreError, StateError, TransferError
 from outofcore.execution.arena import ArenaCounters, install, read_counters
 from outofcore.execution.binding import Bound, BoundRun
-from outofcore.execution.cuda.interface import Action, Copy, FileHome, Move, Record, Stream, Tape, Wait
+from outofcore.execution.cuda.interface import Action, Copy, Move, Record, Stream, Tape, Wait
 from outofcore.execution.cuda.staging import Posted, check_transfers, transfer_of
 from outofcore.runtime.homes import HomeStore, PinnedHome
 from outofcore.runtime.native import Flavor, load_native
@@ -221,7 +221,7 @@ class CudaDriver:
         home.ensure(count)
         return home.face(0, count)  # it keeps the memory
 
-    def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
+    def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
         work = self._transfer(Move(stream, index, home, offset, memory))
         self._transfers.append(work)  # it has to live until it has run
         if status := self._issue_one(_Action(_Kind.TRANSFER, _place(stream), ctypes.addressof(work))):

@@ -39,18 +39,6 @@ class Mark(Protocol):
     """A point in a stream where it was last recorded: a CUDA event. It may be recorded again."""
 
 
-class FileHome(HomeStore, Protocol):
-    @property
-    def descriptor(self) -> int:
-        """The open file's descriptor, for transfers of whole pages at given offsets."""
-        ...
-
-    @property
-    def direct(self) -> bool:
-        """Whether the page cache is bypassed."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Wait:
     stream: Stream
@@ -77,7 +65,7 @@ class Move:
 
     stream: Stream
     index: int
-    home: FileHome
+    home: HomeStore
     offset: int
     memory: torch.Tensor
 
@@ -93,7 +81,7 @@ class Issuer(Protocol):
         """See ``Driver.copy``."""
         ...
 
-    def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
+    def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
         """See ``Driver.transfer``."""
         ...
 
@@ -115,7 +103,7 @@ class Actions:
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         self.list.append(Copy(stream, index, target, source))
 
-    def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
+    def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
         self.list.append(Move(stream, index, home, offset, memory))
 
     def record(self, stream: Stream, mark: Mark) -> None:
@@ -176,7 +164,7 @@ class Driver(Protocol):
         """Return page-aligned host memory as a uint8 tensor, pinned if the system allows it."""
         ...
 
-    def transfer(self, stream: Stream, index: int, home: FileHome, offset: int, memory: torch.Tensor) -> None:
+    def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
         """Issue a transfer between a file and host memory; ``finish`` reports its failure.
 
         ``stream`` is ``WRITE`` or ``READ`` and gives the direction. ``offset`` and ``memory`` (uint8) are whole pages.

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from outofcore.errors import TransferError
-from outofcore.execution.cuda.interface import Driver, FileHome, Issuer, Mark, Stream
-from outofcore.runtime.file_io import Cache, Transfer
+from outofcore.execution.cuda.interface import Driver, Issuer, Mark, Stream
+from outofcore.runtime.file_io import Transfer
+from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.slots import Piece, meet
 from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 
@@ -70,7 +71,7 @@ class Staging:
     """
 
     def __init__(
-        self, driver: Driver, home: FileHome, buffer_bytes: int = BUFFER_BYTES, buffers: int = BUFFERS
+        self, driver: Driver, home: HomeStore, buffer_bytes: int = BUFFER_BYTES, buffers: int = BUFFERS
     ) -> None:
         self._driver = driver
         self._home = home
@@ -161,14 +162,14 @@ class Posted(Transfer):
 
 
 def transfer_of(
-    home: FileHome, offset: int, address: int, count: int, *, writes: bool, lane: int | None = None
+    home: HomeStore, offset: int, address: int, count: int, *, writes: bool, lane: int | None = None
 ) -> Posted:
     """Build a transfer that has yet to run; address, offset and count are whole pages.
 
     ``lane`` selects the thread that does it; None: the one that runs it.
     """
-    cache = Cache.PAST if home.direct else Cache.DROPPED
-    return Posted(address, count, offset, home.descriptor, writes, cache, lane=lane)
+    place = home.locate(offset, count)
+    return Posted(address, count, place.start, place.descriptor, writes, place.cache, lane=lane)
 
 
 def check_transfers(transfers: Iterable[Transfer]) -> None:

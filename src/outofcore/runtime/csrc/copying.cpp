@@ -29,6 +29,7 @@ namespace {
 using outofcore::CopyThread;
 using outofcore::kBounce;
 using outofcore::kEnded;
+using outofcore::kMemory;
 using outofcore::kPage;
 using outofcore::Transfer;
 
@@ -43,7 +44,7 @@ struct Piece {
   int64_t outside;  // an offset in the file, or an address
   int64_t slot;   // its offset at the home, by which pages are picked for its sum
   int64_t sum;    // its row in the table of sums; negative: nothing is compared
-  int32_t descriptor;  // of the file; ``kMemory``
+  int32_t descriptor;  // as in a transfer
   outofcore::Cache cache;
 };
 struct Copy {
@@ -68,8 +69,6 @@ struct Work {
   int64_t count;
   int64_t threaded;  // 0: a copy is made by whoever waits for it
 };
-
-constexpr int32_t kMemory = -1;  // outside is an address
 
 // As ``_Failure`` in copying.py, beside those of a transfer.
 constexpr int64_t kDamaged = -2;  // what came is not what was written
@@ -182,11 +181,6 @@ struct Copying {
 
   // Fills in what a piece failed with, and the bytes that were moved before.
   static void move(const Piece& piece, bool writes, char* bounce, Failure& how) {
-    if (piece.descriptor == kMemory) {
-      auto *inside = reinterpret_cast<void*>(piece.address), *outside = reinterpret_cast<void*>(piece.outside);
-      std::memcpy(writes ? outside : inside, writes ? inside : outside, static_cast<size_t>(piece.bytes));
-      return;
-    }
     Transfer moved{piece.address, piece.bytes, piece.outside, piece.descriptor, writes, piece.cache, 0, 0, bounce};
     outofcore::transfer(moved);
     how.code = moved.failure;

@@ -1,4 +1,4 @@
-// Moves bytes between memory and a file, past the page cache or through it.
+// Moves bytes between memory and a file, past the page cache or through it, and between memory and memory.
 //
 // Direct I/O wants addresses, offsets and lengths in whole pages. What it cannot move in place (memory that begins within a
 // page, a range of somebody else's file, the end of either) goes through a buffer that begins at a page.
@@ -27,7 +27,7 @@ enum Cache : int32_t {
 // As ``Transfer`` in file_io.py.
 struct Transfer {
   int64_t address, bytes, offset;  // of a write the offset is a page's, and the last page is all its own
-  int32_t descriptor, writes;
+  int32_t descriptor, writes;  // of a file; ``kMemory``: offset is an address
   Cache cache;
   int32_t failure;  // 0: done; ``kEnded``; else what errno said
   int64_t done;     // bytes that were moved
@@ -35,6 +35,7 @@ struct Transfer {
 };
 static_assert(sizeof(Transfer) == 7 * sizeof(int64_t), "Python fills it in by the same layout");
 
+constexpr int32_t kMemory = -1;
 constexpr int32_t kEnded = -1;  // the file ended, or took nothing
 constexpr int64_t kBounce = int64_t{2} << 20;
 
@@ -70,6 +71,12 @@ inline Moved all(const Transfer& t, char* memory, int64_t count, int64_t least, 
 inline void transfer(Transfer& t) noexcept {
   t.done = 0;
   t.failure = 0;
+  if (t.descriptor == kMemory) {
+    auto *inside = reinterpret_cast<void*>(t.address), *outside = reinterpret_cast<void*>(t.offset);
+    std::memcpy(t.writes ? outside : inside, t.writes ? inside : outside, static_cast<size_t>(t.bytes));
+    t.done = t.bytes;
+    return;
+  }
   while (t.done < t.bytes) {
     auto* memory = reinterpret_cast<char*>(t.address) + t.done;
     const int64_t offset = t.offset + t.done, left = t.bytes - t.done;

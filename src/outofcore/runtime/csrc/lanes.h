@@ -15,7 +15,7 @@ struct Posted : outofcore::Transfer, outofcore::CopyThread::Job {
   Lane* lane;  // whose thread does it; null: the thread that calls
 };
 
-constexpr int32_t kPause = -1;
+constexpr int32_t kPause = -2;
 
 void transfer_posted(outofcore::CopyThread::Job& job);
 
