@@ -23,8 +23,17 @@ class Slot:
 
     home: int
     storage: int
-    taken: int  # the copy out that takes it
-    given: int  # the last copy in; the copy out itself where nothing is read back
+    copies: tuple[int, ...]  # the copy out that takes it, and the copies in
+
+    @property
+    def taken(self) -> int:
+        """The copy out."""
+        return self.copies[0]
+
+    @property
+    def given(self) -> int:
+        """The last copy in, or the copy out where nothing is read back."""
+        return self.copies[-1]
 
 
 def slot_bytes(count: int) -> int:
@@ -46,8 +55,8 @@ def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
 def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
     """Yield the temporary stays in the order in which they end."""
     settled = set(lasting(graph, program).items())
-    open_: dict[tuple[int, int], Slot] = {}
-    found: list[Slot] = []
+    last: dict[tuple[int, int], list[int]] = {}  # the copies of the last stay, by storage and home
+    stays: list[tuple[int, int, list[int]]] = []
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run):
             continue
@@ -56,13 +65,12 @@ def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
             continue
         key = (storage, instruction.home)
         if isinstance(instruction, CopyOut):
-            if key in open_:
-                found.append(open_[key])
-            open_[key] = Slot(instruction.home, storage, index, index)
-        elif key in open_:
-            slot = open_[key]
-            open_[key] = Slot(slot.home, storage, slot.taken, index)
-    return iter(sorted([*found, *open_.values()], key=lambda slot: (slot.given, slot.taken)))
+            last[key] = [index]
+            stays.append((instruction.home, storage, last[key]))
+        elif key in last:
+            last[key].append(index)
+    found = [Slot(home, storage, tuple(copies)) for home, storage, copies in stays]
+    return iter(sorted(found, key=lambda slot: (slot.given, slot.taken)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from outofcore.costs import Costs
 from outofcore.errors import GraphError, SpillError
 from outofcore.graph import StepGraph
 from outofcore.lowering.slots import Turn, lasting, slot_bytes, turns
-from outofcore.program import CopyOut, Program, Run
+from outofcore.program import Program
 from outofcore.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:  # what is here needs no PyTorch, homes do
@@ -193,8 +193,9 @@ def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Sl
     spare: list[list[Piece]] = [[] for _ in slots]
     held: list[list[Piece]] = [[] for _ in slots]
     pieces: dict[int, tuple[Piece, ...]] = {}
+    order = _turns(graph, costs, program)
     try:
-        for turn in _turns(graph, costs, program):
+        for turn in order:
             home, count = turn.slot.home, slot_bytes(graph.storages[turn.slot.storage].bytes)
             for slot in turn.vacated:
                 spare[home] += pieces[slot.taken]
@@ -216,26 +217,8 @@ def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Sl
     except SpillError:
         Layout({}, tuple(map(tuple, held))).give_back(slots)
         raise
-    return Layout(_by_copy(graph, program, pieces), tuple(map(tuple, held)))
-
-
-def _by_copy(
-    graph: StepGraph, program: Program, pieces: Mapping[int, tuple[Piece, ...]]
-) -> dict[int, tuple[Piece, ...]]:
-    """Add the pages of copies in: those of the last copy out of the storage to that home."""
-    settled = set(lasting(graph, program).items())
-    now: dict[tuple[int, int], tuple[Piece, ...]] = {}
-    found: dict[int, tuple[Piece, ...]] = {}
-    for index, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Run):
-            continue
-        storage = program.blocks[instruction.block].storage
-        if storage is None or (storage, instruction.home) in settled:
-            continue
-        if isinstance(instruction, CopyOut):
-            now[storage, instruction.home] = pieces[index]
-        found[index] = now[storage, instruction.home]
-    return found
+    by_copy = {index: pieces[turn.slot.taken] for turn in order for index in turn.slot.copies}
+    return Layout(by_copy, tuple(map(tuple, held)))
 
 
 def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
