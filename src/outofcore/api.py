@@ -396,8 +396,8 @@ def budget(
         cache: where plans are kept for later processes: a folder, True for the user's cache folder, or False.
         check: "off" trusts that a tensor in the arena is changed by ops alone; else all of it is compared by checksum
             before it leaves without being written, so that what other threads or compiled code wrote is not lost, and
-            when it comes back from a disk, so that damage there ends the step; with "full", from host memory as well.
-            On a GPU nothing is compared.
+            64 of every 4,160 bytes are when it comes back from a disk, so that damage there ends the step; with "full",
+            all bytes are, from host memory as well. On a GPU nothing is compared.
 
     Returns:
         A context manager, also with ``start()`` and ``stop()``; ``run.stats`` tells what happened.

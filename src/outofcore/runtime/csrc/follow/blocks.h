@@ -27,31 +27,43 @@ void note_touched(Space& space, Block& block) {
   block.touched |= block.fixed ? space.device.was_touched(space.homes, block.slot, space.address(block))
                                : space.device.was_touched(space.homes, block.slot);
 }
-// Whether the sum of what has come from a block's slot is that of what is there, which is known from then on if it was not.
-bool accept(Space& space, Block& block, uint64_t sum) {
-  if (!block.dirty && sum != block.sum) {
-    if (!block.touched) return false;
+// Sums of bytes that go to a slot or come from there. `step`: of those of all bytes.
+Sums sums_of(const Space& space, const Block& block, const char* at, int64_t step) {
+  const uint64_t all = sum_of(at, block.bytes, step);
+  if (!space.sampled) return {all, all};
+  return {all, space.homes.is_on_disk(block.slot) ? sum_of(at, block.bytes, kPage + outofcore::kLine) : 0};
+}
+Summed summed(const Space& space, const Block& block) {
+  if (is_compared(space, block)) return block.touched ? Summed::kAll : Summed::kCompared;
+  return space.verified && block.dirty ? Summed::kAll : Summed::kNothing;
+}
+Sums sums_of(const Space& space, const Block& block, const char* at, Summed how) {
+  if (how == Summed::kAll || !space.sampled) return sums_of(space, block, at, step_of_sums(space, block));
+  return {0, sum_of(at, block.bytes, kPage + outofcore::kLine)};
+}
+// Takes over the sums of bytes that have come from a slot; false: they are not what was written there.
+bool accept(Space& space, Block& block, Summed how, const Sums& sums) {
+  if (how == Summed::kCompared) return sums.compared == block.sums.compared;
+  if (!block.dirty && sums.all != block.sums.all) {
     ++space.counters[kUnseenWrites];
     if (block.origin) block.origin->changed();
   }
-  block.sum = sum;
+  block.sums = sums;
   block.touched = false;
   return true;
 }
-// Whether the sum of what comes from a block's slot is needed: what was adopted at home has none yet.
-bool is_summed(const Space& space, const Block& block) {
-  return (space.verified && block.dirty) || is_compared(space, block);
-}
-// Compares the bytes of a block's slot, read beside its window or through it. Throws c10::Error: they are not what was
-// written there.
+// The same of bytes read beside a block's window or through it. Throws c10::Error: they are not what was written there.
 void check_bytes(Space& space, Block& block, const char* at) {
-  const uint64_t sum = sum_of(at, block.bytes, step_of_sums(space, block));
-  if (accept(space, block, sum)) return;
+  const auto is_accepted = [&] {
+    const Summed how = summed(space, block);
+    return how == Summed::kNothing || accept(space, block, how, sums_of(space, block, at, how));
+  };
+  if (is_accepted()) return;
   if (at != space.homes.window(block.slot)) note_touched(space, block);  // another thread, since it was noted
-  TORCH_CHECK(accept(space, block, sum), "outofcore: the ", block.bytes, " bytes at byte ", block.slot.offset, " of the ",
-              space.homes.is_on_disk(block.slot) ? "disk" : "host", " home are not what was written there: the checksum "
-              "differs, so they were damaged on the way or where they lay; check that disk and its file system, or name "
-              "another home");
+  TORCH_CHECK(block.touched && is_accepted(), "outofcore: the ", block.bytes, " bytes at byte ", block.slot.offset,
+              " of the ", space.homes.is_on_disk(block.slot) ? "disk" : "host", " home are not what was written there: the "
+              "checksum differs, so they were damaged on the way or where they lay; check that disk and its file system, "
+              "or name another home");
 }
 
 int64_t nanos_since(std::chrono::steady_clock::time_point start) {
@@ -212,7 +224,7 @@ void end_copy(Space& space, Block* block, bool waited) {
   if (block->state == State::kComing) {
     --space.copying_in;
     if (block->copied && !block->dead && block->version == block->copied_version &&
-        (!block->summed || accept(space, *block, block->copied_sum)))
+        (block->summed == Summed::kNothing || accept(space, *block, block->summed, block->copied_sums)))
       block->become(State::kArrived);
     else
       unplace(space, *block);
@@ -221,7 +233,7 @@ void end_copy(Space& space, Block* block, bool waited) {
     block->writing = false;
     if (block->copied && block->version == block->copied_version) {
       block->dirty = block->touched = false;
-      block->sum = block->copied_sum;
+      block->sums = block->copied_sums;
       ++space.counters[kWrites];
       space.counters[kWrittenBytes] += block->bytes;
       observe_copy(space, *block, follow::Event::kOut);
@@ -327,18 +339,18 @@ void copy_beside(outofcore::CopyThread::Job& job) {
   std::unique_lock lock(mutex);
   Space& space = *block->space;
   char* at = space.address(*block);
-  const int64_t step = step_of_sums(space, *block);
-  const bool in = block->state == State::kComing, sums = in ? is_summed(space, *block) : space.verified;
+  const bool in = block->state == State::kComing;
+  const Summed how = in ? summed(space, *block) : space.verified ? Summed::kAll : Summed::kNothing;
   lock.unlock();
   bool copied = true;
-  uint64_t sum = 0;
+  Sums sums;
   const auto start = std::chrono::steady_clock::now();
   try {
     // The sum comes first: what is written meanwhile, and not seen, differs from it later.
-    if (!in && sums) sum = sum_of(at, block->bytes);  // of what a home has
+    if (!in && how != Summed::kNothing) sums = sums_of(space, *block, at, outofcore::kLine);  // of what a home has
     in ? space.device.load(space.homes, block->slot, block->order, at)
        : space.device.save(space.homes, block->slot, block->order, at);
-    if (in && sums) sum = sum_of(at, block->bytes, step);
+    if (in && how != Summed::kNothing) sums = sums_of(space, *block, at, how);
   } catch (...) {  // whoever needs the copy makes it again, and tells
     copied = false;
   }
@@ -347,8 +359,8 @@ void copy_beside(outofcore::CopyThread::Job& job) {
   (in ? space.in_nanos : space.out_nanos) += nanos;
   (in ? space.in_bytes : space.out_bytes) += block->bytes;
   block->copied = copied;
-  block->summed = sums;
-  block->copied_sum = sum;
+  block->summed = how;
+  block->copied_sums = sums;
   block->copy_end = follow::nanos_now();
   block->copy_start = block->copy_end - nanos;
   space.finished.push_back(block);
@@ -417,17 +429,14 @@ void evict(Space& space, Block& block, StorageImpl& storage, follow::Cause cause
   const char* from = space.address(block);
   bool write = block.dirty || !block.slot || space.unseen ||
                (block.fixed && (!space.verified || block.slot.original));  // a window is mapped from a home's file
-  uint64_t sum = 0;
-  if (Device::kReadable && (space.verified || write))
-    sum = sum_of(from, block.bytes, write ? 64 : step_of_sums(space, block));
-  if (!write && space.verified && sum != block.sum) {
+  if (!write && space.verified && sum_of(from, block.bytes, step_of_sums(space, block)) != block.sums.all) {
     ++space.counters[kUnseenWrites];
     if (block.origin) block.origin->changed();
     write = true;
-    sum = sum_of(from, block.bytes);
   }
   if (write) {
     take_slot(space, block);
+    if (space.verified) block.sums = sums_of(space, block, from, outofcore::kLine);
     block.dirty = true;
     const int64_t start = follow::nanos_now();
     space.device.save(space.homes, block.slot, block.order, from);
@@ -436,7 +445,6 @@ void evict(Space& space, Block& block, StorageImpl& storage, follow::Cause cause
     ++space.counters[kWrites];
     space.counters[kWrittenBytes] += block.bytes;
     block.dirty = block.touched = false;
-    block.sum = sum;
   }
   if (block.fixed) space.device.cover(space.homes, block.slot, space.address(block), false);  // if it cannot, it stays
   ++space.counters[kEvictions];

@@ -418,9 +418,7 @@ void fetch(Space& space, Block& block) {
   if (!place_for || through_window()) return use_at_home();
   const Stopwatch watch{space.counters[kTransferMicroseconds]};
   int64_t start = follow::nanos_now();
-  const auto check = [&](const char* at) {
-    if (is_summed(space, block)) check_bytes(space, block, at);
-  };
+  const auto check = [&](const char* at) { check_bytes(space, block, at); };
   note_touched(space, block);
   if (block.fixed) {
     space.device.uncover_with(space.homes, block.slot, space.address(block), block.bytes, check);

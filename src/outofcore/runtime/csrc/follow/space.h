@@ -125,6 +125,17 @@ constexpr bool may_follow(State before, State after) {
   return false;
 }
 
+// Of what is at home: of all bytes, and of those that are compared when they come back.
+struct Sums {
+  uint64_t all = 0, compared = 0;
+};
+// What is summed of bytes that come from a home.
+enum class Summed {
+  kNothing,
+  kCompared,
+  kAll,  // since the sums are not known, or code that nobody sees may have written there
+};
+
 struct Block : outofcore::CopyThread::Job {
   Space* space = nullptr;
   std::optional<follow::WeakStorage> storage;  // none: a piece that no storage is known to own yet
@@ -152,15 +163,15 @@ struct Block : outofcore::CopyThread::Job {
   mutable int64_t looked_up_in = -1;
   bool released = false;        // the plan has given its room to others
   int64_t given = -1;           // its place among those that the user put under the budget
-  uint64_t sum = 0;             // of what is at home, while it is not dirty
+  Sums sums;                    // while it is not dirty
   bool touched = false;         // code that nobody sees may have written to it there since
   int64_t version = 0;          // how often it was written
   bool early = false;           // it was brought in before an op needed it, and none has used it yet
   bool copied = false;          // the copy beside the ops came off
   bool waited = false;          // somebody waited for it
   int64_t copied_version = 0;
-  uint64_t copied_sum = 0;
-  bool summed = false;          // it was made
+  Summed summed = Summed::kNothing;
+  Sums copied_sums;
   std::shared_ptr<follow::Origin> origin;  // how its bytes came about, if recipes ask for that
   follow::Rank rank;
   [[no_unique_address]] Device::Order order;
