@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import outofcore
+from outofcore.analysis import is_large
 from outofcore.follow.native import load_paging
 
 Pool = list[Tensor]
@@ -228,6 +229,9 @@ ACTIONS: tuple[tuple[Action, int], ...] = (
 )
 
 
+_MOST_SMALL = 8
+
+
 def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tuple[list[Any], Pool]:
     draw, nudge = random.Random(seed), random.Random(seed + 1)
     torch.manual_seed(seed)
@@ -242,6 +246,9 @@ def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tup
             seen.append(action(pool, draw))
         while len(pool) > 60:
             del pool[draw.randrange(len(pool))]
+        small = [number for number, tensor in enumerate(pool) if not is_large(tensor.nbytes)]
+        for number in reversed(small[: -_MOST_SMALL]):  # they cannot leave, and are to fit beside what an op needs
+            del pool[number]
         between(nudge)
     return seen, pool
 
@@ -249,7 +256,7 @@ def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tup
 def compare(seed: int, steps: int) -> None:
     theirs_seen, theirs = loop(seed, steps, lambda _: None)
     library = load_paging()
-    with outofcore.budget(("2MiB", "1500KiB", "5MiB")[seed % 3], home=("disk", "host")[seed % 2]) as run:
+    with outofcore.budget(("3MiB", "2500KiB", "5MiB")[seed % 3], home=("disk", "host")[seed % 2]) as run:
 
         def between(draw: random.Random) -> None:
             chance = draw.random()
