@@ -289,6 +289,22 @@ MUTANTS = (
     ),
     # Followed loops
     Mutant(
+        "damage-is-accepted",
+        "runtime/csrc/follow/blocks.h",
+        "return sums.compared == block.sums.compared;",
+        "return true;",
+        "An eager loop takes whatever comes from its disk.",
+        ("tests/torch_cpu/test_follow_damage.py",),
+    ),
+    Mutant(
+        "unseen-write-is-damage",
+        "runtime/csrc/follow/blocks.h",
+        "block.touched |= block.fixed ?",
+        "block.touched |= false && block.fixed ?",
+        "An eager loop does not ask whether others wrote to what is away.",
+        ("tests/torch_cpu/test_follow_damage.py",),
+    ),
+    Mutant(
         "operands-may-be-evicted",
         "runtime/csrc/follow/blocks.h",
         "!block.dying && block.pins == 0 && block.works == 0 && blind == 0 &&",
