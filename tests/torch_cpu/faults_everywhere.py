@@ -1,4 +1,4 @@
-"""Makes the n-th allocation, disk write, disk read, thread start or copy fail, for n = 1, 2, ... until none is left.
+"""Makes the n-th allocation, disk write, disk read or thread start fail, for n = 1, 2, ... until none is left.
 
 A process loads PyTorch once, and forks a child for each n. The child trains a small model within a budget, with one
 fault; all it asks of the system goes through ``fail_nth.cpp``. Its run passes if
@@ -53,10 +53,9 @@ from preloaded import environment
 
 import outofcore
 from outofcore.compiling import user_cache_folder
-from outofcore.errors import OutOfCoreError, StateError, TransferError
+from outofcore.errors import OutOfCoreError, StateError
 from outofcore.follow.failures import explained
 from outofcore.follow.native import load_paging
-from outofcore.runtime.homes import DiskHome, HostHome
 from outofcore.runtime.native import load_native
 
 STEPS = 3
@@ -68,7 +67,7 @@ UNCHANGED, DONE, TORN = "as they were before this step", "step has been made", "
 
 
 class Kind(enum.IntEnum):
-    """What fails; numbered as in fail_nth.cpp, but for the copies."""
+    """What fails; numbered as in fail_nth.cpp."""
 
     ALLOCATION = 1
     OBJECT = 2  # operator new of any size in native code of the package
@@ -78,7 +77,6 @@ class Kind(enum.IntEnum):
     OPEN = 6
     SHORT = 7  # a transfer ends early, without an error
     INTERRUPTED = 8  # by a signal: EINTR
-    COPY = 9  # a home's read or write raises
 
 
 ERRORS = {
@@ -131,40 +129,19 @@ class Left:
 
 
 class Injector:
-    """The preloaded library, or homes that raise."""
+    """The preloaded library."""
 
     def __init__(self, folder: Path) -> None:
         self.library = ctypes.CDLL(os.environ["FAIL_NTH"])
         for name in ("fail_fired", "fail_seen"):
             getattr(self.library, name).restype = ctypes.c_long
         self.library.fail_watch(os.fsencode(folder), os.fsencode(user_cache_folder()) + b"/")
-        self._copies = contextlib.ExitStack()
-        self._number = self._count = 0
-        self._lasting = False
-        self._kind = Kind.ALLOCATION
 
     def arm(self, kind: Kind, number: int, lasting: bool) -> None:
         """Have the ``number``-th call fail, and if ``lasting`` all that come after it; 0: none."""
-        self._kind, self._number, self._lasting = kind, number, lasting
-        if kind is Kind.COPY:
-            self._arm_copies()
-            return
         code = errno.EIO if kind is Kind.WRITE and number % 2 == 0 else ERRORS.get(kind, 0)
         last = (1 << 62) if lasting and number else number
         self.library.fail_arm(int(kind), ctypes.c_long(number), ctypes.c_long(last), code)
-
-    def _arm_copies(self) -> None:
-        for home, (verb, _) in [(home, verb) for home in (HostHome, DiskHome) for verb in (("read", 0), ("write", 1))]:
-            original = getattr(home, verb)
-
-            def fails(*args: Any, original: Callable[..., Any] = original) -> Any:
-                self._count += 1
-                if self._number and (self._count == self._number or (self._lasting and self._count > self._number)):
-                    raise TransferError("the device of this home is gone; this is a test")
-                return original(*args)
-
-            setattr(home, verb, fails)
-            home.locate = _nowhere
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -177,30 +154,23 @@ class Injector:
 
     def disarm(self) -> None:
         """Have nothing fail any more."""
-        self._number = 0
         self.library.fail_disarm()
 
     @property
     def fired(self) -> int:
         """How many calls failed."""
-        if self._kind is Kind.COPY:
-            return max(0, self._count - self._number + 1) if self._number else int(self._count > 0)
         return int(self.library.fail_fired())
 
     @property
     def seen(self) -> int:
         """How many calls there were."""
-        return self._count if self._kind is Kind.COPY else int(self.library.fail_seen())
+        return int(self.library.fail_seen())
 
     def where(self) -> list[str]:
         """The stack of native code that made the first call that failed, innermost first."""
         text = ctypes.create_string_buffer(8192)
         self.library.fail_where(text, ctypes.c_size_t(len(text)))
         return [line for line in text.value.decode(errors="replace").splitlines() if "fail-nth" not in line]
-
-
-def _nowhere(*_: object) -> None:
-    """In place of ``locate``: native code finds no slot, and has Python make each copy."""
 
 
 def is_documented(error: BaseException, kind: Kind) -> bool:
@@ -688,14 +658,14 @@ class Sweep:
 
     def __init__(self, door: str, folder: Path) -> None:
         self.door = door
-        self._rehearsals: dict[tuple[str, bool], Left] = {}
+        self._rehearsals: dict[str, Left] = {}
         (folder / "cache").mkdir(parents=True)
         self.stage = Stage(folder, _must(in_child(EAGER[door])))
         self.budget = BUDGETS[door]
 
     def rehearse(self, home: str, kind: Kind) -> Left:
         """Run without a fault until what is measured and planned is in the cache; returns what such a run leaves."""
-        found = self._rehearsals.get((home, kind is Kind.COPY))
+        found = self._rehearsals.get(home)
         if found is not None:
             return found
         for _ in range(2):
@@ -708,7 +678,7 @@ class Sweep:
                     importlib.import_module(name)
         if len(list(Path("/proc/self/task").iterdir())) > 1:
             raise SystemExit("this process has threads, which the children of a fork would not have")
-        self._rehearsals[home, kind is Kind.COPY] = left
+        self._rehearsals[home] = left
         return left
 
     def _rehearsed(self, home: str, kind: Kind) -> tuple[Run, Left, list[str]]:
@@ -773,8 +743,6 @@ def main() -> int:
         for door in given.door or DOORS:
             sweep = Sweep(door, Path(folder) / door)
             for home, kind, numbers in numbers_of(given, door):
-                if door == "budget" and kind is Kind.COPY:
-                    continue  # native code makes them: see the other kinds
                 counts: dict[str, int] = {}
                 begin = time.perf_counter()
                 for number in numbers:

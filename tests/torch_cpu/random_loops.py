@@ -247,7 +247,7 @@ def loop(seed: int, steps: int, between: Callable[[random.Random], None]) -> tup
         while len(pool) > 60:
             del pool[draw.randrange(len(pool))]
         small = [number for number, tensor in enumerate(pool) if not is_large(tensor.nbytes)]
-        for number in reversed(small[: -_MOST_SMALL]):  # they cannot leave, and are to fit beside what an op needs
+        for number in reversed(small[:-_MOST_SMALL]):  # they cannot leave, and are to fit beside what an op needs
             del pool[number]
         between(nudge)
     return seen, pool

@@ -1,4 +1,4 @@
-"""Each allocation, disk write, disk read, thread start and copy fails once: see faults_everywhere.py.
+"""Each allocation, disk write, disk read and thread start fails once: see faults_everywhere.py.
 
 By default a sample of them fails; ``make test-all`` makes all of them fail.
 """
