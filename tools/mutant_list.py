@@ -299,8 +299,8 @@ MUTANTS = (
     Mutant(
         "unseen-write-is-damage",
         "runtime/csrc/follow/blocks.h",
-        "block.touched |= block.fixed ?",
-        "block.touched |= false && block.fixed ?",
+        "if (is_compared(space, block)) block.touched |=",
+        "if (false) block.touched |=",
         "An eager loop does not ask whether others wrote to what is away.",
         ("tests/torch_cpu/test_follow_damage.py",),
     ),

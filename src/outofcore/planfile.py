@@ -160,7 +160,7 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
 
 
 def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
-    """Return what is written of a plan; ``keys`` are the names of its storages.
+    """Return a plan as a document; ``keys`` are the names of its storages.
 
     >>> document_of(PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5), keys=()).budget
     4096

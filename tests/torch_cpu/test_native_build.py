@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts import TRAINING
 
 from outofcore import compiling
 from outofcore.compiling import BuildError, private_folder
@@ -97,16 +98,9 @@ def test_native_code_is_for_linux(monkeypatch: pytest.MonkeyPatch) -> None:
         native._loaded.__wrapped__(native.Flavor.CPU)
 
 
-REFUSED = """
+REFUSED = f"""
 import torch, outofcore
-model = torch.nn.Linear(64, 64)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-def step(x):
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+{TRAINING}
 before = [(p, p.data_ptr(), p.clone()) for p in model.parameters()]
 for call in (
     lambda: outofcore.compile(step, model, optimizer, budget="8MiB"),

@@ -16,6 +16,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from scripts import TRAINING
 
 from outofcore.compiling import wheel_library
 from outofcore.runtime.native import library_file
@@ -149,19 +150,12 @@ def test_it_runs_where_it_is_installed(built: tuple[Path, Path], tmp_path: Path)
     assert "native code is missing: outofcore-cpu is not compiled here" in with_another_torch
 
 
-TRAIN = """
+TRAIN = f"""
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch, outofcore
 assert outofcore.__file__.startswith(sys.argv[1]), outofcore.__file__
-model = torch.nn.Linear(64, 64)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-def step(x):
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+{TRAINING}
 with outofcore.compile(step, model, optimizer, budget="8MiB", home="host") as compiled:
     print(compiled(torch.ones(8, 64)).item() > compiled(torch.ones(8, 64)).item())
 """

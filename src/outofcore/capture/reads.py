@@ -176,7 +176,7 @@ class Reads:
     def noted(self) -> Iterator[None]:
         """Record the code that this thread runs in this context.
 
-        No garbage is collected meanwhile: callbacks of the collector are no part of what is recorded.
+        The garbage collector is off meanwhile: its callbacks are not the step's code.
         """
         previous, collects = sys.getprofile(), gc.isenabled()
         library, tell = load_comparing(), self._note

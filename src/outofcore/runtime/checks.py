@@ -23,17 +23,17 @@ class Check(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Checksums of what was written to slots of a home; ``full``: of all bytes, and not of a few pages."""
+    """Checksums by slot of the bytes last written there; ``full``: of all bytes, not of a few pages."""
 
     full: bool
     known: dict[int, tuple[int, int]] = field(default_factory=dict)  # by offset: bytes, checksum
 
     def note(self, offset: int, memory: memoryview) -> None:
-        """Record what is written to a slot."""
+        """Record the checksum of bytes that go to a slot."""
         self.known[offset] = len(memory), self._of(memory, offset)
 
     def matches(self, offset: int, memory: memoryview) -> bool:
-        """Return whether bytes are those that were written to a slot, or nothing is known of as many."""
+        """Return whether bytes have the checksum of their slot, or the slot has none for their size."""
         count, known = self.known.get(offset, (-1, 0))
         return count != len(memory) or self._of(memory, offset) == known
 

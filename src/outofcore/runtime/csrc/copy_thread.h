@@ -1,7 +1,7 @@
 // Threads that copy, each in the order in which it is asked to: one for each queue of a compiled step (copying.cpp), for
 // each direction of an eager loop (follow/blocks.h), and for each direction between files and a GPU (lanes.cpp).
 //
-// Nothing here takes Python's lock. To ask takes no memory: whoever asks may be a host function of CUDA's.
+// Nothing here takes Python's lock. ``ask`` allocates nothing, since a host function of CUDA may call it.
 
 #pragma once
 

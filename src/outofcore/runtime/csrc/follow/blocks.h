@@ -16,16 +16,15 @@ int64_t step_of_sums(const Space& space, const Block& block) {
   return space.sampled && block.slot.original ? kPage + 64 : 64;
 }
 
-// Whether what comes from a block's slot is compared with what was written there.
+// Whether what comes from a block's slot is compared with what was written there. Who has a block's address may write to its
+// window at any time, and the kernel does not tell of a page that it has written to the disk and taken away since.
 bool is_compared(const Space& space, const Block& block) {
-  return space.verified && !block.dirty && !block.slot.original &&
+  return space.verified && !block.dirty && !block.fixed && !block.slot.original &&
          (!space.sampled || space.homes.is_on_disk(block.slot));
 }
 // Takes note, before a slot is read, whether code that nobody sees may have written to it.
 void note_touched(Space& space, Block& block) {
-  if (!is_compared(space, block)) return;
-  block.touched |= block.fixed ? space.device.was_touched(space.homes, block.slot, space.address(block))
-                               : space.device.was_touched(space.homes, block.slot);
+  if (is_compared(space, block)) block.touched |= space.device.was_touched(space.homes, block.slot);
 }
 // Sums of bytes that go to a slot or come from there. `step`: of those of all bytes.
 Sums sums_of(const Space& space, const Block& block, const char* at, int64_t step) {

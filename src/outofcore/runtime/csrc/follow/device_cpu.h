@@ -184,15 +184,13 @@ class Device {
     want_small(at, bytes);
     return true;
   }
-  // Puts memory with the bytes of a slot in place of its window: others may look at its addresses meanwhile. `check` gets
-  // them before. Throws c10::Error, and then the window is still there.
-  template <class Check>
-  void uncover_with(Homes& homes, const Slot& slot, char* at, int64_t bytes, Check&& check) {
+  // Puts memory with the bytes of a slot in place of its window: others may look at its addresses meanwhile. Throws
+  // c10::Error, and then the window is still there.
+  void uncover_with(Homes& homes, const Slot& slot, char* at, int64_t bytes) {
     void* filled = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK_WITH(OutOfMemoryError, filled != MAP_FAILED, kNoMemory, bytes, kLessMemory);
     std::unique_ptr<void, std::function<void(void*)>> unmapped(filled, [bytes](void* at) { munmap(at, bytes); });
     homes.read(slot, static_cast<char*>(filled));
-    check(static_cast<const char*>(filled));
     TORCH_CHECK_WITH(OutOfMemoryError,
                      mremap(filled, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, at) != MAP_FAILED, kNoMemory, bytes,
                      kLessMemory);
@@ -203,10 +201,6 @@ class Device {
   // Whether somebody has looked at a slot since; and whether that can be found out.
   void begin_watch(Homes& homes, const Slot& slot) { homes.begin_watch(slot); }
   bool was_touched(Homes& homes, const Slot& slot) { return homes.was_touched(slot); }
-  // The same where the slot is mapped at the address of a block that keeps it.
-  bool was_touched(Homes& homes, const Slot& slot, const char* at) {
-    return homes.of(slot).was_touched(at, slot.bytes);
-  }
   bool can_detect_touches(const Homes& homes) const { return homes.can_detect_touches(); }
 
   // How long ops took is what the clock of the host says.

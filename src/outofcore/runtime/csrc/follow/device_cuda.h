@@ -280,12 +280,10 @@ class Device {
   // A block that keeps its address does not leave.
   void cover(Homes&, const Slot&, char*, bool) const {}
   static bool uncover(char*, int64_t) { return true; }
-  template <class Check>
-  void uncover_with(Homes&, const Slot&, char*, int64_t, Check&&) {}
+  void uncover_with(Homes&, const Slot&, char*, int64_t) {}
   // Nobody can tell who looked at pinned memory.
   void begin_watch(Homes&, const Slot&) const {}
   bool was_touched(Homes&, const Slot&) const { return false; }
-  bool was_touched(Homes&, const Slot&, const char*) const { return false; }
   bool can_detect_touches(const Homes&) const { return true; }
 
   // The device's own clock, in the order of the current stream.

@@ -168,9 +168,7 @@ class Home {
   // Forgets who looked at a window, so that ``was_touched`` tells of later looks alone. What was written there stays.
   void begin_watch(int64_t offset, int64_t bytes) const { madvise(window_ + offset, bytes, MADV_DONTNEED); }
   // Whether somebody has read from or written to a window meanwhile: pages of it are mapped then.
-  bool was_touched(int64_t offset, int64_t bytes) const { return was_touched(window_ + offset, bytes); }
-  // The same of a slot that is mapped at other addresses, too.
-  bool was_touched(const char* at, int64_t bytes) const { return pages_.any_mapped(at, bytes); }
+  bool was_touched(int64_t offset, int64_t bytes) const { return pages_.any_mapped(window_ + offset, bytes); }
   bool can_detect_touches() const { return pages_.is_readable(); }
   // Maps a slot over the addresses at `at`.
   void show(char* at, int64_t offset, int64_t bytes, bool privately) const {

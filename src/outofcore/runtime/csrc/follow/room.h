@@ -418,18 +418,18 @@ void fetch(Space& space, Block& block) {
   if (!place_for || through_window()) return use_at_home();
   const Stopwatch watch{space.counters[kTransferMicroseconds]};
   int64_t start = follow::nanos_now();
-  const auto check = [&](const char* at) { check_bytes(space, block, at); };
   note_touched(space, block);
   if (block.fixed) {
-    space.device.uncover_with(space.homes, block.slot, space.address(block), block.bytes, check);
+    space.device.uncover_with(space.homes, block.slot, space.address(block), block.bytes);
     place(space, block, State::kHere);
+    check_bytes(space, block, space.address(block));
   } else {
     place(space, block, State::kHere, *place_for);
     start = follow::nanos_now();
     space.device.note_unseen(false);  // just before this op, somebody may have written to its window
     try {
       space.device.load(space.homes, block.slot, block.order, space.address(block));
-      check(space.address(block));
+      check_bytes(space, block, space.address(block));
     } catch (...) {
       unplace(space, block);
       throw;
