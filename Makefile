@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 	bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers \
 	bench-sharded bench-split bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small \
 	bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-rivals gpu-stub gpu-visit \
-	gpu-wheels growth record record-write mutants tsan clean
+	gpu-wheels growth record record-write mutants tsan verify wheel clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -133,6 +133,16 @@ growth: setup  ## followed loops for 10,000 steps each: resident memory against 
 
 mutants: setup  ## break the sources in fifty places, one at a time, and see which test notices; ONLY=NAME,NAME does a part
 	$(BIN)/python tools/mutants.py $(if $(ONLY),--only $(ONLY))
+
+# VERIFY_PYTHON: an interpreter with outofcore and what those programs import, such as torchvision and monai.
+VERIFY_PYTHON ?= $(BIN)/python
+verify: setup  ## run other people's programs in FOLDER=... within budgets, and compare bits with plain Python; ONLY=NAME, ROUNDS=2
+	$(VERIFY_PYTHON) tools/verify.py $(FOLDER) $(if $(ONLY),--only "$(ONLY)") $(if $(ROUNDS),--rounds $(ROUNDS))
+
+wheel: setup  ## build sdist and wheel into dist, and train with the wheel in an empty environment without a compiler
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python tools/verify_wheel.py dist
 
 tsan: setup  ## look for data races in the native code of followed loops, with ThreadSanitizer; ten minutes
 	$(BIN)/python tools/tsan.py

@@ -16,6 +16,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+import torch
 from scripts import TRAINING
 
 from outofcore.compiling import wheel_library
@@ -148,6 +149,8 @@ def test_it_runs_where_it_is_installed(built: tuple[Path, Path], tmp_path: Path)
     works, with_another_torch = done.stdout.splitlines()
     assert works == f"{FALLBACK[1]} {target / library_file().relative_to(package.parent)}"
     assert "native code is missing: outofcore-cpu is not compiled here" in with_another_torch
+    built_for = f"torch-{torch.__version__}-{sys.implementation.cache_tag}-{platform.machine()}"
+    assert f"The installed wheel was built for {built_for}, and this is torch-1.0-" in with_another_torch
 
 
 TRAIN = f"""

@@ -174,12 +174,24 @@ def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
 def _loaded(flavor: Flavor) -> ctypes.PyDLL:
     if sys.platform != "linux":
         raise StateError(f"native code is missing: it is written for Linux, and this is {sys.platform}; use Linux")
-    return load_built(
-        f"outofcore-{flavor.value}",
-        library_file(flavor),
-        lambda path: build(path, flavor=flavor),
-        lambda path: load_library(path, flavor),
-    )
+    library, name = library_file(flavor), f"outofcore-{flavor.value}"
+    try:
+        return load_built(
+            name, library, lambda path: build(path, flavor=flavor), lambda path: load_library(path, flavor)
+        )
+    except StateError as error:
+        versions = [_versions_of(path) for path in sorted(library.parent.glob(f"{name}-*.so")) if path != library]
+        if not versions:
+            raise
+        raise StateError(
+            f"{error}. The installed wheel was built for {', '.join(versions)}, and this is {_versions_of(library)}: "
+            "the wheel needs no compiler with the versions of PyTorch and Python that it was built for"
+        ) from None
+
+
+def _versions_of(library: Path) -> str:
+    """Return, of a library's name, ``torch-2.13.0-cpython-311-x86_64``."""
+    return library.name.split("-", 2)[2].rpartition("-")[0]
 
 
 @functools.cache

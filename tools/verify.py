@@ -1,0 +1,355 @@
+"""Run programs that other people wrote, unedited, within a budget and by plain Python, and compare them bit for bit.
+
+    python tools/verify.py FOLDER                  # every program whose source is in FOLDER
+    python tools/verify.py FOLDER --only nanoGPT,trl --rounds 2
+
+Each program runs in a fresh copy of its folder: by ``python``, by ``outofcore run`` with a budget that holds everything
+(for its peak in core), and by ``outofcore run`` with a small budget. Everything that it prints, except times, must be
+the same, and its exit status, and the bytes of the files that it saves. Of a test suite the outcome of each test must
+be the same. A program whose source or packages are missing is skipped; the reason is printed.
+
+Prints a line for each program, and writes ``verified.json`` and ``verified.md`` to ``benchmarks/results``. Exits with 1
+if any program differs. ``verify_programs.py`` lists the programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from outofcore.report.machine import this_machine
+from outofcore.units import format_bytes, parse_bytes
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from verify_programs import PROGRAMS, Program
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+# What differs between two runs of the same program: numbers before or after a unit of time, and temporary folders.
+_MASKS = (
+    (re.compile(r"\d+(\.\d+)?(?= ?(ms|s|sec|seconds)\b)"), "T"),
+    (re.compile(r"(?<=ms/batch )\s*\d+(\.\d+)?"), "T"),
+    (re.compile(r"(?<=\b(Time|Data)\s)\s*\d+\.\d+ \(\s*\d+\.\d+\)"), "T"),
+    (re.compile(r"(?<=\bmfu )-?\d+(\.\d+)?%"), "T"),
+    (re.compile(r"(?<=_runtime': ')[\d.]+|(?<=_per_second': ')[\d.]+"), "T"),
+    (re.compile(r"/tmp/\S+"), "FOLDER"),
+)
+_SIZE = r"[\d.]+ [KMGT]?i?B"
+_SUMMARY = re.compile(
+    rf"^outofcore: .*at most (?P<peak>{_SIZE}) in use, (?P<out>{_SIZE}) out, (?P<back>{_SIZE}) in", re.M
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one run of a program did.
+
+    Attributes:
+        status: exit status; None if the run exceeded its time limit.
+        output: masked standard output.
+        outcomes: of each test of a test suite.
+        files: digests of the files that it saved.
+        peak, out, back: bytes of the summary of ``outofcore run``: in use at most, evicted, fetched.
+        error: the end of standard error.
+    """
+
+    seconds: float
+    status: int | None
+    output: tuple[str, ...] = ()
+    outcomes: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    peak: int = 0
+    out: int = 0
+    back: int = 0
+    error: str = ""
+
+
+def mask(line: str) -> str:
+    """Replace what depends on the clock, and temporary folders.
+
+    >>> mask("iter 5: loss 3.4441, time 17119.93ms, mfu 0.01%")
+    'iter 5: loss 3.4441, time Tms, mfu T'
+    """
+    for pattern, replacement in _MASKS:
+        line = pattern.sub(replacement, line)
+    return line.rstrip()
+
+
+def outcomes_of(report: str) -> dict[str, str]:
+    """Return the outcome of each test by its name, from a report of pytest as JUnit's XML."""
+    outcomes: dict[str, str] = {}
+    for case in ElementTree.fromstring(report).iter("testcase"):
+        kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        outcomes[f"{case.get('classname')}::{case.get('name')}"] = "+".join(kinds) or "passed"
+    return outcomes
+
+
+def summary_of(error: str) -> tuple[int, int, int]:
+    """Return peak, evicted and fetched bytes of the summary that ``outofcore run`` prints; zeros without one."""
+    found = _SUMMARY.search(error)
+    texts = found.group("peak", "out", "back") if found else ("0 B", "0 B", "0 B")
+    peak, out, back = (0 if text == "0 B" else parse_bytes(text) for text in texts)
+    return peak, out, back
+
+
+def difference(plain: Side, other: Side) -> str:
+    """Describe the first difference between two runs; empty if they are the same."""
+    if other.status is None or plain.status is None:
+        return f"no end after {other.seconds:.0f} s" if other.status is None else "plain Python exceeded the time limit"
+    for number, (line, text) in enumerate(itertools.zip_longest(plain.output, other.output), start=1):
+        if line != text:
+            return f"line {number}: {line!r} became {text!r}"
+    for what, ours, theirs in (("test", plain.outcomes, other.outcomes), ("file", plain.files, other.files)):
+        for name in sorted({*ours, *theirs}):
+            if ours.get(name) != theirs.get(name):
+                return f"{what} {name}: {ours.get(name, 'missing')} became {theirs.get(name, 'missing')}"
+    if plain.status != other.status:
+        return f"exit status {plain.status} became {other.status}"
+    return ""
+
+
+def missing(program: Program, folder: Path) -> str:
+    """Return why a program cannot run here and what to do; empty if it can."""
+    if program.repository and not (folder / program.source / program.folder).is_dir():
+        return f"clone github.com/{program.repository} to FOLDER/{program.source}"
+    lacking = [name for name in program.packages if importlib.util.find_spec(name) is None]
+    return f"install {', '.join(lacking)}" if lacking else ""
+
+
+def work_copy(program: Program, folder: Path, place: Path) -> None:
+    """Copy what a program consists of, give it its data, and prepare it; the user's folder stays as it is."""
+    shutil.rmtree(place, ignore_errors=True)
+    if not program.repository:
+        place.mkdir()
+        return
+    shutil.copytree(folder / program.source / program.folder, place, ignore=shutil.ignore_patterns(".git"))
+    for target, candidates in program.data.items():
+        found = [folder / each for each in candidates if (folder / each).is_file()]
+        if found and not (place / target).exists():
+            shutil.copyfile(found[0], place / target)
+    for command in program.prepare:
+        subprocess.run([sys.executable, *command], cwd=place, check=True, capture_output=True, env=_environment())
+
+
+def _environment(program: Program | None = None) -> dict[str, str]:
+    paths = [*(program.search if program else ()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+
+
+def run(program: Program, place: Path, budget: str | None, limit: float) -> Side:
+    """Run a program in its copy, by plain Python or within a budget."""
+    report = place.with_suffix(".xml")
+    report.unlink(missing_ok=True)
+    tests = [f"--junitxml={report}", "-p", "no:randomly", "-p", "no:cacheprovider"] if program.is_suite else []
+    ours = [] if budget is None else ["-m", "outofcore", "run", "--budget", budget]
+    began = time.perf_counter()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        process = subprocess.Popen(
+            [sys.executable, *ours, *program.command, *tests],
+            cwd=place, env=_environment(program), stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace",
+        )  # fmt: skip
+        deadline = threading.Timer(limit, process.kill)
+        deadline.start()
+        lines: list[str] = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(mask(line))
+            if len(lines) == program.lines:
+                process.send_signal(signal.SIGINT)
+        status = process.wait()
+        seconds = time.perf_counter() - began
+        expired = not deadline.is_alive()
+        deadline.cancel()
+        errors.seek(0)
+        error = errors.read()
+    peak, out, back = summary_of(error)
+    return Side(
+        seconds,
+        None if expired else status,
+        () if program.is_suite else tuple(lines[: program.lines]),
+        outcomes_of(report.read_text(encoding="utf-8")) if report.exists() else {},
+        {
+            str(path.relative_to(place)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for pattern in program.files
+            for path in sorted(place.glob(pattern))
+        },
+        peak,
+        out,
+        back,
+        error[-2000:],
+    )
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A line of the table. Times are medians; ``ratio`` is the median over rounds of the time within, by plain's."""
+
+    command: str
+    commit: str
+    budget: int
+    in_core_peak: int
+    peak: int
+    evicted: int
+    fetched: int
+    plain_seconds: float
+    seconds: float
+    ratio: float
+    rounds: int
+    compared: str
+    difference: str
+    load: float
+
+
+def verify(program: Program, folder: Path, rounds: int, limit: float) -> Verified:
+    """Run all sides of a program in turns."""
+    plain: list[Side] = []
+    within: list[Side] = []
+    commit, load = _commit(folder / program.source) if program.repository else "", os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="outofcore-verify-") as scratch:
+        place = Path(scratch) / program.name.replace("/", "-").replace(" ", "-")
+        sides: list[Side] = []
+        holding = f"{this_machine().memory_bytes * 3 // 4}B"
+        for budget in (*(None, program.budget) * rounds, holding):
+            work_copy(program, folder, place)
+            sides.append(run(program, place, budget, limit))
+            if sides[-1].status is None:
+                break
+    plain, within, held = sides[: 2 * rounds : 2], sides[1 : 2 * rounds : 2], sides[2 * rounds :]
+    found = next(filter(None, (difference(plain[0], side) for side in sides[1:])), "")
+    if not (plain[0].output or plain[0].outcomes or plain[0].files):
+        found = f"plain Python printed nothing to compare: {plain[0].error[-300:]}"
+    if found:
+        print("".join(side.error for side in sides if difference(plain[0], side)), file=sys.stderr)
+    return Verified(
+        command=" ".join(Path(each).name if Path(each).is_absolute() else each for each in program.command),
+        commit=commit,
+        budget=parse_bytes(program.budget),
+        in_core_peak=held[0].peak if held else 0,
+        peak=max((side.peak for side in within), default=0),
+        evicted=within[-1].out if within else 0,
+        fetched=within[-1].back if within else 0,
+        plain_seconds=statistics.median(side.seconds for side in plain),
+        seconds=statistics.median([side.seconds for side in within] or [0]),
+        ratio=statistics.median([b.seconds / a.seconds for a, b in zip(plain, within, strict=False)] or [0]),
+        rounds=rounds,
+        compared=compared(plain[0]),
+        difference=found,
+        load=load,
+    )
+
+
+def compared(side: Side) -> str:
+    """Say what there was to compare: ``12 lines, 2 files``, or ``40 tests: 38 passed, 2 skipped``."""
+    if side.outcomes:
+        counts = [
+            (sum(one == kind for one in side.outcomes.values()), kind) for kind in dict.fromkeys(side.outcomes.values())
+        ]
+        return f"{len(side.outcomes)} tests: " + ", ".join(f"{count} {kind}" for count, kind in counts)
+    return f"{len(side.output)} lines" + (f", {len(side.files)} files" if side.files else "")
+
+
+def _commit(checkout: Path) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(checkout), "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+def line_of(name: str, row: Mapping[str, Any]) -> str:
+    """Return the line that is printed for a program."""
+    return (
+        f"{name:<24} {format_bytes(row['in_core_peak']):>9} in core, {format_bytes(row['peak']):>9} of "
+        f"{format_bytes(row['budget']):>9}, {row['plain_seconds']:6.1f} s plain, {row['ratio']:5.2f} times that; "
+        f"{row['compared']}: {row['difference'] or 'same'}"
+    )
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the table of ``verified.md``."""
+    lines = [
+        "| program | command | in core → within (budget) | evicted, fetched | time over plain | compared | result |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        at = f" at {row['commit']}" if row["commit"] else ""
+        lines.append(
+            f"| {name}{at} | `{row['command']}` | {format_bytes(row['in_core_peak'])} → {format_bytes(row['peak'])} "
+            f"({format_bytes(row['budget'])}) | {format_bytes(row['evicted'])}, {format_bytes(row['fetched'])} "
+            f"| {row['ratio']:.2f} | {row['compared']} | {row['difference'] or 'same'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def write(rows: Mapping[str, Verified], folder: Path) -> None:
+    """Write the results; rows of programs that did not run now stay, with their own date and machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "verified.json"
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    about = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": asdict(this_machine()),
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("torch", "transformers", "trl", "lightning", "monai", "torchvision", "pytest")
+            if importlib.util.find_spec(name)
+        },
+    }
+    kept |= {name: asdict(row) | about for name, row in rows.items()}
+    kept = {program.name: kept[program.name] for program in PROGRAMS if program.name in kept}
+    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (folder / "verified.md").write_text(
+        "# Programs of other people, within a budget\n\nMade by `make verify`; see [the page](../../docs/verified.md).\n\n"
+        + table(kept),
+        encoding="utf-8",
+    )
+
+
+def main() -> int:
+    """Run the programs that are here; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("foreign"), help="where the repositories are cloned"
+    )
+    parser.add_argument("--only", default="", help="names of programs, separated by commas; parts of names do")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each side")
+    parser.add_argument("--limit", type=float, default=1200, help="seconds that one run may take")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder that results are written to")
+    options = parser.parse_args()
+    wanted = [part for part in options.only.split(",") if part]
+    rows: dict[str, Verified] = {}
+    for program in PROGRAMS:
+        if wanted and not any(part in program.name for part in wanted):
+            continue
+        if reason := missing(program, options.folder):
+            print(f"{program.name:<24} skipped: {reason}", flush=True)
+            continue
+        rows[program.name] = verify(program, options.folder.resolve(), options.rounds, options.limit)
+        print(line_of(program.name, asdict(rows[program.name])), flush=True)
+        write(rows, options.results)
+    return int(any(row.difference for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
