@@ -30,12 +30,12 @@ import sys
 import tempfile
 import threading
 import time
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from outofcore.report.machine import this_machine
 from outofcore.units import format_bytes, parse_bytes
@@ -49,7 +49,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 # What differs between two runs of the same program: numbers before or after a unit of time, and temporary folders.
 _MASKS = (
-    (re.compile(r"\d+(\.\d+)?(?= ?(ms|s|sec|seconds)\b)"), "T"),
+    (re.compile(r" *\d+(\.\d+)?(?= ?(ms|s|sec|seconds)\b)"), " T"),
     (re.compile(r"(?<=ms/batch )\s*\d+(\.\d+)?"), "T"),
     (re.compile(r"(?<=\b(Time|Data)\s)\s*\d+\.\d+ \(\s*\d+\.\d+\)"), "T"),
     (re.compile(r"(?<=\bmfu )-?\d+(\.\d+)?%"), "T"),
@@ -320,8 +320,8 @@ def write(rows: Mapping[str, Verified], folder: Path) -> None:
     kept = {program.name: kept[program.name] for program in PROGRAMS if program.name in kept}
     path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     (folder / "verified.md").write_text(
-        "# Programs of other people, within a budget\n\nMade by `make verify`; see [the page](../../docs/verified.md).\n\n"
-        + table(kept),
+        "# Programs of other people, within a budget\n\n"
+        "Made by `make verify`; see [the page](../../docs/verified.md).\n\n" + table(kept),
         encoding="utf-8",
     )
 
