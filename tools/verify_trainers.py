@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-STEPS = 6
+STEPS = 4
 LENGTH = 128
 WORDS = 500
 
@@ -48,7 +48,7 @@ def train_transformers(folder: str) -> tuple[nn.Module, list[str]]:
 
     class Tokens(Dataset[dict[str, torch.Tensor]]):
         def __init__(self, seed: int) -> None:
-            self.rows = torch.randint(WORDS, (64, LENGTH), generator=torch.Generator().manual_seed(seed))
+            self.rows = torch.randint(WORDS, (32, LENGTH), generator=torch.Generator().manual_seed(seed))
 
         def __len__(self) -> int:
             return len(self.rows)

@@ -42,13 +42,12 @@ def the_wheel(folder: Path) -> Path:
 
 def check(wheel: Path) -> bool:
     """Train with a wheel in an empty environment without a compiler; return whether that works."""
-    torch = version("torch").partition("+")[0]
     with tempfile.TemporaryDirectory() as scratch:
         environment = Path(scratch, "venv")
         venv.create(environment, with_pip=True)
         python = environment / "bin" / "python"
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*install, str(wheel), f"torch=={torch}"], check=True)
+        subprocess.run([*install, str(wheel), f"torch==={version('torch')}"], check=True)
         cache = Path(scratch, "cache")
         bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
