@@ -164,6 +164,7 @@ def run(program: Program, place: Path, budget: str | None, limit: float) -> Side
     report.unlink(missing_ok=True)
     tests = [f"--junitxml={report}", "-p", "no:randomly", "-p", "no:cacheprovider"] if program.is_suite else []
     ours = [] if budget is None else ["-m", "outofcore", "run", "--budget", budget]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would theirs
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = subprocess.Popen(
