@@ -150,12 +150,15 @@ def work_copy(program: Program, folder: Path, place: Path) -> None:
         if found and not (place / target).exists():
             shutil.copyfile(found[0], place / target)
     for command in program.prepare:
-        subprocess.run([sys.executable, *command], cwd=place, check=True, capture_output=True, env=_environment())
+        subprocess.run(
+            [sys.executable, *command], cwd=place, check=True, capture_output=True, env=_environment(program)
+        )
 
 
-def _environment(program: Program | None = None) -> dict[str, str]:
-    paths = [*(program.search if program else ()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+def _environment(program: Program) -> dict[str, str]:
+    paths = [*program.search, *filter(None, [os.environ.get("PYTHONPATH")])]
+    ours = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **ours, **program.environment}
 
 
 def run(program: Program, place: Path, budget: str | None, limit: float) -> Side:
