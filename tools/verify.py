@@ -116,8 +116,8 @@ def summary_of(error: str) -> tuple[int, int, int]:
 
 def difference(plain: Side, other: Side) -> str:
     """Describe the first difference between two runs; empty if they are the same."""
-    if other.status is None or plain.status is None:
-        return f"no end after {other.seconds:.0f} s" if other.status is None else "plain Python exceeded the time limit"
+    if other.status is None:
+        return f"no end after {other.seconds:.0f} s"
     for number, (line, text) in enumerate(itertools.zip_longest(plain.output, other.output), start=1):
         if line != text:
             return f"line {number}: {line!r} became {text!r}"
@@ -127,6 +127,18 @@ def difference(plain: Side, other: Side) -> str:
                 return f"{what} {name}: {ours.get(name, 'missing')} became {theirs.get(name, 'missing')}"
     if plain.status != other.status:
         return f"exit status {plain.status} became {other.status}"
+    return ""
+
+
+def failure(program: Program, plain: Side) -> str:
+    """Describe why a run by plain Python is nothing to compare with; empty if it is."""
+    if plain.status is None:
+        return f"plain Python did not end in {plain.seconds:.0f} s"
+    if program.lines is not None:
+        complete = len(plain.output) == program.lines
+        return "" if complete else f"plain Python ended after {len(plain.output)} of {program.lines} lines"
+    if plain.status not in ((0, 1) if program.is_suite else (0,)):
+        return f"plain Python failed with exit status {plain.status}"
     return ""
 
 
@@ -228,8 +240,6 @@ class Verified:
 
 def verify(program: Program, folder: Path, rounds: int, limit: float) -> Verified:
     """Run all sides of a program in turns."""
-    plain: list[Side] = []
-    within: list[Side] = []
     commit, load = _commit(folder / program.source) if program.repository else "", os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="outofcore-verify-") as scratch:
         place = Path(scratch) / program.name.replace("/", "-").replace(" ", "-")
@@ -241,11 +251,9 @@ def verify(program: Program, folder: Path, rounds: int, limit: float) -> Verifie
             if sides[-1].status is None:
                 break
     plain, within, held = sides[: 2 * rounds : 2], sides[1 : 2 * rounds : 2], sides[2 * rounds :]
-    found = next(filter(None, (difference(plain[0], side) for side in sides[1:])), "")
-    if not (plain[0].output or plain[0].outcomes or plain[0].files):
-        found = f"plain Python printed nothing to compare: {plain[0].error[-300:]}"
+    found = failure(program, plain[0]) or next(filter(None, (difference(plain[0], side) for side in sides[1:])), "")
     if found:
-        print("".join(side.error for side in sides if difference(plain[0], side)), file=sys.stderr)
+        print("\n".join(side.error for side in sides), file=sys.stderr)
     return Verified(
         command=" ".join(Path(each).name if Path(each).is_absolute() else each for each in program.command),
         commit=commit,

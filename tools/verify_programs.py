@@ -186,7 +186,7 @@ PROGRAMS = (
         "1MiB",
         "huggingface/peft",
         "peft",
-        packages=("transformers", "accelerate", "pytest_cov"),
+        packages=("transformers", "accelerate", "diffusers", "pytest_cov"),
         search=("src",),
     ),
     Program(

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from verify import Side, compared, difference, line_of, mask, missing, outcomes_of, run, summary_of, table
+from verify import Side, compared, difference, failure, line_of, mask, missing, outcomes_of, run, summary_of, table
 from verify_programs import PROGRAMS, Program
 
 PLAIN = Side(1.0, 0, ("loss 1.5", "loss 1.25"), {"a::b": "passed"}, {"model.pt": "0a"})
@@ -60,6 +60,22 @@ def test_the_same_runs_have_no_difference() -> None:
 )
 def test_difference_names_the_first(changed: dict[str, object], said: str) -> None:
     assert difference(PLAIN, dataclasses.replace(PLAIN, **changed)) == said  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("program", "changed", "said"),
+    [
+        (Program("p", ("main.py",), "1MiB"), {}, ""),
+        (Program("p", ("main.py",), "1MiB"), {"status": 1}, "plain Python failed with exit status 1"),
+        (Program("p", ("main.py",), "1MiB"), {"status": None}, "plain Python did not end in 1 s"),
+        (Program("p", ("main.py",), "1MiB", lines=2), {"status": -2}, ""),
+        (Program("p", ("main.py",), "1MiB", lines=9), {"status": 1}, "plain Python ended after 2 of 9 lines"),
+        (Program("p", ("-m", "pytest"), "1MiB"), {"status": 1}, ""),
+        (Program("p", ("-m", "pytest"), "1MiB"), {"status": 2}, "plain Python failed with exit status 2"),
+    ],
+)
+def test_failure_says_why_plain_python_is_no_measure(program: Program, changed: dict[str, object], said: str) -> None:
+    assert failure(program, dataclasses.replace(PLAIN, **changed)) == said  # type: ignore[arg-type]
 
 
 def test_summary_of_a_loop_is_read() -> None:
