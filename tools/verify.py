@@ -185,19 +185,24 @@ def run(program: Program, place: Path, budget: str | None, limit: float) -> Side
         process = subprocess.Popen(
             [sys.executable, *ours, *program.command, *tests],
             cwd=place, env=_environment(program), stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace",
+            start_new_session=True,
         )  # fmt: skip
-        deadline = threading.Timer(limit, process.kill)
+        deadline = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))  # with the workers of its loaders
         deadline.start()
         lines: list[str] = []
         assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(mask(line))
-            if len(lines) == program.lines:
-                process.send_signal(signal.SIGINT)
-        status = process.wait()
+        try:
+            for line in process.stdout:
+                lines.append(mask(line))
+                if len(lines) == program.lines:
+                    process.send_signal(signal.SIGINT)
+            status = process.wait()
+        finally:
+            expired = not deadline.is_alive()
+            deadline.cancel()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
         seconds = time.perf_counter() - began
-        expired = not deadline.is_alive()
-        deadline.cancel()
         errors.seek(0)
         error = errors.read()
     peak, out, back = summary_of(error)
