@@ -155,7 +155,7 @@ PROGRAMS = (
         "tutorials",
         "3d_segmentation/torch",
         packages=("monai", "nibabel", "tensorboard"),
-        lines=60,
+        lines=36,
     ),
     Program(
         "timm's tests",
