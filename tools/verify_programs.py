@@ -120,7 +120,8 @@ PROGRAMS = (
         "train.py",
         "--steps",
         "1",
-        budget="48MiB",
+        budget="256MiB",
+        lines=3,
         packages=("matplotlib",),
         prepare=(("generate_sine_wave.py",),),
         environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},  # it loads an array of NumPy
@@ -183,7 +184,7 @@ PROGRAMS = (
     Program(
         "PEFT's tests",
         ("-m", "pytest", "-q", "tests/test_custom_models.py", "-k", "test_training_custom_models and lora"),
-        "1MiB",
+        "1536KiB",
         "huggingface/peft",
         "peft",
         packages=("transformers", "accelerate", "diffusers", "pytest_cov"),
