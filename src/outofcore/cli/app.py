@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 import outofcore
 from outofcore.cli import answer
 from outofcore.cli import run as scripts
+from outofcore.cli.commands import Command, Group
 from outofcore.cli.options import (
     BATCH,
     Answers,
@@ -45,9 +45,10 @@ from outofcore.profiling.cache import Cache, default_cache_folder
 from outofcore.units import format_bytes, parse_bytes
 
 app = typer.Typer(
-    help="Train PyTorch models that do not fit in memory, within a byte budget, bit for bit the same.",
+    cls=Group,
+    help="Train PyTorch models within a byte budget, with the same bits as without one.",
+    epilog="Example: outofcore plan resnet50 --batch 16 --budget 1GiB",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -61,49 +62,54 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Flags of the program itself."""
 
 
-@command(app)
+@command(app, "outofcore train gpt --params 10M --budget 256MiB --steps 5")
 def train(
     model: Model,
     *,
-    budget: Annotated[str | None, typer.Option(help="Bytes for all tensors of a step, such as 512MiB.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Memory budget for all tensors of a step, e.g. 512MiB.")] = None,
     batch: Batch = BATCH,
     options: TrainOptions,
     places: Places,
     zoo: ZooOptions,
 ) -> None:
-    """Train a model of the zoo within a byte budget."""
+    """Train a model of the zoo within a memory budget.
+
+    To train your own script, use: outofcore run --budget 6GiB my_script.py
+    """
     options.check(budget)
     places.check()
     limit = bytes_in(budget)
     import_module("outofcore.cli.train").train(model, zoo.with_batch(batch), limit, options, places)
 
 
-@command(app)
+@command(app, "outofcore plan resnet50 --batch 16 --budget 1GiB")
 def plan(
     model: PlannedTarget = None,
     *,
     budget: Annotated[
         str | None,
-        typer.Option(help="Bytes for all tensors of a step; with --compare or --sweep several, with commas between."),
+        typer.Option(help="Memory budget, e.g. 6GiB; with --compare or --sweep several, e.g. 1GiB,2GiB."),
     ] = None,
     batch: Batch = BATCH,
     onnx: OnnxOptions,
     places: PlannedPlaces,
-    graph: Annotated[Path | None, typer.Option(help="Plan for the step in this graph file; needs no PyTorch.")] = None,
+    graph: Annotated[
+        Path | None, typer.Option(help="Graph file of the step, in place of a model; works without PyTorch.")
+    ] = None,
     answers: Answers,
     sharers: Sharers,
     zoo: ZooOptions,
     configured: ConfigOptions,
 ) -> None:
-    """Tell whether a step fits a budget, what would move, and how long it would take.
+    """Estimate memory and step time for a model without running it.
 
-    Exit status 1: it does not fit.
+    Exit status: 0 if the step fits the budget, 1 if it does not, 2 after an error.
     """
     _check_source(model, graph, places)
     has_sizes = bool(onnx.dims or onnx.arrays)
@@ -191,18 +197,18 @@ def _subject(
     )
 
 
-@command(app)
+@command(app, "outofcore report resnet50 --batch 16 --budget 1GiB")
 def report(
     model: Target = None,
     *,
-    budget: Annotated[str | None, typer.Option(help="Bytes for all tensors of a step; it must be given.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Memory budget, e.g. 6GiB. Required.")] = None,
     options: ReportOptions,
     batch: Batch = BATCH,
     places: PlannedPlaces,
-    graph: Annotated[Path | None, typer.Option(help="Report a plan for the step in this graph file.")] = None,
+    graph: Annotated[Path | None, typer.Option(help="Graph file of the step, in place of a model.")] = None,
     zoo: ZooOptions,
 ) -> None:
-    """Show where the time and the bytes of a step go, as one HTML page."""
+    """Write an HTML page that shows where the time and the memory of a step go."""
     _check_source(model, graph, places)
     if budget is None:
         raise typer.BadParameter("give one, such as --budget 512MiB", param_hint="--budget")
@@ -215,7 +221,7 @@ def report(
     answer.report_plan(subject, limit, places.policy, options)
 
 
-class _RunCommand(TyperCommand):
+class _RunCommand(Command):
     """Leaves what follows a script to the script, whatever it looks like; options may follow an ONNX file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -228,7 +234,12 @@ class _RunCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@command(app, cls=_RunCommand, context_settings={"allow_interspersed_args": False})
+@command(
+    app,
+    "outofcore run --budget 6GiB train.py --epochs 3",
+    cls=_RunCommand,
+    context_settings={"allow_interspersed_args": False},
+)
 def run(
     target: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="A script, with -m a module, or an ONNX file.", show_default=False)
@@ -281,16 +292,18 @@ def run(
     raise scripts.Launching(scripts.checked(launch))
 
 
-@command(app)
+@command(app, "outofcore validate --graph step.json --plan plan.json")
 def validate(
     *,
-    graph: Annotated[Path, typer.Option(help="The graph file that the plan is for.")],
-    plan: Annotated[Path, typer.Option(help="The plan, as plan --save-plan wrote it.")],
-    budget: Annotated[str | None, typer.Option(help="Bytes; by default what the plan was made for.")] = None,
+    graph: Annotated[Path, typer.Option(help="Graph file of the step, from plan --save-graph.")],
+    plan: Annotated[Path, typer.Option(help="Plan file, from plan --save-plan.")],
+    budget: Annotated[
+        str | None, typer.Option(help="Memory budget, e.g. 6GiB.", show_default="that of the plan")
+    ] = None,
 ) -> None:
-    """Prove that a saved plan computes its step within the budget, by a checker that shares nothing with the planner.
+    """Prove that a saved plan computes its step within the budget.
 
-    Exit status 1: it does not, and why.
+    The checker shares no code with the planner. Exit status: 0 if the plan is valid, 1 if it is not, 2 after an error.
     """
     limit = None if budget is None else parse_bytes(budget)
     try:
@@ -300,25 +313,26 @@ def validate(
         raise typer.Exit(1) from error
 
 
-@command(app)
+@command(app, "outofcore pack buffers.csv --capacity 1MiB --output placed.csv")
 def pack(
-    file: Annotated[Path, typer.Argument(help="Rectangles as CSV: id,lower,upper,size.", show_default=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="CSV file of buffers in the format of MiniMalloc: id,lower,upper,size.",
+            show_default=False,
+            metavar="FILE",
+        ),
+    ],
     *,
-    capacity: Annotated[str, typer.Option(help="Bytes that they must fit, such as 1048576 or 1MiB.")],
-    output: Annotated[
-        Path | None, typer.Option(help="Write the file with offsets here, and not to the screen.")
-    ] = None,
-    effort: Annotated[
-        float, typer.Option(min=0, help="How hard to search; 1 takes up to a minute where there may be a placement.")
-    ] = 1.0,
-    seconds: Annotated[
-        float | None, typer.Option(min=0, help="Stop the search after so many, whatever is left.")
-    ] = None,
+    capacity: Annotated[str, typer.Option(help="Memory for all buffers, e.g. 1MiB or 1048576.")],
+    output: Annotated[Path | None, typer.Option(help="CSV file to write.", show_default="standard output")] = None,
+    effort: Annotated[float, typer.Option(min=0, help="Search effort; 1 takes up to a minute for hard files.")] = 1.0,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Time limit of the search in seconds.")] = None,
 ) -> None:
-    """Give rectangles (bytes by lifetime) addresses within a capacity.
+    """Assign memory offsets to buffers with known lifetimes.
 
-    Reads and writes the CSV format of MiniMalloc. The same file gives the same addresses, unless --seconds runs out.
-    Exit status 1: no placement was found.
+    The output is the file with a column of offsets. The same file gets the same offsets, unless --seconds ends the
+    search. Exit status: 0 if the buffers fit the capacity, 1 if no placement was found, 2 after an error.
     """
     limit = parse_bytes(capacity)
     placed = import_module("outofcore.cli.pack").run(
@@ -328,16 +342,19 @@ def pack(
         raise typer.Exit(1)
 
 
-@command(app)
+@command(app, "outofcore doctor")
 def doctor(
     home: Home = "disk",
     *,
     cache: CacheFolder = None,
     clear_cache: Annotated[
-        bool, typer.Option("--clear-cache", help="Delete the stored measurements and plans, and do nothing else.")
+        bool, typer.Option("--clear-cache", help="Delete stored measurements and plans instead of checking.")
     ] = False,
 ) -> None:
-    """Check this machine and the installed versions, and train a small model through both doors."""
+    """Check the installation: versions, compiler, disk speed, and a small model trained both ways.
+
+    Exit status: 0 if everything works, 1 if there are problems, 2 after an error.
+    """
     if clear_cache:
         measured = Cache(default_cache_folder() if cache is None else cache)
         taken = measured.bytes()
@@ -349,7 +366,7 @@ def doctor(
 def main() -> None:
     hook, launch = sys.excepthook, None
     try:
-        app()
+        app(prog_name="outofcore")
     except scripts.Launching as launching:
         launch = launching.launch
     if launch is not None:

@@ -220,12 +220,12 @@ class _Training:
 
 def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: TrainOptions, places: Places) -> None:
     """Train and print progress and a summary; without a budget plain PyTorch."""
+    script = f"{model.rpartition('.py')[0] or 'my_script'}.py"
     check_takes(
         model,
         [Kind.ZOO],
         "train",
-        "plan and report take others; train your own step by outofcore.compile, or the script as it is by: "
-        "outofcore run --budget 6GiB my_script.py",
+        f"to train your own script as it is, use: outofcore run --budget 6GiB {script}",
     )
     if options.save is not None and options.save.exists() and not options.save.is_dir():
         raise InputError(f"--save takes a folder, and {options.save} is a file; name another one")
