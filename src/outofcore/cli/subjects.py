@@ -54,9 +54,8 @@ def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
             raise InputError(f"the zoo has no {model!r}, and the folder {model} has no config.json")
         near = nearest(model, MODELS)
         raise InputError(
-            f"the zoo has no {model!r}; {f'did you mean {near}? ' if near else ''}Its models are {', '.join(MODELS)}. "
-            "Of another model plan takes the config.json, and plan and report take a function of your own, as "
-            "my_script.py:build"
+            f"the zoo has no {model!r}{f'; did you mean {near}?' if near else '.'} Its models are {', '.join(MODELS)}. "
+            "To plan another model, give its config.json, or your own function as my_script.py:build"
         )
     if named is None:
         return zoo.workload(model, **options)

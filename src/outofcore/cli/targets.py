@@ -118,13 +118,9 @@ def functions_text(path: Path) -> str:
     """List the functions of a script that may build a step in a sentence."""
     names = functions_in(path)
     if not names:
-        return (
-            "It has no function that takes no arguments yet"
-            if functions_in(path, all_of_them=True)
-            else ("It has no functions yet")
-        )
+        return f"{path} has no function that takes no arguments"
     listed, others = names[:8], len(names[8:])
-    return f"Functions without arguments in it: {', '.join(listed)}{f' and {others} more' if others else ''}"
+    return f"Functions of {path} without arguments: {', '.join(listed)}{f' and {others} more' if others else ''}"
 
 
 def _missing(path: Path) -> str:
