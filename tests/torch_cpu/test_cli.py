@@ -121,7 +121,7 @@ def test_training_out_of_core_is_that_of_eager(home: str, tmp_path: Path) -> Non
     result = outofcore("train", *TINY, "--budget", HALF, *more)
     assert result.exit_code == 0, result.output
     assert losses(result.stdout) == losses(eager.stdout)
-    steps = re.findall(r"^step .*resident (\S+ \S+)  out (\S+ \S+), in (\S+ \S+)$", result.stdout, re.MULTILINE)
+    steps = re.findall(r"^step .*memory (\S+ \S+)  evicted (\S+ \S+), fetched (\S+ \S+)$", result.stdout, re.MULTILINE)
     assert len(steps) == 3
     assert steps[-1][1] != "0 B"
     assert "predicted" in result.stdout
@@ -193,7 +193,7 @@ def test_plan_in_words(tmp_path: Path) -> None:
     picture = tmp_path / "plan.html"
     result = outofcore("plan", *TINY, "--budget", HALF, "--picture", str(picture))
     assert result.exit_code == 0, result.output
-    for words in ("in core", "smallest budget", "fits, with copies", "bytes out", "activation"):
+    for words in ("nothing moves", "smallest budget", "fits, with copies", "evicted", "activation"):
         assert words in result.stdout
     assert "predicted" in picture.read_text(encoding="utf-8")
 

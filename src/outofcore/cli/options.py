@@ -21,7 +21,7 @@ from outofcore.cli.commands import Command
 from outofcore.errors import InputError, OutOfCoreError, is_out_of_memory
 from outofcore.policies import POLICIES, policy_of
 from outofcore.presets import devices
-from outofcore.units import KIB, format_bytes, parse_bytes
+from outofcore.units import KIB, parse_bytes
 
 Function = Callable[..., None]
 
@@ -69,8 +69,8 @@ Arrays = Annotated[
     ),
 ]
 
-# No step fits a smaller budget: blocks below this size always stay on the device.
-_LEAST_BUDGET = 64 * KIB
+# A smaller budget without a unit is taken for a mistake.
+_LEAST_BARE = 64 * KIB
 
 
 def bytes_in(given: str | None) -> int | None:
@@ -79,14 +79,14 @@ def bytes_in(given: str | None) -> int | None:
 
 
 def check_budget(given: str | None) -> None:
-    """Raise ``InputError`` for a budget that can only be a mistake, such as ``6`` for ``6GiB``; several have commas."""
+    """Raise ``InputError`` for a small number without a unit, such as ``6`` for ``6GiB``; several have commas."""
     for text in () if given is None else given.split(","):
-        if parse_bytes(text) < _LEAST_BUDGET:
-            number = text.strip().rstrip("BbIiKkMm ")
-            meant = f"{number}{'GiB' if float(number) < 100 else 'MiB'}"
+        number = text.strip()
+        if number.isdigit() and 0 < int(number) < _LEAST_BARE:
+            unit = "GiB" if int(number) < 100 else "MiB"
             raise InputError(
-                f"a budget of {format_bytes(parse_bytes(text))} holds no step (budgets start at "
-                f"{format_bytes(_LEAST_BUDGET)}); did you mean {meant}?"
+                f"the budget {number} has no unit, and would be {number} bytes; did you mean {number}{unit}? "
+                f"(For bytes write {number}B.)"
             )
 
 
