@@ -95,6 +95,11 @@ def load_built(what: str, beside: Path, build: Callable[[Path], object], load: C
     )
 
 
+def is_built(beside: Path) -> bool:
+    """Return whether ``load_built`` need not build the library, unless a file is damaged."""
+    return beside.is_file() or (user_cache_folder() / beside.stem / beside.name).is_file()
+
+
 def wheel_library(source: Path) -> Path:
     """Return where a wheel has the library of a C++ file: beside it, with the machine and a digest in its name."""
     digest = hashlib.sha256(source.read_bytes() + "\0".join(_FLAGS).encode()).hexdigest()[:16]

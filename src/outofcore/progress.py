@@ -81,11 +81,11 @@ class _Shown:
         self._task = bar.add_task("", total=1, visible=False, count="")
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage:
-            self._stage = stage
-            self._bar.reset(self._task, total=total, description=stage, visible=True)
         # A stage of one part has nothing to count: its bar only moves.
         count = f"{done}/{total}" if total > 1 else ""
+        if stage != self._stage:
+            self._stage = stage
+            self._bar.reset(self._task, total=total, description=stage, visible=True, count=count)
         self._bar.update(self._task, completed=done, total=total if total > 1 or done else None, count=count)
 
 
