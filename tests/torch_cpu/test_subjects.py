@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from outofcore import zoo
 from outofcore.cli.app import app
+from outofcore.cli.completion import MODELS
+from outofcore.cli.subjects import find_workload
 
 SCRIPT = """
 import torch
@@ -142,6 +145,11 @@ def test_options_of_the_zoo_are_refused_for_others(subject: list[str]) -> None:
         result = outofcore("plan", *subject, *option)
         assert result.exit_code == 2
         assert "goes with models of the zoo" in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_completion_knows_the_models_of_the_zoo() -> None:
+    found = {find_workload(name, {"batch": 1}).name for name in MODELS}
+    assert found == set(zoo.names())
 
 
 @pytest.mark.parametrize("sizes", [["--batch", "1000000000000000000"], ["--width", "1000000000", "--heads", "2"]])
