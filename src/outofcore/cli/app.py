@@ -166,7 +166,12 @@ def _check_source(model: str | None, graph: Path | None, places: Places) -> None
     """Refuse two sources of a step or none, and places that do not go with it."""
     is_file = graph is not None
     refuse(
-        ((model is None) != is_file, "MODEL", "give either a model of the zoo or --graph with a graph file"),
+        (
+            model is None and not is_file,
+            "MODEL",
+            "name one, e.g. resnet50 or my_script.py:build, or give a graph file by --graph",
+        ),
+        (model is not None and is_file, "MODEL", "give either a model or --graph, not both"),
         (is_file and places.device != "cpu", "--device", "the costs of a graph file are in the file"),
     )
     places.check()
@@ -318,7 +323,7 @@ def pack(
     file: Annotated[
         Path,
         typer.Argument(
-            help="CSV file of buffers in the format of MiniMalloc: id,lower,upper,size.",
+            help="CSV file of buffers (rectangles) in the format of MiniMalloc: id,lower,upper,size.",
             show_default=False,
             metavar="FILE",
         ),
