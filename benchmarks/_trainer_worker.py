@@ -1,8 +1,8 @@
 """One process of the benchmark of trainers: fine-tunes GPT-2 with ``transformers.Trainer``, a step at a time.
 
 Its argument is JSON, as for ``_worker.py``: ``mode`` is "eager" (the trainer alone) or "followed" (the same trainer in
-``outofcore.budget``). It answers ``step`` with the loss and the time of a step. Closing standard input ends the training;
-``report`` may come before that.
+``outofcore.budget``). It answers ``step`` with the loss and the time of a step, and ``report`` with a digest of
+the weights and the peak of its memory. Closing standard input ends the training.
 """
 
 from __future__ import annotations

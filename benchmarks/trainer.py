@@ -1,8 +1,8 @@
 """Fine-tune GPT-2 (124 million parameters) with ``transformers.Trainer``, alone and in ``outofcore.budget``.
 
-All weights are trained, by the optimizer that the trainer takes by default (AdamW), from random weights and on random
-tokens, so that nothing is downloaded. The two trainings are processes that take turns step by step. Compared are losses,
-weights, step times and the peak of the process.
+All weights are trained, by the optimizer that the trainer takes by default (AdamW). Weights and tokens are random, so
+nothing is downloaded. The trainings are processes that take turns step by step. Losses, weights, step times and the
+peaks of the processes are compared.
 """
 
 from __future__ import annotations
