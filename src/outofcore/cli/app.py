@@ -42,7 +42,7 @@ from outofcore.errors import ValidationError
 from outofcore.graphfile import write_graph
 from outofcore.presets import simulated
 from outofcore.profiling.cache import Cache, default_cache_folder
-from outofcore.units import format_bytes, parse_bytes
+from outofcore.units import format_bytes, parse_bytes, share_of
 
 app = typer.Typer(
     cls=Group,
@@ -253,7 +253,31 @@ def run(
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Those of the script.", show_default=False)
     ] = None,
     *,
-    budget: Annotated[str, typer.Option(help="Bytes for all tensors of the script, such as 6GiB.", show_default=False)],
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory budget for all tensors of the script, e.g. 6GiB, or 70% of what is available. Default: 70% of "
+            "the available memory; on a GPU what is free there, less 5%.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Device whose tensors are kept within the budget. Default: a GPU if there is one.", show_default=False
+        ),
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Exceed the budget where needed, and print what the script needs: the peak in core, the smallest "
+            "budget, and predicted step times.",
+        ),
+    ] = False,
+    grow: Annotated[
+        bool, typer.Option("--grow", help="Let ops that cannot do with less exceed the budget, and say so at the end.")
+    ] = False,
     is_module: Annotated[
         bool, typer.Option("-m", help="The script is a module by its name, as for python -m.")
     ] = False,
@@ -274,15 +298,17 @@ def run(
 
     Options come before a script; what comes after it is the script's. The exit status is that of the script.
     """
-    limit = parse_bytes(budget)
     if target.endswith(".onnx") and not is_module:
+        why = "an ONNX file runs within a budget in bytes on the CPU: outofcore plan gives its smallest budget"
+        refuse((budget is None, "--budget", why), (measure, "--measure", why), (grow, "--grow", why))
+        refuse((device not in (None, "cpu"), "--device", why))
         if arguments:
             raise typer.BadParameter(
                 f"an ONNX file takes no arguments, and {arguments[0]!r} is one", param_hint="ARGUMENTS"
             )
         import_module("outofcore.cli.onnx_models").run_model(
             target,
-            limit,
+            parse_bytes(budget),
             arrays or (),
             output,
             home=home,
@@ -293,7 +319,20 @@ def run(
         return
     is_onnx = bool(arrays) or output is not None
     refuse((is_onnx, "--input", "arrays are for ONNX files; a script has arguments after its name"))
-    launch = scripts.Launch(target, tuple(arguments or ()), is_module, limit, home, bytes_in(host_budget), check, quiet)
+    limit = budget if budget is None or share_of(budget) is not None else parse_bytes(budget)
+    launch = scripts.Launch(
+        target,
+        tuple(arguments or ()),
+        is_module,
+        budget=limit,
+        device=device,
+        home=home,
+        host_budget=bytes_in(host_budget),
+        checked=check,
+        quiet=quiet,
+        measure=measure,
+        grow=grow,
+    )
     raise scripts.Launching(scripts.checked(launch))
 
 

@@ -25,7 +25,7 @@ _METAVARS = {
     "dims": "NAME=N",
 }
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?")
-_UNIT = re.compile(r"[KMGT]i?B?", re.IGNORECASE)
+_UNIT = re.compile(r"[KMGT]i?B?|%", re.IGNORECASE)
 
 
 class Command(TyperCommand):

@@ -95,8 +95,8 @@ def explain_too_small(
             lines.append(f"  {format_bytes(fixed):>10}  constants and tensors below 64 KiB, which stay on the device")
         if smallest > neediest:
             lines.append(
-                "There is no home to evict tensors to: persistent state that stays on the device, and recomputation, need "
-                f"{format_bytes(smallest - neediest)} more."
+                "There is no home to evict tensors to: persistent state that stays on the device, and recomputation, "
+                f"need {format_bytes(smallest - neediest)} more."
             )
     home = "" if costs.homes else "give the step a home in host memory or on a disk, "
     lines.append(
