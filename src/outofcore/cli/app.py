@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import outofcore
-from outofcore.cli import answer
+from outofcore.cli import answer, completion
 from outofcore.cli import run as scripts
 from outofcore.cli.commands import Command, Group
 from outofcore.cli.options import (
@@ -247,56 +247,57 @@ class _RunCommand(Command):
 )
 def run(
     target: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A script, with -m a module, or an ONNX file.", show_default=False)
+        str, typer.Argument(metavar="SCRIPT", help="Python script, module with -m, or ONNX file.", show_default=False)
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Those of the script.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.", show_default=False)
     ] = None,
     *,
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Memory budget for all tensors of the script, e.g. 6GiB, or 70% of what is available. Default: 70% of "
-            "the available memory; on a GPU what is free there, less 5%.",
-            show_default=False,
+            help="Memory budget for all tensors of the script, e.g. 6GiB, or a share of available memory, e.g. 70%.",
+            show_default="70%; on a GPU 95% of what is free there",
         ),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="Device whose tensors are kept within the budget. Default: a GPU if there is one.", show_default=False
+            help="Device whose tensors are kept within the budget: cpu, cuda or cuda:0.",
+            show_default="a GPU if there is one",
+            autocompletion=completion.own_devices,
         ),
     ] = None,
     measure: Annotated[
         bool,
         typer.Option(
             "--measure",
-            help="Exceed the budget where needed, and print what the script needs: the peak in core, the smallest "
-            "budget, and predicted step times.",
+            help="Measurement of what the script needs: the peak without a budget, the smallest budget, and predicted "
+            "step times. The budget is exceeded where needed.",
         ),
     ] = False,
     grow: Annotated[
-        bool, typer.Option("--grow", help="Let ops that cannot do with less exceed the budget, and say so at the end.")
+        bool, typer.Option("--grow", help="Permission for ops that need more to exceed the budget, with a summary.")
     ] = False,
     is_module: Annotated[
-        bool, typer.Option("-m", help="The script is a module by its name, as for python -m.")
+        bool, typer.Option("-m", help="Name of a module in place of a script, as for python -m.")
     ] = False,
     home: Home = "disk",
     host_budget: HostBudget = None,
     check: Annotated[
         bool,
-        typer.Option("--check/--no-check", help="Compare by checksum what leaves memory without having been written."),
+        typer.Option("--check/--no-check", help="Checksums of tensors that are evicted without having been written."),
     ] = True,
     arrays: Arrays = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="Write the outputs of an ONNX file to this .npz file, by their names."),
+        typer.Option("--output", help="File for the outputs of an ONNX file, by their names (.npz)."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing at the end.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary at the end.")] = False,
 ) -> None:
-    """Run a Python script that nobody edits within a byte budget, as python runs it; or an ONNX file on arrays.
+    """Run a Python script within a memory budget, unedited, or an ONNX file on arrays.
 
-    Options come before a script; what comes after it is the script's. The exit status is that of the script.
+    Options come before the script; arguments after it are passed to the script. The exit status is that of the script.
     """
     if target.endswith(".onnx") and not is_module:
         why = "an ONNX file runs within a budget in bytes on the CPU: outofcore plan gives its smallest budget"
