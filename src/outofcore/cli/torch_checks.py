@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,7 +86,7 @@ def _gpu_findings() -> Iterator[Finding]:
 
 
 def _native_findings(name: str, flavor: Flavor) -> Iterator[Finding]:
-    if not is_built(library_file(flavor)):
+    if not is_built(library_file(flavor)) and not sys.stderr.isatty():  # which says so itself
         yield Finding(Result.BEGINS, name, "compiling it now, about half a minute, once ...")
     try:
         load_native(flavor)
