@@ -158,7 +158,7 @@ def _check_zoo(kind: Kind | None, zoo: ZooOptions, batch: int) -> None:
     if kind is Kind.ZOO:
         return
     what = "a graph file" if kind is None else kind.value
-    refuse((batch != BATCH, "--batch", f"it goes with models of the zoo; {what} says this itself"))
+    refuse((batch != BATCH, "--batch", f"it goes with models of the zoo; {what} sets this itself"))
     zoo.refuse(what)
 
 

@@ -371,7 +371,7 @@ class ZooOptions:
 
     def refuse(self, what: str, but: frozenset[str] = frozenset()) -> None:
         """Refuse options that were given, except those named, for something that would ignore them."""
-        why = f"it goes with models of the zoo; {what} says this itself"
+        why = f"it goes with models of the zoo; {what} sets this itself"
         for field in fields(self):
             is_given = field.name not in but and getattr(self, field.name) != field.default
             refuse((is_given, f"--{field.name.replace('_', '-')}", why))
