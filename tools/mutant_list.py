@@ -331,10 +331,26 @@ MUTANTS = (
     Mutant(
         "small-tensors-are-free",
         "runtime/csrc/follow/space.h",
-        "int64_t room() const { return budget - spare - small(); }",
-        "int64_t room() const { return budget - spare; }",
+        "int64_t room() const { return budget + grown - spare - small(); }",
+        "int64_t room() const { return budget + grown - spare; }",
         "Small tensors of a loop take memory beside the budget.",
         ("tests/torch_cpu/test_follow_memory.py",),
+    ),
+    Mutant(
+        "room-stays-grown",
+        "runtime/csrc/follow/room.h",
+        "if (std::exchange(space.grown, 0) == 0) return;",
+        "if (space.grown == 0) return;",
+        "A loop that may grow stays above its budget after the op that needed more.",
+        ("tests/torch_cpu/test_follow_measure.py",),
+    ),
+    Mutant(
+        "need-without-operands",
+        "runtime/csrc/follow/ops.h",
+        "if (space.excess == Excess::kMeasured) note_need(space, 0);",
+        "if (space.excess == Excess::kRefused) note_need(space, 0);",
+        "The measured smallest budget leaves out ops that ask for no memory.",
+        ("tests/torch_cpu/test_follow_measure.py",),
     ),
     Mutant(
         "address-given-while-others-look",

@@ -1,4 +1,19 @@
-"""Train PyTorch models that do not fit in memory, within a byte budget, bit for bit the same."""
+"""Train PyTorch models that do not fit in memory, within a byte budget, bit for bit the same.
+
+There are two doors. ``budget`` runs a loop as it is, yours or a trainer's:
+
+    with outofcore.budget("6GiB", model):
+        trainer.train()
+
+``compile`` plans a training step, written as one function of tensors, before it runs:
+
+    step = outofcore.compile(train_step, model, optimizer, budget="6GiB")
+    loss = step(x, y)
+
+Take ``budget`` first; take ``compile`` where the step can be such a function and has to be as fast as possible.
+``estimate`` and ``smallest_budget`` say what fits without training. A script that nobody edits runs by
+``outofcore run --budget 6GiB script.py`` on the command line.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +44,7 @@ if TYPE_CHECKING:
         Estimate,
         Loop,
         LoopStats,
+        Measurement,
         OpenHome,
         Step,
         StepStats,
@@ -68,6 +84,7 @@ __all__ = [
     "InputError",
     "Loop",
     "LoopStats",
+    "Measurement",
     "OpenHome",
     "OutOfCoreError",
     "SpillError",
@@ -115,7 +132,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__", "onnx"})
+    return sorted([*__all__, "__version__", "onnx"])
 
 
 def _version() -> str:

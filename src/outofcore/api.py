@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
@@ -38,14 +39,17 @@ from outofcore.execution.stats import StepStats
 from outofcore.follow.alignment import aligned
 from outofcore.follow.devices import CPU, LoopHome, loop_device
 from outofcore.follow.loop import Loop, LoopOptions
+from outofcore.follow.measuring import Measurement
 from outofcore.follow.native import load_paging
 from outofcore.follow.running import stop_loops
+from outofcore.follow.space import Excess
 from outofcore.follow.stats import LoopStats
 from outofcore.materialization import allocate, build, materialize
 from outofcore.options import MemoryOptions, P, PlanOptions, R, RunOptions, UserStep
 from outofcore.policies import Policy, PolicyLike, policy_of
 from outofcore.profiling.cache import open_cache
 from outofcore.progress import following
+from outofcore.runtime.available import budget_of
 from outofcore.runtime.checks import Check
 from outofcore.runtime.homes import check_copies
 from outofcore.runtime.native import load_native
@@ -57,6 +61,8 @@ from outofcore.variant import LOWEST_MEMORY, smallest_variant
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_log = logging.getLogger("outofcore")
 
 # How much of what comes back from a home is compared by checksum, who writes the kernels of all that is not a product,
 # and whether ops run in parts: see ``compile``.
@@ -187,7 +193,8 @@ def compile(
             backward, clip, update and clear gradients, and returns what it likes. It is not changed.
         model: the module that the step trains or uses, or a list of all of them.
         optimizer: the optimizer that the step calls, a list of them, or None.
-        budget: device bytes for all tensors of the step, as a number or as text such as "6GiB".
+        budget: device bytes for all tensors of the step, as a number or as text such as "6GiB"; or a share of what is
+            available now, such as "70%".
         device: "cpu", the default, or "cuda". For a step on a GPU, the model may be on the CPU, and what the step is
             called with as well: then it need not fit the device. Its home is pinned host memory of its own, and a
             disk behind it if ``home`` names one.
@@ -267,11 +274,12 @@ def compile(
     """
     user = _user_step(step, model, optimizer)
     require(Feature.COMPILE)
-    count, chosen = parse_bytes(budget), policy_of(policy)
+    chosen = policy_of(policy)
     if replay not in (True, False, "graphs"):
         raise InputError(f"replay={replay!r} is none of True, False and 'graphs'")
     made, splits = _kernels(kernels), split_of(split)
     backend = open_backend(device, replay=replay)
+    count = _budget_of(budget, backend.device, user.models)
     check_modules(user.models, is_captured=not dynamic)
     _check_devices(user.models, backend.device)
     if dynamic:
@@ -363,7 +371,7 @@ def _device_of(models: Sequence[nn.Module]) -> torch.device | None:
 
 
 def budget(
-    limit: int | str,
+    limit: int | str | None = None,
     model: nn.Module | Sequence[nn.Module] | None = None,
     *,
     device: str | torch.device | None = None,
@@ -372,6 +380,8 @@ def budget(
     policy: PolicyLike | None = "auto",
     cache: bool | str | os.PathLike[str] = True,
     check: CheckName = "sampled",
+    measure: bool = False,
+    grow: bool = False,
 ) -> Loop:
     """Run a loop as it is, in eager PyTorch, within a byte budget and with the very same numbers.
 
@@ -383,8 +393,10 @@ def budget(
     when, and where it lies. Whatever is not as planned happens on demand.
 
     Args:
-        limit: bytes for all tensors and workspaces of the loop, as a number or as text such as "6GiB". On a GPU it is
-            what PyTorch's allocator may take for the loop: see the guide.
+        limit: bytes for all tensors and workspaces of the loop, as a number or as text such as "6GiB", or a share of
+            what is available now, such as "70%". On a GPU it is what PyTorch's allocator may take for the loop: see the
+            guide. By default 70 % of the memory that is available, and on a GPU what is free there, less 5 % and at
+            least 512 MiB; a line on standard error says how much that is.
         model: the module that the loop trains, or several. Their parameters, buffers and gradients move to the home
             when the loop is started; other tensors, such as batches, are taken over when an op first uses them, and
             the state of an optimizer when it first steps.
@@ -398,6 +410,11 @@ def budget(
             before it leaves without being written, so that what other threads or compiled code wrote is not lost, and
             64 of every 4,160 bytes are when it comes back from a disk, so that damage there ends the step; with "full",
             all bytes are, from host memory as well. On a GPU nothing is compared.
+        measure: find out what the loop needs: it may exceed the budget, nothing is planned, and at its end a few lines
+            on standard error give the peak in core, the smallest budget that holds every op that ran, and predicted
+            step times within 3/4, 1/2 and 1/4 of the peak; also as ``run.measurement()``.
+        grow: let ops that cannot do with less exceed the budget, as far as the device has the memory, instead of an
+            error. ``run.stats.exceedances`` counts them, and a warning at the end says what they needed.
 
     Returns:
         A context manager, also with ``start()`` and ``stop()``; ``run.stats`` tells what happened.
@@ -428,8 +445,8 @@ def budget(
     (True, True)
     """
     models = _as_list(model, nn.Module, "model")
-    count = parse_bytes(limit)
     followed = open_backend(_device_of(models) if device is None else device).device
+    count = _budget_of(limit, followed, models)
     if followed.type != "cpu" and home not in (None, "host"):
         raise InputError(
             f"a loop on {followed} keeps what is away in pinned host memory, and home={str(home)!r} was asked for: "
@@ -450,10 +467,19 @@ def budget(
     # A policy of the user's own that is known by its address alone may be another one the next time.
     plans = None if kept is None or " at 0x" in repr(policy) else kept.folder
     at = LoopHome(home, host_limit(host_budget))
-    return Loop(count, models, LoopOptions(loop_device(followed), at, policy, plans, Check(check)))
+    excess = Excess.MEASURED if measure else Excess.ALLOWED if grow else Excess.REFUSED
+    return Loop(count, models, LoopOptions(loop_device(followed), at, policy, plans, Check(check), excess))
 
 
 _within = budget
+
+
+def _budget_of(limit: int | str | None, device: torch.device, models: Sequence[nn.Module]) -> int:
+    """Return a budget in bytes, and say how much it is where that was not given."""
+    count, text = budget_of(limit, device, models)
+    if text:
+        _log.warning("outofcore: budget %s", text)
+    return count
 
 
 def stop() -> bool:
@@ -743,6 +769,7 @@ __all__ = [
     "Estimate",
     "Loop",
     "LoopStats",
+    "Measurement",
     "OpenHome",
     "Step",
     "StepStats",

@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,8 +64,8 @@ def load_built(what: str, beside: Path, build: Callable[[Path], object], load: C
 
     ``what`` is its name for people. The name of the file ``beside`` the sources covers everything that goes into the
     build. ``build`` makes the file that it is given, and may raise ``BuildError`` or OSError; ``load`` may raise
-    OSError. Where the cache cannot be used, it is built in a temporary folder. Raises ``StateError`` if it cannot be
-    built.
+    OSError. Where the cache cannot be used, it is built in a temporary folder. A terminal says that it is being
+    compiled. Raises ``StateError`` if it cannot be built.
     """
     with contextlib.suppress(OSError):  # not installed from a wheel, or one for an older system or another PyTorch
         return load(beside)
@@ -76,6 +77,8 @@ def load_built(what: str, beside: Path, build: Callable[[Path], object], load: C
         with _alone(folder):
             with contextlib.suppress(OSError):  # another process has built it meanwhile
                 return load(path)
+            if sys.stderr.isatty():
+                sys.stderr.write(f"outofcore: compiling {what}, up to half a minute or so, only once ...\n")
             build(path)
             return load(path)
     except (OSError, BuildError) as error:
@@ -93,6 +96,11 @@ def load_built(what: str, beside: Path, build: Callable[[Path], object], load: C
         f"native code is missing: {what} is not compiled here, and could not be ({'; '.join(reasons)}). Install a C++ "
         "compiler such as g++, or a wheel of outofcore that was built with one"
     )
+
+
+def is_built(beside: Path) -> bool:
+    """Return whether ``load_built`` need not build the library, unless a file is damaged."""
+    return beside.is_file() or (user_cache_folder() / beside.stem / beside.name).is_file()
 
 
 def wheel_library(source: Path) -> Path:

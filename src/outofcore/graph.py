@@ -83,6 +83,20 @@ class Op:
     source: str = ""  # the user's "file:line"
     discards: tuple[int, ...] = ()  # of ``mutates``, what a second run may have scratch memory for
     communicates: bool = False  # a collective, which other processes run as well
+    module_class: str = ""  # class of that module, such as "MultiheadAttention"
+
+    @property
+    def short_name(self) -> str:
+        """The name without namespace and overload: "convolution" for "aten.convolution.default"."""
+        parts = self.name.split(".")
+        return parts[1] if len(parts) > 1 and parts[0] == "aten" else self.name
+
+    @property
+    def text(self) -> str:
+        """The op with its module and the user's line: "convolution in layers.1 (Conv2d) at model.py:10"."""
+        kind = f" ({self.module_class})" if self.module_class else ""
+        module = f" in {self.module}{kind}" if self.module else ""
+        return f"{self.short_name}{module}{f' at {self.source}' if self.source else ''}"
 
     @property
     def touched(self) -> tuple[int, ...]:
@@ -141,10 +155,9 @@ class StepGraph:
         return frozenset((op.id, s) for op in self.ops for s in op.mutates if s not in op.reads)
 
     def content(self, *, families: bool = True) -> tuple[object, ...]:
-        """Return all that tells it from another step, as plain values; lines of the user's source do not."""
-        op = attrgetter(
-            *(one.name for one in fields(Op) if one.name != "source" and (families or one.name != "family"))
-        )
+        """Return all that tells it from another step, as plain values; lines and classes of the user's code do not."""
+        left_out = {"source", "module_class"} if families else {"source", "module_class", "family"}
+        op = attrgetter(*(one.name for one in fields(Op) if one.name not in left_out))
         storages = [(s.id, s.bytes, s.kind.value, s.name, s.watched) for s in self.storages]
         return storages, [op(one) for one in self.ops], self.outputs
 

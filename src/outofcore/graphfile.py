@@ -80,6 +80,7 @@ class _Op(Struct, omit_defaults=True):
     module: str = ""
     source: str = ""
     communicates: bool = False
+    module_class: str = ""
 
 
 class _Home(Struct, omit_defaults=True):
@@ -189,6 +190,7 @@ def _op(path: Path, number: int, op: _Op, keys: Mapping[int | str, int]) -> Op:
         source=op.source,
         discards=storages("discards", op.discards),
         communicates=op.communicates,
+        module_class=op.module_class,
     )
 
 
@@ -246,6 +248,7 @@ def write_graph(path: Path, file: GraphFile) -> None:
                     module=op.module,
                     source=op.source,
                     communicates=op.communicates,
+                    module_class=op.module_class,
                 )
                 for op, cost in zip(graph.ops, costs.ops, strict=True)
             ),

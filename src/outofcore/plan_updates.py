@@ -16,7 +16,6 @@ from outofcore.analysis import placed_bytes
 from outofcore.background import Answer, BackgroundPlanner, plan_job
 from outofcore.errors import ArenaError, BudgetError, SpillError, ValidationError
 from outofcore.execution.backend import in_terms_of_the_budget
-from outofcore.execution.demand_eviction import describe
 from outofcore.execution.runner import Runner
 from outofcore.known_steps import KnownStep, KnownSteps
 from outofcore.peers import Peers
@@ -262,6 +261,6 @@ class PlanKeeper:
         if known.too_small is not None:
             return known.too_small
         return BudgetError(
-            f"{describe(op)} asked for {format_bytes(count)} beyond its plan, which the budget of "
+            f"{op.text} asked for {format_bytes(count)} beyond its plan, which the budget of "
             f"{format_bytes(self._budget)} cannot hold beside what the op works on; raise the budget"
         )

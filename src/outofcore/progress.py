@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 # Called with a stage, how much of it is done, and of how much.
 Tell = Callable[[str, int, int], None]
@@ -55,14 +56,20 @@ def _bar() -> Progress:
     return Progress(
         TextColumn("outofcore: {task.description}"),
         BarColumn(bar_width=24),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        _Left(),
         console=Console(stderr=True),
         transient=True,  # remove finished bars
         refresh_per_second=4,  # drawing takes time from what is measured
     )
+
+
+class _Left(TimeRemainingColumn):
+    """The time left of a stage that counts its parts."""
+
+    def render(self, task: Task) -> Text:
+        return Text("left ").append_text(super().render(task)) if task.fields["count"] else Text("")
 
 
 class _Shown:
@@ -71,14 +78,15 @@ class _Shown:
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
         self._stage = ""
-        self._task = bar.add_task("", total=1, visible=False)
+        self._task = bar.add_task("", total=1, visible=False, count="")
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        # A stage of one part has nothing to count: its bar only moves.
+        count = f"{done}/{total}" if total > 1 else ""
         if stage != self._stage:
             self._stage = stage
-            self._bar.reset(self._task, total=total, description=stage, visible=True)
-        # A stage of one part has nothing to count: its bar only moves.
-        self._bar.update(self._task, completed=done, total=total if total > 1 or done else None)
+            self._bar.reset(self._task, total=total, description=stage, visible=True, count=count)
+        self._bar.update(self._task, completed=done, total=total if total > 1 or done else None, count=count)
 
 
 # Notebooks keep a record of all that is shown, and draw it in a browser.

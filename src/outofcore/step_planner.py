@@ -69,7 +69,7 @@ class StepPlanner:
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Recapture]:
         """Capture a call of the step."""
-        self.tell("capture", 0, 1)
+        self.tell("capture the step", 0, 1)
         # It puts stand-ins where the model has its tensors.
         capture = self._user.capturing(args, kwargs, self.backend.device, self._layouts, self._orders)
         with Deferred("the capture of the step", stops=3):
@@ -103,7 +103,7 @@ class StepPlanner:
         ``groups`` are the costs of process groups by their size, if other processes run the step as well. They follow
         its plan for long, so it is worth the whole search.
         """
-        self.tell("capture", 1, 1)
+        self.tell("capture the step", 1, 1)
         room = self.make_room(traced)
         together = groups is not None
         quickly = not self.is_ahead and not together
@@ -209,10 +209,10 @@ class StepPlanner:
         self, step: StepVariants, variant: Variant, groups: Mapping[int, GroupCost]
     ) -> tuple[Costs, tuple[OpProfile, ...]]:
         """Measure a variant of a step, and the links to its homes."""
-        profiles = step.profiles(variant, timed=True, advance=partial(self.tell, "profile"))
+        profiles = step.profiles(variant, timed=True, advance=partial(self.tell, "measure ops"))
         profiles = with_collectives(step.made(variant), profiles, groups)
         if not self.links:
-            self.tell("measure the home", 0, 1)
+            self.tell("measure copies", 0, 1)
             size = min(64 * MIB, max(self.budget // 8, MIB))
             self.links = links_to(self.stores, self.cache, self.backend, size)
         self.tell("plan", 0, 1)

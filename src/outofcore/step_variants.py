@@ -266,8 +266,8 @@ class VariantPlans:
             return first
         error = planning.explain_too_small(captured.graph, costs, self.room, describer(captured))
         return BudgetError(
-            f"{error}\nThis is the step as it is from its second call on, with the gradients that the first call "
-            "leaves; zero_grad() with set_to_none=True at its end leaves none.",
+            f"{error}\nThese are the needs of the second call, which begins with the gradients that the first one "
+            "leaves. Call zero_grad() with set_to_none=True at the end of the step to leave none.",
             smallest,
         )
 

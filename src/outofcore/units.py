@@ -32,6 +32,7 @@ _UNITS = {
 }
 # Bytes are counted in 64 bits.
 _MOST = 1 << 60
+_PERCENT = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{0,9})?)\s*%\s*")
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -66,6 +67,24 @@ def parse_bytes(text: object) -> int:
     if count <= 0:
         raise UnitError(f"a byte count must be above zero, and {text!r} is not; write for example '6GiB'")
     return count
+
+
+def share_of(text: object) -> float | None:
+    """Read a budget that is a share of what is available, such as ``"70%"``; None for anything else.
+
+    Raises:
+        UnitError: the share is not above 0 and at most 100 %.
+
+    >>> share_of("70%"), share_of("6GiB")
+    (0.7, None)
+    """
+    match = _PERCENT.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        return None
+    share = float(match.group(1)) / 100
+    if not 0 < share <= 1:
+        raise UnitError(f"a budget is a share above 0% and at most 100%, and {text!r} is not; write for example '70%'")
+    return share
 
 
 def format_bytes(count: float) -> str:

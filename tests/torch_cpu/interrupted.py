@@ -8,7 +8,7 @@ With ``--stage`` the SIGINT comes while ops or a link are measured, several time
 behind when the step is closed.
 
     python tests/torch_cpu/interrupted.py --seed 7 --rounds 20 --cache none
-    python tests/torch_cpu/interrupted.py --rounds 20 --stage "measure the home"
+    python tests/torch_cpu/interrupted.py --rounds 20 --stage "measure copies"
 
 Prints one line of JSON for each round; exits with 1 if a round failed.
 """

@@ -172,7 +172,17 @@ def test_public_names() -> None:
     assert outofcore.__all__ == [
         *("ArenaError", "BudgetError", "CaptureError", "CommunicationError", "DeviceError", "Elastic"),
         *("ElasticStats", "Estimate", "GraphError", "InputError"),
-        *("Loop", "LoopStats", "OpenHome", "OutOfCoreError", "SpillError", "StateError", "Step", "StepStats"),
+        *(
+            "Loop",
+            "LoopStats",
+            "Measurement",
+            "OpenHome",
+            "OutOfCoreError",
+            "SpillError",
+            "StateError",
+            "Step",
+            "StepStats",
+        ),
         *("TransferError", "UnitError", "ValidationError", "VersionError", "aligned", "budget", "build", "compile"),
         *("elastic", "estimate", "load", "materialize", "open_home", "run", "save", "smallest_budget", "stop"),
     ]

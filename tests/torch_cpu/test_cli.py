@@ -11,8 +11,11 @@ import torch
 from typer.testing import CliRunner, Result
 
 from outofcore._torch_internals import TESTED_TEXT
+from outofcore.cli import torch_checks
 from outofcore.cli.app import app
-from outofcore.errors import InputError, UnitError
+from outofcore.cli.doctor import Finding
+from outofcore.cli.doctor import Result as CheckResult
+from outofcore.errors import InputError, StateError, UnitError
 
 # Needs 19 MiB in core and 3 MiB at the least, and trains in no time.
 TINY = ["gpt", "--layers", "2", "--width", "128", "--heads", "2", "--context", "128", "--batch", "4"]
@@ -121,7 +124,7 @@ def test_training_out_of_core_is_that_of_eager(home: str, tmp_path: Path) -> Non
     result = outofcore("train", *TINY, "--budget", HALF, *more)
     assert result.exit_code == 0, result.output
     assert losses(result.stdout) == losses(eager.stdout)
-    steps = re.findall(r"^step .*resident (\S+ \S+)  out (\S+ \S+), in (\S+ \S+)$", result.stdout, re.MULTILINE)
+    steps = re.findall(r"^step .*memory (\S+ \S+)  evicted (\S+ \S+), fetched (\S+ \S+)$", result.stdout, re.MULTILINE)
     assert len(steps) == 3
     assert steps[-1][1] != "0 B"
     assert "predicted" in result.stdout
@@ -193,7 +196,7 @@ def test_plan_in_words(tmp_path: Path) -> None:
     picture = tmp_path / "plan.html"
     result = outofcore("plan", *TINY, "--budget", HALF, "--picture", str(picture))
     assert result.exit_code == 0, result.output
-    for words in ("in core", "smallest budget", "fits, with copies", "bytes out", "activation"):
+    for words in ("nothing moves", "smallest budget", "fits, with copies", "evicted", "activation"):
         assert words in result.stdout
     assert "predicted" in picture.read_text(encoding="utf-8")
 
@@ -206,14 +209,15 @@ def test_plan_in_words(tmp_path: Path) -> None:
 def test_doctor_prints_what_it_sees() -> None:
     result = outofcore("doctor")
     assert result.exit_code == 0, result.output
-    names = ("PyTorch", "CPU", "memory speed", "native code", "measurements", "disk speed", "disk beside ops")
-    for name in (*names, "direct I/O", "host speed", "CUDA"):
-        assert re.search(rf"^[ !] {name} +\S", result.stdout, re.MULTILINE), name
+    names = ("PyTorch", "CPU", "memory speed", "native code", "measurements", "disk speed", "disk under load")
+    for name in (*names, "direct I/O", "host speed", "GPU"):
+        assert re.search(rf"^(ok  |note) {name} +\S", result.stdout, re.MULTILINE), name
     assert f"outofcore is tested with {TESTED_TEXT}" in result.stdout
     for door in ("compile", "budget"):
         assert re.search(
-            rf"^  {door} on cpu +3 steps within .* losses as in plain PyTorch", result.stdout, re.MULTILINE
+            rf"^ok   {door} on cpu +3 steps within .* losses as in plain PyTorch", result.stdout, re.MULTILINE
         )
+    assert result.stdout.endswith("\neverything works\n")
 
 
 def test_doctor_names_a_door_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +227,55 @@ def test_doctor_names_a_door_that_fails(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("outofcore.compile", fails, raising=False)
     result = outofcore("doctor")
     assert result.exit_code == 1
-    assert re.search(r"^! compile on cpu +RuntimeError: no such kernel$", result.stdout, re.MULTILINE)
+    assert re.search(r"^FAIL compile on cpu +RuntimeError: no such kernel$", result.stdout, re.MULTILINE)
     assert result.stdout.count("losses as in plain PyTorch") == 1
+    assert result.stdout.endswith("\n1 problem: compile on cpu\n")
+
+
+def lines_of_doctor(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the checks without the trainings and the measurements of speed."""
+    monkeypatch.setattr(torch_checks, "_trial", lambda name, *_: Finding(CheckResult.OK, name, "left out"))
+    monkeypatch.setattr(torch_checks, "_home_findings", lambda _: [])
+    return outofcore("doctor").stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_doctor_advises_the_small_build_of_pytorch_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "index-url" not in lines_of_doctor(monkeypatch)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    told = lines_of_doctor(monkeypatch)
+    assert re.search(
+        r"^note GPU +.*pip install torch --index-url https://download.pytorch.org/whl/cpu$", told, re.MULTILINE
+    )
+    assert told.endswith("\neverything works\n")
+
+
+def test_doctor_announces_that_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "compiling it now" not in lines_of_doctor(monkeypatch)
+    monkeypatch.setattr(torch_checks, "is_built", lambda _: False)
+    told = lines_of_doctor(monkeypatch)
+    announced = told.index("native code       compiling it now, about half a minute, once ...")
+    assert announced < told.index("native code       works")
+
+
+def test_doctor_says_which_compiler_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(*_: object) -> None:
+        raise StateError("native code is missing: it could not be compiled")
+
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    told = lines_of_doctor(monkeypatch)
+    assert re.search(r"^note C\+\+ compiler +none on PATH .*apt install g\+\+", told, re.MULTILINE)
+    assert told.endswith("\neverything works\n")
+    monkeypatch.setattr(torch_checks, "load_native", no_library)
+    told = lines_of_doctor(monkeypatch)
+    assert re.search(r"^FAIL native code +native code is missing", told, re.MULTILINE)
+    assert told.endswith("\n1 problem: native code\n")
+
+
+def test_doctor_notes_an_untested_version_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_checks, "is_tested", lambda: False)
+    told = lines_of_doctor(monkeypatch)
+    assert re.search(rf"^note PyTorch .*is tested with {TESTED_TEXT} and may not work", told, re.MULTILINE)
 
 
 @pytest.mark.exhaustive

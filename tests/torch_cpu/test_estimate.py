@@ -55,6 +55,33 @@ def fails():
 number = 3
 """
 
+# What needs the most is the normalisation, which is in a Sequential of PyTorch within a module of the script.
+NORMALIZED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Sequential(nn.Identity(), nn.BatchNorm2d(8)))
+
+    def forward(self, x):
+        return self.layers(x).sum()  # here
+
+def build():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(x):
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return train_step, model, optimizer, torch.zeros(4, 8, 32, 32)
+"""
+
 Made = tuple[Callable[..., Any], nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, ...]]
 
 
@@ -151,6 +178,18 @@ def script(tmp_path: Path) -> Path:
     path.write_text(SCRIPT, encoding="utf-8")
     (tmp_path / "helper.py").write_text("WIDTH = 256\n", encoding="utf-8")
     return path
+
+
+def test_plan_names_the_module_and_the_line_of_what_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "normalized.py"
+    path.write_text(NORMALIZED, encoding="utf-8")
+    told = CliRunner().invoke(app, ["plan", f"{path}:build", "--budget", "100KiB", "--device", "h100", "--no-curve"])
+    assert told.exit_code == 1
+    line = 1 + NORMALIZED.splitlines().index("        return self.layers(x).sum()  # here")
+    op = r"native_batch_norm(_backward)? in layers\.0\.1 \(BatchNorm2d\)"
+    assert re.search(
+        rf"The op that needs the most is {op} at {path}:{line}\. While it runs it needs$", told.stdout, re.MULTILINE
+    )
 
 
 def test_a_step_of_ones_own_is_planned_for(script: Path) -> None:

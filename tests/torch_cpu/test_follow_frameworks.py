@@ -296,7 +296,7 @@ def test_a_callback_for_lightning(tmp_path: Path) -> None:
         trainer.fit(module, batches)
     assert not is_followed()
     (note,) = caught.value.__notes__
-    assert note.startswith("outofcore: the budget of 1.00 MiB cannot hold aten::")
+    assert note.startswith("outofcore: the budget of 1.00 MiB is too small: aten::")
     assert "loops.py:" in note
 
 

@@ -167,6 +167,7 @@ SHARED: dict[str, type] = {
     "CopyFailure": copying._Failure,
     "Counter": ArenaCounters,
     "Event": observed.Event,
+    "Excess": space.Excess,
     "Installed": arena.Installed,
     "Kind": driver._Kind,
     "LoopCounter": LoopStats,
@@ -181,7 +182,7 @@ SHARED: dict[str, type] = {
     "Work": copying._Work,
 }
 # What native code does not write: Python counts these, or nothing has failed.
-PYTHONS_OWN = {"LoopCounter": {"STEPS", "PLANS"}, "CopyFailure": {"NONE"}}
+PYTHONS_OWN = {"LoopCounter": {"STEPS", "PLANS", "BUDGET_BYTES"}, "CopyFailure": {"NONE"}}
 
 
 def test_native_code_and_python_agree_on_what_they_share() -> None:

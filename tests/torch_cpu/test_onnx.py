@@ -240,7 +240,7 @@ def test_a_refusal_names_the_node_that_needs_the_memory(tmp_path: Path, capfd: p
 
     with (
         outofcore.compile(forward, model, budget="100KiB", home="host") as step,
-        pytest.raises(outofcore.BudgetError, match=r"in module MatMul_2 \(.*test_onnx.py:"),
+        pytest.raises(outofcore.BudgetError, match=r"in MatMul_2 at .*test_onnx.py:"),
     ):
         step(x)
     with pytest.raises(outofcore.BudgetError, match=r"in OnnxModel.MatMul_2 at .*test_onnx.py:"):  # noqa: SIM117
@@ -482,10 +482,10 @@ def test_plan_and_run_agree_at_every_budget(made: Callable[[], Any], tmp_path: P
     known = json.loads(command("plan", *given, "1GiB", "--json").stdout)
     least, core = known["smallest_budget"], known["in_core_budget"]
     for budget in {max(each, 1) for each in (least - 1, least, (least + core) // 2, core)}:
-        told, ran = command("plan", *given, budget), command("run", *given, budget)
+        told, ran = command("plan", *given, f"{budget}B"), command("run", *given, f"{budget}B")
         assert told.exit_code == (0 if budget >= least else 1), (budget, told.output)
         assert ran.exit_code == (0 if budget >= least else 2), (budget, ran.output)
-        assert "fits in core" not in told.output or budget >= core
+        assert "fits, and nothing moves" not in told.output or budget >= core
 
 
 def test_what_values_decide_runs_within_a_budget(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ if __name__ == "__main__":
     theirs, ours = python(tmp_path, *arguments), within(tmp_path, *arguments)
     assert theirs.returncode == 0, theirs.stderr
     assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
-    assert re.match(r"outofcore: loop of 3 steps: at most 3\.9\d MiB in use, ", ours.stderr)
+    assert re.match(r"outofcore: 3 steps, peak 3\.9\d MiB of 4\.00 MiB, evicted ", ours.stderr)
     assert ours.stderr.count("\n") == 1
     quiet = within(tmp_path, "--quiet", *arguments)
     assert (quiet.stdout, quiet.stderr) == (theirs.stdout, "")
@@ -93,7 +93,7 @@ def test_a_module_runs_as_with_python(tmp_path: Path) -> None:
         theirs, ours = python(tmp_path, "-m", target, "-m", "1"), within(tmp_path, "-m", target, "-m", "1")
         assert theirs.returncode == 0, theirs.stderr
         assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
-        assert "loop of 1 steps" in ours.stderr
+        assert "outofcore: 1 step, peak" in ours.stderr
 
 
 def test_folders_and_zip_files_run_as_with_python(tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_what_does_not_fit_is_told_in_our_words(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback (most recent call last):\n  File")
     assert "cli/run.py" not in done.stderr
-    told = f"outofcore: the budget of 4.00 MiB cannot hold aten::ones at {tmp_path / 'script.py'}:2: beside 0 B"
+    told = f"outofcore: the budget of 4.00 MiB is too small: aten::ones at {tmp_path / 'script.py'}:2 needs 8.00 MiB"
     assert told in done.stderr
-    assert "Give a budget of at least 8.00 MiB" in done.stderr
+    assert "Use a budget of at least 8.00 MiB" in done.stderr
 
 
 def test_what_cannot_be_run_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -228,3 +228,51 @@ def test_a_signal_from_outside(number: signal.Signals, tmp_path: Path) -> None:
         assert told.splitlines()[-1].startswith("outofcore: loop of ")
     else:
         assert told == ""
+
+
+LENGTHS = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.Linear(512, 512))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for rows in (256, 256, 256, 2048):
+    loss = model(torch.ones(rows, 512)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+"""
+
+
+def test_measuring_run_prints_the_budget_that_holds_the_script(tmp_path: Path) -> None:
+    write(tmp_path, LENGTHS)
+    theirs, ours = python(tmp_path, "script.py"), within(tmp_path, "--measure", "script.py")
+    assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
+    told = re.fullmatch(
+        r"outofcore: measured 4 steps\n  in core +\S+ MiB \((\d+) bytes\): .*\n"
+        r"  smallest budget +\S+ MiB \((\d+) bytes\), which (.*) needs\n(?:  within .*\n){3}outofcore: 4 steps, .*\n",
+        ours.stderr,
+    )
+    assert told, ours.stderr
+    in_core, smallest = int(told[1]), int(told[2])
+    assert smallest < in_core
+    assert str(tmp_path / "script.py") in told[3]
+    held = within(tmp_path, "script.py", budget=str(smallest))
+    assert (held.returncode, held.stdout) == (0, theirs.stdout), held.stderr
+
+
+def test_growing_run_goes_on_where_the_budget_is_too_small(tmp_path: Path) -> None:
+    write(tmp_path, LENGTHS)
+    theirs, ours = python(tmp_path, "script.py"), within(tmp_path, "--grow", "script.py", budget="2MiB")
+    assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
+    assert re.search(r"the budget of 2\.00 MiB was exceeded \d+ times", ours.stderr)
+    assert re.search(r"outofcore: 4 steps, peak \S+ MiB of 2\.00 MiB, exceeded by \d+ ops, ", ours.stderr)
+
+
+def test_run_without_a_budget_takes_a_share_and_says_how_much(tmp_path: Path) -> None:
+    write(tmp_path, LENGTHS)
+    theirs = python(tmp_path, "script.py")
+    for budget in ((), ("--budget", "5%")):
+        ours = python(tmp_path, "-m", "outofcore.cli", "run", *budget, "script.py")
+        assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
+        assert re.match(r"outofcore: budget \S+ .iB, of the \S+ .iB of memory that are available\n", ours.stderr)

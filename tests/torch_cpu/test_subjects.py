@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from outofcore import zoo
 from outofcore.cli.app import app
+from outofcore.cli.completion import MODELS
+from outofcore.cli.subjects import find_workload
 
 SCRIPT = """
 import torch
@@ -68,21 +71,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (
             "mine.py",
-            "is a whole script; name a function that returns (step, model, optimizer, inputs), as mine.py:build",
+            "names a script but no function of it; write mine.py:build, where build is a function that takes no "
+            "arguments and returns (step, model, optimizer, inputs)",
         ),
-        ("mine.py", "Its functions are build, build_large, needs"),
-        ("mine.py:", "as mine.py:build"),
-        ("mine.py:2x", "'2x' is no name of a function"),
+        ("mine.py", "Functions of mine.py without arguments: build, build_large. To run the whole script"),
+        ("mine.py:", "write mine.py:build"),
+        ("mine.py:2x", "'2x' is not the name of a function; write mine.py:build"),
         ("mine:build", "write mine.py:build"),
-        ("alone.py", "It has no function so far"),
+        ("alone.py", "alone.py has no function that takes no arguments"),
         ("broken.py", "broken.py, line 3 is no Python"),
         ("bytes.py", "bytes.py is no Python"),
         ("min.py", "did you mean mine.py?"),
         ("nowhere/mine.py:build", "no folder nowhere"),
         ("loud.py:biuld", "did you mean loud.py:build?"),
-        ("loud.py:wants", "is called without arguments, and wants some (missing a required argument: 'x')"),
+        ("loud.py:wants", "must take no arguments, and has some without defaults (missing a required argument: 'x')"),
         ("loud.py:leaves", "by sys.exit(3)"),
         ("ResNet-50", "did you mean resnet50?"),
+        ("resnt50", "the zoo has no 'resnt50'; did you mean resnet50? Its models are resnet18, "),
         ("vgg61", "did you mean vgg16?"),
         ("lenet", "the zoo has no 'lenet'"),
         ("", "the name is empty"),
@@ -114,9 +119,10 @@ def test_plan_says_what_a_subject_is_not(subject: str, message: str) -> None:
     ("arguments", "message"),
     [
         (["train", "mine.py:build"], "train takes a model of the zoo, and mine.py:build is a function of a script"),
-        (["train", "mine.py"], "outofcore run --budget"),
+        (["train", "mine.py"], "mine.py is a script; to train your own script as it is, use: outofcore run --budget"),
+        (["train", "loud.py:build"], "use: outofcore run --budget 6GiB loud.py"),
         (["train", "gtp"], "did you mean gpt?"),
-        (["report", "mine.py"], "as mine.py:build"),
+        (["report", "mine.py"], "write mine.py:build"),
         (["report", "empty.onnx"], "report takes a model of the zoo or a function of a script"),
         (["report", "graph.json", "--steps", "0"], "which only plan takes"),
         (["run", "mine.py:build"], "leave :build out"),
@@ -139,6 +145,11 @@ def test_options_of_the_zoo_are_refused_for_others(subject: list[str]) -> None:
         result = outofcore("plan", *subject, *option)
         assert result.exit_code == 2
         assert "goes with models of the zoo" in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_completion_knows_the_models_of_the_zoo() -> None:
+    found = {find_workload(name, {"batch": 1}).name for name in MODELS}
+    assert found == set(zoo.names())
 
 
 @pytest.mark.parametrize("sizes", [["--batch", "1000000000000000000"], ["--width", "1000000000", "--heads", "2"]])

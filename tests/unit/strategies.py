@@ -139,7 +139,7 @@ def _forward(draft: _Draft, layers: list[_Layer], inputs: list[int], constants: 
         if len(flow) > 1 and draft.chance():
             reads.append(draft.draw(st.sampled_from(flow[:-1])))  # a skip connection
         out = draft.storage(StorageKind.ACTIVATION, f"{module}.out")
-        draft.op("linear", reads, creates=(out,), module=module, family="linear")
+        draft.op("linear", reads, creates=(out,), module=module, module_class="Linear", family="linear")
         layer.saved = [flow[-1], layer.param]
         extra = draft.draw(st.sampled_from(["none", "dropout", "inplace", "norm", "copy", "overwritten"]))
         if extra == "dropout":

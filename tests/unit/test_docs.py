@@ -68,10 +68,21 @@ def test_commands_that_are_shown_are_understood(page: Path, line: str) -> None:
     command.commands[name].make_context(name, arguments)
 
 
-def test_links_between_pages_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page}: {target}"
+def anchors_of(page: Path) -> set[str]:
+    """Ids of headings, as the site and GitHub make them where both agree."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_links_between_pages_lead_to_a_file_and_a_heading() -> None:
+    others = [DOCS.parent / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+    for page in (*PAGES, *others):
+        for target, anchor in re.findall(
+            r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")
+        ):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page}: {target}"
+            assert not anchor or anchor in anchors_of(file), f"{page}: {target}#{anchor}"
 
 
 def test_the_site_names_every_page() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from strategies import costs_for, graphs
 
 from outofcore.costs import Costs, Home
 from outofcore.errors import GraphError
-from outofcore.graph import StepGraph, StorageKind
+from outofcore.graph import Op, StepGraph, StorageKind
 from outofcore.graphfile import GraphFile, read_graph, write_graph
 
 
@@ -34,6 +35,28 @@ def test_a_written_step_is_read_as_it_was(data: st.DataObject) -> None:
     assert [s.bytes for s in again.graph.storages] == [s.bytes for s in graph.storages]
     for before, after in zip(graph.storages, again.graph.storages, strict=True):
         assert after.kind is before.kind or after.kind is StorageKind.INPUT
+
+
+def test_content_leaves_out_lines_and_classes_of_the_user() -> None:
+    op = Op(0, "aten.convolution.default", (), (), (), module="layers.1", source="model.py:10", module_class="Conv2d")
+    renamed = replace(op, source="model.py:12", module_class="MyConvolution")
+    assert StepGraph((), (op,)).content() == StepGraph((), (renamed,)).content()
+    assert StepGraph((), (op,)).content() != StepGraph((), (replace(op, module="layers.2"),)).content()
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (
+            Op(0, "aten.relu.default", (), (), (), module="a.1", source="net.py:3", module_class="ReLU"),
+            "relu in a.1 (ReLU) at net.py:3",
+        ),
+        (Op(0, "aten.relu.default", (), (), (), module="a.1"), "relu in a.1"),
+        (Op(0, "optimizer.SGD", (), (), (), source="net.py:3"), "optimizer.SGD at net.py:3"),
+    ],
+)
+def test_op_text_names_module_class_and_line(op: Op, text: str) -> None:
+    assert op.text == text
 
 
 def written(path: Path, home: Home) -> dict[str, object]:

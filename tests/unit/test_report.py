@@ -125,10 +125,10 @@ def test_columns_are_as_wide_as_their_widest_cell() -> None:
 def test_text_has_the_numbers() -> None:
     text = moved_text(REPORT)
     assert re.search(r"^ +parameter +1 +1 +100 B +1 +100 B$", text, re.MULTILINE)
-    assert re.search(r"^ +all +1 +1 +100 B +1 +100 B$", text, re.MULTILINE)
+    assert re.search(r"^ +total +1 +1 +100 B +1 +100 B$", text, re.MULTILINE)
     told = step_text(REPORT)
-    assert "400 B of 500 B; 352 B held at once at most (policy by hand)" in told
-    assert "12.0 s: ops 8.00 s, else 4.00 s; ops run again: 1" in told
+    assert "400 B of 500 B reserved, peak 352 B (policy by hand)" in told
+    assert "12.0 s: ops 8.00 s, waiting and overhead 4.00 s; ops recomputed: 1" in told
     assert "nothing moves" in moved_text(replace(REPORT, moved=()))
 
 

@@ -28,6 +28,7 @@ SPEAKING = (
         "planned_step.py",
         "_torch_internals.py",
         "cli/subjects.py",
+        "cli/options.py",
         "cli/run.py",
         "cli/config_fields.py",
         "profiling/cache.py",
@@ -130,6 +131,7 @@ def test_entries_are_of_messages_that_there_are() -> None:
         "reading … from the home failed",
         "the system gives no … for the … threads that copy",
         "the budget of … cannot hold this step",
+        "… names a script but no function of it",
         "the optimizer … cannot be used",
         "a copy to or from the home failed",
     }

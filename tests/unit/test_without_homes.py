@@ -98,7 +98,8 @@ def test_what_lasts_stays_where_there_is_no_home() -> None:
     assert 9 * MIB <= smallest < 10 * MIB
     found = planned(graph, costs, smallest)
     assert found is not None and found.timeline.step_seconds == pytest.approx(23.0)  # all but the last run again
-    with pytest.raises(BudgetError, match="what lasts stays as well"):
+    needs = r"no home to evict tensors to: persistent state that stays on the device, and recomputation, need 7\.00 MiB"
+    with pytest.raises(BudgetError, match=needs):
         plan_step(graph, costs, smallest - 4096)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,7 +95,16 @@ def test_the_kept_measurements_can_be_cleared(tmp_path: Path) -> None:
     assert "0 files deleted" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [("train", "gpt", "--budget", "1GiB"), ("plan", "gpt"), ("doctor",)])
+def test_doctor_says_how_to_install_pytorch() -> None:
+    done = outofcore_command("doctor")
+    assert done.returncode == 1
+    assert "ok   CPU " in done.stdout
+    assert re.search(r"^FAIL PyTorch +not installed; install it with: pip install torch, or", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith("\n1 problem: PyTorch\n")
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [("train", "gpt", "--budget", "1GiB"), ("plan", "gpt")])
 def test_what_needs_pytorch_says_so(arguments: tuple[str, ...]) -> None:
     done = outofcore_command(*arguments)
     assert done.returncode == 2

@@ -213,6 +213,12 @@ def module_paths(models: Sequence[nn.Module]) -> dict[int, str]:
     return paths
 
 
+def module_classes(models: Sequence[nn.Module]) -> dict[str, str]:
+    """Map the paths of ``module_paths`` to the names of the modules' classes."""
+    paths = module_paths(models)
+    return {paths[id(module)]: type(module).__name__ for model in models for module in model.modules()}
+
+
 def prefix(index: int, count: int) -> str:
     """Return the prefix of the names in a model: empty for a single model."""
     return "" if count == 1 else f"model{index}"

@@ -27,7 +27,7 @@ from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.mirror import Mirror
 from outofcore.capture.optimizer_steps import StepRecorder
 from outofcore.capture.patching import TURN, patched
-from outofcore.capture.provenance import Provenance, users_part
+from outofcore.capture.provenance import Provenance, module_classes, users_part
 from outofcore.capture.reads import Reads
 from outofcore.capture.recorder import Recorder, recorded_generators
 from outofcore.capture.refusals import pointed_to_loops, translated
@@ -146,7 +146,7 @@ def _captured(
     counts = average_counts(models)
     if device is None:
         device = next((tensor.device for tensor in call.tensors()), CPU)
-    tables, reads = Tables(device), Reads()
+    tables, reads = Tables(device, classes=module_classes(models)), Reads()
     mode = FakeTensorMode()
     with guard:
         mirror = Mirror(mode, tables, gradients, None if shards is None else Sharding(shards, mode, tables))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -47,6 +47,7 @@ class Tables:
     values: list[Value] = field(default_factory=list)
     ops: list[tuple[Op, Call]] = field(default_factory=list)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
+    classes: Mapping[str, str] = field(default_factory=dict)  # names of the classes of modules, by their paths
     optional: set[int] = field(default_factory=set)  # places of ops that are left out if nobody looks at what they make
     _by_key: dict[int, int] = field(default_factory=dict)
     _by_value: dict[Value, int] = field(default_factory=dict)
@@ -111,7 +112,8 @@ class Tables:
         **other: Any,
     ) -> int:
         """Record an op and return its place in ``ops``; ``other`` are fields of ``Op``."""
-        self.ops.append((Op(len(self.ops), name, reads, mutates, creates, **other), call))
+        kind = self.classes.get(other.get("module", ""), "")
+        self.ops.append((Op(len(self.ops), name, reads, mutates, creates, module_class=kind, **other), call))
         for storage in creates:
             self.storages[storage].created = True
         return len(self.ops) - 1

@@ -124,7 +124,7 @@ class Subject:
         """Return the step that is planned for a budget: with split ops where it does not fit otherwise."""
         if self.parts is None or budget is None or budget >= self.whole_budget:
             return self
-        return replace(self, title=f"{self.title}, ops in parts", file=self.parts, parts=None)
+        return replace(self, title=f"{self.title}, large ops split", file=self.parts, parts=None)
 
     @cached_property
     def in_core_budget(self) -> int:
@@ -260,42 +260,42 @@ def _text(
     forecast: Estimate | None,
 ) -> str:
     report = None if found is None else found.report
-    rows = [
-        ("in core", f"{format_bytes(subject.in_core_budget)} ({subject.in_core_budget} bytes)"),
-        ("smallest budget", f"{format_bytes(subject.smallest_budget)} ({subject.smallest_budget} bytes)"),
-        *(
-            [("ops as a whole", f"{format_bytes(subject.whole_budget)} ({subject.whole_budget} bytes)")]
-            if subject.smallest_budget < subject.whole_budget
-            else []
-        ),
-        ("ops alone", f"{format_seconds(subject.costs.compute_seconds)} a step"),
-    ]
+    is_split = subject.smallest_budget < subject.whole_budget
+    splitting = ", with large ops split" if is_split else ""
+    rows = [("smallest budget", f"{_exactly(subject.smallest_budget)}{splitting}")]
+    if is_split:
+        rows.append(("without splitting", _exactly(subject.whole_budget)))
     if forecast is not None:
-        enough = forecast.lossless_budget
-        rows.insert(1, ("nothing lost", f"from {format_bytes(enough)} ({enough} bytes) on: at most 1 % slower"))
+        rows.append(("no slowdown", f"from {_exactly(forecast.lossless_budget)} on, at most 1 % slower"))
+    rows.append(("nothing moves", f"from {_exactly(subject.in_core_budget)} on"))
+    compute = f"{format_seconds(subject.costs.compute_seconds)} per step"
     if found is not None:
         whole = subject.within(found.budget) is subject
         if report is None:
             verdict = "does not fit"
         elif whole:
-            verdict = "fits, with copies" if report.moved else "fits in core"
+            verdict = "fits, with copies" if report.moved else "fits, and nothing moves"
         else:
-            verdict = "fits, with ops in parts" + (" and copies" if report.moved else "; nothing moves")
-            taken = format_seconds(subject.within(found.budget).costs.compute_seconds)
-            rows[-1] = ("ops alone", f"{rows[-1][1]} as a whole, {taken} in parts")
-        rows.append(("the budget", f"{format_bytes(found.budget)}: {verdict}"))
+            verdict = "fits, with large ops split" + (" and copies" if report.moved else "; nothing moves")
+            compute += f", {format_seconds(subject.within(found.budget).costs.compute_seconds)} with large ops split"
+        rows.append(("budget", f"{_exactly(found.budget)}: {verdict}"))
+    rows.append(("compute time", compute))
     if report is not None and bound is not None:
         over = report.seconds / bound - 1 if bound else 0.0
-        rows.append(("lower bound", f"{format_seconds(bound)}: the plan is within {max(over, 0.0):.1%} of the best"))
+        rows.append(("lower bound", f"{format_seconds(bound)} per step; the plan takes {max(over, 0.0):.1%} longer"))
     parts = _titles(subject)
-    parts.append("\n".join(f"  {name:<16} {value}" for name, value in rows))
+    parts.append("\n".join(f"  {name:<18} {value}" for name, value in rows))
     if found is not None and found.refusal is not None:
         parts.append(str(found.refusal))
     if report is not None:
-        parts += ["simulated" if subject.simulated else "predicted", step_text(report), moved_text(report)]
+        parts += [f"{'simulated' if subject.simulated else 'predicted'} step", step_text(report), moved_text(report)]
     if forecast is not None:
         parts += ["step time over budgets", points_text(forecast.points)]
     return "\n".join(parts)
+
+
+def _exactly(count: int) -> str:
+    return f"{format_bytes(count)} ({count} bytes)"
 
 
 # A policy at a budget, which has a label.
@@ -340,10 +340,11 @@ def side_by_side(subject: Subject, budgets: Sequence[int], wish: Answers, say: S
 def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
     compute = subject.costs.compute_seconds
     parts = _heading(subject)
-    head = ("policy", "fits", "step", "× ops", "bytes out", "bytes in", "again", "peak", "planned in")
+    head = ("policy", "fits", "step", "slowdown", "evicted", "fetched", "recompute", "peak", "planning")
     for label, budget in budgets:
         rows = [(one.policy, *_figures(subject, one, compute)) for _, one in cells if one.budget == budget]
-        parts.append(f"budget {format_bytes(budget)} ({label}, {budget} bytes)")
+        named = "" if label == format_bytes(budget) else f", {label}"
+        parts.append(f"budget {_exactly(budget)}{named}")
         parts.append(columns([head, *rows]))
     return "\n".join(parts)
 
@@ -371,14 +372,15 @@ def _sweep_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Seq
     for label, budget in budgets:
         found = [times[policy, budget] for policy in POLICIES]
         rows.append((label, *("-" if report is None else format_seconds(report.seconds) for report in found)))
-    return "\n".join([*_heading(subject), "seconds a step, by budget and policy", columns(rows)])
+    return "\n".join([*_heading(subject), "step time by budget and policy", columns(rows)])
 
 
 def _heading(subject: Subject) -> list[str]:
     return [
         *_titles(subject),
-        f"  in core {format_bytes(subject.in_core_budget)}, smallest {format_bytes(subject.smallest_budget)}, "
-        f"ops alone {format_seconds(subject.costs.compute_seconds)} a step",
+        f"  smallest budget {format_bytes(subject.smallest_budget)}, "
+        f"in core (nothing moves) from {format_bytes(subject.in_core_budget)} on, "
+        f"compute time {format_seconds(subject.costs.compute_seconds)} per step",
     ]
 
 
@@ -430,6 +432,7 @@ def check(graph: Path, plan: Path, budget: int | None) -> None:
     limit = saved.budget if budget is None else budget
     validate(file.graph, saved.program, limit, file.costs)
     print(
-        f"valid: {len(saved.program.instructions)} instructions compute the {len(file.graph.ops)} ops of {graph} "
-        f"within {format_bytes(limit)} (policy {saved.plan.policy}, {format_bytes(saved.program.arena_bytes)} used)"
+        f"valid: the plan computes the {len(file.graph.ops)} ops of {graph} within {format_bytes(limit)} "
+        f"({len(saved.program.instructions)} instructions, {format_bytes(saved.program.arena_bytes)} used, "
+        f"policy {saved.plan.policy})"
     )

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 import outofcore
-from outofcore.cli import answer
+from outofcore.cli import answer, completion
 from outofcore.cli import run as scripts
+from outofcore.cli.commands import Command, Group
 from outofcore.cli.options import (
     BATCH,
     Answers,
@@ -42,12 +42,13 @@ from outofcore.errors import ValidationError
 from outofcore.graphfile import write_graph
 from outofcore.presets import simulated
 from outofcore.profiling.cache import Cache, default_cache_folder
-from outofcore.units import format_bytes, parse_bytes
+from outofcore.units import format_bytes, parse_bytes, share_of
 
 app = typer.Typer(
-    help="Train PyTorch models that do not fit in memory, within a byte budget, bit for bit the same.",
+    cls=Group,
+    help="Train PyTorch models within a byte budget, with the same bits as without one.",
+    epilog="Example: outofcore plan resnet50 --batch 16 --budget 1GiB",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -61,49 +62,54 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Flags of the program itself."""
 
 
-@command(app)
+@command(app, "outofcore train gpt --params 10M --budget 256MiB --steps 5")
 def train(
     model: Model,
     *,
-    budget: Annotated[str | None, typer.Option(help="Bytes for all tensors of a step, such as 512MiB.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Memory budget for all tensors of a step, e.g. 512MiB.")] = None,
     batch: Batch = BATCH,
     options: TrainOptions,
     places: Places,
     zoo: ZooOptions,
 ) -> None:
-    """Train a model of the zoo within a byte budget."""
+    """Train a model of the zoo within a memory budget.
+
+    To train your own script, use: outofcore run --budget 6GiB my_script.py
+    """
     options.check(budget)
     places.check()
     limit = bytes_in(budget)
     import_module("outofcore.cli.train").train(model, zoo.with_batch(batch), limit, options, places)
 
 
-@command(app)
+@command(app, "outofcore plan resnet50 --batch 16 --budget 1GiB")
 def plan(
     model: PlannedTarget = None,
     *,
     budget: Annotated[
         str | None,
-        typer.Option(help="Bytes for all tensors of a step; with --compare or --sweep several, with commas between."),
+        typer.Option(help="Memory budget, e.g. 6GiB; with --compare or --sweep several, e.g. 1GiB,2GiB."),
     ] = None,
     batch: Batch = BATCH,
     onnx: OnnxOptions,
     places: PlannedPlaces,
-    graph: Annotated[Path | None, typer.Option(help="Plan for the step in this graph file; needs no PyTorch.")] = None,
+    graph: Annotated[
+        Path | None, typer.Option(help="Graph file of the step, in place of a model; works without PyTorch.")
+    ] = None,
     answers: Answers,
     sharers: Sharers,
     zoo: ZooOptions,
     configured: ConfigOptions,
 ) -> None:
-    """Tell whether a step fits a budget, what would move, and how long it would take.
+    """Estimate memory and step time for a model without running it.
 
-    Exit status 1: it does not fit.
+    Exit status: 0 if the step fits the budget, 1 if it does not, 2 after an error.
     """
     _check_source(model, graph, places)
     has_sizes = bool(onnx.dims or onnx.arrays)
@@ -152,7 +158,7 @@ def _check_zoo(kind: Kind | None, zoo: ZooOptions, batch: int) -> None:
     if kind is Kind.ZOO:
         return
     what = "a graph file" if kind is None else kind.value
-    refuse((batch != BATCH, "--batch", f"it goes with models of the zoo; {what} says this itself"))
+    refuse((batch != BATCH, "--batch", f"it goes with models of the zoo; {what} sets this itself"))
     zoo.refuse(what)
 
 
@@ -160,7 +166,12 @@ def _check_source(model: str | None, graph: Path | None, places: Places) -> None
     """Refuse two sources of a step or none, and places that do not go with it."""
     is_file = graph is not None
     refuse(
-        ((model is None) != is_file, "MODEL", "give either a model of the zoo or --graph with a graph file"),
+        (
+            model is None and not is_file,
+            "MODEL",
+            "name one, e.g. resnet50 or my_script.py:build, or give a graph file by --graph",
+        ),
+        (model is not None and is_file, "MODEL", "give either a model or --graph, not both"),
         (is_file and places.device != "cpu", "--device", "the costs of a graph file are in the file"),
     )
     places.check()
@@ -191,18 +202,18 @@ def _subject(
     )
 
 
-@command(app)
+@command(app, "outofcore report resnet50 --batch 16 --budget 1GiB")
 def report(
     model: Target = None,
     *,
-    budget: Annotated[str | None, typer.Option(help="Bytes for all tensors of a step; it must be given.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Memory budget, e.g. 6GiB. Required.")] = None,
     options: ReportOptions,
     batch: Batch = BATCH,
     places: PlannedPlaces,
-    graph: Annotated[Path | None, typer.Option(help="Report a plan for the step in this graph file.")] = None,
+    graph: Annotated[Path | None, typer.Option(help="Graph file of the step, in place of a model.")] = None,
     zoo: ZooOptions,
 ) -> None:
-    """Show where the time and the bytes of a step go, as one HTML page."""
+    """Write an HTML page that shows where the time and the memory of a step go."""
     _check_source(model, graph, places)
     if budget is None:
         raise typer.BadParameter("give one, such as --budget 512MiB", param_hint="--budget")
@@ -215,7 +226,7 @@ def report(
     answer.report_plan(subject, limit, places.policy, options)
 
 
-class _RunCommand(TyperCommand):
+class _RunCommand(Command):
     """Leaves what follows a script to the script, whatever it looks like; options may follow an ONNX file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -228,45 +239,77 @@ class _RunCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@command(app, cls=_RunCommand, context_settings={"allow_interspersed_args": False})
+@command(
+    app,
+    "outofcore run --budget 6GiB train.py --epochs 3",
+    cls=_RunCommand,
+    context_settings={"allow_interspersed_args": False},
+)
 def run(
     target: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A script, with -m a module, or an ONNX file.", show_default=False)
+        str, typer.Argument(metavar="SCRIPT", help="Python script, module with -m, or ONNX file.", show_default=False)
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Those of the script.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.", show_default=False)
     ] = None,
     *,
-    budget: Annotated[str, typer.Option(help="Bytes for all tensors of the script, such as 6GiB.", show_default=False)],
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory budget for all tensors of the script, e.g. 6GiB, or a share of available memory, e.g. 70%.",
+            show_default="70%; on a GPU 95% of what is free there",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Device whose tensors are kept within the budget: cpu, cuda or cuda:0.",
+            show_default="a GPU if there is one",
+            autocompletion=completion.own_devices,
+        ),
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measurement of what the script needs: the peak without a budget, the smallest budget, and predicted "
+            "step times. The budget is exceeded where needed.",
+        ),
+    ] = False,
+    grow: Annotated[
+        bool, typer.Option("--grow", help="Permission for ops that need more to exceed the budget, with a summary.")
+    ] = False,
     is_module: Annotated[
-        bool, typer.Option("-m", help="The script is a module by its name, as for python -m.")
+        bool, typer.Option("-m", help="Name of a module in place of a script, as for python -m.")
     ] = False,
     home: Home = "disk",
     host_budget: HostBudget = None,
     check: Annotated[
         bool,
-        typer.Option("--check/--no-check", help="Compare by checksum what leaves memory without having been written."),
+        typer.Option("--check/--no-check", help="Checksums of tensors that are evicted without having been written."),
     ] = True,
     arrays: Arrays = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="Write the outputs of an ONNX file to this .npz file, by their names."),
+        typer.Option("--output", help="File for the outputs of an ONNX file, by their names (.npz)."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing at the end.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary at the end.")] = False,
 ) -> None:
-    """Run a Python script that nobody edits within a byte budget, as python runs it; or an ONNX file on arrays.
+    """Run a Python script within a memory budget, unedited, or an ONNX file on arrays.
 
-    Options come before a script; what comes after it is the script's. The exit status is that of the script.
+    Options come before the script; arguments after it are passed to the script. The exit status is that of the script.
     """
-    limit = parse_bytes(budget)
     if target.endswith(".onnx") and not is_module:
+        why = "an ONNX file runs within a budget in bytes on the CPU: outofcore plan gives its smallest budget"
+        refuse((budget is None, "--budget", why), (measure, "--measure", why), (grow, "--grow", why))
+        refuse((device not in (None, "cpu"), "--device", why))
         if arguments:
             raise typer.BadParameter(
                 f"an ONNX file takes no arguments, and {arguments[0]!r} is one", param_hint="ARGUMENTS"
             )
         import_module("outofcore.cli.onnx_models").run_model(
             target,
-            limit,
+            parse_bytes(budget),
             arrays or (),
             output,
             home=home,
@@ -277,20 +320,35 @@ def run(
         return
     is_onnx = bool(arrays) or output is not None
     refuse((is_onnx, "--input", "arrays are for ONNX files; a script has arguments after its name"))
-    launch = scripts.Launch(target, tuple(arguments or ()), is_module, limit, home, bytes_in(host_budget), check, quiet)
+    limit = budget if budget is None or share_of(budget) is not None else parse_bytes(budget)
+    launch = scripts.Launch(
+        target,
+        tuple(arguments or ()),
+        is_module,
+        budget=limit,
+        device=device,
+        home=home,
+        host_budget=bytes_in(host_budget),
+        checked=check,
+        quiet=quiet,
+        measure=measure,
+        grow=grow,
+    )
     raise scripts.Launching(scripts.checked(launch))
 
 
-@command(app)
+@command(app, "outofcore validate --graph step.json --plan plan.json")
 def validate(
     *,
-    graph: Annotated[Path, typer.Option(help="The graph file that the plan is for.")],
-    plan: Annotated[Path, typer.Option(help="The plan, as plan --save-plan wrote it.")],
-    budget: Annotated[str | None, typer.Option(help="Bytes; by default what the plan was made for.")] = None,
+    graph: Annotated[Path, typer.Option(help="Graph file of the step, from plan --save-graph.")],
+    plan: Annotated[Path, typer.Option(help="Plan file, from plan --save-plan.")],
+    budget: Annotated[
+        str | None, typer.Option(help="Memory budget, e.g. 6GiB.", show_default="that of the plan")
+    ] = None,
 ) -> None:
-    """Prove that a saved plan computes its step within the budget, by a checker that shares nothing with the planner.
+    """Prove that a saved plan computes its step within the budget.
 
-    Exit status 1: it does not, and why.
+    The checker shares no code with the planner. Exit status: 0 if the plan is valid, 1 if it is not, 2 after an error.
     """
     limit = None if budget is None else parse_bytes(budget)
     try:
@@ -300,25 +358,26 @@ def validate(
         raise typer.Exit(1) from error
 
 
-@command(app)
+@command(app, "outofcore pack buffers.csv --capacity 1MiB --output placed.csv")
 def pack(
-    file: Annotated[Path, typer.Argument(help="Rectangles as CSV: id,lower,upper,size.", show_default=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="CSV file of buffers (rectangles) in the format of MiniMalloc: id,lower,upper,size.",
+            show_default=False,
+            metavar="FILE",
+        ),
+    ],
     *,
-    capacity: Annotated[str, typer.Option(help="Bytes that they must fit, such as 1048576 or 1MiB.")],
-    output: Annotated[
-        Path | None, typer.Option(help="Write the file with offsets here, and not to the screen.")
-    ] = None,
-    effort: Annotated[
-        float, typer.Option(min=0, help="How hard to search; 1 takes up to a minute where there may be a placement.")
-    ] = 1.0,
-    seconds: Annotated[
-        float | None, typer.Option(min=0, help="Stop the search after so many, whatever is left.")
-    ] = None,
+    capacity: Annotated[str, typer.Option(help="Memory for all buffers, e.g. 1MiB or 1048576.")],
+    output: Annotated[Path | None, typer.Option(help="CSV file to write.", show_default="standard output")] = None,
+    effort: Annotated[float, typer.Option(min=0, help="Search effort; 1 takes up to a minute for hard files.")] = 1.0,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Time limit of the search in seconds.")] = None,
 ) -> None:
-    """Give rectangles (bytes by lifetime) addresses within a capacity.
+    """Assign memory offsets to buffers with known lifetimes.
 
-    Reads and writes the CSV format of MiniMalloc. The same file gives the same addresses, unless --seconds runs out.
-    Exit status 1: no placement was found.
+    The output is the file with a column of offsets. The same file gets the same offsets, unless --seconds ends the
+    search. Exit status: 0 if the buffers fit the capacity, 1 if no placement was found, 2 after an error.
     """
     limit = parse_bytes(capacity)
     placed = import_module("outofcore.cli.pack").run(
@@ -328,16 +387,19 @@ def pack(
         raise typer.Exit(1)
 
 
-@command(app)
+@command(app, "outofcore doctor")
 def doctor(
     home: Home = "disk",
     *,
     cache: CacheFolder = None,
     clear_cache: Annotated[
-        bool, typer.Option("--clear-cache", help="Delete the stored measurements and plans, and do nothing else.")
+        bool, typer.Option("--clear-cache", help="Delete stored measurements and plans instead of checking.")
     ] = False,
 ) -> None:
-    """Check this machine and the installed versions, and train a small model through both doors."""
+    """Check the installation: versions, compiler, disk speed, and a small model trained both ways.
+
+    Exit status: 0 if everything works, 1 if there are problems, 2 after an error.
+    """
     if clear_cache:
         measured = Cache(default_cache_folder() if cache is None else cache)
         taken = measured.bytes()
@@ -349,7 +411,7 @@ def doctor(
 def main() -> None:
     hook, launch = sys.excepthook, None
     try:
-        app()
+        app(prog_name="outofcore")
     except scripts.Launching as launching:
         launch = launching.launch
     if launch is not None:

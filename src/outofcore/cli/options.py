@@ -16,53 +16,78 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from outofcore.cli import completion
+from outofcore.cli.commands import Command
 from outofcore.errors import InputError, OutOfCoreError, is_out_of_memory
 from outofcore.policies import POLICIES, policy_of
 from outofcore.presets import devices
-from outofcore.units import parse_bytes
+from outofcore.units import KIB, parse_bytes
 
-Command = Callable[..., None]
+Function = Callable[..., None]
 
-_shape = partial(typer.Option, rich_help_panel="The model")
-_training = partial(typer.Option, rich_help_panel="The training")
-_configured = partial(typer.Option, rich_help_panel="A model's configuration")
+_shape = partial(typer.Option, rich_help_panel="Size of the model (models of the zoo)")
+_training = partial(typer.Option, rich_help_panel="Training (models of the zoo)")
+_configured = partial(typer.Option, rich_help_panel="Model configuration (config.json)")
 
+_ZOO = "Model of the zoo: resnet50 (or another depth), vgg16, densenet121, unet3d or gpt"
+_SCRIPT = "my_script.py:build, your function that returns (step, model, optimizer, inputs)"
 Model = Annotated[
-    str, typer.Argument(help="resnet50 (or any depth), vgg16, densenet121, unet3d or gpt.", show_default=False)
+    str, typer.Argument(help=f"{_ZOO}.", show_default=False, metavar="MODEL", autocompletion=completion.models)
 ]
-_TARGET = (
-    "As for train, or a function of your own as my_script.py:build, which returns (step, model, optimizer, inputs); "
-    "plan also takes an ONNX file, whose forward pass is planned."
-)
-Target = Annotated[str | None, typer.Argument(help=_TARGET, show_default=False)]
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        help=f"{_ZOO}; or {_SCRIPT}.", show_default=False, metavar="MODEL", autocompletion=completion.models
+    ),
+]
 PlannedTarget = Annotated[
     str | None,
     typer.Argument(
-        help=f"{_TARGET[:-1]}, or a model's config.json, of which transformers builds the model without weights.",
+        help=f"{_ZOO}; {_SCRIPT}; model.onnx, of which the forward pass is planned; or config.json of a model of "
+        "transformers, which is built without weights.",
         show_default=False,
+        metavar="MODEL",
+        autocompletion=completion.models,
     ),
 ]
 BATCH = 8  # samples, where none are asked for
-Batch = Annotated[int, typer.Option(help="Samples in a batch.")]
-Home = Annotated[str, typer.Option(help="Where bytes live that do not fit: disk, host, or a folder on a disk.")]
+Batch = Annotated[int, typer.Option(help="Samples per batch.")]
+_HOME = "Backing store for evicted tensors: disk, host (memory), or a folder on a disk"
+Home = Annotated[str, typer.Option(help=f"{_HOME}.", autocompletion=completion.homes)]
 HostBudget = Annotated[
-    str | None, typer.Option(help="Bytes of host memory for what does not fit, used before the disk; such as 4GiB.")
+    str | None, typer.Option(help="Host memory for evicted tensors, filled before the disk, e.g. 4GiB.")
 ]
 CacheFolder = Annotated[
-    Path | None, typer.Option("--cache", help="A folder for measurements; by default one in the user's own cache.")
+    Path | None,
+    typer.Option("--cache", help="Folder for stored measurements and plans; the user cache folder by default."),
 ]
 Arrays = Annotated[
     list[str] | None,
     typer.Option(
         "--input",
-        help="Inputs of an ONNX file: an .npz file by their names, a .npy file for one, or name=x.npy; repeatable.",
+        help="Input of an ONNX file: x.npz with arrays by name, x.npy for a single input, or name=x.npy. Repeatable.",
     ),
 ]
+
+# A smaller budget without a unit is taken for a mistake.
+_LEAST_BARE = 64 * KIB
 
 
 def bytes_in(given: str | None) -> int | None:
     """Read a byte count that may have been left out."""
     return None if given is None else parse_bytes(given)
+
+
+def check_budget(given: str | None) -> None:
+    """Raise ``InputError`` for a small number without a unit, such as ``6`` for ``6GiB``; several have commas."""
+    for text in () if given is None else given.split(","):
+        number = text.strip()
+        if number.isdigit() and 0 < int(number) < _LEAST_BARE:
+            unit = "GiB" if int(number) < 100 else "MiB"
+            raise InputError(
+                f"the budget {number} has no unit, and would be {number} bytes; did you mean {number}{unit}? "
+                f"(For bytes write {number}B.)"
+            )
 
 
 def _known_policy(text: str) -> str:
@@ -86,13 +111,15 @@ def refuse(*rules: tuple[bool, str, str]) -> None:
 class Places:
     """Where a step runs and where its bytes live, how it is planned, and where measurements are kept."""
 
-    device: Annotated[str, typer.Option(help="Where the step runs: cpu, cuda or cuda:0.")] = "cpu"
+    device: Annotated[
+        str, typer.Option(help="Device of the step: cpu, cuda or cuda:0.", autocompletion=completion.own_devices)
+    ] = "cpu"
     home: Annotated[
         str | None,
         typer.Option(
-            help="Where bytes live that do not fit: disk, host, or a folder on a disk; by default disk, and for a GPU "
-            "pinned host memory, which comes before a disk.",
-            show_default=False,
+            help=f"{_HOME}.",
+            show_default="disk; for a GPU pinned host memory, then disk",
+            autocompletion=completion.homes,
         ),
     ] = None
     host_budget: HostBudget = None
@@ -100,13 +127,14 @@ class Places:
         str,
         typer.Option(
             callback=_known_policy,
-            help=f"How to plan: {', '.join(POLICIES)}; with values for fields as in window:reach=2.",
+            help=f"Planning policy: {', '.join(POLICIES)}; with settings, as in window:reach=2.",
+            autocompletion=completion.policies,
         ),
     ] = "auto"
     cache: CacheFolder = None
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure anew, and keep nothing for the next time.")] = (
-        False
-    )
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Measure again, and store neither measurements nor plans.")
+    ] = False
 
     @property
     def host_bytes(self) -> int | None:
@@ -135,6 +163,7 @@ class PlannedPlaces(Places):
             "--gpu",  # as it was called first
             help="Where the step runs: cpu, cuda or cuda:0, where it is measured; or a device that need not be here "
             f"and is simulated: {', '.join(d.key for d in devices())}.",
+            autocompletion=completion.all_devices,
         ),
     ] = "cpu"
 
@@ -143,19 +172,17 @@ class PlannedPlaces(Places):
 class TrainOptions:
     """What ``train`` does besides training within a budget."""
 
-    steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 20
-    eager: Annotated[bool, typer.Option("--eager", help="Plain PyTorch, without outofcore, to compare.")] = False
-    picture: Annotated[Path | None, typer.Option(help="Write the memory of a step over time to this HTML file.")] = None
-    save: Annotated[Path | None, typer.Option(help="Save a checkpoint into this folder at the end.")] = None
-    resume: Annotated[Path | None, typer.Option(help="Go on from the checkpoint in this folder.")] = None
-    bits: Annotated[bool, typer.Option("--bits", help="Print all bits of the losses, to compare runs.")] = False
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps to train.")] = 20
+    eager: Annotated[bool, typer.Option("--eager", help="Plain PyTorch without a budget, for comparison.")] = False
+    picture: Annotated[Path | None, typer.Option(help="HTML file for a chart of memory over a step.")] = None
+    save: Annotated[Path | None, typer.Option(help="Folder for a checkpoint at the end of training.")] = None
+    resume: Annotated[Path | None, typer.Option(help="Folder of a checkpoint to continue from.")] = None
+    bits: Annotated[bool, typer.Option("--bits", help="Losses with all bits, in hexadecimal.")] = False
     elastic: Annotated[
         int | None,
-        typer.Option(min=1, help="So many logical workers, shared by all processes that torchrun has started."),
+        typer.Option(min=1, help="Number of logical workers, divided among the processes of torchrun."),
     ] = None
-    shard: Annotated[
-        bool, typer.Option("--shard", help="Spread the model over the processes that torchrun has started.")
-    ] = False
+    shard: Annotated[bool, typer.Option("--shard", help="Model sharded over the processes of torchrun.")] = False
 
     def check(self, budget: str | None) -> None:
         """Refuse what does not go together."""
@@ -188,15 +215,13 @@ class TrainOptions:
 class ReportOptions:
     """What ``report`` writes."""
 
-    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")] = Path("report.html")
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing to this file as well.")
-    ] = None
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file of the report.")] = Path("report.html")
+    trace: Annotated[Path | None, typer.Option(help="File for a trace that Perfetto and chrome://tracing open.")] = None
     steps: Annotated[
-        int, typer.Option(min=0, help="Train so many steps and report the last; 0: report the plan alone.")
+        int, typer.Option(min=0, help="Number of steps to train before reporting the last; 0 reports the plan alone.")
     ] = 5
     curve: Annotated[
-        bool, typer.Option("--curve/--no-curve", help="Plan for other budgets as well; takes as long as so many plans.")
+        bool, typer.Option("--curve/--no-curve", help="Step time over other budgets, with a plan for each.")
     ] = True
 
 
@@ -204,22 +229,22 @@ class ReportOptions:
 class Answers:
     """What ``plan`` prints and writes."""
 
-    compare: Annotated[bool, typer.Option("--compare", help="All policies side by side, at several budgets.")] = False
-    sweep: Annotated[bool, typer.Option("--sweep", help="Step time against budget for all policies.")] = False
+    compare: Annotated[bool, typer.Option("--compare", help="Table of all policies at several budgets.")] = False
+    sweep: Annotated[bool, typer.Option("--sweep", help="Table of step times by budget and policy.")] = False
     picture: Annotated[
-        Path | None, typer.Option(help="Draw the memory of a step, or with --sweep the times, in this HTML file.")
+        Path | None, typer.Option(help="HTML file for a chart of memory over a step; with --sweep of step times.")
     ] = None
-    save_graph: Annotated[Path | None, typer.Option(help="Write the step as a graph file (.json or .json.gz).")] = None
-    save_plan: Annotated[Path | None, typer.Option(help="Write the plan as a file that validate reads.")] = None
+    save_graph: Annotated[Path | None, typer.Option(help="Graph file of the step to write (.json or .json.gz).")] = None
+    save_plan: Annotated[Path | None, typer.Option(help="File to write the plan to, for validate.")] = None
     curve: Annotated[
         bool | None,
         typer.Option(
             "--curve/--no-curve",
-            help="Step time over budgets, and the budget from which nothing is lost; by default for your own code.",
-            show_default=False,
+            help="Step time over budgets, and the budget from which a step is at most 1 % slower.",
+            show_default="for your own script",
         ),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="JSON for programs, in bytes and seconds.")] = False
 
     @property
     def several(self) -> bool:
@@ -259,17 +284,17 @@ class Answers:
 class Sharers:
     """Processes that share a model, of which none has to be here."""
 
-    shard: Annotated[
-        bool, typer.Option("--shard", help="Plan for one of --ranks processes over which the model is spread.")
-    ] = False
+    shard: Annotated[bool, typer.Option("--shard", help="Plan for one of --ranks processes that share the model.")] = (
+        False
+    )
     ranks: Annotated[
-        int | None, typer.Option(min=2, help="With --shard: how many processes; none of them has to be here.")
+        int | None, typer.Option(min=2, help="With --shard, the number of processes; none of them needs to exist.")
     ] = None
     between: Annotated[
         str | None,
         typer.Option(
-            help="With --shard: bytes a second that each process sends to others, such as 10GiB; by default 1GiB, and "
-            "on a simulated device as many as reach it from its host."
+            help="With --shard, bytes per second that each process sends to the others, e.g. 10GiB.",
+            show_default="1GiB; for a simulated device the rate of its link to the host",
         ),
     ] = None
 
@@ -292,7 +317,7 @@ class OnnxOptions:
 
     dims: Annotated[
         list[str] | None,
-        typer.Option("--dim", help="A size that an ONNX file leaves open, such as batch=4; repeatable."),
+        typer.Option("--dim", help="Size that an ONNX file leaves open, e.g. batch=4. Repeatable."),
     ] = None
     arrays: Arrays = None
 
@@ -301,33 +326,52 @@ class OnnxOptions:
 class ZooOptions:
     """The options of ``outofcore.zoo.workload``, where they are explained and checked."""
 
-    depth: Annotated[int | None, _shape(help="Layers of a resnet, counted as in its paper.")] = None
-    size: Annotated[int | None, _shape(help="Edge of the input, in pixels or (unet3d) voxels.")] = None
+    depth: Annotated[int | None, _shape(help="Depth of a resnet, as in its paper.")] = None
+    size: Annotated[
+        int | None, _shape(help="Height and width of the images in pixels; for unet3d voxels per edge.")
+    ] = None
     base: Annotated[int | None, _shape(help="Channels of the first convolution of unet3d.")] = None
-    classes: Annotated[int | None, _shape(help="How many classes are told apart.")] = None
+    classes: Annotated[int | None, _shape(help="Number of classes.")] = None
     params: Annotated[
         str | None,
-        _shape(help="How many parameters gpt should have, about, such as 125M; picks layers and width."),
+        _shape(help="Approximate number of parameters of gpt, e.g. 125M, instead of layers and width."),
     ] = None
-    layers: Annotated[int | None, _shape(help="Blocks of gpt.")] = None
-    width: Annotated[int | None, _shape(help="Channels of gpt.")] = None
-    heads: Annotated[int | None, _shape(help="Attention heads of gpt.")] = None
-    context: Annotated[int | None, _shape(help="Tokens in a sequence of gpt.")] = None
-    vocab: Annotated[int | None, _shape(help="Tokens that gpt knows; it reads bytes, so 256 at least.")] = None
-    dropout: Annotated[float | None, _shape(help="Probability of dropping a value; gpt and vgg16.")] = None
-    images: Annotated[str | None, _training(help="Source of images: photos, digits or generated.")] = None
-    optimizer: Annotated[str, _training(help="sgd, momentum, adamw, adagrad or rmsprop.")] = "adamw"
+    layers: Annotated[int | None, _shape(help="Number of transformer blocks of gpt.")] = None
+    width: Annotated[int | None, _shape(help="Hidden size of gpt.")] = None
+    heads: Annotated[int | None, _shape(help="Number of attention heads of gpt.")] = None
+    context: Annotated[int | None, _shape(help="Tokens per sequence of gpt.")] = None
+    vocab: Annotated[int | None, _shape(help="Vocabulary size of gpt, at least 256.")] = None
+    dropout: Annotated[float | None, _shape(help="Dropout probability, for gpt and vgg16.")] = None
+    images: Annotated[
+        str | None,
+        _training(
+            help="Source of images: photos, digits or generated.",
+            autocompletion=completion.words("photos", "digits", "generated"),
+        ),
+    ] = None
+    optimizer: Annotated[
+        str,
+        _training(
+            help="Optimizer: sgd, momentum, adamw, adagrad or rmsprop.",
+            autocompletion=completion.words("sgd", "momentum", "adamw", "adagrad", "rmsprop"),
+        ),
+    ] = "adamw"
     optimizer_impl: Annotated[
-        str | None, _training(help="plain, foreach or fused; by default PyTorch's own choice.")
+        str | None,
+        _training(
+            help="Implementation of the optimizer: plain, foreach or fused.",
+            show_default="as PyTorch chooses",
+            autocompletion=completion.words("plain", "foreach", "fused"),
+        ),
     ] = None
-    lr: Annotated[float | None, _training(help="Learning rate; by default a usual one for the optimizer.")] = None
-    amp: Annotated[bool, _training("--amp", help="Run the forward pass under autocast to bfloat16.")] = False
-    clip: Annotated[float | None, _training(help="Clip the norm of all gradients to this.")] = None
-    seed: Annotated[int, _training(help="Decides weights, data and dropout.")] = 0
+    lr: Annotated[float | None, _training(help="Learning rate.", show_default="a common one for the optimizer")] = None
+    amp: Annotated[bool, _training("--amp", help="Forward pass under autocast to bfloat16.")] = False
+    clip: Annotated[float | None, _training(help="Maximum norm of all gradients, which are clipped to it.")] = None
+    seed: Annotated[int, _training(help="Seed of weights, data and dropout.")] = 0
 
     def refuse(self, what: str, but: frozenset[str] = frozenset()) -> None:
         """Refuse options that were given, except those named, for something that would ignore them."""
-        why = f"it goes with models of the zoo; {what} says this itself"
+        why = f"it goes with models of the zoo; {what} sets this itself"
         for field in fields(self):
             is_given = field.name not in but and getattr(self, field.name) != field.default
             refuse((is_given, f"--{field.name.replace('_', '-')}", why))
@@ -341,15 +385,20 @@ class ZooOptions:
 class ConfigOptions:
     """What goes with a model's configuration alone; see ``outofcore.cli.configs``."""
 
-    sequence: Annotated[int | None, _configured(help="Tokens in a sequence.")] = None
+    sequence: Annotated[int | None, _configured(help="Tokens per sequence.")] = None
     dtype: Annotated[
-        str | None, _configured(help="Of the parameters: fp32, bf16 or fp16; by default as configured.")
+        str | None,
+        _configured(
+            help="Type of the parameters: fp32, bf16 or fp16.",
+            show_default="as configured",
+            autocompletion=completion.words("fp32", "bf16", "fp16"),
+        ),
     ] = None
     lora: Annotated[
-        int | None, _configured(help="Rank of LoRA adapters on all linear layers; they alone are trained.")
+        int | None, _configured(help="Rank of LoRA adapters on all linear layers, the only weights that are trained.")
     ] = None
     checkpointing: Annotated[
-        bool, _configured("--checkpointing", help="Gradient checkpointing, as transformers does it.")
+        bool, _configured("--checkpointing", help="Gradient checkpointing as in transformers.")
     ] = False
 
     def training(self, zoo: ZooOptions, batch: int) -> dict[str, Any]:
@@ -365,18 +414,21 @@ class ConfigOptions:
 Debug = Annotated[
     bool,
     typer.Option(
-        "--debug", help="Log what the library does, and show the traceback of an error.", rich_help_panel="Help"
+        "--debug", help="Log of what the library does, and the traceback of an error.", rich_help_panel="Help"
     ),
 ]
 
 
-def command(app: typer.Typer, **settings: Any) -> Callable[[Command], Command]:
+def command(
+    app: typer.Typer, example: str, *, cls: type[Command] = Command, **settings: Any
+) -> Callable[[Function], Function]:
     """Register a function as a command whose parameters are its options, with those of classes in place and --debug.
 
-    An error of outofcore's own ends the command with its message and exit status 2. ``settings`` are those of typer.
+    An error of outofcore's own ends the command with its message and exit status 2. The help ends with the example.
+    ``settings`` are those of typer.
     """
 
-    def register(function: Command) -> Command:
+    def register(function: Function) -> Function:
         groups: dict[str, type] = {}
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(function, eval_str=True).parameters.values():
@@ -391,12 +443,14 @@ def command(app: typer.Typer, **settings: Any) -> Callable[[Command], Command]:
         def run(*args: Any, debug: bool, **kwargs: Any) -> None:
             for name, kind in groups.items():
                 kwargs[name] = kind(**{field.name: kwargs.pop(field.name) for field in fields(kind)})
-            _called(partial(function, *args, **kwargs), debug=debug)
+            is_own_step = kwargs.get("graph") is None  # a graph file may hold a toy
+            checks = [partial(check_budget, kwargs.get("budget"))] if is_own_step else []
+            _called(*checks, partial(function, *args, **kwargs), debug=debug)
 
         # typer reads a command's options from these.
         run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
-        app.command(**settings)(run)
+        app.command(cls=cls, epilog=f"Example: {example}", **settings)(run)
         return run
 
     return register
@@ -408,12 +462,13 @@ def _options_of(kind: type) -> list[inspect.Parameter]:
     return [inspect.Parameter(f.name, only, default=f.default, annotation=hints[f.name]) for f in fields(kind)]
 
 
-def _called(function: Callable[[], None], *, debug: bool) -> None:
-    """Run a command, and put its errors in a sentence; with ``debug`` they are shown as they are."""
+def _called(*functions: Callable[[], None], debug: bool) -> None:
+    """Run checks and a command, and put their errors in a sentence; with ``debug`` they are shown as they are."""
     if debug:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     try:
-        function()
+        for function in functions:
+            function()
     except Exception as error:
         said = _said(error)
         if debug or not said:

@@ -34,19 +34,24 @@ class Launch:
         target: path of a script, or of a folder or zip file with a ``__main__.py``; or the name of a module.
         arguments: of the script.
         is_module: the target is the name of a module.
-        budget: in bytes.
+        budget: in bytes, or a share such as "70%"; None: what the device can give.
+        device: where the script computes; None: a GPU if there is one, else the CPU.
         checked: whether what is evicted unwritten is compared by checksum.
         quiet: print nothing at the end.
+        measure: as for ``outofcore.budget``; ``grow`` as well.
     """
 
     target: str
     arguments: tuple[str, ...]
     is_module: bool
-    budget: int
+    budget: int | str | None = None
+    device: str | None = None
     home: str | None = None
     host_budget: int | None = None
     checked: bool = True
     quiet: bool = False
+    measure: bool = False
+    grow: bool = False
 
 
 class Launching(BaseException):
@@ -251,7 +256,7 @@ class _Follower:
     def summary(self) -> str:
         if self._loop is None:
             return "nothing ran within the budget: the script did not import torch in its main thread"
-        return repr(self._loop.stats).strip("<>")
+        return self._loop.stats.summary
 
     def _start(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -261,10 +266,28 @@ class _Follower:
         launch = self._launch
         check: CheckName = "sampled" if launch.checked else "off"
         try:
-            self._loop = budget(launch.budget, home=launch.home, host_budget=launch.host_budget, check=check).start()
+            self._loop = budget(
+                launch.budget,
+                device=launch.device or _device_here(),
+                home=launch.home,
+                host_budget=launch.host_budget,
+                check=check,
+                measure=launch.measure,
+                grow=launch.grow,
+            ).start()
         except OutOfCoreError as error:  # before any line of the script that could depend on it
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from error
+
+
+def _device_here() -> str:
+    """Return this process's GPU, which torchrun numbers, or the CPU where there is none."""
+    import torch  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    rank = os.environ.get("LOCAL_RANK", "0")
+    return f"cuda:{int(rank) % torch.cuda.device_count() if rank.isdigit() else 0}"
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):

@@ -17,6 +17,7 @@ import torch
 
 from outofcore import zoo
 from outofcore.cli.answer import Subject
+from outofcore.cli.completion import MODELS
 from outofcore.cli.targets import BUILDS, Kind, functions_in, functions_text, kind_of, nearest, split_script
 from outofcore.errors import InputError, OutOfCoreError, is_out_of_memory
 from outofcore.estimation.costing import LocalMachine, Sharing, costed, opened_place
@@ -48,9 +49,15 @@ def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
     plainly = re.sub(r"[-_ ]", "", model.lower())
     if named is None and re.fullmatch(r"resnet\d+", plainly):
         raise InputError(f"the zoo has no {model!r}; did you mean {plainly}?")
-    if named is None:
-        if model not in zoo.names() and Path(model).is_dir():
+    if named is None and model not in zoo.names():
+        if Path(model).is_dir():
             raise InputError(f"the zoo has no {model!r}, and the folder {model} has no config.json")
+        near = nearest(model, MODELS)
+        raise InputError(
+            f"the zoo has no {model!r}{f'; did you mean {near}?' if near else '.'} Its models are {', '.join(MODELS)}. "
+            "To plan another model, give its config.json, or your own function as my_script.py:build"
+        )
+    if named is None:
         return zoo.workload(model, **options)
     depth = int(named.group(1))
     if options.get("depth") not in (None, depth):
@@ -76,14 +83,14 @@ def build(target: str) -> PlainStep:
     module = _load(path)
     function = getattr(module, name, None)
     if not callable(function):
-        near = nearest(name, functions_in(path))
+        near = nearest(name, functions_in(path, all_of_them=True))
         meant = f"did you mean {path}:{near}? " if near else ""
-        raise InputError(f"{path} has no function {name!r}; {meant}{functions_text(path)}. Give it {BUILDS}")
+        raise InputError(f"{path} has no function {name!r}; {meant}{functions_text(path)}. Name {BUILDS}")
     try:
         signature(function).bind()
     except TypeError as error:
         raise InputError(
-            f"{target} is called without arguments, and wants some ({error}); give them defaults"
+            f"{target} must take no arguments, and has some without defaults ({error}); give them defaults"
         ) from error
     except ValueError:  # a class or a function of an extension, which does not say
         pass

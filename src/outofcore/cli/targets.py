@@ -13,7 +13,7 @@ from outofcore.errors import InputError
 
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 _WEIGHTS = frozenset({".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".h5", ".npz", ".npy"})
-BUILDS = "a function that returns (step, model, optimizer, inputs)"
+BUILDS = "a function that takes no arguments and returns (step, model, optimizer, inputs)"
 _KINDS = (
     "a model of the zoo, such as resnet50; a function of a script, as my_script.py:build; an ONNX file; "
     "or a model's config.json"
@@ -68,7 +68,8 @@ def check_takes(target: str, takes: Iterable[Kind], command: str, instead: str) 
     kind = Kind.SCRIPT if is_script and Kind.SCRIPT not in allowed else kind_of(target)
     if kind not in allowed:
         names = " or ".join(each.value for each in allowed)
-        raise InputError(f"{command} takes {names}, and {target} is {kind.value}; {instead}")
+        what = "a script" if is_script else kind.value
+        raise InputError(f"{command} takes {names}, and {target} is {what}; {instead}")
     return kind
 
 
@@ -78,12 +79,20 @@ def _script_alone(target: str) -> str:
     path = Path(text if text.endswith(".py") else target)
     if not path.is_file():
         return _missing(path)
-    said = f"{name!r} is no name of a function" if text.endswith(".py") and name else f"{path} is a whole script"
-    return f"{said}; name {BUILDS}, as {path}:{(functions_in(path) or ['build'])[0]}. {functions_text(path)}"
+    is_named = text.endswith(".py") and name
+    said = f"{name!r} is not the name of a function" if is_named else f"{path} names a script but no function of it"
+    function = next(iter(functions_in(path)), "build")
+    return (
+        f"{said}; write {path}:{function}, where {function} is {BUILDS}. {functions_text(path)}. "
+        f"To run the whole script within a budget, use: outofcore run --budget 6GiB {path}"
+    )
 
 
-def functions_in(path: Path) -> list[str]:
-    """Return the names of a script's functions, those callable without arguments first; raises ``InputError``."""
+def functions_in(path: Path, *, all_of_them: bool = False) -> list[str]:
+    """Return the names of a script's functions that take no arguments, or of all, ``build`` first.
+
+    Raises ``InputError`` if the script cannot be read. Nothing of it runs.
+    """
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
@@ -92,8 +101,12 @@ def functions_in(path: Path) -> list[str]:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise InputError(f"{path}{line} is no Python: {getattr(error, 'msg', error)}") from error
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    named = {node.name: _wants_arguments(node.args) for node in functions if not node.name.startswith("_")}
-    return sorted(named, key=lambda name: (named[name], name != "build"))
+    named = [
+        node.name
+        for node in functions
+        if not node.name.startswith("_") and (all_of_them or not _wants_arguments(node.args))
+    ]
+    return sorted(dict.fromkeys(named), key=lambda name: name != "build")
 
 
 def _wants_arguments(given: ast.arguments) -> bool:
@@ -102,12 +115,12 @@ def _wants_arguments(given: ast.arguments) -> bool:
 
 
 def functions_text(path: Path) -> str:
-    """List a script's functions in a sentence."""
+    """List the functions of a script that may build a step in a sentence."""
     names = functions_in(path)
     if not names:
-        return f"It has no function so far: write one, {BUILDS}"
+        return f"{path} has no function that takes no arguments"
     listed, others = names[:8], len(names[8:])
-    return f"Its functions are {', '.join(listed)}{f' and {others} more' if others else ''}"
+    return f"Functions of {path} without arguments: {', '.join(listed)}{f' and {others} more' if others else ''}"
 
 
 def _missing(path: Path) -> str:
@@ -117,6 +130,8 @@ def _missing(path: Path) -> str:
         more = " (nothing is downloaded: of a model on a hub give its config.json)" if hub else ""
         return f"there is no file or folder {path}, and no folder {folder}{more}; give {_KINDS}"
     near = nearest_beside(path)
+    if path.suffix == ".py" and not near:
+        return f"there is no file {path} in {Path.cwd()}; give the path of your script"
     return f"there is no file or folder {path}; {f'did you mean {near}?' if near else f'give {_KINDS}'}"
 
 

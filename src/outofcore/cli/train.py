@@ -45,8 +45,8 @@ class _Done:
         loss = f"{self.loss:.4f} ({self.loss.hex()})" if self.bits else f"{self.loss:.4f}"
         parts = [f"loss {loss}", format_seconds(self.seconds)]
         if self.arena_bytes is not None:
-            parts.append(f"resident {format_bytes(self.arena_bytes)}")
-            parts.append(f"out {format_bytes(self.bytes_out)}, in {format_bytes(self.bytes_in)}")
+            parts.append(f"memory {format_bytes(self.arena_bytes)}")
+            parts.append(f"evicted {format_bytes(self.bytes_out)}, fetched {format_bytes(self.bytes_in)}")
         return "  ".join(parts)
 
 
@@ -84,7 +84,7 @@ class _Live:
         self.shown = self._progress
 
     def stage(self, stage: str, done: int, total: int) -> None:
-        self._progress.update(self._stage_task, description=stage, completed=done, total=total, visible=True)
+        self._progress.update(self._stage_task, description=stage, completed=done, total=total, visible=done < total)
 
     def step(self, number: int, done: _Done) -> None:
         self._progress.update(self._stage_task, visible=False)
@@ -119,7 +119,7 @@ class _Training:
             if shard:
                 graph = step.captured.graph
                 lasting = format_bytes(sum(graph.storages[storage].bytes for storage in graph.persistent))
-                print(f"of the model, its gradients and the optimizer's state {lasting} are in each process")
+                print(f"model, gradients and optimizer state in each process: {lasting}")
                 step.close(whole=False)
             if processes.rank:
                 return
@@ -215,17 +215,17 @@ class _Training:
                     print(f"saved: {options.save}")
                 _print_summary(told)
                 sent, least = format_bytes(run.stats.bytes_sent), format_bytes(run.stats.least_bytes)
-                print(f"  sent in a step: {sent} by this process, {least} on average in a ring")
+                print(f"  sent per step  {sent} by this process; a ring would send {least} on average")
 
 
 def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: TrainOptions, places: Places) -> None:
     """Train and print progress and a summary; without a budget plain PyTorch."""
+    script = f"{model.rpartition('.py')[0] or 'my_script'}.py"
     check_takes(
         model,
         [Kind.ZOO],
         "train",
-        "plan and report take others; train your own step by outofcore.compile, or the script as it is by: "
-        "outofcore run --budget 6GiB my_script.py",
+        f"to train your own script as it is, use: outofcore run --budget 6GiB {script}",
     )
     if options.save is not None and options.save.exists() and not options.save.is_dir():
         raise InputError(f"--save takes a folder, and {options.save} is a file; name another one")
@@ -236,7 +236,7 @@ def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: Train
     with joined(places.device) as processes:
         print(work.describe())
         if processes.count > 1:
-            print(f"{processes.count} processes, a batch for each; what is told is of the first")
+            print(f"{processes.count} processes with a batch each; the lines below are of the first")
         training, display = _Training(work, options, places, processes), _display(options.steps)
         if budget is None:
             training.eagerly(display)
@@ -344,22 +344,22 @@ def _steps_in(extra: Any) -> int:
 def _print_summary(done: list[_Done], step: outofcore.Step[..., Any] | None = None) -> None:
     first, rest = done[0], done[1:] or done
     rows = [
-        ("loss", f"{first.loss:.4f} at first, {done[-1].loss:.4f} at last"),
-        ("median step", f"{format_seconds(statistics.median(d.seconds for d in rest))} (the first step left out)"),
-        ("first step", format_seconds(first.seconds)),
+        ("loss", f"first {first.loss:.4f}, last {done[-1].loss:.4f}"),
+        ("median step", f"{format_seconds(statistics.median(d.seconds for d in rest))} without the first step"),
+        ("first step", f"{format_seconds(first.seconds)}{'' if step is None else ', with measuring and planning'}"),
     ]
     if step is not None:
-        rows.append(("predicted", format_seconds(step.stats.predicted_seconds)))
+        rows.append(("predicted step", format_seconds(step.stats.predicted_seconds)))
         if step.stats.off_plan:
-            rows.append(("off the plan", f"{step.stats.off_plan} requests for memory"))
+            rows.append(("unplanned", f"{step.stats.off_plan} allocations"))
     peak = peak_memory_bytes()
     if peak is not None:
-        rows.append(("process peak", f"{format_bytes(peak)} (RSS, PyTorch itself included)"))
+        rows.append(("process peak", f"{format_bytes(peak)} of memory (RSS), including PyTorch itself"))
     if step is not None:
         planned, graph = step.planned, step.captured.graph
         report = step_report(graph, planned.plan, planned.program, step.timeline, step.budget)
-        print(f"the last step\n{step_text(report)}\n{moved_text(report)}")
+        print(f"last step\n{step_text(report)}\n{moved_text(report)}")
     width = max(len(name) for name, _ in rows)
-    print("training")
+    print("all steps")
     print("\n".join(f"  {name:<{width}}  {value}" for name, value in rows))
     sys.stdout.flush()

@@ -168,18 +168,18 @@ def costed(
     Raises:
         CaptureError: the step cannot become one graph.
     """
-    tell("capture", 0, 1)
+    tell("capture the step", 0, 1)
     if sharing is not None:
         user = replace(user, shards=Shards(user.models, user.optimizers, AssumedGroup(sharing.ranks)))
     first = captured_variants(user, args, kwargs, where, kernels, split, tell)
-    tell("capture", 1, 1)
+    tell("capture the step", 1, 1)
     links: tuple[Home, ...] = ()
     if isinstance(where, LocalMachine):
         where.backend.prepare()
-        first.costs(LOWEST_MEMORY, timed=True, advance=partial(tell, "profile"))
-        tell("measure the home", 0, 1)
+        first.costs(LOWEST_MEMORY, timed=True, advance=partial(tell, "measure ops"))
+        tell("measure copies", 0, 1)
         links = links_to(where.stores, where.cache, where.backend, 64 * MIB)
-        tell("measure the home", 1, 1)
+        tell("measure copies", 1, 1)
 
     def costs_of(step: StepVariants, variant: Variant, stage: str) -> tuple[StepGraph, Costs]:
         captured = step.made(variant)
@@ -191,12 +191,12 @@ def costed(
         return graph, _with_collectives(captured, costs, sharing)
 
     steps = [first] if first.later is None else [first, first.later]
-    whole = costs_of(max(steps, key=lambda step: step.need(LOWEST_MEMORY) or 0), LOWEST_MEMORY, "profile")
+    whole = costs_of(max(steps, key=lambda step: step.need(LOWEST_MEMORY) or 0), LOWEST_MEMORY, "measure ops")
     if split is Split.OFF:
         return Costed(*whole)
     smallest = [(step, *smallest_variant(step)) for step in steps]
     one, variant, _ = max(smallest, key=lambda found: found[2])
-    return Costed(*whole, None if variant.op_bytes is None else costs_of(one, variant, "profile parts"))
+    return Costed(*whole, None if variant.op_bytes is None else costs_of(one, variant, "measure split ops"))
 
 
 def _with_collectives(captured: Captured, costs: Costs, sharing: Sharing | None) -> Costs:

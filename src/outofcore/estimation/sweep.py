@@ -206,11 +206,11 @@ class Estimate:
     (True, 0.5)
     >>> print(found)
       smallest budget     4.00 MiB
-      nothing lost from   9.00 MiB
+      no slowdown from    9.00 MiB
       nothing moves from  16.0 MiB
-      ops alone           250 ms a step
-      budget      step  bytes out  bytes in  again  policy
-      8.00 MiB  500 ms        0 B       0 B      -    auto
+      compute time        250 ms per step
+      budget      step  evicted  fetched  recompute  policy
+      8.00 MiB  500 ms      0 B      0 B          -    auto
     """
 
     smallest_budget: int
@@ -247,13 +247,13 @@ class Estimate:
         return known or point(graph, costs, wanted, self.policy)
 
     def _facts(self) -> list[tuple[str, str]]:
-        whole = [] if self.whole_budget is None else [("ops as a whole", format_bytes(self.whole_budget))]
+        whole = [] if self.whole_budget is None else [("without splitting", format_bytes(self.whole_budget))]
         return [
             ("smallest budget", format_bytes(self.smallest_budget)),
             *whole,
-            ("nothing lost from", format_bytes(self.lossless_budget)),
+            ("no slowdown from", format_bytes(self.lossless_budget)),
             ("nothing moves from", format_bytes(self.in_core_budget)),
-            ("ops alone", f"{format_seconds(self.compute_seconds)} a step"),
+            ("compute time", f"{format_seconds(self.compute_seconds)} per step"),
         ]
 
     def _repr_html_(self) -> str:
@@ -273,13 +273,13 @@ def points_text(points: Sequence[Point]) -> str:
 
 
 def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
-    rows = [("budget", "step", "bytes out", "bytes in", "again", "policy")]
+    rows = [("budget", "step", "evicted", "fetched", "recompute", "policy")]
     rows += [
         (
             format_bytes(point.budget),
             "no plan" if point.seconds is None else format_seconds(point.seconds),
-            format_bytes(point.bytes_out),
-            format_bytes(point.bytes_in),
+            "-" if point.seconds is None else format_bytes(point.bytes_out),
+            "-" if point.seconds is None else format_bytes(point.bytes_in),
             format_seconds(point.again_seconds) if point.again_seconds else "-",
             point.policy,
         )
@@ -307,8 +307,8 @@ def estimated(
         raise GraphError("the step has no ops: nothing is computed in it, so there is nothing to estimate")
     smallest, everything = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     suiting = budgets_between(smallest, everything)
-    points = curve(graph, costs, suiting, policy, lambda done, total: tell("plan for budgets", done, total))
-    tell("find what is enough", 0, 1)
+    points = curve(graph, costs, suiting, policy, lambda done, total: tell("plan for several budgets", done, total))
+    tell("find the budget without slowdown", 0, 1)
     lossless, points = lossless_budget(graph, costs, points, policy)
     more = set(budgets) - {point.budget for point in points}
     least = smallest if parts is None else min(planning.smallest_budget(*parts), smallest)
@@ -317,7 +317,7 @@ def estimated(
         points = (*points, *curve(*parts, below, policy))
         more -= below
     points = (*points, *(point(graph, costs, budget, policy) for budget in more))
-    tell("find what is enough", 1, 1)
+    tell("find the budget without slowdown", 1, 1)
     return Estimate(
         smallest_budget=least,
         lossless_budget=lossless,

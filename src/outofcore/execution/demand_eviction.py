@@ -166,7 +166,7 @@ class DemandEviction:
             _log.warning(
                 "%s asked for %s and more beyond its plan after parameters had been updated, which the budget of %s "
                 "cannot hold; so that the step can end it %s; the next step is planned with it",
-                describe(op),
+                op.text,
                 format_bytes(count),
                 format_bytes(self._budget),
                 where,
@@ -348,12 +348,6 @@ def blocks_of(instruction: Run | CopyIn | CopyOut) -> tuple[int, ...]:
     if not isinstance(instruction, Run):
         return (instruction.block,)
     return instruction.blocks if instruction.workspace is None else (*instruction.blocks, instruction.workspace)
-
-
-def describe(op: Op) -> str:
-    """Name an op with its module and the user's line."""
-    where = ", ".join(filter(None, (op.module, op.source)))
-    return f"{op.name} ({where})" if where else op.name
 
 
 def _runs(chosen: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

@@ -296,8 +296,7 @@ class Runner:
         ]
         if len(half_way) == 1:
             op = self.captured.graph.ops[half_way[0].op]
-            where = f" in module {op.module}" if op.module else ""
-            error.add_note(f"Raised by {op.name}{where}{op.source and f' ({op.source})'}.")
+            error.add_note(f"Raised by {op.text}.")
 
     def _bring_home(self, placed: _Placed) -> _Placed:
         """Write home the user's changes since the last step to what leaves without a copy."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from outofcore.errors import SpillError
-from outofcore.follow.gpu import Shares, graphs_refused, make_workspaces, shares_of
+from outofcore.follow.gpu import Shares, budget_for, divide, graphs_refused, make_workspaces, shares_of
 from outofcore.follow.native import flavor_of, load_paging
 from outofcore.runtime.folders import default_spill_directory
 from outofcore.runtime.mapped_files import MappedFiles
@@ -77,6 +77,14 @@ class LoopDevice:
     def shares(self, budget: int) -> Shares:
         return Shares(budget, 0, 0)
 
+    def room_of(self, budget: int, beside: int) -> int:
+        """Return the bytes of tensors that fit a budget of which libraries keep ``beside`` bytes."""
+        return budget - beside
+
+    def budget_for(self, room: int, beside: int) -> int:
+        """Return the smallest budget with so much room."""
+        return room + beside
+
     def mapped_files(self) -> MappedFiles | None:
         """Return the files that tensors may be mapped from; None on a device where none is."""
         return MappedFiles()
@@ -111,6 +119,12 @@ class LoopGpu(LoopDevice):
 
     def shares(self, budget: int) -> Shares:
         return shares_of(budget, self.device)
+
+    def room_of(self, budget: int, beside: int) -> int:
+        return divide(budget, beside).room
+
+    def budget_for(self, room: int, beside: int) -> int:
+        return budget_for(room, beside)
 
     def mapped_files(self) -> None:
         return None

@@ -30,8 +30,9 @@ def explained(error: BaseException, names: Known | None = None) -> Exception | N
     parameter = (names or {}).get(refused.parameter, ("a parameter",))[0] if refused.sums else None
     named = _named(op, parameter, error.__traceback__)
     return BudgetError(
-        f"the budget of {counts['budget']} cannot hold {named}: beside {counts['used']} that it uses it asks for "
-        f"{counts['asked']}{held}. Give a budget of at least {counts['least']}, or smaller batches",
+        f"the budget of {counts['budget']} is too small: {named} needs {counts['asked']} beside {counts['used']} that "
+        f"it uses{held}. Use a budget of at least {counts['least']}, or smaller batches. measure=True (outofcore run "
+        "--measure) finds the budget that holds every op; grow=True (--grow) lets such ops exceed it",
         refused.least,
     )
 

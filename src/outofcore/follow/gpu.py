@@ -37,11 +37,15 @@ _SPARE_SHARE = 32
 
 @dataclass(frozen=True)
 class Shares:
-    """How a budget is divided: the arena, of which ``spare`` bytes are left free, and segments for small tensors."""
+    """How a budget is divided: the arena, of which ``spare`` bytes are left free, and segments for small tensors.
+
+    The rest, ``beside``, is what libraries keep.
+    """
 
     arena: int
     spare: int
     segments: int
+    beside: int = 0
 
     @property
     def room(self) -> int:
@@ -57,9 +61,8 @@ def shares_of(budget: int, device: torch.device) -> Shares:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     beside = _bytes_beside(device)
-    segments = max(round_up(budget // _SMALL_SHARE, ALLOCATOR.segment), _LEAST_SMALL)
-    arena = (budget - beside - segments) // ALLOCATOR.segment * ALLOCATOR.segment
-    if arena < _LARGE:
+    shares = divide(budget, beside)
+    if shares.arena < _LARGE:
         least = beside + _LEAST_SMALL + _LARGE
         raise BudgetError(
             f"a budget of {format_bytes(budget)} leaves no room for a loop on {device}: libraries keep "
@@ -67,7 +70,27 @@ def shares_of(budget: int, device: torch.device) -> Shares:
             f"least {format_bytes(least)}",
             least,
         )
-    return Shares(arena, arena // _SPARE_SHARE, segments)
+    return shares
+
+
+def divide(budget: int, beside: int) -> Shares:
+    """Divide a budget of which libraries keep so many bytes."""
+    segments = max(round_up(budget // _SMALL_SHARE, ALLOCATOR.segment), _LEAST_SMALL)
+    arena = (budget - beside - segments) // ALLOCATOR.segment * ALLOCATOR.segment
+    return Shares(arena, arena // _SPARE_SHARE, segments, beside)
+
+
+def budget_for(room: int, beside: int) -> int:
+    """Return the smallest budget, in whole segments, whose arena has room for so many bytes of tensors."""
+    segment = ALLOCATOR.segment
+    low, high = 0, 2 * (room + beside) // segment + 2 * _LEAST_SMALL
+    while low < high:
+        middle = (low + high) // 2
+        if divide(middle * segment, beside).room >= room:
+            high = middle
+        else:
+            low = middle + 1
+    return low * segment
 
 
 def _bytes_beside(device: torch.device) -> int:

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from outofcore.follow.devices import LoopDevice, LoopHome
 from outofcore.follow.failures import explained
 from outofcore.follow.loop_planner import LoopPlanner
 from outofcore.follow.loop_plans import LoopPlans
+from outofcore.follow.measuring import LoopMeasurer, Measurement, Needs
 from outofcore.follow.native import call, is_followed, open_paging
 from outofcore.follow.observed import (
     LINKS,
@@ -42,7 +43,7 @@ from outofcore.follow.observed import (
     read_observed,
 )
 from outofcore.follow.running import patches, sources, started
-from outofcore.follow.space import Space
+from outofcore.follow.space import Excess, Space
 from outofcore.follow.stats import LoopStats, loop_facts
 from outofcore.follow.step_ends import Sign, StepEnds
 from outofcore.follow.user_tensors import (
@@ -81,6 +82,7 @@ class LoopOptions:
     Attributes:
         policy: plans steps; None: they are not planned.
         plans: the folder in which plans are kept for later processes; None: they are not.
+        excess: what happens where an op needs more than the budget.
         beside: the loop is that of a compiled step, and does not run while another one does.
     """
 
@@ -89,6 +91,7 @@ class LoopOptions:
     policy: PolicyLike | None = "auto"
     plans: Path | None = None
     check: Check = Check.SAMPLED
+    excess: Excess = Excess.REFUSED
     beside: bool = False
 
 
@@ -128,6 +131,8 @@ class Loop:
         self._undo = contextlib.ExitStack()
         self._ends = StepEnds()
         self._planner: LoopPlanner | None = None
+        self._measurer: LoopMeasurer | None = None
+        self._needs: Needs | None = None  # once the loop is stopped
         self._made: Sequence[PlanMade] = ()  # by the planner
         self._last = LoopStats()
         # What a report is made of, once the loop is stopped.
@@ -178,7 +183,8 @@ class Loop:
         self._process, self._where = os.getpid(), user_line()
         device.prepare()
         with contextlib.ExitStack() as failing:
-            space = Space(device, self._limit, options.check, is_planned=options.policy is not None)
+            is_planned = options.policy is not None
+            space = Space(device, self._limit, options.check, options.excess, is_planned=is_planned)
             failing.callback(space.close)
             device.add_homes(options.home, partial(space.call, "follow_add_home"))
             room = 0 if device.reserves_late else space.reserve(self._limit)
@@ -200,7 +206,9 @@ class Loop:
             trim_heap()
             library.follow_ask_source(sources.ask)
             library.follow_thread(1)
-            if options.policy is not None:
+            if options.excess is Excess.MEASURED:
+                self._measurer = LoopMeasurer(space)
+            elif options.policy is not None:
                 self._planner = LoopPlanner(space, options.policy, LoopPlans(options.plans), room)
                 self._made = self._planner.made
                 self._undo.callback(self._planner.background.close)
@@ -222,6 +230,8 @@ class Loop:
                 "a loop is stopped by the thread that started it; call stop() there, or outofcore.stop() from anywhere"
             )
         self.end()
+        if self._needs is not None:
+            print(f"outofcore: {self.measurement()}", file=sys.stderr, flush=True)
 
     def end(self, *, remembered: bool = True) -> None:
         """Stop following, in any thread; while an op uses the memory of the loop, when that has ended.
@@ -389,8 +399,43 @@ class Loop:
     def _is_here(self) -> bool:
         return self.is_running() and threading.get_ident() == self._thread
 
+    def measurement(self) -> Measurement:
+        """Return what the loop needs, as far as it has run: the peak in core, and the smallest budget.
+
+        Times are predicted of steps that came at least twice, which takes seconds.
+
+        Raises:
+            StateError: the loop was not opened with ``measure=True``, or was never started.
+
+        >>> import torch
+        >>> import outofcore
+        >>> model = torch.nn.Linear(256, 256)
+        >>> with outofcore.budget(model=model, measure=True) as run:
+        ...     loss = model(torch.ones(256, 256)).square().mean()
+        ...     loss.backward()
+        >>> run.measurement().smallest_budget < run.measurement().in_core_bytes
+        True
+        """
+        with self._lock:
+            needs = self._needs if self._measurer is None else self._measurer.needs(self._ends.count)
+        if needs is None:
+            raise StateError("nothing was measured: open the loop by outofcore.budget(..., measure=True), and start it")
+        return needs.measurement(self._options.policy or "auto")
+
     def _remember(self, space: Space) -> None:
         self._last = self._read_stats(space)
+        if self._measurer is not None:
+            self._needs, self._measurer = self._measurer.needs(self._ends.count), None
+        elif self._last.exceedances and (need := space.need()) is not None:
+            _log.warning(
+                "the budget of %s was exceeded %d times, up to %s, by ops that cannot do with less. The largest need: "
+                "%s, %s",
+                format_bytes(self._limit),
+                self._last.exceedances,
+                format_bytes(self._last.peak_bytes),
+                need[1],
+                format_bytes(need[0]),
+            )
         try:
             self._happened = self._observe(space)
         except MemoryError as error:
@@ -422,7 +467,8 @@ class Loop:
             yield f"models[{place}]." if len(self._models) > 1 else "", model
 
     def _read_stats(self, space: Space) -> LoopStats:
-        return space.stats(steps=self._ends.count, plans=0 if self._planner is None else self._planner.count)
+        plans = 0 if self._planner is None else self._planner.count
+        return replace(space.stats(steps=self._ends.count, plans=plans), budget_bytes=self._limit)
 
     def _adopt_models(self) -> None:
         tensors = [tensor for model in self._models for tensor in tensors_of(model)]
@@ -486,6 +532,8 @@ class Loop:
                 return
             try:
                 is_proposed = bool(self._space.call("follow_end_of_step"))
+                if self._measurer is not None and is_proposed:
+                    self._measurer.step_ended()
                 if self._planner is not None:
                     self._planner.step_ended(self._ends.count, is_proposed=is_proposed)
             except MemoryError as error:  # the optimizer has stepped: to plan is not worth an error

@@ -24,6 +24,8 @@ _INSTALLED = ("site-packages", "dist-packages")
 _MODULE_CALL = nn.Module.__call__.__code__
 _ENGINE = BACKWARD_ENTRY_POINTS[0][1]
 IN_BACKWARD = " in the backward pass of "
+# Where an op is in no module.
+_AN_OP = "an op"
 
 
 def places_here() -> Iterator[Place]:
@@ -47,6 +49,20 @@ def places_of(trace: TracebackType | None) -> Iterator[Place]:
         callers = callers.f_back
 
 
+def forward_place(text: str) -> str:
+    """Return what ``Sources.of_backward`` says, of an op of forward.
+
+    >>> forward_place(" in the backward pass of 0 (Linear) at a.py:3")
+    ' in 0 (Linear) at a.py:3'
+    >>> forward_place(" in the backward pass of an op at a.py:3")
+    ' at a.py:3'
+    """
+    module = text.removeprefix(IN_BACKWARD)
+    if module == text:
+        return text
+    return module.removeprefix(_AN_OP) if module.startswith(_AN_OP + " at ") else " in " + module
+
+
 class Sources:
     """Names modules as the user knows them; ``models`` yields the running loops' models with their name prefixes."""
 
@@ -58,7 +74,7 @@ class Sources:
         self.ask = native_callback(self._answer, failed=ctypes.addressof(nowhere))
 
     def find(self, places: Iterable[Place], *, beyond_backward: bool = True) -> tuple[str, str]:
-        """Return the path of an op's module, and the nearest ``file:line`` of the user; or empty.
+        """Return an op's module by its path and class, and the nearest ``file:line`` of the user; or empty.
 
         The path is that in a model, or else in the outermost running module; it ends in the node where that is a
         ``torch.fx.GraphModule``. Lines of installed packages, to which models belong as well, count only where there is
@@ -82,16 +98,17 @@ class Sources:
                 if not any(folder in code.co_filename for folder in _INSTALLED):
                     own = own or line
                 package = package or line
-        return join(self._path(innermost, outermost), node), own or package
+        if innermost is None or outermost is None:
+            return node, own or package
+        path, kind = join(self._path(innermost, outermost), node), type(innermost).__name__
+        return f"{path} ({kind})" if path else kind, own or package
 
-    def _path(self, module: nn.Module | None, outermost: nn.Module | None) -> str:
-        if module is None or outermost is None:
-            return ""
+    def _path(self, module: nn.Module, outermost: nn.Module) -> str:
         known = self._paths.get(module)
         if known is None:
             roots = (*self._models(), ("", outermost))
             paths = (prefix + path for prefix, root in roots for path, one in root.named_modules() if one is module)
-            known = self._paths[module] = next(paths, "") or type(module).__name__
+            known = self._paths[module] = next(paths, "")
         return known
 
     def of_backward(self) -> str:
@@ -99,7 +116,7 @@ class Sources:
         module, line = self.find(places_here(), beyond_backward=False)
         if not module and not line:
             return ""
-        return IN_BACKWARD + (module or "an op") + (f" at {line}" if line else "")
+        return IN_BACKWARD + (module or _AN_OP) + (f" at {line}" if line else "")
 
     def _answer(self) -> int:
         text = self.of_backward()

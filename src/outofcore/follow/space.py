@@ -13,7 +13,8 @@ import torch
 from outofcore._torch_internals import storage_address
 from outofcore.errors import ArenaError, StateError
 from outofcore.follow.devices import LoopDevice
-from outofcore.follow.native import call
+from outofcore.follow.native import Refusal, call
+from outofcore.follow.sources import forward_place
 from outofcore.follow.stats import LoopStats
 from outofcore.progress import Tell, silent
 from outofcore.runtime.checks import Check
@@ -24,6 +25,14 @@ _log = logging.getLogger("outofcore")
 
 # As ``follow_new`` in paging.cpp takes them.
 _VERIFIED = {Check.OFF: 0, Check.SAMPLED: 1, Check.FULL: 2}
+
+
+class Excess(enum.IntEnum):
+    """What happens where an op needs more than the budget."""
+
+    REFUSED = 0  # the op is refused
+    ALLOWED = 1  # the op may exceed the budget
+    MEASURED = 2  # likewise, and the need of each op is noted
 
 
 class Adopted(enum.IntEnum):
@@ -40,10 +49,11 @@ class Space:
     It exists until ``close``, however many tensors lie in it then; nothing may be called after that.
     """
 
-    def __init__(self, device: LoopDevice, limit: int, check: Check, *, is_planned: bool) -> None:
+    def __init__(self, device: LoopDevice, limit: int, check: Check, excess: Excess, *, is_planned: bool) -> None:
         self.device, self.library = device, device.library
+        self.beside = 0  # bytes of the budget that libraries keep, once it is divided
         index, verified = device.device.index or 0, _VERIFIED[check]
-        self._as_parameter_ = call(self.library, "follow_new", limit, index, verified, int(is_planned))
+        self._as_parameter_ = call(self.library, "follow_new", limit, index, verified, int(is_planned), excess)
 
     def call(self, function: str, *arguments: object) -> int:
         """Call a native function with this space; raises as ``native.call`` does."""
@@ -73,6 +83,7 @@ class Space:
         Raises ``BudgetError`` if the budget leaves no arena, ``ArenaError`` if the device does not give it.
         """
         shares = self.device.shares(budget)
+        self.beside = shares.beside
         if self.call("follow_reserve", shares.arena, shares.spare, shares.segments) == 0:
             raise ArenaError(
                 f"{self.device.device} does not give {format_bytes(shares.arena)} for the arena; lower the budget, or "
@@ -130,8 +141,17 @@ class Space:
             begin += 1
         return found
 
+    def need(self) -> tuple[int, str] | None:
+        """Return the most bytes of tensors that an op needs at once, with the op; None if no need was noted."""
+        numbers = Refusal()
+        told: bytes | None = self.library.follow_need(self, ctypes.byref(numbers))
+        if told is None:
+            return None
+        op, _, place = told.decode(errors="replace").partition("\n")
+        return numbers.asked + numbers.used + numbers.kept + numbers.small, op + forward_place(place)
+
     def stats(self, *, steps: int, plans: int) -> LoopStats:
-        expected = len(fields(LoopStats)) - 2  # steps and plans are counted in Python
+        expected = len(fields(LoopStats)) - 3  # Python knows steps, plans and the budget
         counts = (ctypes.c_int64 * expected)()
         told = self.library.follow_counters(self, counts, expected)
         if told != expected:

@@ -25,7 +25,7 @@ class LoopStats:
         adoptions: storages from outside that were taken over, such as parameters and batches.
         adopted_bytes: their bytes.
         bytes_in_use: of the arena, now.
-        peak_bytes: of the arena; never above the budget.
+        peak_bytes: of the arena; above the budget only where ``exceedances`` are.
         away_bytes: of storages that are at a home now.
         fixed: storages that keep their address because somebody took it, such as by ``numpy()``.
         outside_bytes: that unfollowed threads hold now, in requests of 64 KiB and more.
@@ -48,8 +48,11 @@ class LoopStats:
         small_bytes: of storages below 64 KiB, now, on a CPU: those of the models, and those that the loop's ops
             requested. They cannot be moved; the arena has the rest of the budget.
         peak_small_bytes: the peak of these.
+        peak_total_bytes: of all storages, resident and evicted, at the most: about what plain PyTorch takes for them.
+        exceedances: times that an op was allowed more than the budget, with ``grow`` or ``measure``.
         steps: times an optimizer was stepped; in loops without one, backward passes, or calls without gradients.
         plans: that were made of steps of the loop.
+        budget_bytes: the budget.
 
     >>> import torch
     >>> import outofcore
@@ -93,39 +96,63 @@ class LoopStats:
     file_bytes: int = 0
     small_bytes: int = 0
     peak_small_bytes: int = 0
+    peak_total_bytes: int = 0
+    exceedances: int = 0
     steps: int = 0
     plans: int = 0
+    budget_bytes: int = 0
 
     def _repr_html_(self) -> str:
         return facts_html("loop", loop_facts(self))
 
     def __repr__(self) -> str:
+        return f"<{self.summary}>"
+
+    @property
+    def summary(self) -> str:
+        """One line for people.
+
+        >>> LoopStats(ops=200, expected_ops=176, planned_ops=26, steps=13, peak_bytes=6 << 20, budget_bytes=8 << 20)
+        <13 steps, peak 6.00 MiB of 8.00 MiB, evicted 0 B, fetched 0 B; 88 % of ops predicted, 13 % planned>
+        """
+        over = f", exceeded by {self.exceedances} ops" if self.exceedances else ""
         return (
-            f"<loop of {self.steps} steps: at most {format_bytes(self.peak_bytes)} in use, "
-            f"{format_bytes(self.written_bytes)} out, {format_bytes(self.fetched_bytes)} in; "
-            f"{self.expected_ops} of {self.ops} ops as before, {self.planned_ops} by {self.plans} plans>"
+            f"{self.steps} {'step' if self.steps == 1 else 'steps'}, peak {format_bytes(self.peak_bytes)} of "
+            f"{format_bytes(self.budget_bytes)}{over}, evicted {format_bytes(self.written_bytes)}, fetched "
+            f"{format_bytes(self.fetched_bytes)}; {_percent(self.expected_ops, self.ops)} of ops predicted, "
+            f"{_percent(self.planned_ops, self.ops)} planned"
         )
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.0f} %"
 
 
 def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
     """Return the facts that people look for first, by name."""
     waited, again = (micros / 1e6 for micros in (stats.transfer_microseconds, stats.rerun_microseconds))
-    moved = f"{format_bytes(stats.written_bytes)} out, {format_bytes(stats.fetched_bytes)} in"
+    moved = f"{format_bytes(stats.written_bytes)} evicted, {format_bytes(stats.fetched_bytes)} fetched"
     facts = [
         ("steps", str(stats.steps)),
-        ("in use", f"{format_bytes(stats.bytes_in_use)}, at most {format_bytes(stats.peak_bytes)}"),
-        ("away", format_bytes(stats.away_bytes)),
+        ("resident", f"{format_bytes(stats.bytes_in_use)}, peak {format_bytes(stats.peak_bytes)}"),
+        ("evicted now", format_bytes(stats.away_bytes)),
         ("moved", moved),
         ("waited for copies", format_seconds(waited)),
-        ("ops", f"{stats.ops}: {stats.expected_ops} as before, {stats.planned_ops} by {stats.plans} plans"),
+        (
+            "ops",
+            f"{stats.ops}: {_percent(stats.expected_ops, stats.ops)} predicted, "
+            f"{_percent(stats.planned_ops, stats.ops)} planned ({stats.plans} plans)",
+        ),
     ]
     if stats.peak_small_bytes:
         now, most = format_bytes(stats.small_bytes), format_bytes(stats.peak_small_bytes)
-        facts.append(("tensors below 64 KiB", f"{now}, at most {most}"))
+        facts.append(("tensors below 64 KiB", f"{now}, peak {most}"))
+    if stats.exceedances:
+        facts.append(("exceeded the budget", f"{stats.exceedances} times"))
     if stats.file_bytes:
-        facts.append(("live in files", format_bytes(stats.file_bytes)))
+        facts.append(("mapped from files", format_bytes(stats.file_bytes)))
     if stats.reruns:
-        facts.append(("made again", f"{stats.reruns} times, {format_seconds(again)}"))
+        facts.append(("recomputed", f"{stats.reruns} times, {format_seconds(again)}"))
     if stats.departures:
         facts.append(("left a plan", f"{stats.departures} times"))
     if stats.at_home_bytes:

@@ -78,9 +78,7 @@ def explain_too_small(
     lines = [f"the budget of {format_bytes(budget)} ({budget} bytes) cannot hold this step."]
     if worst is not None:
         op = graph.ops[worst]
-        where = f" in module {op.module}" if op.module else ""
-        source = f" ({op.source})" if op.source else ""
-        lines.append(f"The op that needs the most is {op.name}{where}{source}; while it runs it needs")
+        lines.append(f"The op that needs the most is {op.text}. While it runs it needs")
         largest = sorted(op.touched, key=lambda s: -graph.storages[s].bytes)
         for storage in largest[:_NAMED]:
             data = graph.storages[storage]
@@ -93,11 +91,12 @@ def explain_too_small(
             lines.append(f"  {format_bytes(placed_bytes(costs.ops[worst].workspace_bytes)):>10}  workspace of the op")
         neediest = _neediest(graph, costs)
         fixed = neediest - needs[worst]
-        lines.append(f"  {format_bytes(fixed):>10}  constants and storages below 64 KiB, which always stay")
+        if fixed:
+            lines.append(f"  {format_bytes(fixed):>10}  constants and tensors below 64 KiB, which stay on the device")
         if smallest > neediest:
             lines.append(
-                f"There is no home that anything could leave for, so what lasts stays as well, and what is dropped is "
-                f"computed again within the budget: {format_bytes(smallest - neediest)} more."
+                "There is no home to evict tensors to: persistent state that stays on the device, and recomputation, "
+                f"need {format_bytes(smallest - neediest)} more."
             )
     home = "" if costs.homes else "give the step a home in host memory or on a disk, "
     lines.append(

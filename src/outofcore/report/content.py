@@ -11,7 +11,7 @@ from outofcore.graph import StepGraph, Storage, StorageKind
 from outofcore.plan import Decision, Plan, Residency
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Run, Timeline, lane_of
 from outofcore.report.data import Insight, MemoryOverTime, memory_over_time, step_report
-from outofcore.report.naming import LANES, instruction_text, op_name, storage_text
+from outofcore.report.naming import LANES, instruction_text, storage_text
 from outofcore.report.trace import LoopMeasurements
 from outofcore.report.waits import time_spent
 
@@ -72,7 +72,7 @@ def page_content(
         "moved": [{**asdict(moved), "kind": _kind(moved.kind)} for moved in report.moved],
         "recomputed": report.recomputed,
         "lanes": [_lane_name(queue, home, page.homes if several else ()) for queue, home in lanes],
-        "ops": [[op_name(op), op.module, op.source] for op in graph.ops],
+        "ops": [[op.short_name, op.module, op.source] for op in graph.ops],
         "storages": shown,
         "fates": fates,
         "instructions": [

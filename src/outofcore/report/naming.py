@@ -24,14 +24,7 @@ def storage_text(storage: Storage) -> str:
 
 def op_text(op: Op) -> str:
     """Return the op's short name and module, such as "convolution in layer3.2.conv1"."""
-    name = op_name(op)
-    return f"{name} in {op.module}" if op.module else name
-
-
-def op_name(op: Op) -> str:
-    """Drop namespace and overload: "convolution" for "aten.convolution.default"."""
-    parts = op.name.split(".")
-    return parts[1] if len(parts) > 1 and parts[0] == "aten" else op.name
+    return f"{op.short_name} in {op.module}" if op.module else op.short_name
 
 
 def instruction_text(graph: StepGraph, program: Program, instruction: Instruction) -> str:

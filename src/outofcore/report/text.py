@@ -24,8 +24,8 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 def moved_text(report: StepReport) -> str:
     """List what moves in a step, by kind: one line each under a heading, or one line that nothing does."""
     if not report.moved:
-        return "  nothing moves: everything stays on the device"
-    rows = [("per step", "storages", "copies out", "bytes out", "copies in", "bytes in")]
+        return "  nothing moves: all tensors stay on the device"
+    rows = [("per step", "tensors", "evictions", "evicted", "fetches", "fetched")]
     rows += [
         (
             moved.kind.value.replace("_", " "),
@@ -39,7 +39,7 @@ def moved_text(report: StepReport) -> str:
     ]
     rows.append(
         (
-            "all",
+            "total",
             str(sum(moved.storages for moved in report.moved)),
             str(sum(moved.copies_out for moved in report.moved)),
             format_bytes(report.bytes_out),
@@ -53,10 +53,10 @@ def moved_text(report: StepReport) -> str:
 def step_text(report: StepReport) -> str:
     """Describe a step in two lines: the memory it takes, and its time."""
     waiting = report.seconds - report.compute_seconds
-    again = f"; ops run again: {report.recomputed}" if report.recomputed else ""
+    again = f"; ops recomputed: {report.recomputed}" if report.recomputed else ""
     return (
-        f"  memory  {format_bytes(report.arena_bytes)} of {format_bytes(report.budget)}; "
-        f"{format_bytes(report.peak_bytes)} held at once at most (policy {report.policy})\n"
+        f"  memory  {format_bytes(report.arena_bytes)} of {format_bytes(report.budget)} reserved, "
+        f"peak {format_bytes(report.peak_bytes)} (policy {report.policy})\n"
         f"  time    {format_seconds(report.seconds)}: ops {format_seconds(report.compute_seconds)}, "
-        f"else {format_seconds(max(waiting, 0.0))}{again}"
+        f"waiting and overhead {format_seconds(max(waiting, 0.0))}{again}"
     )

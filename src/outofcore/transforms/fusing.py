@@ -218,6 +218,7 @@ class _Fusion:
             module=heaviest.module,
             source=heaviest.source,
             discards=tuple(s for s in mutated if s in discarded),
+            module_class=heaviest.module_class,
         )
 
     def _read_first(self, members: Sequence[Op]) -> Iterator[int]:

@@ -166,7 +166,8 @@ def _in_parts(
                 args = (Ref(result), Ref(made))
                 family = family_text("aten.add_.Tensor", args, {}, values)
                 added = Op(-1, "aten.add_.Tensor", reads, mutates, (), family=family, module=op.module)
-                pairs.append((replace(added, source=op.source), Call(_aten.add_.Tensor, args, {}, (None,))))
+                added = replace(added, source=op.source, module_class=op.module_class)
+                pairs.append((added, Call(_aten.add_.Tensor, args, {}, (None,))))
     return pairs
 
 

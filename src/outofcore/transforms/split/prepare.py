@@ -84,6 +84,7 @@ def _small_loss(op: Op, call: Call, storages: list[Storage], values: list[Value]
         values.append(Value(storage, dtype, shape, dense_like(shape, tuple(range(len(shape), 0, -1)))))
         family = family_text(str(func), args, {}, values)
         new = Op(-1, str(func), reads, (), (storage,), family=family, module=op.module, source=op.source)
+        new = replace(new, module_class=op.module_class)
         pairs.append((new, Call(func, args, {}, (len(values) - 1,))))
         return Ref(len(values) - 1)
 

@@ -131,6 +131,7 @@ class StepWriter:
             module=like.module,
             source=like.source,
             discards=tuple(dict.fromkeys(discards)),
+            module_class=like.module_class,
         )
         self._piece.ops.append((op, call))
         self._emitted += 1

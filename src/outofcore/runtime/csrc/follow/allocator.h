@@ -12,7 +12,10 @@ void* serve_outside(Space& space, int64_t bytes, bool charged) {
   void* pointer = stock.load()->raw_allocate(bytes);
   outside[pointer] = {bytes, charged ? &space : nullptr};
   ++outside_count;
-  if (charged) count_use(space, bytes);
+  if (charged) {
+    count_use(space, bytes);
+    count_total(space, bytes);
+  }
   int64_t& now = space.counters[kOutsideBytes];
   now += bytes;
   space.counters[kPeakOutsideBytes] = std::max(space.counters[kPeakOutsideBytes], now);
@@ -27,7 +30,7 @@ void* serve(Space& space, int64_t bytes) {
       wanted = space.wanted[number].second;
   }
   const auto place_for = room_for(space, whole_pages(bytes), wanted);
-  if (!place_for && space.reruns) {
+  if (!place_for && space.reruns && space.grown == 0) {
     space.parted = true;
     refuse(space, bytes);
   }
@@ -52,7 +55,7 @@ Block* block_at(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   for (const Space* space : spaces) {
     const auto base = reinterpret_cast<uintptr_t>(space->base);
-    if (space->base == nullptr || address < base || address >= base + Device::kAddresses * space->budget) continue;
+    if (space->base == nullptr || address < base || address >= base + space->addresses()) continue;
     const auto found = space->at.find(static_cast<int64_t>(address - base));
     return found == space->at.end() ? nullptr : found->second;
   }
@@ -209,7 +212,10 @@ bool followed::take_back(void* pointer) noexcept {
     const Guard guard;
     if (const auto found = outside.find(pointer); found != outside.end()) {
       if (Space* space = current) space->counters[kOutsideBytes] -= found->second.bytes;
-      if (Space* space = found->second.charged) count_use(*space, -found->second.bytes);
+      if (Space* space = found->second.charged) {
+        count_use(*space, -found->second.bytes);
+        count_total(*space, -found->second.bytes);
+      }
       outside.erase(found);
       --outside_count;
       return false;

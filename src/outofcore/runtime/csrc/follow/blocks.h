@@ -125,6 +125,12 @@ void count_use(Space& space, int64_t bytes) {
   space.counters[kPeakBytes] = std::max(space.counters[kPeakBytes], space.charged);
 }
 
+// Storages come to be or end, wherever their bytes are.
+void count_total(Space& space, int64_t bytes) {
+  space.total += bytes;
+  space.counters[kPeakTotalBytes] = std::max(space.counters[kPeakTotalBytes], space.total);
+}
+
 // Gives about so much of the memory that nothing uses to the kernel, of which there must be some.
 void discard_idle(Space& space, int64_t bytes) {
   const auto [offset, discarded] = space.extents.forget_some(space.budget, bytes);

@@ -13,6 +13,7 @@
 #include <c10/util/Exception.h>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -36,6 +37,8 @@ class Device {
   static constexpr c10::DispatchKey kKernels = c10::DispatchKey::CPU;
   // Addresses for each byte of the budget: so many that no request fails for want of a hole that is large enough.
   static constexpr int64_t kAddresses = 64;
+  // More of them where the budget may be exceeded: for more bytes than a machine has.
+  static int64_t addresses_to_grow() { return int64_t{4} * sysconf(_SC_PHYS_PAGES) * outofcore::kPage; }
   // Whether work on memory is put in order by streams; else it is done when a call returns.
   static constexpr bool kStreams = false;
   // Whether the host reads the arena, and so can compare its bytes.
@@ -75,7 +78,8 @@ class Device {
   // The arena: addresses, which get memory when they are first written to. Its core, of as many bytes as the budget, gets
   // huge pages. Elsewhere only large blocks do, on the whole pages that they have to themselves: in a huge page that is
   // used in part, the kernel sooner or later gives memory to the rest as well (khugepaged).
-  char* reserve(int64_t bytes) {
+  // `core`: bytes of it.
+  char* reserve(int64_t bytes, int64_t core) {
     constexpr int64_t kHuge = Extents::kHuge;  // huge pages begin at its multiples
     bytes = outofcore::whole_pages(bytes);
     constexpr int kHow = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -90,8 +94,9 @@ class Device {
     munmap(base + bytes, kHuge - before);
     base_ = base;
     size_ = bytes;
+    core_ = core;
     try {
-      open_up(base, core());
+      open_up(base, core);
     } catch (...) {
       unreserve(base, bytes);
       throw;
@@ -106,16 +111,16 @@ class Device {
   void discard(char* at, int64_t bytes) {
     madvise(at, bytes, MADV_DONTNEED);
     // Under strict overcommit, addresses that nothing uses must not count: they can no longer be written to.
-    char* behind = std::max(at, base_ + core());
+    char* behind = std::max(at, base_ + core_);
     if (strict_ && behind < at + bytes)
       mmap(behind, at + bytes - behind, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     want_small(at, bytes);
   }
   // As at first, once nothing lies in the arena.
   void start_over() {
-    madvise(base_, core(), MADV_HUGEPAGE);
-    madvise(base_ + core(), size_ - core(), MADV_NOHUGEPAGE);
-    huge_ = {{0, core()}};
+    madvise(base_, core_, MADV_HUGEPAGE);
+    madvise(base_ + core_, size_ - core_, MADV_NOHUGEPAGE);
+    huge_ = {{0, core_}};
   }
   // Puts memory together to huge pages, where the kernel can (from Linux 6.1 on); addresses in between get memory too. In
   // one call: each waits for all processors.
@@ -215,7 +220,6 @@ class Device {
   // The kernel keeps a record for each stretch of either kind, of which a process may have 65,530.
   static constexpr size_t kMostStretches = 8192;
 
-  int64_t core() const { return size_ / kAddresses / kPage * kPage; }
   // Where the kernel promises memory to all addresses that can be written to (vm.overcommit_memory=2, ulimit -d), only those
   // of the core and of blocks can be.
   void open_up(char* at, int64_t bytes) {
@@ -267,7 +271,7 @@ class Device {
   }
 
   char* base_ = nullptr;
-  int64_t size_ = 0;
+  int64_t size_ = 0, core_ = 0;
   bool strict_ = false;              // see ``open_up``
   std::map<int64_t, int64_t> huge_;  // stretches that may have huge pages: their ends, by their beginnings
 };

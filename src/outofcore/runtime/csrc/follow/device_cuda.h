@@ -98,6 +98,7 @@ class Device {
   static constexpr c10::DispatchKey kKernels = c10::DispatchKey::CUDA;
   // The arena is one allocation. Holes in it are joined by copies within the device.
   static constexpr int64_t kAddresses = 1;
+  static constexpr int64_t addresses_to_grow() { return 0; }  // PyTorch's allocator serves what exceeds the arena
   static constexpr bool kStreams = true;
   static constexpr bool kReadable = false;
   static constexpr bool kFixedLeave = false;
@@ -171,7 +172,7 @@ class Device {
   }
 
   // One allocation of PyTorch's, so that it counts in its statistics and limits. Throws c10::OutOfMemoryError.
-  char* reserve(int64_t bytes) {
+  char* reserve(int64_t bytes, int64_t) {
     const c10::cuda::CUDAGuard guard(index_);
     c10::cuda::CUDACachingAllocator::emptyCache();
     char* base = static_cast<char*>(c10::cuda::CUDACachingAllocator::raw_alloc(bytes));

@@ -125,6 +125,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     const Guard guard;
     timed.arrive();
     catch_up(space);
+    if (depth == 1) shrink(space);
     if (space.unseen) {
       for (Block* block : space.known) block->dirty |= block->here();
       space.unseen = false;
@@ -169,6 +170,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
       want(space, space.follower.next());
     lineage.before(pinned.operands, below, *stack);
     for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
+    if (space.excess == Excess::kMeasured) note_need(space, 0);
     if (space.anchor != nullptr && space.ahead && !space.stress) fetch_due(space);
     timed.begin();
     start = follow::nanos_now();
@@ -261,13 +263,15 @@ void run_in_slices(Space& space, const c10::OperatorHandle& op, const Operator& 
   }
   int64_t total = 0;
   for (const int64_t each : bytes) total += each;
-  if (total <= space.room() / 2) return run_atom(space, op, about, below, stack);
+  // Where needs are measured, each place runs by itself: a smaller budget may have to do so.
+  const int64_t most = space.excess == Excess::kMeasured ? 0 : space.room() / 4;
+  if (total <= 2 * most) return run_atom(space, op, about, below, stack);
   const torch::jit::Stack arguments(stack->end() - count, stack->end());
   stack->resize(first);
   c10::List<at::Tensor> results;
   for (size_t begin = 0, end = 0; begin < length; begin = end) {
     int64_t taken = 0;
-    for (end = begin; end < length && (end == begin || taken + bytes[end] <= space.room() / 4); ++end)
+    for (end = begin; end < length && (end == begin || taken + bytes[end] <= most); ++end)
       taken += bytes[end];
     torch::jit::Stack part;
     for (const c10::IValue& value : arguments) {
@@ -308,6 +312,14 @@ void find_source(Space& space) {
     source = space.sources.find(forward ? made - 1 : node->sequence_nr());
   }
   if (!node) source = nullptr;
+}
+
+// Learns which line of the user's runs the op that needs the most so far. Without the lock: Python's comes first.
+void place_need(Space& space) {
+  const int64_t answer = ask_source == nullptr ? kNoAnswer : answer_of(ask_source);
+  const Guard guard;
+  if (!space.open || !std::exchange(space.unplaced, false) || answer == kNoAnswer) return;
+  space.need.text = reinterpret_cast<const char*>(answer);
 }
 
 // What code of the thread holds: blocks by their counts, or storages in PyTorch's own memory.
@@ -401,6 +413,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     run_in_slices(*space, op, about, below, stack);
   else
     run_atom(*space, op, about, below, stack);
+  if (space->unplaced) place_need(*space);
   if (space->stress) {
     const Guard guard;
     if (space->open) evict_everything(*space);

@@ -173,7 +173,7 @@ void fail(const char* why) { std::strncpy(failure, why, sizeof failure - 1); }
 constexpr const char* kNoMemory = "outofcore: the system gave no memory; end other programs, or use smaller batches";
 std::vector<c10::RegistrationHandleRAII>& registrations = *new std::vector<c10::RegistrationHandleRAII>;
 
-// How fast copies are, so that the first plan does not guess: on the CPU those tell that are made.
+// How fast copies are, so that the first plan does not guess: on the CPU those tell that are made, unless needs are measured.
 void measure_copies(Space& space) {
   constexpr int64_t kMost = int64_t{16} << 20, kEnough = int64_t{32} << 20;
   follow::Slot slot;
@@ -183,12 +183,21 @@ void measure_copies(Space& space) {
     return;
   }
   char* window = space.homes.window(slot);
+  Device::Order order;
+  const auto nanos_of = [&](bool in) {
+    if (Device::kStreams) return space.device.nanos_of_copy(window, space.base, slot.bytes, in);
+    const auto start = std::chrono::steady_clock::now();
+    in ? space.device.load(space.homes, slot, order, space.base) : space.device.save(space.homes, slot, order, space.base);
+    return nanos_since(start);
+  };
   while (space.out_bytes < kEnough) {
-    space.out_nanos += space.device.nanos_of_copy(window, space.base, slot.bytes, false);
-    space.in_nanos += space.device.nanos_of_copy(window, space.base, slot.bytes, true);
+    space.out_nanos += nanos_of(false);
+    space.in_nanos += nanos_of(true);
     space.in_bytes += slot.bytes;
     space.out_bytes += slot.bytes;
   }
+  space.device.discard(space.base, slot.bytes);
+  space.device.start_over();
   space.homes.give(slot);
 }
 
@@ -245,8 +254,9 @@ const borders::Border kBorders[] = {
                                  kAwayBytes, kFixed, kOutsideBytes, kPeakOutsideBytes, kForeign, kAtHomeBytes,
                                  kTransferMicroseconds, kPeakHomeBytes, kPlannedOps, kUnplannedEvictions, kDepartures,
                                  kRecipes, kReruns, kUnkeptBytes, kRerunMicroseconds, kFileBytes, kSmallBytes,
-                                 kPeakSmallBytes),
+                                 kPeakSmallBytes, kPeakTotalBytes, kExceedances),
     ENUM("Adopted", Adopted, kNo, kYes, kHasArray),
+    ENUM("Excess", Excess, kRefused, kAllowed, kMeasured),
     ENUM("Recompute", follow::Recompute, kOff, kChosen, kEverything, kNoting),
     ENUM("Event", follow::Event, kHeld, kTaken, kGiven, kOp, kTouch, kIn, kOut, kLeft, kFreed),
     ENUM("Copied", follow::Copied, kBeside, kWaited, kOnDemand),
@@ -268,6 +278,21 @@ EXPORT const char* follow_refusal(const char* text, follow::Numbers* numbers) no
     *numbers = refusal->numbers;
     op = refusal->op;
     return op.c_str();
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+// The op that has needed the most at once, by lines: its name, and where it comes from as ``follow_ask_source`` says it. Valid
+// until this thread asks again. Null: no need was noted.
+EXPORT const char* follow_need(Space* space, follow::Numbers* numbers) noexcept {
+  thread_local std::string told;
+  try {
+    const Guard guard;
+    if (space->need.op.empty()) return nullptr;
+    *numbers = space->need.numbers;
+    told = space->need.op + "\n" + space->need.text;
+    return told.c_str();
   } catch (const std::bad_alloc&) {
     return nullptr;
   }
@@ -309,10 +334,10 @@ EXPORT void follow_unload() noexcept {
 }
 
 // A space without homes and without memory yet. The descriptors of homes are its own from then on. `verified`: 0: nothing
-// is compared; 1: of weights in their files a part; 2: everything. `timed`: steps are to be planned.
-EXPORT Space* follow_new(int64_t budget, int device, int verified, int timed) noexcept {
+// is compared; 1: of weights in their files a part; 2: everything. `timed`: steps are to be planned. `excess`: see Excess.
+EXPORT Space* follow_new(int64_t budget, int device, int verified, int timed, int excess) noexcept {
   return guarded_pointer([&] {
-    auto space = std::make_unique<Space>(budget / kPage * kPage, device);
+    auto space = std::make_unique<Space>(budget / kPage * kPage, device, static_cast<Excess>(excess));
     space->verified = Device::kReadable && verified != 0;
     space->sampled = verified == 1;
     space->timing = space->timed = Device::kStreams && timed != 0;
@@ -393,17 +418,17 @@ EXPORT int64_t follow_reserve(Space* space, int64_t arena, int64_t spare, int64_
       space->spare = spare / kPage * kPage;
       space->segments = segments;
       space->segments_before = space->device.bytes_of_segments();
-      space->extents = follow::Extents(Device::kAddresses * space->budget);
+      space->extents = follow::Extents(space->addresses());
     }
     try {
-      space->base = space->device.reserve(Device::kAddresses * space->budget);
+      space->base = space->device.reserve(space->addresses(), space->budget);
     } catch (const c10::OutOfMemoryError&) {
       return 0;
     }
     const auto base = reinterpret_cast<uintptr_t>(space->base);
     lowest = std::min(lowest.load(), base);
-    highest = std::max(highest.load(), base + Device::kAddresses * space->budget);
-    if (space->timed) measure_copies(*space);
+    highest = std::max(highest.load(), base + space->addresses());
+    if (space->timed || space->excess == Excess::kMeasured) measure_copies(*space);
     return 1;
   });
 }

@@ -33,7 +33,7 @@ inline const borders::Border kNumbers = STRUCT(Numbers, budget, asked, used, kep
 
 struct Refusal {
   std::string text, op;
-  Numbers numbers;
+  Numbers numbers{};
 };
 
 class Refusals {

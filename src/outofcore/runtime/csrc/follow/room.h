@@ -3,7 +3,6 @@
 #pragma once
 
 #include "blocks.h"
-#include "refusals.h"
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -221,26 +220,60 @@ StorageImpl* summed_by_running() {
   return is_sum ? sum->variable.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-// Throws, and keeps the numbers for ``follow_refusal``. Programs that then try smaller batches, such as accelerate's, look
-// for the last words of the message.
-[[noreturn]] void refuse(const Space& space, int64_t bytes) {
+// What the op that runs needs at once: what it uses, what else stays, and the bytes that it asks for.
+template <class Stays>
+follow::Numbers need_of_running(const Space& space, int64_t bytes, Stays&& stays) {
   bytes = whole_pages(bytes);
   int64_t pinned = 0, kept = 0;
   for (const auto& [offset, block] : space.at) {
-    if (!block->here() || movable(*block)) continue;
+    if (!block->here() || !stays(*block)) continue;
     (block->pins > 0 || !block->storage ? pinned : kept) += block->bytes;
   }
   const int64_t beside = space.limit - space.budget + space.spare, small = space.small();
   const int64_t least = Device::least_for(bytes + pinned + kept + small + beside, space.limit);
   StorageImpl* parameter = summed_by_running();
   const Block* block = parameter == nullptr ? nullptr : known(*parameter);
-  const std::string op = name_of_running() + (parameter == nullptr ? source_of_running(space) : "");
+  return {space.limit, bytes, pinned, kept, least, small, smallest, beside, parameter != nullptr,
+          block == nullptr ? -1 : block->id};
+}
+// The op that runs, with where it comes from if it runs in backward.
+std::string running_op(const Space& space, const follow::Numbers& numbers) {
+  return name_of_running() + (numbers.sums != 0 ? "" : source_of_running(space));
+}
+
+// Keeps the need of the op that runs, if none has needed more. What another thread uses, or a collective, an op waits for.
+void note_need(Space& space, int64_t bytes) {
+  const follow::Numbers numbers = need_of_running(space, bytes, [](const Block& block) {
+    return block.pins > block.others || !block.storage || block.stays || (!Device::kFixedLeave && block.fixed);
+  });
+  if (numbers.asked + numbers.used == 0 || numbers.least <= space.need.numbers.least) return;
+  space.need = {"", running_op(space, numbers), numbers};
+  space.unplaced = !torch::autograd::get_current_node();
+}
+// Lets the op that runs exceed the budget by what it lacks of so many bytes; false: the user does not allow that.
+bool exceed(Space& space, int64_t bytes) {
+  if (space.excess == Excess::kRefused) return false;
+  note_need(space, bytes);
+  if (space.grown == 0) ++space.counters[kExceedances];
+  space.grown += space.charged + bytes - space.room();
+  return true;
+}
+// Has leave what an op before has left beyond the budget.
+void shrink(Space& space) {
+  if (std::exchange(space.grown, 0) == 0) return;
+  make_room(space, 0);
+  let_go_of_idle(space);
+}
+
+// Throws, and keeps the numbers for ``follow_refusal``. Programs that then try smaller batches, such as accelerate's, look
+// for the last words of the message.
+[[noreturn]] void refuse(const Space& space, int64_t bytes) {
+  const follow::Numbers numbers = need_of_running(space, bytes, [](const Block& block) { return !movable(block); });
+  const std::string op = running_op(space, numbers);
   const std::string text =
-      c10::str("outofcore: the budget of ", space.limit, " bytes cannot hold ", op, ", which asks for ", bytes,
-               " bytes; at least ", least, " bytes are needed. The loop is out of memory.");
-  follow::refusals().keep({text, op,
-                           {space.limit, bytes, pinned, kept, least, small, smallest, beside, parameter != nullptr,
-                            block == nullptr ? -1 : block->id}});
+      c10::str("outofcore: the budget of ", space.limit, " bytes cannot hold ", op, ", which asks for ", numbers.asked,
+               " bytes; at least ", numbers.least, " bytes are needed. The loop is out of memory.");
+  follow::refusals().keep({text, op, numbers});
   TORCH_CHECK_WITH(OutOfMemoryError, false, text);
 }
 
@@ -289,7 +322,7 @@ bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, i
 // Moves what lies behind the addresses that plans speak of, since there was no plan when it came, to where its plan has it.
 // What never leaves would stay there for good, and as much of the planned addresses could not have memory.
 void move_into_core(Space& space) {
-  const int64_t end = Device::kAddresses * space.budget;
+  const int64_t end = space.addresses();
   std::vector<Block*> behind;
   for (auto it = space.at.rbegin(); it != space.at.rend() && it->first + it->second->bytes > space.budget; ++it)
     behind.push_back(it->second);
@@ -385,7 +418,8 @@ bool clear(Space& space, int64_t offset, int64_t bytes, bool now) {
 // placed now, or -1: anywhere, or nothing: no hole is large enough. Throws if the budget cannot hold them.
 std::optional<int64_t> room_for(Space& space, int64_t bytes, int64_t wanted) {
   for (;;) {
-    if (!make_room(space, bytes)) refuse(space, bytes);
+    if (space.excess == Excess::kMeasured) note_need(space, bytes);
+    if (!make_room(space, bytes) && !exceed(space, bytes)) refuse(space, bytes);
     const bool clears = wanted >= 0 && clear(space, wanted, bytes, true);
     if (!clears && !make_hole(space, bytes)) return {};
     if (space.charged + bytes <= space.room()) return clears ? wanted : -1;  // nobody has taken it meanwhile
@@ -518,6 +552,7 @@ void destroy(Block* block) {
   unplace(space, *block);
   space.observer.add(follow::Event::kFreed, block->id, block->bytes);
   give_slot(space, *block);
+  count_total(space, -block->bytes);
   space.known.erase(block);
   block->storage.reset();
   delete block;
@@ -531,6 +566,7 @@ Block* new_block(Space& space, int64_t bytes) {
   block->used = bytes;
   block->bytes = whole_pages(bytes);
   block->id = space.ids++;
+  count_total(space, block->bytes);
   cast(space, *block, block->id);
   ++space.pieces;
   return block.release();

@@ -22,6 +22,7 @@
 #include "ranking.h"
 #include "recipes.h"
 #include "record.h"
+#include "refusals.h"
 #include "sources.h"
 
 #include <c10/core/Allocator.h>
@@ -101,10 +102,19 @@ enum Counter {
   kFileBytes,            // of storages whose home is the file that they were mapped from
   kSmallBytes,           // bytes of smaller storages, of the models and of what the loop's ops have allocated
   kPeakSmallBytes,
+  kPeakTotalBytes,       // bytes of all storages of 64 KiB and more, resident and evicted, at the most
+  kExceedances,          // times that an op was allowed more than the budget
   kCounters
 };
 
 struct Space;
+
+// What happens where an op needs more than the budget. As ``Excess`` in space.py.
+enum class Excess : int {
+  kRefused,   // the op is refused
+  kAllowed,   // the op may exceed the budget
+  kMeasured,  // likewise, and the need of each op is noted
+};
 
 // Where the bytes of a block are, and what its storage shows.
 enum class State : uint8_t {
@@ -190,11 +200,20 @@ struct Block : outofcore::CopyThread::Job {
 
 // One loop's arena and homes. It stays until the last storage that lies in it is gone.
 struct Space {
-  Space(int64_t budget_bytes, int device_index)
-      : limit(budget_bytes), budget(budget_bytes), device(device_index), extents(Device::kAddresses * budget_bytes) {}
+  Space(int64_t budget_bytes, int device_index, Excess excess_allowed)
+      : limit(budget_bytes),
+        budget(budget_bytes),
+        excess(excess_allowed),
+        device(device_index),
+        extents(addresses()) {}
 
   int64_t limit;                         // what the user gave, of which so much is the arena's:
   int64_t budget;
+  Excess excess;
+  int64_t grown = 0;                     // bytes by which the op that runs may exceed the budget
+  int64_t total = 0;                     // bytes of all storages, resident and evicted
+  follow::Refusal need;                  // of the op that needs the most at once, as far as needs are noted
+  bool unplaced = false;                 // whether the user's line of that op is not known yet
   int64_t spare = 0;                     // bytes of the arena that are left free, so that there are holes
   int64_t segments = 0;                  // bytes that PyTorch's allocator may take for small requests of the loop
   int64_t segments_before = 0;           // and had taken before
@@ -263,11 +282,15 @@ struct Space {
   std::vector<Device::Span> moments, moments_before;
   bool unseen = false;           // code that nobody sees may have written to what is here
 
-  ~Space() { device.unreserve(base, Device::kAddresses * budget); }
+  ~Space() { device.unreserve(base, addresses()); }
   char* address(const Block& block) const { return base + block.offset; }
   int64_t small() const { return whole_pages(small_given + small_peak.load(std::memory_order_relaxed)); }
   // Bytes of the budget that small storages leave to the arena. What they have taken once, they will take again.
-  int64_t room() const { return budget - spare - small(); }
+  int64_t room() const { return budget + grown - spare - small(); }
+  // Bytes of addresses of the arena.
+  int64_t addresses() const {
+    return Device::kAddresses * budget + (excess == Excess::kRefused ? 0 : Device::addresses_to_grow());
+  }
 };
 
 std::unordered_set<Space*>& spaces = *new std::unordered_set<Space*>;

@@ -133,6 +133,7 @@ struct Use {
 // Whether to take over memory of outside: what an op uses as a whole, and that leaves room for its other operands and for
 // a result of the same size. Else it would be copied for a few rows, or be the reason to refuse what needs no room.
 bool is_worth_adopting(const Space& space, int64_t bytes, const Use& use) {
+  if (space.excess == Excess::kMeasured) return use.given || !use.in_part;  // as with room for all
   return use.given || (!use.in_part && use.beside + 2 * whole_pages(bytes) <= space.room());
 }
 
@@ -151,8 +152,9 @@ Block* block_of(Space& space, StorageImpl& storage, const Use& use, at::DataPtr&
   if (moves() && is_worth_adopting(space, bytes, use)) {
     if (use.given) return adopt(space, storage, true, left);
     // Another thread may have begun to use it while room was made.
-    if (make_room(space, whole_pages(bytes)) && make_hole(space, whole_pages(bytes)) && moves() &&
-        space.charged + whole_pages(bytes) <= space.room())
+    const bool fits = make_room(space, whole_pages(bytes)) ||
+                      (space.excess == Excess::kMeasured && exceed(space, whole_pages(bytes)));
+    if (fits && make_hole(space, whole_pages(bytes)) && moves() && space.charged + whole_pages(bytes) <= space.room())
       return adopt(space, storage, false, left);
   }
   ++space.counters[kForeign];

@@ -1,0 +1,30 @@
+"""Words that the shell completes. Without PyTorch, since each press of the Tab key runs this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outofcore.policies import POLICIES
+from outofcore.presets import devices
+
+# Models of the zoo in the sizes in common use; the command line takes any depth of a resnet.
+MODELS = (
+    *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
+    *("vgg16", "densenet121", "unet3d", "gpt"),
+)
+
+
+def words(*known: str) -> Callable[[str], list[str]]:
+    """Return a callback of typer that completes one of some words."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in known if word.startswith(incomplete)]
+
+    return complete
+
+
+models = words(*MODELS)
+policies = words(*POLICIES)
+homes = words("disk", "host")
+own_devices = words("cpu", "cuda")
+all_devices = words("cpu", "cuda", *(device.key for device in devices()))

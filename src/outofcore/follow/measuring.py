@@ -1,0 +1,154 @@
+"""Measure what a loop needs, in a run that may exceed its budget: the peak in core, and the smallest budget.
+
+The native code notes what each op needs at once. Recorded steps are planned for parts of the peak, which predicts what
+smaller budgets cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outofcore import planning
+from outofcore.errors import OutOfCoreError
+from outofcore.follow.records import StepRecord, read_record
+from outofcore.follow.space import Space
+from outofcore.graph import StorageKind
+from outofcore.planning import QUICK, PolicyLike
+from outofcore.units import PAGE_BYTES, format_bytes, round_up
+
+# Parts of the peak in core for which times are predicted.
+PARTS = (0.75, 0.5, 0.25)
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a step would take within a budget.
+
+    Attributes:
+        budget: bytes.
+        slowdown: step time relative to that of the step in core; None where there is no plan, or no step came twice.
+        fits: whether every op of the loop fits the budget.
+    """
+
+    budget: int
+    slowdown: float | None
+    fits: bool
+
+    @property
+    def text(self) -> str:
+        """A few words for people.
+
+        >>> Predicted(1 << 20, 1.25, True).text, Predicted(1 << 20, None, False).text
+        ('1.25 times the step time in core (predicted)', 'too small')
+        """
+        if not self.fits:
+            return "too small"
+        if self.slowdown is None:
+            return "runs; its time is not predicted"
+        return f"{max(self.slowdown, 1.0):.2f} times the step time in core (predicted)"
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a loop needs, as ``outofcore.budget(..., measure=True)`` measured it.
+
+    Attributes:
+        steps: that were measured.
+        in_core_bytes: of all tensors of the loop at their peak, evicted ones included: the budget with which nothing
+            moves, and about what plain PyTorch takes.
+        smallest_budget: bytes that hold every op that ran; 0 if no op touched a large tensor.
+        op: that needs the smallest budget, with its module and the line of yours.
+        predicted: times within 3/4, 1/2 and 1/4 of ``in_core_bytes``, of the step that makes the most bytes.
+
+    >>> print(Measurement(3, 4 << 20, 1 << 20, "aten::mm in 0 (Linear)", (Predicted(2 << 20, 1.5, True),)))
+    measured 3 steps
+      in core          4.00 MiB (4194304 bytes): nothing moves from here on
+      smallest budget  1.00 MiB (1048576 bytes), which aten::mm in 0 (Linear) needs
+      within 2.00 MiB  1.50 times the step time in core (predicted)
+    """
+
+    steps: int
+    in_core_bytes: int
+    smallest_budget: int
+    op: str
+    predicted: tuple[Predicted, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.smallest_budget:
+            return f"measured {self.steps} steps: no op used a tensor of 64 KiB or more"
+        rows = [
+            ("in core", f"{_exact(self.in_core_bytes)}: nothing moves from here on"),
+            ("smallest budget", f"{_exact(self.smallest_budget)}, which {self.op} needs"),
+            *((f"within {format_bytes(each.budget)}", each.text) for each in self.predicted),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([f"measured {self.steps} steps", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _exact(count: int) -> str:
+    return f"{format_bytes(count)} ({count} bytes)"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a loop has needed so far.
+
+    Attributes:
+        rooms: budgets that are parts of ``in_core_bytes``, each with the bytes of the tensors that it can hold.
+        largest: the recorded step that makes the most bytes; None if no step came twice.
+    """
+
+    steps: int
+    in_core_bytes: int
+    smallest_budget: int
+    op: str
+    rooms: tuple[tuple[int, int], ...]
+    largest: StepRecord | None
+
+    def measurement(self, policy: PolicyLike) -> Measurement:
+        """Predict times within parts of the peak, which takes seconds."""
+        if not self.smallest_budget:
+            return Measurement(self.steps, 0, 0, "")
+        predicted = tuple(self._predicted(budget, room, policy) for budget, room in self.rooms)
+        return Measurement(self.steps, self.in_core_bytes, self.smallest_budget, self.op, predicted)
+
+    def _predicted(self, budget: int, room: int, policy: PolicyLike) -> Predicted:
+        fits = budget >= self.smallest_budget
+        if not fits or self.largest is None or not self.largest.costs.compute_seconds:
+            return Predicted(budget, None, fits)
+        graph, costs = self.largest.graph, self.largest.costs
+        try:
+            planned = planning.plan_step(graph, costs, room, policy, params=QUICK)
+        except OutOfCoreError:  # ops run on demand where no plan is
+            return Predicted(budget, None, fits)
+        return Predicted(budget, planned.timeline.step_seconds / costs.compute_seconds, fits)
+
+
+class LoopMeasurer:
+    """Keeps the step that makes the most bytes, of those that the native code proposes for a plan."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._largest: StepRecord | None = None
+        self._made = -1
+
+    def step_ended(self) -> None:
+        """Take the step that has ended, which was proposed."""
+        numbers = self._space.numbers("follow_proposal")
+        if not numbers:
+            return
+        record = read_record(numbers, self._space.names("follow_names"))
+        made = sum(s.bytes for s in record.graph.storages if s.kind is StorageKind.ACTIVATION)
+        if made > self._made:
+            self._largest, self._made = record, made
+
+    def needs(self, steps: int) -> Needs:
+        stats = self._space.stats(steps=steps, plans=0)
+        device, beside = self._space.device, self._space.beside
+        need, op = self._space.need() or (0, "")
+        small = round_up(stats.peak_small_bytes, PAGE_BYTES)
+        total = max(stats.peak_total_bytes + small, need)
+        smallest, in_core = (device.budget_for(room, beside) if need else 0 for room in (need, total))
+        budgets = [int(in_core * part) for part in PARTS]
+        rooms = tuple((budget, device.room_of(budget, beside) - small) for budget in budgets)
+        return Needs(steps, in_core, smallest, op, rooms, self._largest)

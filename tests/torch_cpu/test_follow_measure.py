@@ -1,0 +1,216 @@
+"""Loops that are measured, that may exceed their budget, and whose budget is a share of what is available."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import outofcore
+from outofcore.runtime import available
+from outofcore.units import KIB, MIB, PAGE_BYTES
+
+Loop = Callable[[], list[float]]
+
+
+class Attending(nn.Module):
+    """Attention with dropout, whose scores are larger than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        scores = F.dropout(torch.softmax(query @ key.transpose(-1, -2), -1), 0.1)
+        return x + self.out(scores @ value)
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)])
+
+
+def convolving() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3, padding=1))
+
+
+def attending() -> nn.Module:
+    return nn.Sequential(*[Attending() for _ in range(3)])
+
+
+JOBS = {
+    "dense": (dense, (256, 256), {}),
+    "foreach": (dense, (256, 256), {"foreach": True}),
+    "convolving": (convolving, (4, 4, 64, 64), {}),
+    "attending": (attending, (2, 384, 64), {}),
+}
+
+
+def trained(
+    job: str, budget: str | int | None, *, steps: int = 3, **options: bool
+) -> tuple[list[float], outofcore.Loop]:
+    """Train within a budget, and return losses and the loop."""
+    make, shape, settings = JOBS[job]
+    torch.manual_seed(0)
+    model, x = make(), torch.rand(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    losses: list[float] = []
+    with outofcore.budget(budget, model, home="host", cache=False, **options) as run:
+        for _ in range(steps):
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, run
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_measured_smallest_budget_is_the_smallest(job: str) -> None:
+    losses, run = trained(job, "256MiB", measure=True)
+    measured = run.measurement()
+    assert run.stats.evictions == run.stats.exceedances == 0
+    assert 0 < measured.smallest_budget < measured.in_core_bytes
+
+    again, run = trained(job, measured.smallest_budget)
+    assert again == losses
+    assert run.stats.evictions > 0
+    with pytest.raises(outofcore.BudgetError, match="is too small"):
+        trained(job, measured.smallest_budget - PAGE_BYTES)
+
+
+def test_nothing_moves_within_the_measured_peak() -> None:
+    losses, run = trained("dense", "600KiB", measure=True)
+    assert run.stats.exceedances > 0
+    again, run = trained("dense", run.measurement().in_core_bytes)
+    assert again == losses
+    assert run.stats.evictions == 0
+
+
+def test_measurement_names_the_op_with_its_module_and_line() -> None:
+    _, run = trained("attending", "256MiB", measure=True)
+    assert re.fullmatch(r"aten::\S+ in [012] \(Attending\) at .*test_follow_measure.py:\d+", run.measurement().op) or (
+        re.fullmatch(r"aten::\S+ in the backward pass of [012] \(Attending\) at .*\.py:\d+", run.measurement().op)
+    )
+
+
+def test_measurement_predicts_times_of_steps_that_come_again(capsys: pytest.CaptureFixture[str]) -> None:
+    _, run = trained("dense", "256MiB", steps=5, measure=True)
+    predicted = run.measurement().predicted
+    fitting = [each for each in predicted if each.budget >= run.measurement().smallest_budget]
+    assert fitting and all(each.fits and each.slowdown is not None and each.slowdown > 0.5 for each in fitting)
+    told = capsys.readouterr().err
+    assert told.startswith("outofcore: measured 5 steps\n")
+    assert f"({run.measurement().smallest_budget} bytes), which {run.measurement().op} needs" in told
+
+
+def test_measurement_is_refused_for_a_loop_that_was_not_measured() -> None:
+    _, run = trained("dense", "256MiB")
+    with pytest.raises(outofcore.StateError, match="measure=True"):
+        run.measurement()
+
+
+def test_measurement_of_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with outofcore.budget("1MiB", measure=True) as run:
+        torch.ones(3).sum()
+    assert run.measurement().smallest_budget == 0
+    assert "no op used a tensor of 64 KiB or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_growing_loop_has_the_bits_of_one_with_room(job: str) -> None:
+    losses, run = trained(job, "256MiB")
+    assert run.stats.exceedances == 0
+    again, run = trained(job, "600KiB", grow=True)
+    assert again == losses
+    assert run.stats.exceedances > 0
+    assert run.stats.peak_bytes > 600 * KIB
+
+
+def test_growing_loop_shrinks_after_the_op_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    with outofcore.budget("1MiB", home="host", grow=True) as run, caplog.at_level(logging.WARNING, "outofcore"):
+        large = torch.ones(2 * MIB // 4).add(1)  # 2 MiB, twice
+        assert run.stats.bytes_in_use > MIB
+        small = [torch.full((128, 256), float(i)) for i in range(20)]
+        assert run.stats.bytes_in_use <= MIB
+        assert large.sum().item() == 2 * large.numel()
+        assert [int(tensor[0, 0]) for tensor in small] == list(range(20))
+    told = [record.message for record in caplog.records if "was exceeded" in record.message]
+    assert len(told) == 1
+    assert "aten::" in told[0]
+
+
+def test_long_batch_among_short_ones_runs_within_their_budget() -> None:
+    """The budget of ninety-nine short batches holds one of four times their length, op by op."""
+
+    def losses(budget: str | int | None, **options: bool) -> tuple[list[float], outofcore.Loop | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(64, 64), *[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        told: list[float] = []
+
+        def loop() -> None:
+            for number in range(100):
+                tokens = torch.arange(2048 if number == 60 else 512).remainder(64)[None]
+                loss = model(tokens).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                told.append(loss.item())
+
+        if budget is None:
+            loop()
+            return told, None
+        with outofcore.budget(budget, model, home="host", cache=False, **options) as run:
+            loop()
+        return told, run
+
+    plain, _ = losses(None)
+    # In core, a short batch takes 8 x 2 results of 128 KiB, and the long one four times as much.
+    within, run = losses("2304KiB")
+    assert within == plain
+    assert run is not None and run.stats.exceedances == 0 and run.stats.evictions > 0
+    assert run.stats.peak_bytes <= 2304 * KIB < run.stats.peak_total_bytes
+
+
+def test_budget_is_a_share_of_what_is_available(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(available, "available_memory_bytes", lambda: 100 * MIB)
+    with caplog.at_level(logging.WARNING, "outofcore"):
+        assert trained("dense", "30%")[1].stats.budget_bytes == 30 * MIB
+        assert trained("dense", None)[1].stats.budget_bytes == 70 * MIB
+    assert [record.message for record in caplog.records] == [
+        "outofcore: budget 30.0 MiB, of the 100 MiB of memory that are available",
+        "outofcore: budget 70.0 MiB, of the 100 MiB of memory that are available",
+    ]
+    for wrong in ("0%", "101%", "-3%", "%"):
+        with pytest.raises(outofcore.UnitError):
+            trained("dense", wrong)
+
+
+def test_compiled_step_takes_a_share_as_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "available_memory_bytes", lambda: 40 * MIB)
+    model, x = dense(), torch.rand(256, 256)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    with outofcore.compile(step, model, budget="50%", home="host", cache=False) as compiled:
+        compiled(x)
+        assert compiled.budget == 20 * MIB
+
+
+def test_budget_is_refused_where_the_system_does_not_say_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "available_memory_bytes", lambda: None)
+    with pytest.raises(outofcore.InputError, match="name a budget in bytes"):
+        outofcore.budget()
+    assert available.default_budget(10 << 30, on_host=False) == (10 << 30) - (512 << 20)
