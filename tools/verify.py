@@ -58,7 +58,7 @@ _MASKS = (
 )
 _SIZE = r"[\d.]+ [KMGT]?i?B"
 _SUMMARY = re.compile(
-    rf"^outofcore: .*at most (?P<peak>{_SIZE}) in use, (?P<out>{_SIZE}) out, (?P<back>{_SIZE}) in", re.M
+    rf"^outofcore: .*peak (?P<peak>{_SIZE}) of .*evicted (?P<out>{_SIZE}), fetched (?P<back>{_SIZE})", re.MULTILINE
 )
 
 
