@@ -284,7 +284,8 @@ def compared(side: Side) -> str:
             (sum(one == kind for one in side.outcomes.values()), kind) for kind in dict.fromkeys(side.outcomes.values())
         ]
         return f"{len(side.outcomes)} tests: " + ", ".join(f"{count} {kind}" for count, kind in counts)
-    return f"{len(side.output)} lines" + (f", {len(side.files)} files" if side.files else "")
+    files = f", {len(side.files)} file{'s' * (len(side.files) > 1)}" if side.files else ""
+    return f"{len(side.output)} lines{files}"
 
 
 def _commit(checkout: Path) -> str:

@@ -1,4 +1,4 @@
-"""The programs of ``verify.py``: commands of other people's projects, with budgets of about half of what they need."""
+"""The programs of ``verify.py``: commands of other people's projects, with budgets below what they need."""
 
 from __future__ import annotations
 

@@ -117,6 +117,7 @@ def test_rows_name_what_differs() -> None:
         "evicted": 0, "fetched": 0, "plain_seconds": 2.0, "ratio": 1.5, "compared": compared(PLAIN), "difference": "",
     }  # fmt: skip
     assert line_of("p", row).endswith("1 tests: 1 passed: same")
+    assert compared(dataclasses.replace(PLAIN, outcomes={})) == "2 lines, 1 file"
     assert line_of("p", row | {"difference": "line 2"}).endswith("line 2")
     assert "| p at abc | `main.py` | 4.00 MiB → 1.00 MiB (1.00 MiB) |" in table({"p": row})
 
