@@ -688,6 +688,7 @@ def save(
     *,
     home: OpenHome | None = None,
     extra: Any = None,
+    frozen: bool = True,
 ) -> None:
     """Save models and optimizers as ``Step.save`` does, with or without a compiled step.
 
@@ -697,6 +698,7 @@ def save(
         optimizer: one, several or None.
         home: where tensors live, if anywhere.
         extra: as for ``Step.save``.
+        frozen: False leaves out parameters that do not require gradients, as for ``Step.save``.
 
     Raises:
         InputError: the folder cannot be written to, or something of the model or of ``extra`` cannot be saved.
@@ -707,12 +709,21 @@ def save(
     >>> model = torch.nn.Linear(4, 4)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> outofcore.save("checkpoint", model, optimizer, extra={"epoch": 3})
+
+    Without its frozen parameters, a model is loaded where they have their values already:
+
+    >>> from safetensors.torch import load_file
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 2))
+    >>> outofcore.save("adapter", model, frozen=False)
+    >>> sorted(load_file("adapter/model-000001.safetensors"))
+    ['1.bias', '1.weight']
+    >>> outofcore.load("adapter", model)
     """
     models = _as_list(model, nn.Module, "model")
     optimizers = _as_list(optimizer, Optimizer, "optimizer")
     if home is not None:
         home.start()
-    save_checkpoint(Path(folder), models, optimizers, None if home is None else home.faces, extra)
+    save_checkpoint(Path(folder), models, optimizers, None if home is None else home.faces, extra, frozen=frozen)
 
 
 def load(
@@ -725,7 +736,8 @@ def load(
     """Load a checkpoint into models and optimizers, and PyTorch's, Python's and numpy's random generators.
 
     What exists is overwritten where it is. A model on the meta device gets its tensors now, straight from the files;
-    so does the state of an optimizer that has none yet.
+    so does the state of an optimizer that has none yet. Frozen parameters that were left out (``frozen=False``) stay as
+    they are, so they must have their values.
 
     Args:
         folder: that a checkpoint was saved into.
@@ -737,8 +749,9 @@ def load(
         What was saved as ``extra``; tuples come back as lists.
 
     Raises:
-        InputError: there is no checkpoint, it is damaged, or it is one of another model or optimizer; nothing has been
-            changed but a model on the meta device.
+        InputError: there is no checkpoint, it is damaged, or it is one of another model or optimizer, or it was saved
+            without a parameter that requires gradients or is on the meta device; nothing has been changed but a model
+            on the meta device whose names fit.
         TransferError: a file cannot be read or is not as it was saved; do not use the model before another checkpoint
             has been loaded.
         SpillError: the home has no room.
@@ -759,6 +772,7 @@ def load(
     checkpoint = Checkpoint(Path(folder))
     if model is None and optimizer is None:
         return checkpoint.extra
+    checkpoint.targets_in(models)  # it refuses others before they get memory
     for one in models:
         allocate(one, faces)
     checkpoint.load(models, optimizers, faces)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 
+# Costs were measured on a busy machine if ops that were take more than this share of the time of all.
+_BUSY_SHARE = 0.1
 # The least part of the contention that copies either way bear: with all of it they would stop.
 LEAST_PART = 0.05
 
@@ -19,7 +21,7 @@ class Home:
     ``contention`` is what copies both ways take from each other: the shares of their speeds that the two
     lose while both run, added up, from 0 (two links) to 1 (one link that they share). ``contention_out`` is the part of
     that which copies out bear: a disk may hold up writing much more than reading. ``compute_slowdown`` is the share by
-    which ops take longer for each copy that runs beside them.
+    which ops take longer for each copy that runs beside them. ``busy`` is as for ``OpCost``.
     """
 
     name: str  # "host", "disk"
@@ -30,6 +32,7 @@ class Home:
     contention: float = 0.0
     compute_slowdown: float = 0.0
     contention_out: float = 0.5
+    busy: int = field(default=0, repr=False)
 
     def lost(self, *, out: bool) -> float:
         """Return the share of their speed that copies one way lose while others run the other way."""
@@ -50,10 +53,15 @@ SOMEWHERE = Home("somewhere", None, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What running an op once takes."""
+    """What running an op once takes.
+
+    ``workspace_bytes`` is device memory beyond what it reads, writes and creates. ``busy`` is how many times in a row
+    it was measured while the machine was busy with something else, up to the last time.
+    """
 
     seconds: float
-    workspace_bytes: int = 0  # device memory beyond what it reads, writes and creates
+    workspace_bytes: int = 0
+    busy: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True)
@@ -96,3 +104,9 @@ class Costs:
     def compute_seconds(self) -> float:
         """All ops once, one after the other."""
         return sum(cost.seconds for cost in self.ops)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a notable part was measured while the machine was busy with something else."""
+        busy = sum(cost.seconds for cost in self.ops if cost.busy)
+        return busy > _BUSY_SHARE * self.compute_seconds or any(home.busy for home in self.homes)

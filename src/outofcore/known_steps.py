@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from outofcore.capture.signature import Signature
 from outofcore.errors import BudgetError
 from outofcore.execution.aliases import State, fits
@@ -92,6 +94,18 @@ class KnownSteps:
     def off_plan(self) -> int:
         """Requests of 64 KiB and more that no address was planned for, so far."""
         return self._off_plan + (self.arena.counters().large if self.arena is not None else 0)
+
+    def written(self) -> list[torch.Tensor]:
+        """Return the user's persistent tensors that a planned step writes."""
+        found: list[torch.Tensor] = []
+        for captured in (known.step.captured for known in self.known.values()):
+            storages = {storage for op in captured.graph.ops for storage in op.mutates}
+            found += [
+                binding.tensor
+                for binding in captured.states
+                if binding.tensor is not None and captured.values[binding.value].storage in storages
+            ]
+        return found
 
     def activate(self, known: KnownStep) -> None:
         """Bring a program into the arena; planned steps get their runners here."""

@@ -314,7 +314,7 @@ class Step(Generic[P, R]):
 
     # What lasts
 
-    def save(self, folder: str | os.PathLike[str], extra: Any = None) -> None:
+    def save(self, folder: str | os.PathLike[str], extra: Any = None, *, frozen: bool = True) -> None:
         """Save models, optimizers, gradients and random generators, streamed through a buffer of some MiB.
 
         A checkpoint that is in the folder counts until this one is whole on the disk: however a save ends,
@@ -326,6 +326,10 @@ class Step(Generic[P, R]):
         Args:
             folder: made if it does not exist. It gets safetensors files and ``checkpoint.json``, which names them.
             extra: plain data of yours (numbers, text, lists, dicts), such as an epoch or a scheduler's state dict.
+            frozen: False leaves out parameters of the models that do not require gradients, such as the base of
+                adapters; ``load`` then leaves those as they are, and refuses a model that has others by name, shape or
+                dtype. Their values are not compared. Buffers are always saved; so are frozen parameters that have a
+                gradient or optimizer state, or that share memory with buffers or with parameters that are saved.
 
         Raises:
             StateError: the step is closed or failed half way, or something cannot be saved.
@@ -333,18 +337,19 @@ class Step(Generic[P, R]):
         """
         with self._access.alone():
             self._access.check(self._session.torn)
-            self._state.save(Path(folder), extra)
+            self._state.save(Path(folder), extra, frozen=frozen)
 
     def load(self, folder: str | os.PathLike[str]) -> Any:
         """Load a checkpoint; training then goes on, bit for bit, as it did after it was saved.
 
-        A step that failed half way can be used again.
+        A step that failed half way can be used again. Frozen parameters that were left out stay as they are.
 
         Returns:
             what was saved as ``extra``; tuples come back as lists.
 
         Raises:
-            InputError: there is no such checkpoint, or not of these models and optimizers; nothing has been changed.
+            InputError: there is no such checkpoint, or not of these models and optimizers, or it was saved without a
+                parameter that requires gradients now; nothing has been changed.
             TransferError: a file cannot be read or is not as it was saved; the step refuses to go on.
             StateError: the step is closed.
         """

@@ -122,6 +122,8 @@ class StepPlanner:
             f"{found.seconds:.3f} s",
             f"{found.costs.compute_seconds:.3f} s",
         )
+        if found.costs.is_busy:
+            _log.info("ops or links were measured while the machine was busy: later processes measure them again")
         return found
 
     def _chosen(
@@ -166,6 +168,9 @@ class StepPlanner:
             if captured is None:
                 raise GraphError(f"the step has no variant {choice.variant}")
             costs, profiles = self._measure(variants, choice.variant, {})
+            if stored.is_busy and not costs.is_busy:
+                _log.info("the step is planned again: its plan was made with times of a busy machine")
+                return None
             planned = stored.proved(captured.graph, costs, room)
             return PlannedStep(
                 captured, room, costs, planned, profiles, choice.variant, is_quick=stored.is_quick, choice=choice

@@ -37,6 +37,7 @@ class _File(Document):
     needs: tuple[_Bytes, ...]  # scratch memory of the ops
     workspaces: dict[str, _Bytes]
     plan: PlanDocument
+    is_busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,12 @@ class StoredPlan:
     Attributes:
         choice: the variant that it is for.
         is_quick: whether a quick search has found it.
+        is_busy: whether it was made for costs of a busy machine.
     """
 
     choice: Choice
     is_quick: bool
+    is_busy: bool
     _file: _File
     _path: Path
 
@@ -108,20 +111,29 @@ class StepPlans:
         """Return what ``use`` makes of the stored plan; None if there is none, or ``use`` refuses it."""
 
         def check(file: _File, path: Path) -> _Step:
-            return use(StoredPlan(Choice(key, file.variant, file.workspaces), file.is_quick, file, path))
+            choice = Choice(key, file.variant, file.workspaces)
+            return use(StoredPlan(choice, file.is_quick, file.is_busy, file, path))
 
         return self._store.find(key, check) if key else None
 
     def keep(
         self, choice: Choice, graph: StepGraph, costs: Costs, budget: int, planned: Planned, *, is_quick: bool
     ) -> None:
-        """Keep a plan for later processes; one from a quick search does not replace a better one."""
-        needs = _needs(costs)
-        if is_quick and self._store.find(choice.key, lambda file, _: not file.is_quick and file.needs == needs):
+        """Keep a plan for later processes; one from a quick search does not replace a better one.
+
+        It does replace one that was made for costs of a busy machine, if its own are not.
+        """
+        needs, is_busy = _needs(costs), costs.is_busy
+
+        def is_better(file: _File, _: Path) -> bool:
+            return not file.is_quick and file.needs == needs and (is_busy or not file.is_busy)
+
+        if is_quick and self._store.find(choice.key, is_better):
             return
         plan = PlanFile(budget, planned.plan, planned.program, planned.timeline.step_seconds)
         document = document_of(plan, range(len(graph.storages)))
-        self._store.keep(choice.key, _File(_FORMAT, choice.variant, is_quick, needs, dict(choice.workspaces), document))
+        file = _File(_FORMAT, choice.variant, is_quick, needs, dict(choice.workspaces), document, is_busy)
+        self._store.keep(choice.key, file)
 
 
 def _needs(costs: Costs) -> tuple[int, ...]:

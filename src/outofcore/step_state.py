@@ -23,11 +23,13 @@ class StepState:
     def __init__(self, user: UserStep[..., Any], home: OpenHome, session: Session) -> None:
         self._user, self._home, self._session = user, home, session
 
-    def save(self, folder: Path, extra: Any) -> None:
+    def save(self, folder: Path, extra: Any, *, frozen: bool) -> None:
         """Save a checkpoint; processes that share the models do so together."""
         user = self._user
         self._session.spread()
-        save_checkpoint(folder, user.models, user.optimizers, self._home.faces, extra, user.shards)
+        written = self._session.steps.written()
+        faces, shards = self._home.faces, user.shards
+        save_checkpoint(folder, user.models, user.optimizers, faces, extra, shards, frozen=frozen, written=written)
 
     def load(self, folder: Path) -> Any:
         """Load a checkpoint in all processes, or in none of them as far as it is seen beforehand; return its extra."""

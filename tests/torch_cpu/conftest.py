@@ -40,6 +40,13 @@ def _plans_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     monkeypatch.setattr("outofcore.plan_store.library_version", lambda: request.node.nodeid)
 
 
+@pytest.fixture(autouse=True)
+def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever runs beside the tests, nothing is measured again for it."""
+    monkeypatch.setattr("outofcore.busy._delayed_seconds", lambda _: 0.0)
+    monkeypatch.setattr("outofcore.profiling.links.read_disk", lambda _: None)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For tests of many tiny ops: threads that wait for each other beside other tests would take most of the time."""

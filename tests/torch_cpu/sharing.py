@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from together import Normed, batches, main, plain, refused, same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -290,6 +291,37 @@ def saving(rank: int) -> None:
     same(losses + tensors(model, optimizer), torch.load(folder / f"after-{rank}.pt"), "after loading")
 
 
+def frozen(rank: int) -> None:
+    """Frozen weights that are spread are left out of a checkpoint, and stay where they are when it is loaded."""
+    folder = Path(sys.argv[4]).parent
+    found = list(batches(rank, 2))
+
+    def adapting(seed: int) -> tuple[Normed, Optimizer, Any]:
+        model, optimizer = made("AdamW")
+        for layer in model.hidden[1:]:
+            layer.requires_grad_(False)
+        if seed:
+            nn.init.zeros_(model.hidden[0].weight)
+        return (
+            model,
+            optimizer,
+            outofcore.compile(unclipped(model, optimizer), model, optimizer, budget="64MiB", shard=True),
+        )
+
+    model, optimizer, step = adapting(0)
+    step(*found[0])
+    step.save(folder / "saved", frozen=False)
+    loss = step(*found[1]).detach().clone()
+    step.close()
+    [file] = (folder / "saved").glob("model-*.safetensors")
+    assert [name for name in load_file(file) if "hidden" in name] == ["hidden.0.weight", "hidden.0.bias"]
+    again, other, step = adapting(1)
+    step.load(folder / "saved")
+    same([step(*found[1]).detach().clone()], [loss], "the loss after loading")
+    step.close()
+    same(tensors(again, other), tensors(model, optimizer), "after loading")
+
+
 def loading(folder: Path) -> None:
     """Any other number of processes has the model that was saved."""
     model, optimizer = made("AdamW", seed=99)
@@ -321,4 +353,4 @@ def death(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(bits, more_bits, order, states, saving)
+    main(bits, more_bits, order, states, saving, frozen)

@@ -358,6 +358,10 @@ def test_damage_is_found(budget: int, tmp_path: Path) -> None:
         (lambda index: index["models"][0].update(stem=3), r"\$\.models\[0\]\.stem: expected str"),
         (lambda index: index["optimizers"][0]["groups"][1].pop("settings"), r"\$\.optimizers\[0\]\.groups\[1\]: "),
         (lambda index: index["generators"]["numpy"].update(key=[2**32]), r"numpy\.key\[0?.*\]: expected int"),
+        (
+            lambda index: index["models"][0].update(omitted={"a": {"shape": [-1], "dtype": ""}}),
+            r"shape\[0?.*\]: expected",
+        ),
         (lambda index: index.update(format="outofcore checkpoint 9"), r"\$\.format: .*newer version"),
     ],
 )
@@ -455,3 +459,144 @@ def test_two_saves_at_once_are_refused(tmp_path: Path) -> None:
         other.communicate("\n")
     outofcore.save(tmp_path, nn.Linear(2, 2))
     assert json.loads((tmp_path / "checkpoint.json").read_text())["format"] == "outofcore checkpoint 1"
+
+
+class Adapted(nn.Module):
+    """A frozen base with a buffer and tied weights, and an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(192, 192)
+        self.tied = nn.Linear(192, 192, bias=False)
+        self.tied.weight = self.base.weight
+        self.norm = nn.BatchNorm1d(192)
+        self.requires_grad_(False)
+        self.adapter = nn.Linear(192, 192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.tied(self.base(x)) + self.adapter(x))
+
+
+BASE = ["base.bias", "base.weight", "norm.bias", "norm.weight"]
+
+
+def adapted(seed: int = 0) -> Sides:
+    torch.manual_seed(seed)
+    model = Adapted()
+    torch.manual_seed(1)
+    for parameter in model.adapter.parameters():
+        nn.init.normal_(parameter)
+    optimizer = torch.optim.AdamW(model.parameters())  # the frozen ones as well
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return model, optimizer, step
+
+
+def saved_names(folder: Path, stem: str = "model") -> list[str]:
+    (file,) = folder.glob(f"{stem}-*.safetensors")
+    return sorted(load_file(file))
+
+
+def test_training_goes_on_without_the_frozen_weights(tmp_path: Path) -> None:
+    model, optimizer, step = adapted()
+    run(step, range(2))
+    model, optimizer, step = adapted()
+    with outofcore.compile(step, model, optimizer, budget="2MiB", cache=False) as compiled:
+        run(compiled, range(2))
+        compiled.save(tmp_path / "small", extra=1, frozen=False)
+        compiled.save(tmp_path / "whole")
+        run(compiled, range(2, 4))
+    expected = bits(model, optimizer)
+    assert saved_names(tmp_path / "small")[:2] == ["adapter.bias", "adapter.weight"]
+    assert not set(saved_names(tmp_path / "small")) & set(BASE)
+    assert set(saved_names(tmp_path / "whole")) - set(saved_names(tmp_path / "small")) == set(BASE)
+    model, optimizer, step = adapted()
+    nn.init.zeros_(model.get_parameter("adapter.weight"))
+    nn.init.zeros_(model.get_buffer("norm.running_mean"))
+    with outofcore.compile(step, model, optimizer, budget="2MiB", cache=False) as compiled:
+        assert compiled.load(tmp_path / "small") == 1
+        run(compiled, range(2, 4))
+    assert_alike(bits(model, optimizer), expected)
+
+
+def test_frozen_parameters_that_change_are_saved(tmp_path: Path) -> None:
+    model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("still", "state", "grad", "view", "a", "b")})
+    parameters = {name: model.get_parameter(f"{name}.weight") for name in model}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parameters["state"].grad = torch.ones(8, 8)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.requires_grad_(False)
+    parameters["grad"].grad = torch.ones(8, 8)
+    model.register_buffer("rows", parameters["view"].detach()[:4])
+    # One window of memory under two names, of which the second is trained.
+    model["b"].weight = nn.Parameter(parameters["a"].detach())
+    outofcore.save(tmp_path, [model, nn.Linear(8, 8).requires_grad_(False)], optimizer, frozen=False)
+    assert saved_names(tmp_path, "model0") == ["a.weight", "grad.weight", "rows", "state.weight", "view.weight"]
+    assert saved_names(tmp_path, "model1") == []
+
+
+def test_a_step_saves_the_moving_average_that_it_writes(tmp_path: Path) -> None:
+    model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("student", "teacher", "still")})
+    student, teacher, still = (model.get_parameter(f"{name}.weight") for name in model)
+    teacher.requires_grad_(False)
+    still.requires_grad_(False)
+    optimizer = torch.optim.SGD([student], lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (x @ student - x @ teacher @ still).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            teacher.lerp_(student, 0.1)
+        return loss
+
+    with outofcore.compile(step, model, optimizer, budget="1MiB", cache=False) as compiled:
+        compiled(torch.ones(4, 8))
+        compiled.save(tmp_path, frozen=False)
+    assert saved_names(tmp_path) == ["student.weight", "teacher.weight"]
+
+
+def test_a_checkpoint_without_frozen_weights_refuses_another_base(tmp_path: Path) -> None:
+    model, optimizer, step = adapted()
+    run(step, range(1))
+    outofcore.save(tmp_path, model, optimizer, frozen=False)
+
+    def refuses(message: str, change: Callable[[Adapted], object], others: Callable[[], Adapted] = Adapted) -> None:
+        other = others()
+        change(other)
+        before = [(tensor.is_meta, tensor.clone()) for tensor in other.state_dict().values()]
+        with pytest.raises(InputError, match=message):
+            outofcore.load(tmp_path, other, torch.optim.AdamW(other.parameters()))
+        after = other.state_dict().values()
+        assert all(m == t.is_meta and (m or t.equal(b)) for (m, b), t in zip(before, after, strict=True))
+
+    def on_meta() -> Adapted:
+        with torch.device("meta"):
+            return Adapted()
+
+    refuses(r"base\.weight of model 0 requires gradients", lambda m: m.base.weight.requires_grad_())
+    refuses(r"base\.weight of model 0 is on the device meta", lambda m: None, on_meta)
+    refuses(r"is torch\.float64 \(192, 192\), and was torch\.float32", lambda m: m.double())
+    refuses(r"is torch\.float32 \(96, 192\), and was", lambda m: setattr(m, "base", nn.Linear(192, 96)))
+    refuses(r"has no base\.0\.weight", lambda m: setattr(m, "base", nn.Sequential(m.base)))
+    refuses(r"has base\.bias, which model 0 has not", lambda m: setattr(m.base, "bias", None))
+    untied = nn.Linear(192, 192, bias=False).requires_grad_(False)
+    refuses("were one tensor when .* two now", lambda m: setattr(m, "tied", untied))
+
+
+def test_an_adapter_on_the_meta_device_gets_what_was_saved(tmp_path: Path) -> None:
+    model, _, _ = adapted()
+    outofcore.save(tmp_path, model, frozen=False)
+    other, _, _ = adapted()
+    with torch.device("meta"):
+        other.adapter = nn.Linear(192, 192)
+    outofcore.load(tmp_path, other)
+    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))

@@ -205,6 +205,27 @@ def test_a_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert outofcore.load(tmp_path, model, optimizer)["extra"] == [1, 2]
 
 
+def test_a_training_goes_on_without_its_frozen_weights(tmp_path: Path) -> None:
+    def begun() -> tuple[outofcore.Elastic, nn.Module, torch.optim.Optimizer]:
+        model, optimizer, train_step = model_of("sgd")
+        next(model.parameters()).requires_grad_(False)
+        return outofcore.elastic(train_step, model, optimizer, workers=2, budget="8MiB"), model, optimizer
+
+    first, model, optimizer = begun()
+    name = next(iter(dict(model.named_parameters())))
+    with first as run:
+        run({k: batch_of(k) for k in run.workers})
+        run.save(tmp_path, frozen=False)
+        run({k: batch_of(k + 2) for k in run.workers})
+    index = json.loads((tmp_path / "checkpoint.json").read_text())
+    assert list(index["models"][0]["omitted"]) == [name]
+    second, again, other = begun()
+    with second as run:
+        run.load(tmp_path)
+        run({k: batch_of(k + 2) for k in run.workers})
+    assert digest(again, other) == digest(model, optimizer)
+
+
 def test_batches_that_no_step_has_used_are_drawn_again() -> None:
     run, _, _ = elastic()
     with run:

@@ -153,6 +153,19 @@ def test_the_next_process_has_the_plan_at_once(tmp_path: Path) -> None:
         assert [s.plans for s in stats] == [0, 0, 1, 1, 1, 1]
 
 
+def test_a_plan_of_a_busy_machine_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = int(0.5 * peak())
+
+    def plans(*, is_busy: bool) -> list[int]:
+        monkeypatch.setattr(module, "was_busy", lambda *_, **__: is_busy)
+        return [s.plans for s in train(6, budget, cache=tmp_path)[1]]
+
+    assert plans(is_busy=True) == [0, 0, 1, 1, 1, 1]
+    assert plans(is_busy=True) == [0, 1, 1, 1, 1, 1]
+    assert plans(is_busy=False) == [0, 1, 2, 2, 2, 2]
+    assert plans(is_busy=False) == [0, 1, 1, 1, 1, 1]
+
+
 @pytest.mark.exhaustive
 def test_what_is_cheap_is_made_again_where_copies_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     real = module.read_record

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,9 +24,11 @@ from outofcore._torch_internals import precision_of
 from outofcore.costs import OpCost
 from outofcore.graph import Op, StepGraph
 from outofcore.planning.placement.requests import Elsewhere, Request, Requests, Result, Scratch
+from outofcore.profiling import groups
 from outofcore.profiling import ops as module
 from outofcore.profiling import ops as profiling_ops
 from outofcore.profiling.cache import Cache
+from outofcore.profiling.groups import GroupCost
 from outofcore.profiling.ops import (
     KeptProfiles,
     OpProfile,
@@ -60,6 +63,53 @@ def test_a_second_profile_measures_nothing_and_is_the_same(tmp_path: Path, timed
     # What another model has in common is found, and the rest is measured.
     profile_ops(captured_small_step(width=48), cache=Cache(tmp_path))
     assert 0 < len(timed) < len(first)
+
+
+def test_ops_of_a_busy_machine_are_measured_again(
+    tmp_path: Path, timed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was_busy, now = [True], [1e9]
+    monkeypatch.setattr(module, "was_busy", lambda _: was_busy[0])
+    monkeypatch.setattr(module, "time", lambda: now[0])
+
+    def measure() -> tuple[list[OpCost], bool]:
+        timed.clear()
+        found = [profile.cost for profile in profile_ops(captured_small_step(), cache=Cache(tmp_path))]
+        return [cost for cost in found if cost.seconds], bool(timed)
+
+    fastest, measured = measure()
+    assert {cost.busy for cost in fastest} == {1}
+    for count in (2, 3, 4):
+        costs, measured = measure()
+        assert measured
+        assert {cost.busy for cost in costs} == {count}
+        # As long as the machine is busy, the shortest time is the nearest.
+        assert all(cost.seconds <= before.seconds for cost, before in zip(costs, fastest, strict=True))
+        fastest = costs
+    assert measure() == (fastest, False)
+    now[0] += 90_000
+    assert measure()[1]
+    now[0] += 90_000
+    was_busy[0] = False
+    costs, measured = measure()
+    assert measured
+    assert {cost.busy for cost in costs} == {0}
+    assert measure() == (costs, False)
+
+
+def test_a_group_of_a_busy_machine_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    seconds, busy = iter(range(1, 9)), [True, True, False]
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "gloo")
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
+    monkeypatch.setattr(groups, "_measured", lambda *_: GroupCost(float(next(seconds)), 1.0))
+    monkeypatch.setattr(groups, "was_busy", lambda *_, **__: busy.pop(0))
+    monkeypatch.setattr(groups, "this_machine", lambda: SimpleNamespace(cores=4))
+    found = [groups.group_cost(group, torch.device("cpu"), Cache(tmp_path)) for _ in range(4)]
+    assert [(one.latency_s, one.busy) for one in found] == [(1, 1), (2, 2), (3, 0), (3, 0)]
+    # With fewer cores the processes hold each other up.
+    monkeypatch.setattr(groups, "this_machine", lambda: SimpleNamespace(cores=3))
+    assert groups.group_cost(group, torch.device("cpu"), None).busy == 0
 
 
 def test_without_a_cache_everything_is_measured(timed: list[str]) -> None:
@@ -188,7 +238,9 @@ def test_measured_steps_replace_what_ops_took_alone(tmp_path: Path) -> None:
 def test_the_same_step_in_another_process_measures_nothing(tmp_path: Path) -> None:
     code = (
         "import sys, torch, outofcore\n"
+        "from outofcore import busy\n"
         "from outofcore.profiling import links, ops\n"
+        "busy._delayed_seconds, links.read_disk = lambda _: 0.0, lambda _: None\n"
         "measured = []\n"
         "time, link = ops._Bench._time, links.measure_link\n"
         "ops._Bench._time = lambda self, op, *rest: measured.append(op.name) or time(self, op, *rest)\n"

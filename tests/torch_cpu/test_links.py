@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from outofcore.busy import DiskCounters
 from outofcore.errors import SpillError, TransferError
 from outofcore.profiling import links
 from outofcore.profiling.cache import Cache
@@ -234,6 +235,23 @@ def test_an_old_and_a_damaged_link_are_measured_anew(
             known_link(home, cache)
     assert len(counted) == 6
     assert caplog.text.count("measured anew") == 3
+
+
+def test_a_link_of_a_busy_machine_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, home = Cache(tmp_path), HostHome(GIB)
+    busy = [True, True, False]
+    monkeypatch.setattr(links, "measure_link", lambda *_, **__: report(busy=int(busy.pop(0))))
+    assert [known_link(home, cache).home.busy for _ in range(5)] == [1, 2, 0, 0, 0]
+
+
+def test_ops_alone_and_the_disk_show_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "was_busy", lambda _: True)
+    assert measure_link(HostHome(GIB), buffer_bytes=MIB).busy == 1
+    monkeypatch.setattr(links, "was_busy", lambda _: False)
+    assert measure_link(HostHome(GIB), buffer_bytes=MIB).busy == 0
+    told = iter([DiskCounters(0, 0), DiskCounters(MIB, GIB)])
+    monkeypatch.setattr(links, "read_disk", lambda _: next(told))
+    assert measure_link(DiskHome(tmp_path), buffer_bytes=MIB).busy == 1
 
 
 @pytest.mark.usefixtures("counted")

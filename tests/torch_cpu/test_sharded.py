@@ -39,6 +39,10 @@ def test_what_is_seen_between_steps_what_is_refused_and_a_process_that_ends(tmp_
     run_all("states", 2, tmp_path, (0, 3))
 
 
+def test_two_processes_leave_frozen_weights_out_of_a_checkpoint(tmp_path: Path) -> None:
+    run_all("frozen", 2, tmp_path)
+
+
 @pytest.mark.exhaustive
 def test_what_two_processes_save_three_load_and_so_does_plain_pytorch(tmp_path: Path) -> None:
     run_all("saving", 2, tmp_path)

@@ -240,6 +240,19 @@ def test_a_quick_plan_does_not_do_for_what_is_prepared(tmp_path: Path) -> None:
     assert after.planning_seconds == 0
 
 
+def test_a_plan_of_a_busy_machine_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = smallest("off") + MIB
+
+    def plans(*, is_busy: bool) -> bool:
+        monkeypatch.setattr(ops, "was_busy", lambda _: is_busy)
+        _, step = run(budget, tmp_path, split="off")
+        assert step.costs.is_busy == is_busy
+        return step.planning_seconds > 0
+
+    # Nothing is gained by another plan as long as the machine is busy.
+    assert [plans(is_busy=busy) for busy in (True, True, False, False)] == [True, False, True, False]
+
+
 def test_a_refusal_is_not_stored(tmp_path: Path) -> None:
     budget = smallest("off") - 64 * 1024
     for _ in range(2):

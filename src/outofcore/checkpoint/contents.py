@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,11 +30,30 @@ class SavedFile(Struct):
     crc32: _Count
 
 
+class OmittedParameter(Struct):
+    """A frozen parameter that was not saved, as far as a model that has it can be recognised."""
+
+    shape: list[_Count]
+    dtype: str
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> OmittedParameter:
+        return OmittedParameter(list(tensor.shape), str(tensor.dtype))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {tuple(self.shape)}"
+
+
 class SavedModel(Struct):
-    """A model in a checkpoint's index: which file its tensors are in, and further names, each with the first one."""
+    """A model in a checkpoint's index.
+
+    ``stem`` is of the file that has its tensors, ``aliases`` are further names of tensors with the first one, and
+    ``omitted`` by name the frozen parameters that were left out.
+    """
 
     stem: str
     aliases: dict[str, str]
+    omitted: dict[str, OmittedParameter] = {}
 
 
 class SavedGroup(Struct):
@@ -134,6 +154,27 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
             if buffer is not None:
                 persistent = name not in module._non_persistent_buffers_set
                 yield f"{path}.{name}" if path else name, buffer, persistent
+
+
+def untrained(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], written: Collection[torch.Tensor]
+) -> set[int]:
+    """Return the ids of frozen parameters whose bytes stay the same, as far as it can be seen.
+
+    ``written`` are tensors that steps write. A parameter that has a gradient or optimizer state is, or was, updated.
+    One that shares memory with a buffer or with a changing parameter changes with it.
+    """
+    frozen: dict[int, int] = {}
+    stateful = {id(parameter) for optimizer in optimizers for parameter, state in optimizer.state.items() if state}
+    changing = {storage_key(tensor) for tensor in (*written, *(b for model in models for b in model.buffers()))}
+    parameters = [p for model in models for p in model.parameters()]
+    for parameter in chain(parameters, *map(parameters_of, optimizers)):
+        has_gradient = parameter.requires_grad or (parameter.is_leaf and parameter.grad is not None)
+        if has_gradient or id(parameter) in stateful:
+            changing.add(storage_key(parameter))
+        else:
+            frozen[id(parameter)] = storage_key(parameter)
+    return {key for key, storage in frozen.items() if storage not in changing}
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -17,6 +17,8 @@ from outofcore.analysis import is_large
 from outofcore.capture.shards import Shard, Shards
 from outofcore.checkpoint.contents import (
     CPU_GENERATOR,
+    OmittedParameter,
+    SavedModel,
     SavedOptimizer,
     contents_of,
     generator_tensors,
@@ -75,7 +77,7 @@ class Checkpoint:
         faces: Faces | None,
         shards: Shards | None = None,
     ) -> None:
-        """Load everything.
+        """Load everything that was saved; frozen parameters that were left out stay as they are.
 
         Tensors that exist are overwritten in place; optimizer state and gradients that do not exist yet are allocated
         at home. Each process reads its range of sharded tensors (``shards``); who saved them, and whether they were
@@ -87,16 +89,12 @@ class Checkpoint:
             SpillError: the home has no room.
         """
         self._shards = shards
-        saved_models = self._index.models
         saved_optimizers = self._index.optimizers
-        self._check_counts(len(models), len(saved_models), "models")
+        fillings = self.targets_in(models)
         self._check_counts(len(optimizers), len(saved_optimizers), "optimizers")
-        fillings: list[tuple[str, Targets]] = []
         rest: Targets = {}
-        for number, (model, saved) in enumerate(zip(models, saved_models, strict=True)):
-            contents = contents_of(model)
-            fillings.append((saved.stem, self._model_targets(number, saved.stem, contents.tensors, saved.aliases)))
-            for name, tensor in contents.rest.items():
+        for number, model in enumerate(models):
+            for name, tensor in contents_of(model).rest.items():
                 if (key := f"buffer.{number}.{name}") in self._files["training"].entries:
                     rest[key] = tensor
         for number, (optimizer, saved) in enumerate(zip(optimizers, saved_optimizers, strict=True)):
@@ -129,6 +127,18 @@ class Checkpoint:
         restore_generators(generators)
         restore_plain_generators(self._index.generators, self.folder / INDEX)
         _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
+
+    def targets_in(self, models: Sequence[nn.Module]) -> list[tuple[str, Targets]]:
+        """Return the tensors of models to be filled, by the stem and the names of their files.
+
+        Raises ``InputError`` if the names differ, or a parameter that was left out is not there with its values.
+        """
+        saved = self._index.models
+        self._check_counts(len(models), len(saved), "models")
+        return [
+            (one.stem, self._model_targets(number, one, contents_of(model).tensors))
+            for number, (model, one) in enumerate(zip(models, saved, strict=True))
+        ]
 
     def _shard(self, parameter: torch.Tensor) -> Shard | None:
         return None if self._shards is None else self._shards.of(parameter)
@@ -171,24 +181,46 @@ class Checkpoint:
         if given != saved:
             raise InputError(f"the checkpoint in {self.folder} has {saved} {what}, and {given} were given")
 
-    def _model_targets(self, number: int, stem: str, own: Targets, aliases: dict[str, str]) -> Targets:
+    def _model_targets(self, number: int, model: SavedModel, own: Targets) -> Targets:
         """Return the tensors of a model by their names in the file, where other names may be tied."""
-        entries = self._files[stem].entries
-        targets: Targets = {}
+        known = self._files[model.stem].entries.keys() | model.omitted.keys()
+        met: Targets = {}
         for name, tensor in own.items():
-            saved = name if name in entries else aliases.get(name)
+            saved = name if name in known else model.aliases.get(name)
             if saved is None:
                 raise InputError(f"the checkpoint in {self.folder} has no {name}, which model {number} has")
-            if saved in targets:
+            if saved in met:
                 raise InputError(f"{name} and {saved} were one tensor when {self.folder} was saved, and are two now")
-            targets[saved] = self._target(tensor)
-        unknown = entries.keys() - targets.keys()
+            met[saved] = tensor
+            if saved in model.omitted:
+                self._check_omitted(f"{name} of model {number}", tensor, model.omitted[saved])
+        unknown = known - met.keys()
         if unknown:
             raise InputError(
                 f"the checkpoint in {self.folder} has {min(unknown)}, which model {number} has not; "
                 "give the model that was saved"
             )
-        return targets
+        return {name: self._target(tensor) for name, tensor in met.items() if name not in model.omitted}
+
+    def _check_omitted(self, what: str, parameter: torch.Tensor, saved: OmittedParameter) -> None:
+        """Refuse a parameter that was left out of the checkpoint unless it can be the one of then."""
+        given = OmittedParameter.of(parameter)
+        if given != saved:
+            raise InputError(
+                f"{what} is {given}, and was {saved} when {self.folder} was saved without frozen parameters; give the "
+                "model that it was saved from, with the same frozen weights"
+            )
+        if parameter.requires_grad:
+            raise InputError(
+                f"{what} requires gradients, and {self.folder} was saved without it, for it was frozen; freeze it by "
+                "requires_grad_(False), or load a checkpoint that was saved with frozen=True"
+            )
+        if parameter.is_meta and self._shard(parameter) is None:
+            raise InputError(
+                f"{what} is on the device meta, and {self.folder} was saved without it, for it was frozen; give the "
+                "frozen parameters their values first (outofcore.materialize(model, home=..., weights=...)), or load a "
+                "checkpoint that was saved with frozen=True"
+            )
 
     def _check_optimizer(self, number: int, optimizer: Optimizer, saved: SavedOptimizer) -> None:
         given = [len(group["params"]) for group in optimizer.param_groups]

@@ -14,18 +14,20 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 from torch import nn
 from torch.optim import Optimizer
 
 from outofcore.capture.shards import Shard, Shards, talking
 from outofcore.checkpoint.contents import (
     Index,
+    OmittedParameter,
     check_plain,
     contents_of,
     generator_tensors,
@@ -34,6 +36,7 @@ from outofcore.checkpoint.contents import (
     plain_generators,
     plain_settings,
     plain_state,
+    untrained,
 )
 from outofcore.checkpoint.tensor_files import BUFFER_BYTES, OutFile, bytes_of, header_for, new_buffer, pour
 from outofcore.errors import InputError, StateError, TransferError
@@ -72,23 +75,28 @@ def save_checkpoint(
     faces: Faces | None,
     extra: Any = None,
     shards: Shards | None = None,
+    *,
+    frozen: bool = True,
+    written: Collection[torch.Tensor] = (),
 ) -> None:
     """Write a checkpoint into a folder, which replaces an existing one once it is complete.
 
     ``faces`` are of the home where tensors may be; ``extra`` is plain data for JSON. All processes of ``shards`` call
-    this at once: the first writes whole tensors, and the others send their ranges, some MiB at a time.
+    this at once: the first writes whole tensors, and the others send their ranges, some MiB at a time. ``frozen`` False
+    leaves out frozen parameters that are not among those that steps have ``written`` (see ``untrained``).
 
     Raises:
         TransferError: a write or a read failed; the previous checkpoint is still complete.
         StateError: something cannot be saved, or another process is saving into the folder, or cannot go on.
     """
+    omitted = set[int]() if frozen else untrained(models, optimizers, written)
     if shards is None:
-        files, index = _contents(models, optimizers, extra, None)
+        files, index = _contents(models, optimizers, extra, None, omitted)
         _save(folder, files, index, faces, None)
         return
     together = Together(shards, faces)
     with shards.together("save the model"):
-        files, index = _contents(models, optimizers, extra, shards)
+        files, index = _contents(models, optimizers, extra, shards, omitted)
     files["training"] += together.generators()
     with shards.together("save the model"):
         if shards.rank:
@@ -98,9 +106,16 @@ def save_checkpoint(
 
 
 def _contents(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], extra: Any, shards: Shards | None
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    extra: Any,
+    shards: Shards | None,
+    omitted: Collection[int],
 ) -> tuple[dict[str, Named], dict[str, Any]]:
-    """Return the contents of each data file by its stem, and the plain data."""
+    """Return the contents of each data file by its stem, and the plain data.
+
+    ``omitted`` are ids of parameters that are left out.
+    """
 
     def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | Part:
         shard = None if shards is None else shards.of(parameter)
@@ -117,9 +132,12 @@ def _contents(
     for number, model in enumerate(models):
         contents = contents_of(model)
         stem = "model" if len(models) == 1 else f"model{number}"
-        files[stem] = [(name, part_of(tensor, tensor)) for name, tensor in contents.tensors.items()]
+        files[stem] = [
+            (n, part_of(tensor, tensor)) for n, tensor in contents.tensors.items() if id(tensor) not in omitted
+        ]
+        left_out = {n: OmittedParameter.of(tensor) for n, tensor in contents.tensors.items() if id(tensor) in omitted}
         _check_devices(number, [*files[stem], *contents.rest.items()])
-        described.append({"stem": stem, "aliases": contents.aliases})
+        described.append({"stem": stem, "aliases": contents.aliases, "omitted": to_builtins(left_out)})
         rest += [(f"buffer.{number}.{name}", tensor) for name, tensor in contents.rest.items()]
         for name, tensor in contents.tensors.items():
             shard = None if shards is None else shards.of(tensor)

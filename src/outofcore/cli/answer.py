@@ -15,6 +15,7 @@ from pathlib import Path
 from time import perf_counter
 
 from outofcore import planning
+from outofcore.busy import NOTE
 from outofcore.cli.options import Answers, ReportOptions
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
@@ -238,6 +239,7 @@ def _step_content(subject: Subject) -> dict[str, object]:
         "whole_budget": subject.whole_budget,
         "in_core_budget": subject.in_core_budget,
         "compute_seconds": subject.costs.compute_seconds,
+        "measured_while_busy": subject.costs.is_busy,
     }
 
 
@@ -385,7 +387,8 @@ def _heading(subject: Subject) -> list[str]:
 
 
 def _titles(subject: Subject) -> list[str]:
-    return [subject.title, *([f"SIMULATED: {subject.simulated}"] if subject.simulated else [])]
+    notes = [f"SIMULATED: {subject.simulated}"] if subject.simulated else []
+    return [subject.title, *notes, *([NOTE] if subject.costs.is_busy else [])]
 
 
 def _cell_content(subject: Subject, cell: Cell) -> dict[str, object]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outofcore.busy import NOTE
 from outofcore.costs import Costs, Home
 from outofcore.estimation.sweep import POINTS, insight
 from outofcore.graph import StepGraph
@@ -83,6 +84,7 @@ def _notes(step: ReportedStep) -> list[tuple[str, str]]:
     here = f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, {machine.kernel}"
     return [
         ("SIMULATED" if step.simulated else "machine", step.simulated or here),
+        *([("note", NOTE)] if step.costs.is_busy else []),
         *((f"link to {home.name}", _link(home)) for home in step.costs.homes),
         ("step", f"{len(graph.ops)} ops on {len(graph.storages)} storages"),
         ("plan", f"policy {planned.plan.policy}, {len(planned.program.instructions)} instructions"),

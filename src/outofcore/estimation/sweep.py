@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from outofcore import planning
+from outofcore.busy import NOTE
 from outofcore.costs import Costs, OpCost
 from outofcore.errors import BudgetError, GraphError
 from outofcore.graph import StepGraph
@@ -254,6 +255,7 @@ class Estimate:
             ("no slowdown from", format_bytes(self.lossless_budget)),
             ("nothing moves from", format_bytes(self.in_core_budget)),
             ("compute time", f"{format_seconds(self.compute_seconds)} per step"),
+            *([("note", NOTE)] if self.costs.is_busy else []),
         ]
 
     def _repr_html_(self) -> str:

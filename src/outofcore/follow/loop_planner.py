@@ -9,6 +9,7 @@ from collections import deque
 from outofcore._torch_internals import Feature, missing
 from outofcore.analysis import LARGE_BYTES
 from outofcore.background import BackgroundPlanner, PlanJob
+from outofcore.busy import Counters, read_loop_counters, was_busy
 from outofcore.follow.loop_plans import FollowedPlan, LoopPlans
 from outofcore.follow.observed import PlanMade
 from outofcore.follow.recipes import Recipes
@@ -25,6 +26,8 @@ _log = logging.getLogger("outofcore")
 _NICENESS = 10
 # What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
 _SPARE = 0.02
+# Where so many steps in a row are known, it is not read any more what other processes do: that may take a millisecond.
+_WATCHED_STEPS = 8
 # Plans that reports list: the last ones.
 _LISTED_PLANS = 8
 
@@ -45,6 +48,9 @@ class LoopPlanner:
         self._trial = RecomputeTrial(Recipes(space)) if recomputes and not missing(Feature.RECOMPUTE) else None
         self._reruns = 0  # until the last step ended
         self._remade = False  # whether there were any in the step that is being planned
+        self._counters: Counters | None = read_loop_counters()  # when the last step ended
+        self._unproposed = 0  # steps in a row that were not proposed
+        self._is_busy = False  # whether others held up the step that is being planned
         self.background: BackgroundPlanner[StepRecord] = BackgroundPlanner(_NICENESS)
         self.count = 0
         self.made: deque[PlanMade] = deque(maxlen=_LISTED_PLANS)
@@ -53,6 +59,8 @@ class LoopPlanner:
         """Follow the plan that is ready, if any, and plan the step that has ended, if it is proposed."""
         reruns = self._space.stats(steps=steps, plans=self.count).reruns
         remade, self._reruns = reruns > self._reruns, reruns
+        self._unproposed = 0 if is_proposed else self._unproposed + 1
+        is_busy = self._was_busy()
         if self._trial is not None:
             self._trial.step_ended()
         if (done := self.background.poll()) is not None:
@@ -62,12 +70,20 @@ class LoopPlanner:
                 _log.info("no plan of a step of %d ops: %s", record.ops, answer.reason)
             else:
                 schedule = schedule_of(record, planned.plan, planned.program)
-                plan = FollowedPlan(schedule, planned.plan.policy, planned.timeline.step_seconds)
+                plan = FollowedPlan(schedule, planned.plan.policy, planned.timeline.step_seconds, self._is_busy)
                 self._follow(record, plan, steps, answer.seconds)
                 self._store.keep(record, self._room, self._planned_by, plan)
         if is_proposed and not self.background.is_busy:
-            self._remade = remade
+            self._remade, self._is_busy = remade, is_busy
             self._plan(steps)
+
+    def _was_busy(self) -> bool:
+        """Return whether others held up the step that has ended, as far as that is known."""
+        before = self._counters
+        self._counters = read_loop_counters() if self._unproposed < _WATCHED_STEPS else None
+        if before is None or self._counters is None:
+            return False
+        return was_busy(self._counters - before, computes=False)  # a loop may wait for its data
 
     def _plan(self, steps: int) -> None:
         numbers = self._space.numbers("follow_proposal")
@@ -77,7 +93,9 @@ class LoopPlanner:
         kept = self._store.find(record, self._room, self._planned_by)
         if kept is not None:
             self._follow(record, kept, steps, 0.0)
-            return
+            if self._is_busy or not kept.is_busy:
+                return
+            _log.info("a step is planned again: its plan was made with times of a busy machine")
         # Rounded, so that a few small tensors do not change the plan.
         small = round_up(self._space.stats(steps=steps, plans=self.count).peak_small_bytes, LARGE_BYTES)
         budget = int((self._room - small) * (1 - _SPARE))

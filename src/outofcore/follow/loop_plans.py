@@ -25,15 +25,20 @@ class _File(Document):
     write: tuple[tuple[_Count, _Count], ...]
     offsets: tuple[tuple[_Count, _Count, _Count], ...]
     scratch: tuple[tuple[_Count, _Count], ...]
+    is_busy: bool = False
 
 
 @dataclass(frozen=True)
 class FollowedPlan:
-    """A schedule by ops of the record, the policy that made it, and the predicted seconds of a step."""
+    """A schedule by ops of the record, the policy that made it, and the predicted seconds of a step.
+
+    ``is_busy``: it was made with the times of a step during which the machine was busy with something else.
+    """
 
     schedule: Schedule
     policy: str
     seconds: float
+    is_busy: bool = False
 
 
 class LoopPlans:
@@ -51,13 +56,14 @@ class LoopPlans:
             pairs = (*schedule.leave, *schedule.fetch, *schedule.write, *((op, s) for op, s, _ in schedule.offsets))
             if any(op >= ops or s >= storages for op, s in pairs) or any(op >= ops for op, _ in schedule.scratch):
                 refuse(path, "$", "is of another step")
-            return FollowedPlan(schedule, found.policy, found.seconds)
+            return FollowedPlan(schedule, found.policy, found.seconds, found.is_busy)
 
         return self._store.find(_key(record, budget, policy), check)
 
     def keep(self, record: StepRecord, budget: int, policy: str, plan: FollowedPlan) -> None:
         by = plan.schedule
-        file = _File(_FORMAT, plan.policy, plan.seconds, by.leave, by.fetch, by.write, by.offsets, by.scratch)
+        lists = (by.leave, by.fetch, by.write, by.offsets, by.scratch)
+        file = _File(_FORMAT, plan.policy, plan.seconds, *lists, plan.is_busy)
         self._store.keep(_key(record, budget, policy), file)
 
 

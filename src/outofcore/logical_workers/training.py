@@ -375,7 +375,7 @@ class Elastic:
 
     # What lasts
 
-    def save(self, folder: str | Path, extra: Any = None) -> None:
+    def save(self, folder: str | Path, extra: Any = None, *, frozen: bool = True) -> None:
         """Save the training; all processes must call it, and process 0 writes.
 
         An existing checkpoint in the folder counts until the new one is complete, however a save ends. It holds models,
@@ -385,6 +385,7 @@ class Elastic:
         Args:
             folder: as for ``Step.save``. Every process that will load it must see it.
             extra: plain data of yours, such as a scheduler's state dict; that of process 0 counts.
+            frozen: False leaves out parameters that do not require gradients, as for ``Step.save``.
 
         Raises:
             StateError: something cannot be saved, or another process failed.
@@ -394,7 +395,7 @@ class Elastic:
         saved = SavedTraining.of(self._facts, self.steps, contexts, self._course)
         with self._processes.together("this save"):
             if self.rank == 0:
-                self.step.save(folder, extra=saved.extra(extra))
+                self.step.save(folder, extra=saved.extra(extra), frozen=frozen)
 
     def load(self, folder: str | Path, *, exact: bool = True) -> Any:
         """Continue from a checkpoint, with the current number of processes; all of them must call it.

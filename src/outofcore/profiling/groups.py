@@ -5,7 +5,8 @@ Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 20
 the bytes of an all-reduce among n processes, and half of that for what only gathers, scatters or broadcasts.
 
 Limits: waits of processes for each other are not included, and groups of the same size within one step are assumed to
-be alike.
+be alike. Whether the machine was busy (``busy``) is only told where it has two cores for each process: with fewer, the
+processes hold each other up.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import torch
 from msgspec import Meta
 
+from outofcore.busy import Watch, is_due, was_busy
 from outofcore.capture.captured import Captured
 from outofcore.capture.collectives import Collective
 from outofcore.capture.device_traits import wait_for
@@ -27,6 +29,7 @@ from outofcore.errors import GraphError
 from outofcore.jsonfile import convert_json
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.ops import OpProfile, machine_facts
+from outofcore.report.machine import this_machine
 from outofcore.units import MIB
 
 if TYPE_CHECKING:
@@ -48,6 +51,8 @@ class GroupCost:
 
     latency_s: Annotated[float, Meta(ge=0, le=1e6)]
     bytes_per_s: Annotated[float, Meta(gt=0)]  # that each process sends
+    busy: Annotated[int, Meta(ge=0, le=1 << 30)] = 0  # as for ``costs.OpCost``
+    measured_at: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # seconds since the epoch; 0 unless it is busy
 
     def seconds(self, collective: Collective) -> float:
         """Return the seconds of a collective that all processes start at once."""
@@ -62,19 +67,26 @@ def group_cost(group: ProcessGroup, device: torch.device, cache: Cache | None) -
     key = f"{torch.distributed.get_backend(group)}/{device.type}/{group.size()}"
     shelf = None if cache is None else cache.shelf("groups", machine_facts())
     kept: list[Any] = [None]
+    busy = 0
     if group.rank() == 0 and shelf is not None and (entry := shelf.read().get(key)) is not None:
         try:
-            kept = [convert_json(entry, GroupCost, shelf.path, f"$.entries.{key}")]
+            found = convert_json(entry, GroupCost, shelf.path, f"$.entries.{key}")
+            is_wanted = is_due(found.busy, time.time() - found.measured_at)
+            kept, busy = [None if is_wanted else found], found.busy
         except GraphError:
             kept = [None]
     torch.distributed.broadcast_object_list(kept, group=group, group_src=0)
     if kept[0] is not None:
         return kept[0]
-    found = [_measured(group, device)]
-    torch.distributed.broadcast_object_list(found, group=group, group_src=0)
+    with Watch() as watch:
+        cost = _measured(group, device)
+    if device.type == "cpu" and 2 * group.size() <= this_machine().cores and was_busy(watch.counted, computes=False):
+        cost = replace(cost, busy=busy + 1, measured_at=time.time())
+    told = [cost]
+    torch.distributed.broadcast_object_list(told, group=group, group_src=0)
     if group.rank() == 0 and shelf is not None:
-        shelf.write({key: asdict(found[0])})
-    return found[0]
+        shelf.write({key: asdict(told[0])})
+    return told[0]
 
 
 def _measured(group: ProcessGroup, device: torch.device) -> GroupCost:
@@ -107,6 +119,6 @@ def with_collectives(
     found = list(profiles)
     for index, call in enumerate(captured.calls):
         if isinstance(call.func, Collective) and call.func.group.size() in costs:
-            seconds = costs[call.func.group.size()].seconds(call.func)
-            found[index] = replace(found[index], cost=OpCost(seconds))
+            cost = costs[call.func.group.size()]
+            found[index] = replace(found[index], cost=OpCost(cost.seconds(call.func), busy=cost.busy))
     return tuple(found)

@@ -22,6 +22,7 @@ from typing import Annotated
 import torch
 from msgspec import Meta, Struct
 
+from outofcore.busy import Watch, is_due, read_disk, was_busy, was_disk_busy
 from outofcore.costs import LEAST_PART, Home
 from outofcore.errors import GraphError
 from outofcore.execution.arena import Memory
@@ -74,6 +75,7 @@ class LinkReport:
         compute_alone_s: seconds of the ops, alone.
         compute_single_s: concurrently with copies one way, the median of both ways.
         compute_both_s: concurrently with copies both ways.
+        busy: as for ``costs.OpCost``.
     """
 
     name: str
@@ -85,6 +87,7 @@ class LinkReport:
     compute_alone_s: _Seconds
     compute_single_s: _Seconds
     compute_both_s: _Seconds
+    busy: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
 
     @property
     def contention(self) -> float:
@@ -116,6 +119,7 @@ class LinkReport:
             self.contention,
             self.compute_slowdown,
             self.contention_out,
+            self.busy,
         )
 
 
@@ -165,16 +169,20 @@ def known_link(
     if cache is None:
         return measure_link(home, buffer_bytes=size, driver=driver)
     shelf, key = _shelf(cache, device), f"{home.identity}/{size}"
-    kept, where = shelf.read().get(key), f"$.entries.{key}"
+    kept, where, busy = shelf.read().get(key), f"$.entries.{key}", 0
     if kept is not None:
         try:
-            if 0 <= time.time() - convert_json(kept, _Measured, shelf.path, where).measured_at < _FRESH_SECONDS:
-                # How much room there is may have changed.
+            age = time.time() - convert_json(kept, _Measured, shelf.path, where).measured_at
+            if 0 <= age < _FRESH_SECONDS:
                 found = convert_json(kept, LinkReport, shelf.path, where)
-                return replace(found, name=home.name, capacity=home.capacity)
+                if not is_due(found.busy, age):
+                    # How much room there is may have changed.
+                    return replace(found, name=home.name, capacity=home.capacity)
+                busy = found.busy
         except GraphError as error:
             _log.warning("the link is measured anew: %s", error)
     report = measure_link(home, buffer_bytes=size, driver=driver)
+    report = replace(report, busy=busy + 1) if report.busy else report
     shelf.write({key: {"measured_at": time.time(), **asdict(report)}})
     return report
 
@@ -246,12 +254,18 @@ def measure_link(
         TransferError: a copy failed.
     """
     size = round_up(buffer_bytes, PAGE_BYTES)
+    folder = home.directory if isinstance(home, DiskHome) else None
     with Deferred("the measurement of a link"):
         slots = home.reserve(size), home.reserve(size)
+        disk = None if folder is None else read_disk(folder)
         if driver is None:
-            return _measured(home, size, seconds / 6, _host_bench(home, slots, size, compute))
-        with _device_bench(driver, home, slots, size, compute) as bench:
-            return _measured(home, size, seconds / 6, bench)
+            report = _measured(home, size, seconds / 6, _host_bench(home, slots, size, compute))
+        else:
+            with _device_bench(driver, home, slots, size, compute) as bench:
+                # A device's own clock counts nothing that others do to the cores.
+                report = replace(_measured(home, size, seconds / 6, bench), busy=0)
+        is_marked = report.busy or (folder is not None and was_disk_busy(disk, read_disk(folder)))
+        return replace(report, busy=int(is_marked))
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,7 +301,13 @@ def _measured(home: HomeStore, size: int, part: float, bench: _Bench) -> LinkRep
     latency = statistics.median(t for page in pages for t in bench.times((page,), 0.0, _LATENCY_COPIES)[0])
     # In turn, several times over: what else runs for a while would else seem to be what copies take from ops.
     series = ((work,), (put,), (get,), (work, put), (work, get), (work, put, get))
-    rounds = [[bench.times(actions, part / _ROUNDS, 1) for actions in series] for _ in range(_ROUNDS)]
+    rounds: list[list[list[list[float]]]] = []
+    watch = Watch()
+    for _ in range(_ROUNDS):
+        # Beside copies, the own threads want more cores than there may be.
+        with watch:
+            alone = bench.times(series[0], part / _ROUNDS, 1)
+        rounds.append([alone, *(bench.times(actions, part / _ROUNDS, 1) for actions in series[1:])])
 
     def copying(which: int, action: int) -> float:
         return statistics.median(t for one in rounds for t in one[which][action])
@@ -313,6 +333,7 @@ def _measured(home: HomeStore, size: int, part: float, bench: _Bench) -> LinkRep
         compute_alone_s=compute_s,
         compute_single_s=(with_out[0] + with_in[0]) / 2,
         compute_both_s=both[0],
+        busy=int(was_busy(watch.counted)),
     )
 
 

@@ -4,6 +4,9 @@ Ops of one family (same target, shapes, strides, dtypes and constants) cost the 
 idea of FamilySeer, arXiv 2201.00194). Nothing of the user's is touched, and a model whose step does not fit is measured
 all the same: only one op is in memory at a time.
 
+While other processes want the cores, measured times are too long (``busy``): such repetitions are left out, and an op
+that was held up is marked, and measured again by later calls.
+
 The cache keeps families of PyTorch's own operators and optimizers: those of the user's may change while their names do
 not. Limits: an op whose speed depends on its inputs' values is measured for those of scratch tensors (``scratch``).
 """
@@ -16,7 +19,7 @@ import logging
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
+from time import perf_counter, thread_time, time
 from typing import Annotated, Literal
 
 import torch
@@ -24,6 +27,7 @@ from msgspec import Meta, Struct
 
 from outofcore import _torch_internals as internals
 from outofcore.analysis import LARGE_BYTES, SMALL_ALIGNMENT, is_large, placed_bytes
+from outofcore.busy import Watch, is_due, typical_seconds, was_busy
 from outofcore.capture.captured import Call, Captured
 from outofcore.capture.optimizers import PIECE_ELEMENTS
 from outofcore.capture.patching import TURN
@@ -178,9 +182,7 @@ class _Bench:
         known = kept.find(op, timed=measure_time, first=first_differs, results=len(call.results))
         if known is not None:
             return known
-        profile = self._measured(op, call, measure_time)
-        kept.add(op, profile, timed=measure_time)
-        return profile
+        return kept.add(op, self._measured(op, call, measure_time), timed=measure_time)
 
     def _measured(self, op: Op, call: Call, measure_time: bool) -> OpProfile:
         failed: Exception | None = None
@@ -189,7 +191,8 @@ class _Bench:
                 try:
                     first = self._record(op, call.rehearse_first, contents) if call.rehearse_first is not None else None
                     requests = self._record(op, call.rehearse or call.func, contents)
-                    seconds = self._time(op, requests, contents) if measure_time else 0.0
+                    with Watch() as watch:
+                        seconds = self._time(op, requests, contents) if measure_time else 0.0
                 except (OutOfCoreError, MemoryError):
                     raise
                 except Exception as error:
@@ -197,7 +200,9 @@ class _Bench:
                     failed = failed or error
                     continue
                 workspace = max(requests.workspace_bytes, first.workspace_bytes if first else 0)
-                return OpProfile(OpCost(seconds, workspace), requests, first)
+                # What others do to the cores, a device's own clock does not count.
+                is_busy = measure_time and self._backend.timer is None and was_busy(watch.counted)
+                return OpProfile(OpCost(seconds, workspace, int(is_busy)), requests, first)
             raise _unmeasurable(op, failed) from failed
         finally:
             del failed  # its traceback refers to this frame, and to what the op worked on
@@ -301,13 +306,13 @@ class _Bench:
         func = self._captured.calls[op.id].rehearse or run.func
         table = ScopeTable(arena, planned)
 
-        def call() -> float:
+        def call() -> tuple[float, float]:
             # Whatever happens, the thread does not stay in a scope of a table that is soon gone.
             try:
                 table.begin(0)
-                start = perf_counter()
+                cpu, start = thread_time(), perf_counter()
                 out = func(*run.args, **run.kwargs)
-                taken = perf_counter() - start
+                taken = perf_counter() - start, thread_time() - cpu
                 del out
                 return taken
             finally:
@@ -316,14 +321,14 @@ class _Bench:
         if self._backend.timer is not None:
             with internals.below_autograd():
                 return self._backend.timer(call)
-        seconds: list[float] = []
+        runs: list[tuple[float, float]] = []
         with internals.below_autograd():
-            while len(seconds) <= _REPEATS and (len(seconds) < 3 or sum(seconds[1:]) < _ENOUGH_SECONDS):
-                seconds.append(call())
-                if seconds[0] > _LONG_SECONDS:
+            while len(runs) <= _REPEATS and (len(runs) < 3 or sum(wall for wall, _ in runs[1:]) < _ENOUGH_SECONDS):
+                runs.append(call())
+                if runs[0][0] > _LONG_SECONDS:
                     break
         # The first run fills caches, which matters little to one that is long; the recording has faulted pages in.
-        return statistics.median(seconds[1:] or seconds)
+        return typical_seconds(runs[1:] or runs)
 
 
 def _unmeasurable(op: Op, error: Exception | None) -> CaptureError:
@@ -388,9 +393,10 @@ class KeptProfiles:
         self._shelf = None if cache is None else op_shelf(cache, device)
         self._known = {} if self._shelf is None else self._shelf.read()
         self._new: dict[str, object] = {}
+        self._again: dict[str, OpCost] = {}  # what is measured again
 
     def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
-        """Return the profile of an op's family; None where there is none, or it is damaged.
+        """Return the profile of an op's family; None where there is none, it is damaged, or it is to be measured again.
 
         ``first``: its first run allocates differently from later ones. ``results`` is the number of tensors that it
         returns, if known.
@@ -411,12 +417,20 @@ class KeptProfiles:
             return None
         if (timed and kept.seconds is None) or first != (profile.first_requests is not None):
             return None
+        if timed and is_due(kept.busy, time() - kept.measured_at):
+            self._again[_key(op)] = profile.cost
+            return None
         return profile
 
-    def add(self, op: Op, profile: OpProfile, *, timed: bool) -> None:
-        """Add a new measurement."""
+    def add(self, op: Op, profile: OpProfile, *, timed: bool) -> OpProfile:
+        """Add a new measurement; return it, with the shortest of its times as long as the machine is busy."""
+        before = self._again.get(_key(op))
+        if before is not None and profile.cost.busy:
+            cost = replace(profile.cost, seconds=min(before.seconds, profile.cost.seconds), busy=before.busy + 1)
+            profile = replace(profile, cost=cost)
         if self._shelf is not None and is_keepable(op):
             self._new[_key(op)] = _Kept.of(profile, timed=timed)
+        return profile
 
     def save(self) -> None:
         if self._shelf is not None:
@@ -499,12 +513,17 @@ class _KeptRequests(Struct):
 
 
 class _Kept(Struct, omit_defaults=True):
-    """A profile in the cache; without seconds only memory was measured."""
+    """A profile in the cache; without seconds only memory was measured.
+
+    ``busy`` is as for ``OpCost``; ``measured_at`` is seconds since the epoch, and 0 unless it is busy.
+    """
 
     seconds: _Seconds | None
     workspace_bytes: _Bytes
     requests: _KeptRequests
     first_requests: _KeptRequests | None = None
+    busy: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
+    measured_at: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
 
     def __post_init__(self) -> None:
         if max(self.requests.bytes, self.first_requests.bytes if self.first_requests else 0) > self.workspace_bytes:
@@ -518,9 +537,11 @@ class _Kept(Struct, omit_defaults=True):
             profile.cost.workspace_bytes,
             _KeptRequests.of(profile.requests),
             None if first is None else _KeptRequests.of(first),
+            profile.cost.busy,
+            time() if profile.cost.busy else 0.0,
         )
 
     def profile(self) -> OpProfile:
         first = self.first_requests
-        cost = OpCost(self.seconds or 0.0, self.workspace_bytes)
+        cost = OpCost(self.seconds or 0.0, self.workspace_bytes, self.busy)
         return OpProfile(cost, self.requests.requests(), None if first is None else first.requests())
