@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from inspect import signature
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import nn, optim
 from outofcore._torch_internals import tree_flatten
 from outofcore.cli.config_fields import QUANTISED, check_dtype, check_sizes, quantisation_of
 from outofcore.errors import InputError, is_out_of_memory
+from outofcore.estimation.repeating import KEPT, Stack
 from outofcore.options import UserStep
 
 _INSTALL = "pip install transformers"
@@ -53,6 +54,8 @@ _SEQUENCE = 1024
 # Fields of which a configuration that leaves them out is of another model than people think.
 _SHAPES = ("hidden_size", "d_model", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
+# Layers that take turns do so after this many at most.
+_PERIOD = 8
 # Of speech models, of which a frame is 10 ms; transformers keeps that beside the configuration.
 _SAMPLES_PER_S = 16_000
 
@@ -116,7 +119,7 @@ class Training:
         checkpointing: whether layers are recomputed in the backward pass.
         amp: whether the forward pass runs under autocast to bfloat16.
         clip: the maximal norm of all gradients; None: no clipping.
-        layers: keep only this many of each stack of equal layers.
+        blocks: keep only this many of each stack of layers that are alike.
     """
 
     batch: int = 8
@@ -127,7 +130,7 @@ class Training:
     checkpointing: bool = False
     amp: bool = False
     clip: float | None = None
-    layers: int | None = None
+    blocks: int | None = None
 
     @property
     def trains(self) -> bool:
@@ -179,7 +182,8 @@ class ConfiguredStep:
     """The step of a model that is known by its configuration.
 
     It processes ``items`` of ``unit``. ``sequence`` is the tokens of a sample, None if it reads none; ``trained`` the
-    number of trained parameters. Other fields are as for ``PlainStep``; ``notes`` are for the reader of the answer.
+    number of trained parameters. ``stacks`` are the layers that are alike, as in the whole model. Other fields are as for
+    ``PlainStep``; ``notes`` are for the reader of the answer.
     """
 
     user: UserStep[..., Any]
@@ -191,6 +195,7 @@ class ConfiguredStep:
     parameters: int
     trained: int
     notes: tuple[str, ...]
+    stacks: tuple[Stack, ...] = ()
 
 
 @contextmanager
@@ -391,12 +396,15 @@ def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
     _check(found, training)
     dtype = dtype_of(found, training)
     model = _built(found, training, dtype)
-    if training.layers is not None:
-        _shorten(model, training.layers)
+    stacks = stacks_of(model, found.config)
+    if training.blocks is not None:
+        for stack in stacks:
+            del cast("nn.ModuleList", model.get_submodule(stack.path))[stack.first + stack.period * training.blocks :]
     length = length_of(found, training)
     batch, unit, items = _inputs(found, model, training, dtype, length)
     if training.lora is not None:
         model = _adapted(model, training.lora)
+        stacks = [replace(stack, path=f"base_model.model.{stack.path}") for stack in stacks]
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     optimizers: list[optim.Optimizer] = []
@@ -432,6 +440,7 @@ def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
         counted,
         learnt if training.trains else 0,
         tuple(notes),
+        tuple(stacks),
     )
 
 
@@ -495,27 +504,69 @@ def _built(found: ModelConfig, training: Training, dtype: torch.dtype) -> nn.Mod
     return model
 
 
-def stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Return the stacks of a model with their paths: lists of layers of one class with the same parameter shapes.
+def stacks_of(model: nn.Module, config: Any) -> list[Stack]:
+    """Return the stacks of a model: lists of layers, of which those from some layer on are alike, or take turns.
 
-    Lists within the layers of a stack, such as experts, are left out.
+    Lists within the layers of a stack, such as experts, are left out, and stacks that are no deeper than a shallow model.
     """
-    found: list[tuple[str, nn.ModuleList]] = []
+    found: list[Stack] = []
     for path, module in model.named_modules():
-        within = any(path.startswith(f"{outer}.") for outer, _ in found)
-        if isinstance(module, nn.ModuleList) and not within and len({_shape_of(layer) for layer in module}) == 1:
-            found.append((path, module))
+        if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{stack.path}.") for stack in found):
+            kinds = _kinds_of(list(module), config)
+            found += [stack for stack in [_stack_of(path, kinds)] if stack is not None]
     return found
 
 
-def _shape_of(layer: nn.Module) -> tuple[object, ...]:
-    return type(layer), *((name, p.shape, p.dtype) for name, p in layer.named_parameters())
+def _stack_of(path: str, kinds: Sequence[int]) -> Stack | None:
+    """Return the stack of layers of these kinds that takes the fewest layers to show."""
+    count, best = len(kinds), None
+    fewest = count
+    for first in range(count):
+        for period in range(1, _PERIOD + 1):
+            blocks = (count - first) // period
+            start = count - blocks * period
+            if start + KEPT * period < fewest and all(
+                kinds[at] == kinds[at + period] for at in range(first, count - period)
+            ):
+                best, fewest = Stack(path, start, period, blocks), start + KEPT * period
+    return best
 
 
-def _shorten(model: nn.Module, layers: int) -> None:
-    """Keep only the first layers of each stack."""
-    for _, stack in stacks(model):
-        del stack[layers:]
+def _kinds_of(layers: Sequence[nn.Module], config: Any) -> list[int]:
+    """Return a number for each layer, the same for those that are alike in all but their own number."""
+    parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))]
+    listed = [
+        values
+        for part in parts
+        for values in vars(part).values()
+        if isinstance(values, list | tuple) and len(cast("Sequence[Any]", values)) == len(layers)
+    ]
+    described = [
+        _described(layer) | {("", str(number)): repr(values[at]) for number, values in enumerate(listed)}
+        for at, layer in enumerate(layers)
+    ]
+    first = described[0] if described else {}
+    numbered = {
+        key
+        for key, value in first.items()
+        if isinstance(value, int) and all(each.get(key) == value + at for at, each in enumerate(described))
+    }
+    kinds: dict[tuple[object, ...], int] = {}
+    told = (tuple((key, value) for key, value in each.items() if key not in numbered) for each in described)
+    return [kinds.setdefault(each, len(kinds)) for each in told]
+
+
+def _described(layer: nn.Module) -> dict[tuple[str, str], object]:
+    """Return what tells a layer from others: its modules with their settings, and the shapes of its tensors."""
+    found: dict[tuple[str, str], object] = {}
+    for path, module in layer.named_modules():
+        found[path, ""] = type(module)
+        for name, value in vars(module).items():
+            if value is None or isinstance(value, bool | int | float | str):
+                found[path, name] = value
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            found[path, name] = tuple(tensor.shape), tensor.dtype
+    return found
 
 
 def _adapted(model: nn.Module, rank: int) -> nn.Module:
