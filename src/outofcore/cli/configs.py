@@ -182,7 +182,7 @@ class ConfiguredStep:
     """The step of a model that is known by its configuration.
 
     It processes ``items`` of ``unit``. ``sequence`` is the tokens of a sample, None if it reads none; ``trained`` the
-    number of trained parameters. ``stacks`` are the layers that are alike, as in the whole model. Other fields are as for
+    number of trained parameters. ``warning`` is what has to be known before all else, if not empty. ``stacks`` are the layers that are alike, as in the whole model. Other fields are as for
     ``PlainStep``; ``notes`` are for the reader of the answer.
     """
 
@@ -195,6 +195,7 @@ class ConfiguredStep:
     parameters: int
     trained: int
     notes: tuple[str, ...]
+    warning: str = ""
     stacks: tuple[Stack, ...] = ()
 
 
@@ -370,19 +371,18 @@ def _labels_of(kind: type[nn.Module]) -> Labels:
 
 
 def dtype_of(found: ModelConfig, training: Training) -> torch.dtype:
-    """Return the dtype of parameters, requested or configured; refuse one that cannot be trained."""
+    """Return the dtype of parameters, requested or configured; refuse one that cannot be trained.
+
+    Weights that are stored quantised are planned for as plain ones; in bfloat16 if no dtype to compute in is configured.
+    """
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
             raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
         return _DTYPES[training.dtype]
     given = getattr(found.config, "dtype", None) or getattr(found.text, "dtype", None) or torch.float32
     named = getattr(torch, given, None) if isinstance(given, str) else given
-    if found.quantised:
-        raise InputError(
-            f"{found.path}: by {found.quantised} the weights are stored quantised, and such layers are not planned "
-            "for: the bytes would be wrong. Give --dtype bf16 to plan for the model with plain weights, or write a "
-            "function that builds your step, and give it as my_script.py:build"
-        )
+    if found.quantised and named not in _DTYPES.values():
+        return torch.bfloat16
     if named not in _DTYPES.values():
         raise InputError(f"{found.path}: the dtype {given} is none that models are trained in; give --dtype bf16")
     return cast("torch.dtype", named)
@@ -414,8 +414,6 @@ def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
     else:
         model.eval()
     notes = list(found.notes)
-    if found.quantised:
-        notes.append(f"{found.quantised} is left out: this is the model with plain weights, as --dtype says")
     if found.labels is Labels.NONE and training.trains:
         notes.append(f"{found.kind.__name__} has no loss of its own: the mean of its first result stands in for one")
     step = _training_step(model, optimizers, training) if training.trains else _forward_step(model)
@@ -440,8 +438,20 @@ def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
         counted,
         learnt if training.trains else 0,
         tuple(notes),
+        _warning(found, training, dtype),
         tuple(stacks),
     )
+
+
+def _warning(found: ModelConfig, training: Training, dtype: torch.dtype) -> str:
+    """Return what is to be said of a model whose weights are stored quantised."""
+    if not found.quantised:
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    rest = "the quantised model needs less memory, and its link moves less"
+    if training.trains and training.lora is None:
+        rest = "weights that stay quantised cannot be trained, only adapters on them: see --lora"
+    return f"NOT AS QUANTISED: the file says {found.quantised}, and all that follows is of plain weights in {name}; {rest}"
 
 
 def _how(training: Training, dtype: torch.dtype, parameters: int, trained: int) -> str:

@@ -39,8 +39,9 @@ from outofcore.units import format_bytes, format_seconds
 # What is planned for here is to be known in seconds: one linear program, and few attempts to place what it says. A plan
 # for training is made anyway, with more effort.
 SWIFT = replace(QUICK, rounds=1, placed=2, tuned=0, passes=3)
-# In steps of more ops nothing but the linear program says what to compute again: other searches take longer than all else.
-_LONG = 3000
+# In steps of more ops nothing but the linear program says what to compute again, unless the plan takes so many times as
+# long as no plan beats: other searches take longer than all else.
+_LONG, _FAR = 3000, 2.0
 # Into how many pieces logits and loss are cut where that is asked about.
 _PIECES = 8
 
@@ -177,6 +178,7 @@ class Fit:
     batch: Largest | None
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
+    warning: str = ""
     took_seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -327,6 +329,7 @@ def fit(
         batch=batch,
         changes=tuple(sorted(changes, key=partial(_rank, need, limit))),
         notes=step.notes,
+        warning=step.warning,
         took_seconds=perf_counter() - start,
     )
 
@@ -357,12 +360,15 @@ def _planned(
     try:
         params = replace(SWIFT, shares=()) if len(graph.ops) > _LONG else SWIFT
         planned = planning.plan_step(graph, costs, budget, policy, params=params)
+        if card is None:
+            return Planned(budget, True)
+        bound = bounds.get(budget) or _bound(graph, costs, budget)
+        if params is not SWIFT and planned.timeline.step_seconds > _FAR * bound:
+            other = planning.plan_step(graph, costs, budget, policy, params=SWIFT)
+            planned = min(planned, other, key=lambda found: found.timeline.step_seconds)
     except BudgetError as error:
         return Planned(budget, False, reason=str(error))
-    if card is None:
-        return Planned(budget, True)
     seconds = planned.timeline.step_seconds
-    bound = bounds.get(budget) or _bound(graph, costs, budget)
     report = step_report(graph, planned.plan, planned.program, planned.timeline, budget)
     rate = items / seconds if seconds else None
     return Planned(budget, True, seconds, rate, report.bytes_out, report.bytes_in, min(bound, seconds))
@@ -542,7 +548,7 @@ def content_of(found: Fit) -> dict[str, object]:
         "longest_sequence": None if found.longest is None else asdict(found.longest),
         "largest_batch": None if found.batch is None else asdict(found.batch),
         "changes": [asdict(change) for change in found.changes],
-        "notes": list(found.notes),
+        "notes": [*([found.warning] if found.warning else []), *found.notes],
         "took_seconds": found.took_seconds,
     }
 
@@ -562,7 +568,7 @@ def text_of(found: Fit) -> str:
         rows.append(("longest sequence", _largest_text(found.longest, "tokens")))
     if found.batch is not None:
         rows.append(("largest batch", _largest_text(found.batch, "samples")))
-    parts = [found.title]
+    parts = [found.title, *([found.warning] if found.warning else [])]
     if found.device is not None:
         parts.append(f"SIMULATED: {found.device.describe()}")
     parts.append("\n".join(f"  {name:<18} {value}" for name, value in rows))

@@ -18,8 +18,9 @@ import typer
 
 from outofcore.errors import InputError, OutOfCoreError, is_out_of_memory
 from outofcore.policies import POLICIES, policy_of
-from outofcore.presets import devices
-from outofcore.units import parse_bytes
+from outofcore.presets import Number, devices
+from outofcore.report import columns
+from outofcore.units import format_bytes, parse_bytes
 
 Command = Callable[..., None]
 
@@ -124,6 +125,26 @@ class Places:
         refuse((both, "--no-cache", "give one of --cache and --no-cache"))
 
 
+def _listing(value: str) -> str:
+    """Print the devices that may be simulated, where they are asked for."""
+    if value != "list":
+        return value
+    rows = [("device", "memory", "to the host", "16 bits", "tf32", "fp32", "name")]
+    for preset in devices():
+        rates = (preset.flops.get(number) for number in (Number.HALF, Number.TF32, Number.FP32))
+        rows.append(
+            (
+                preset.key,
+                format_bytes(preset.memory_bytes),
+                f"{preset.in_bytes_per_s / 1e9:g} GB/s",
+                *("-" if rate is None else f"{rate / 1e12:g} TFLOPS" for rate in rates),
+                preset.name,
+            )
+        )
+    typer.echo(columns(rows))
+    raise typer.Exit
+
+
 @dataclass(frozen=True)
 class PlannedPlaces(Places):
     """The same for a step that may be planned for a device that is not here."""
@@ -133,8 +154,9 @@ class PlannedPlaces(Places):
         typer.Option(
             "--device",
             "--gpu",  # as it was called first
+            callback=_listing,
             help="Where the step runs: cpu, cuda or cuda:0, where it is measured; or a device that need not be here "
-            f"and is simulated: {', '.join(d.key for d in devices())}.",
+            "and is simulated: such as rtx4090 (list prints all), or by numbers '24GiB, 80 TFLOPS, 25 GB/s'.",
         ),
     ] = "cpu"
 

@@ -367,7 +367,8 @@ class _Blocks:
         graph, stack = self._graph, self._stack
         storages: list[Storage] = []
         new: dict[tuple[object, int | None], int] = {}
-        for s, k in self._storage_order(count):
+        blocks, roles = [self._block[s.id] for s in graph.storages], [self._role.get(s.id) for s in graph.storages]
+        for s, k in _order(blocks, roles, count, strict=False) or ():
             old = graph.storages[s]
             by = self._shift(self._block[s], k, count)
             new[s if k is None else self._role[s], k] = len(storages)
@@ -445,27 +446,15 @@ class _Blocks:
             return k - _ONE
         return count - 2 if block == _LAST else 0
 
-    def _storage_order(self, count: int) -> list[tuple[int, int | None]]:
-        blocks = [self._block[s.id] for s in self._graph.storages]
-        found = _order(blocks, [self._role.get(s.id) for s in self._graph.storages], count)
-        if found is not None:
-            return found
-        order: list[tuple[int, int | None]] = []
-        for s, block in enumerate(blocks):
-            if block == _ONE:
-                order += [(s, k) for k in range(1, count + 1)]
-            elif block != _TWO:
-                order.append((s, None))
-        return order
-
 
 def _order(
-    blocks: Sequence[int | None], roles: Sequence[object], count: int
+    blocks: Sequence[int | None], roles: Sequence[object], count: int, *, strict: bool = True
 ) -> list[tuple[int, int | None]] | None:
     """Return the order of items with ``count`` blocks instead of the two in the middle; None if those do not match.
 
     Items are by index, with the number of the block (from one on) for those of the middle, of which the first stands
-    for all. Block two follows block one or comes before it, so the others follow one another in the same direction.
+    for all. Block two follows block one or comes before it, so the others follow one another in the same direction. If
+    not ``strict``, items that do not match item by item are taken where block one has them.
     """
     found: list[tuple[int, int | None]] = []
     at, total = 0, len(blocks)
@@ -484,7 +473,12 @@ def _order(
             continue
         other = end_of(end) if end < total else end
         if end == total or blocks[end] != _ONE + _TWO - block or list(roles[at:end]) != list(roles[end:other]):
-            return None
+            if strict:
+                return None
+            if block == _ONE:
+                found += [(item, k) for k in range(1, count + 1) for item in range(at, end)]
+            at = end
+            continue
         one = range(at, end) if block == _ONE else range(end, other)
         ks = range(1, count + 1) if block == _ONE else range(count, 0, -1)
         found += [(item, k) for k in ks for item in one]
