@@ -191,8 +191,8 @@ def _by_numbers(text: str) -> Device:
     parts = [part.strip() for part in text.split(",")]
     if len(parts) not in (3, 4) or (len(parts) == 4 and not parts[3].endswith("memory")):
         raise InputError(
-            f"cannot read {text!r} as a device: it takes its memory, its TFLOPS and the rate of its link to the host, such "
-            f"as {_EXAMPLE!r}, and then if you like the rate of its own memory, such as '1000 GB/s memory'"
+            f"cannot read {text!r} as a device: it takes its memory, its TFLOPS and the rate of its link to the host, "
+            f"such as {_EXAMPLE!r}, and then if you like the rate of its own memory, such as '1000 GB/s memory'"
         )
     memory = parse_bytes(parts[0])
     flops = _quantity(text, parts[1], _FLOPS, "TFLOPS, such as '80 TFLOPS'")
@@ -213,7 +213,8 @@ def _quantity(text: str, part: str, units: dict[str, float], wanted: str) -> flo
     unit = None if match is None else units.get(match[2].upper())
     if match is None or unit is None or not 0 < float(match[1]) < 1e6:
         raise InputError(
-            f"cannot read {part!r} in the device {text!r}: here stands {wanted}; a device is described such as {_EXAMPLE!r}"
+            f"cannot read {part!r} in the device {text!r}: here stands {wanted}; a device is described such as "
+            f"{_EXAMPLE!r}"
         )
     return float(match[1]) * unit
 

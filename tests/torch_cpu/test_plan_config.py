@@ -400,7 +400,11 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "con
     [
         ({"quantization_config": GPTQ, "torch_dtype": "float16"}, "quantization_config (gptq, 4 bits)", torch.float16),
         ({"quantization_config": AWQ, "dtype": "float16"}, "quantization_config (awq, 4 bits)", torch.float16),
-        ({"quantization_config": NF4, "dtype": "bfloat16"}, "quantization_config (bitsandbytes, 4 bits)", torch.bfloat16),
+        (
+            {"quantization_config": NF4, "dtype": "bfloat16"},
+            "quantization_config (bitsandbytes, 4 bits)",
+            torch.bfloat16,
+        ),
         ({"quantization_config": {"load_in_8bit": True}}, "(bitsandbytes, 8 bits)", torch.float32),
         ({"quantization_config": FP8, "dtype": "float8_e4m3fn"}, "quantization_config (fp8)", torch.bfloat16),
         ({"quantization_config": MXFP4, "dtype": "bfloat16"}, "quantization_config (mxfp4)", torch.bfloat16),
@@ -419,11 +423,13 @@ def test_a_quantised_configuration_is_planned_with_plain_weights(
     assert "--lora" in step.warning
 
 
-def test_the_second_line_says_that_weights_are_planned_plain(tmp_path: Path) -> None:
+def test_the_first_lines_say_that_weights_are_planned_plain(tmp_path: Path) -> None:
     path = written(tmp_path, {**LLAMA, "quantization_config": GPTQ})
-    lines = asked(path, "--batch", "2", "--sequence", "32", "--dtype", "bf16", "--optimizer", "none").output.splitlines()
-    assert lines[1].startswith("NOT AS QUANTISED: the file says quantization_config (gptq, 4 bits)")
-    told = answered(path, "--batch", "2", "--sequence", "32", "--optimizer", "none")
+    how = ("--batch", "2", "--sequence", "32", "--optimizer", "none")
+    lines = asked(path, *how).output.splitlines()
+    assert lines[0].startswith("at once: ")
+    assert lines[2].startswith("NOT AS QUANTISED: the file says quantization_config (gptq, 4 bits)")
+    told = answered(path, *how)
     assert told["notes"][0].startswith("NOT AS QUANTISED")
     none = configs.read_config(written(tmp_path, {**LLAMA, "quantization_config": None}))
     assert not configs.configured_step(none, configs.Training(batch=2)).warning

@@ -28,6 +28,7 @@ from outofcore.cli.config_fields import QUANTISED, check_dtype, check_sizes, qua
 from outofcore.errors import InputError, is_out_of_memory
 from outofcore.estimation.repeating import KEPT, Stack
 from outofcore.options import UserStep
+from outofcore.units import format_bytes
 
 _INSTALL = "pip install transformers"
 # What is not computed in: gradients, moments and losses need a sign and many digits.
@@ -182,8 +183,8 @@ class ConfiguredStep:
     """The step of a model that is known by its configuration.
 
     It processes ``items`` of ``unit``. ``sequence`` is the tokens of a sample, None if it reads none; ``trained`` the
-    number of trained parameters. ``warning`` is what has to be known before all else, if not empty. ``stacks`` are the layers that are alike, as in the whole model. Other fields are as for
-    ``PlainStep``; ``notes`` are for the reader of the answer.
+    number of trained parameters. Other fields are as for ``PlainStep``; ``notes`` are for the reader of the answer, and
+    ``warning``, if not empty, is to be read first. ``stacks`` are the layers that are alike, as in the whole model.
     """
 
     user: UserStep[..., Any]
@@ -370,10 +371,25 @@ def _labels_of(kind: type[nn.Module]) -> Labels:
     return Labels.NONE
 
 
+# Tensors as large as a parameter that optimizers keep for it.
+_KEPT = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "momentum": 1}
+
+
+def at_once(step: ConfiguredStep, training: Training) -> str:
+    """Return what is known of a step's bytes before it is captured, as a line."""
+    parameters = [(p.numel() * p.element_size(), p.requires_grad) for p in step.user.models[0].parameters()]
+    parts = [f"{format_bytes(sum(count for count, _ in parameters))} of parameters"]
+    if training.trains:
+        trained = sum(count for count, learns in parameters if learns)
+        parts.append(f"{format_bytes(trained)} of gradients")
+        parts.append(f"{format_bytes(trained * _KEPT.get(training.optimizer, 0))} of optimizer state")
+    return f"at once: {', '.join(parts)}; with activations, times and what fits in a few seconds ..."
+
+
 def dtype_of(found: ModelConfig, training: Training) -> torch.dtype:
     """Return the dtype of parameters, requested or configured; refuse one that cannot be trained.
 
-    Weights that are stored quantised are planned for as plain ones; in bfloat16 if no dtype to compute in is configured.
+    Weights that are stored quantised are planned for as plain ones, in bfloat16 if no dtype to compute in is given.
     """
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
@@ -451,7 +467,9 @@ def _warning(found: ModelConfig, training: Training, dtype: torch.dtype) -> str:
     rest = "the quantised model needs less memory, and its link moves less"
     if training.trains and training.lora is None:
         rest = "weights that stay quantised cannot be trained, only adapters on them: see --lora"
-    return f"NOT AS QUANTISED: the file says {found.quantised}, and all that follows is of plain weights in {name}; {rest}"
+    return (
+        f"NOT AS QUANTISED: the file says {found.quantised}, and all that follows is of plain weights in {name}; {rest}"
+    )
 
 
 def _how(training: Training, dtype: torch.dtype, parameters: int, trained: int) -> str:
@@ -517,7 +535,7 @@ def _built(found: ModelConfig, training: Training, dtype: torch.dtype) -> nn.Mod
 def stacks_of(model: nn.Module, config: Any) -> list[Stack]:
     """Return the stacks of a model: lists of layers, of which those from some layer on are alike, or take turns.
 
-    Lists within the layers of a stack, such as experts, are left out, and stacks that are no deeper than a shallow model.
+    Lists within the layers of a stack, such as experts, are left out, and stacks no deeper than a shallow model.
     """
     found: list[Stack] = []
     for path, module in model.named_modules():

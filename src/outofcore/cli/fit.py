@@ -21,6 +21,7 @@ from outofcore.cli.configs import (
     ModelConfig,
     Training,
     Unit,
+    at_once,
     configured_step,
     dtype_of,
     length_of,
@@ -190,7 +191,7 @@ class Fit:
 class Captures:
     """Steps of one configuration, made once for each way of training, with costs of the device ``where``.
 
-    The first is made of a few layers in two depths: if what follows for the one from the other is not what was captured,
+    The first is made of a few blocks of layers, and captured with one less. If that is not what follows from the few,
     this and all others are captured with all of their layers.
     """
 
@@ -281,8 +282,11 @@ def fit(
     budgets: tuple[int, ...],
     policy: PolicyLike,
     tell: Tell,
+    say: Say | None = None,
 ) -> Fit:
     """Answer for a configuration; without a ``card`` only bytes are told.
+
+    What is known before anything is captured goes to ``say`` at once.
 
     Raises:
         InputError: an option does not go with the model.
@@ -293,6 +297,8 @@ def fit(
     # A length that was left open is known from here on, so that nothing is captured twice.
     training = replace(training, sequence=training.sequence or length_of(found, training))
     step = configured_step(found, training)
+    if say is not None:
+        say(at_once(step, training))
     graph, costs = captures.of(training)
     if not graph.ops:
         raise InputError(f"{found.path}: nothing is computed in a step of {found.kind.__name__}")
@@ -390,7 +396,7 @@ class _Largest:
         """Return the largest size, given one, with what the step needs there."""
         axis, memory = self._axis, self._memory
         size = _search(self._smallest, {now / axis.stride: need.smallest_budget}, memory, axis.most)
-        how = "made of layers that are alike" if self._captures.repeats else "captured whole"
+        how = "worked out from layers that are alike" if self._captures.repeats else "captured whole"
         if not size:
             least, why = self._smallest(1), f"the least size was {how}, and does not fit"
             return Largest(0, axis.stride, False, least, least, False, why)
@@ -404,7 +410,7 @@ class _Largest:
             )
             return replace(largest, limit=True, certainty=f"the device holds this, {why}")
         planned = "planned for" if placed else "not planned for"
-        told = f"{how} and {planned}; the next size, {how}, does not fit"
+        told = f"{how}, and {planned}; the next size, likewise, does not fit"
         in_core = self._in_core(now / axis.stride, need, size)
         in_core = None if in_core is None else in_core * axis.stride
         return replace(largest, next_smallest_budget=self._smallest(size + 1), certainty=told, in_core=in_core)
@@ -639,6 +645,6 @@ def answer(
 ) -> bool:
     """Say what there is to say of a configuration; False: something that was asked about does not fit."""
     with following(silent if as_json else None) as tell:
-        known = fit(found, training, card, budgets, policy, tell)
+        known = fit(found, training, card, budgets, policy, tell, None if as_json else say)
     say(json.dumps(content_of(known), indent=2) if as_json else text_of(known))
     return known.fits

@@ -129,7 +129,7 @@ def _listing(value: str) -> str:
     """Print the devices that may be simulated, where they are asked for."""
     if value != "list":
         return value
-    rows = [("device", "memory", "to the host", "16 bits", "tf32", "fp32", "name")]
+    rows: list[tuple[str, ...]] = [("device", "memory", "to the host", "16 bits", "tf32", "fp32", "name")]
     for preset in devices():
         rates = (preset.flops.get(number) for number in (Number.HALF, Number.TF32, Number.FP32))
         rows.append(

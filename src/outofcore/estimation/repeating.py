@@ -2,7 +2,7 @@
 
 A decoder of eighty layers is captured with four of them: the first and the last have other neighbours, and the two in
 between have to match each other op by op. What the deep model has more is copies of those two. An op of a copy refers
-to storages as they do: to its own block's, to those of the block before or after, or to what lies outside of all blocks.
+to storages as they do: to its own block's, to those of the block before or after, or to what lies outside of blocks.
 Updates of small parameters are joined across layers, so they are taken apart first, and joined again by the same rule.
 
 Nothing is guessed: where the two blocks differ, or an op fits none of this, there is no answer, and the deep model has
@@ -280,8 +280,6 @@ def _step_of(storages: tuple[Storage, ...], parts: Sequence[_Part], outputs: tup
 # Blocks
 
 
-
-
 class _Blocks:
     """A step with ``KEPT`` blocks of a stack, of which the two in the middle match."""
 
@@ -358,7 +356,7 @@ class _Blocks:
         blocks = self._block[s], self._block[t]
         if s == t:
             return blocks[0] in (_ONE, _TWO)
-        if blocks == (_FIRST, _ONE) or blocks == (_TWO, _LAST):
+        if blocks in ((_FIRST, _ONE), (_TWO, _LAST)):
             return self._graph.storages[s].bytes != self._graph.storages[t].bytes
         return blocks != (_ONE, _TWO) or self._role[s] != self._role[t]
 

@@ -78,7 +78,7 @@ def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | 
 def _copies_can_hide(problem: Problem) -> bool:
     """Return whether it is plain that copies take no longer than the ops: then nothing needs to be solved.
 
-    The longest gaps leave, until what stays fits; so it is a point of the linear program, and the least that one can be.
+    The longest gaps leave, until what stays fits: that is a point of the linear program, and none is less.
     """
     if len(problem.homes) != 1 or problem.homes[0].bytes is not None:
         return False
@@ -106,7 +106,9 @@ def _copies_can_hide(problem: Problem) -> bool:
     choice = chosen(count)
     needed = problem.copies_needed(choice)
     out = sum(home.out_seconds(info.copied) for info, copy in zip(problem.gaps, needed, strict=True) if copy)
-    back = sum(home.in_seconds(problem.gaps[g].copied) for g in np.flatnonzero(choice != KEPT) if problem.gaps[g].fetched)
+    back = sum(
+        home.in_seconds(problem.gaps[g].copied) for g in np.flatnonzero(choice != KEPT) if problem.gaps[g].fetched
+    )
     return max(out, back) <= _seconds_of_queues(problem)[0]
 
 
