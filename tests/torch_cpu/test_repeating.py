@@ -142,13 +142,6 @@ def found_in(folder: Path, content: dict[str, Any]) -> Any:
     return configs.read_config(str(folder))
 
 
-def captures_of(found: Any, *, repeats: bool) -> Any:
-    captures = fitting.Captures(found, CARD)
-    if not repeats:
-        captures._repeats = False
-    return captures
-
-
 @pytest.mark.parametrize(
     "name", some_of(CASES, ["llama with adapters and checkpoints", "mixtral with adapters", "t5", "vit under autocast"])
 )
@@ -158,10 +151,10 @@ def test_a_deep_step_of_few_layers_equals_the_captured(name: str, tmp_path: Path
         pytest.importorskip("peft")
     found = found_in(tmp_path, content)
     training = configs.Training(batch=2, sequence=32 if found.reads_tokens else None, **how)
-    quick = captures_of(found, repeats=True)
+    quick = fitting.Captures(found, CARD)
     graph, costs = quick.of(training)
     assert quick.repeats
-    exact, its_costs = captures_of(found, repeats=False).of(training)
+    exact, its_costs = fitting.Captures(found, CARD, repeats=False).of(training)
     assert graph.content(families=False) == exact.content(families=False)
     assert [cost.workspace_bytes for cost in costs.ops] == [cost.workspace_bytes for cost in its_costs.ops]
     assert [cost.seconds for cost in costs.ops] == pytest.approx([cost.seconds for cost in its_costs.ops], abs=1e-12)
@@ -174,7 +167,7 @@ def test_a_model_whose_layers_differ_is_captured_whole(tmp_path: Path) -> None:
     graph, _ = captures.of(configs.Training(batch=2, sequence=32))
     # The last six are alike, and the others come first: that saves two layers.
     assert captures.repeats
-    exact, _ = captures_of(found, repeats=False).of(configs.Training(batch=2, sequence=32))
+    exact, _ = fitting.Captures(found, CARD, repeats=False).of(configs.Training(batch=2, sequence=32))
     assert graph.content(families=False) == exact.content(families=False)
     found = found_in(tmp_path, {**TURNS, "layer_types": ["sliding_attention"] * 9 + ["full_attention"] * 2})
     captures = fitting.Captures(found, CARD)

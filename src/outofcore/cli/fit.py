@@ -192,16 +192,16 @@ class Captures:
     """Steps of one configuration, made once for each way of training, with costs of the device ``where``.
 
     The first is made of a few blocks of layers, and captured with one less. If that is not what follows from the few,
-    this and all others are captured with all of their layers.
+    this and all others are captured with all of their layers; so they are if ``repeats`` is False.
     """
 
-    def __init__(self, found: ModelConfig, where: Device, tell: Tell = silent) -> None:
+    def __init__(self, found: ModelConfig, where: Device, tell: Tell = silent, *, repeats: bool | None = None) -> None:
         self._found, self._where, self._tell = found, where, tell
         self._known: dict[Training, Step] = {}
         self._smallest: dict[Training, int] = {}
         self._placed: dict[tuple[Training, int], bool] = {}
         # Whether layers that are alike are made of a few; None: not known yet.
-        self._repeats: bool | None = None
+        self._repeats = repeats
 
     @property
     def repeats(self) -> bool:
