@@ -150,6 +150,7 @@ def _fit(
         found, asked = configs.read_config(model), configs.Training(**training)
         return fitting.answer(found, asked, card=card, budgets=budgets, policy=places.policy, as_json=as_json, say=say)
     finally:
+        gc.freeze()  # nor is any looked for when the process ends
         gc.enable()
 
 
