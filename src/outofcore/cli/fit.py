@@ -241,7 +241,10 @@ class Captures:
             return None
         try:
             step, shallow = self._captured(replace(training, blocks=KEPT))
-            deep = deepened(shallow, step.stacks) if step.stacks else None
+            if not step.stacks:
+                self._repeats = False
+                return shallow  # nothing was left out
+            deep = deepened(shallow, step.stacks)
             if deep is not None and self._repeats is None:
                 _, shallower = self._captured(replace(training, blocks=KEPT - 1))
                 expected = deepened(shallow, step.stacks, KEPT - 1)
