@@ -3,6 +3,8 @@
 Each answer comes from a process of its own, whose time and peak memory are measured; nothing is downloaded. Accelerate
 estimates from the sizes of parameters alone (``accelerate estimate-memory``): its own function is called here on a
 model without weights, since its command looks models up in the Hub.
+
+With ``--exact`` each step that was made of a few layers is compared with the one that is captured with all of them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from accelerate.utils import calculate_maximum_sizes
 from rich.table import Table
 
 from outofcore.cli.configs import Training, configured_step, dtype_of, read_config
+from outofcore.cli.fit import Captures
+from outofcore.presets import device
 from outofcore.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent
@@ -76,6 +80,26 @@ def _accelerate(name: str) -> dict[str, Any]:
     }
 
 
+def _check(name: str) -> None:
+    """End with an error where the step made of a few layers is not the one captured with all, op by op."""
+    flags = dict(zip(ASKED[name], [*ASKED[name][1:], ""], strict=True))
+    training = Training(
+        batch=int(flags["--batch"]),
+        sequence=int(flags["--sequence"]) if "--sequence" in flags else None,
+        dtype=flags.get("--dtype"),
+        lora=int(flags["--lora"]) if "--lora" in flags else None,
+        checkpointing="--checkpointing" in flags,
+        amp="--amp" in flags,
+    )
+    found, card = read_config(str(HERE / "configs" / name)), device(flags["--gpu"])
+    made, exact = (Captures(found, card, repeats=repeats).of(training) for repeats in (None, False))
+    alike = made[0].content(families=False) == exact[0].content(families=False)
+    seconds = [[cost.seconds for cost in costs.ops] for _, costs in (made, exact)]
+    if not alike or any(abs(one - other) > 1e-12 for one, other in zip(*seconds, strict=True)):
+        raise SystemExit(f"{name}: the step made of a few layers is not the one captured with all")
+    console().print(f"{name}: {len(exact[0].ops):,} ops made of a few layers are those captured with all")
+
+
 def _table(rows: dict[str, dict[str, Any]]) -> Table:
     table = Table("model", "took", "processor", "memory", "smallest", "in core", "step", "longest", "accelerate")
     for name, row in rows.items():
@@ -98,8 +122,13 @@ def _table(rows: dict[str, dict[str, Any]]) -> Table:
 def main(
     name: Annotated[list[str] | None, typer.Option(help="Which configurations; by default all.")] = None,
     date: Annotated[str | None, typer.Option(help="When this was measured; by default now.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Compare steps made of a few layers with whole ones.")] = False,
 ) -> None:
     """Ask about each configuration, and write what comes of it; results of those left out stay."""
+    if exact:
+        for each in name or list(ASKED):
+            _check(each)
+        return
     file = RESULTS / f"{NAME}.json"
     rows = json.loads(file.read_text())["models"] if file.exists() else {}
     for each in name or list(ASKED):

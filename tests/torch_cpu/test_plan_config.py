@@ -152,8 +152,8 @@ def answered(*arguments: str) -> dict[str, Any]:
 
 
 def captured(folder: Path, content: dict[str, Any], **training: Any) -> tuple[Any, Any, Any]:
-    found = configs.read_config(written(folder, content))
-    return fitting.Captures(found, CARD).of(configs.Training(batch=2, **training))
+    found, asked_for = configs.read_config(written(folder, content)), configs.Training(batch=2, **training)
+    return configs.configured_step(found, asked_for), *fitting.Captures(found, CARD).of(asked_for)
 
 
 @pytest.fixture(autouse=True)
@@ -168,8 +168,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_configuration_needs_what_the_real_model_needs(name: str, tmp_path: Path) -> None:
     content, batch = MODELS[name]
     found = configs.read_config(written(tmp_path, content))
-    length = LENGTH if found.reads_tokens else None
-    step, graph, costs = fitting.Captures(found, CARD).of(configs.Training(batch=2, sequence=length))
+    step, graph, costs = captured(tmp_path, content, sequence=LENGTH if found.reads_tokens else None)
 
     inputs = batch()
     kind = getattr(transformers, content["architectures"][0])
@@ -259,7 +258,7 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(
     found = configs.read_config(written(tmp_path, content))
     training = configs.Training(batch=2, sequence=LENGTH if tokens else None)
     captures = fitting.Captures(found, CARD)
-    _, graph, costs = captures.of(training)
+    graph, costs = captures.of(training)
     budget, need = 16 << 20, fitting._need(graph, costs, None)
     what = "sequence" if tokens else "batch"
     axis = fitting.tokens_of(found) if tokens else fitting.SAMPLES
@@ -331,9 +330,9 @@ def test_a_step_is_the_same_whatever_was_asked_before(tmp_path: Path) -> None:
     # transformers writes the dtype into the configuration that it builds of.
     found = configs.read_config(written(tmp_path, LLAMA))
     training = configs.Training(batch=2, sequence=LENGTH)
-    first = fitting.Captures(found, CARD).of(training)[1]
+    first = fitting.Captures(found, CARD).of(training)[0]
     configs.configured_step(found, fitting.replace(training, dtype="bf16"))
-    assert fitting.Captures(found, CARD).of(training)[1].storages == first.storages
+    assert fitting.Captures(found, CARD).of(training)[0].storages == first.storages
 
 
 def test_a_budget_that_is_too_small_says_so(tmp_path: Path) -> None:
@@ -376,10 +375,6 @@ REMOTE = {"model_type": "invented", "auto_map": {"AutoModelForCausalLM": "modeli
         ({**CLIP, "vision_config": {**VISION, "patch_size": -2}}, "vision_config.patch_size must be at least 1"),
         ({**GPT2, "n_inner": -8}, "n_inner must be at least 0"),
         ({**CONVNEXT, "depths": [1, -1, 1, 1]}, "depths must be at least 1, and is -1"),
-        ({**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config (gptq, 4 bits)"),
-        ({**LLAMA, "quantization_config": {"load_in_8bit": True}}, "quantization_config (bitsandbytes, 8 bits)"),
-        ({**LLAMA, "quantization_config": {"quant_method": "new"}}, "quantization_config (new)"),
-        ({**LLAMA, "compression_config": {"format": "int-quantized"}}, "compression_config (int-quantized)"),
     ],
 )
 def test_a_configuration_that_cannot_be_used(content: object, message: str, tmp_path: Path) -> None:
@@ -392,14 +387,52 @@ def test_a_configuration_that_cannot_be_used(content: object, message: str, tmp_
     assert len(result.output.splitlines()) == 1
 
 
-def test_a_quantised_configuration_is_planned_with_plain_weights_when_asked_to(tmp_path: Path) -> None:
-    content = {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}
-    found = configs.read_config(written(tmp_path, content))
-    step = configs.configured_step(found, configs.Training(batch=2, dtype="bf16"))
-    assert {parameter.dtype for parameter in step.user.models[0].parameters()} == {torch.bfloat16}
-    assert any("quantization_config (gptq, 4 bits) is left out" in note for note in step.notes)
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "_load_in_8bit": False}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "dtype"),
+    [
+        ({"quantization_config": GPTQ, "torch_dtype": "float16"}, "quantization_config (gptq, 4 bits)", torch.float16),
+        ({"quantization_config": AWQ, "dtype": "float16"}, "quantization_config (awq, 4 bits)", torch.float16),
+        (
+            {"quantization_config": NF4, "dtype": "bfloat16"},
+            "quantization_config (bitsandbytes, 4 bits)",
+            torch.bfloat16,
+        ),
+        ({"quantization_config": {"load_in_8bit": True}}, "(bitsandbytes, 8 bits)", torch.float32),
+        ({"quantization_config": FP8, "dtype": "float8_e4m3fn"}, "quantization_config (fp8)", torch.bfloat16),
+        ({"quantization_config": MXFP4, "dtype": "bfloat16"}, "quantization_config (mxfp4)", torch.bfloat16),
+        ({"quantization_config": PACKED}, "quantization_config (compressed-tensors)", torch.float32),
+        ({"compression_config": {"format": "int-quantized"}}, "compression_config (int-quantized)", torch.float32),
+    ],
+)
+def test_a_quantised_configuration_is_planned_with_plain_weights(
+    fields: dict[str, Any], said: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    found = configs.read_config(written(tmp_path, {**LLAMA, **fields}))
+    step = configs.configured_step(found, configs.Training(batch=2))
+    assert {parameter.dtype for parameter in step.user.models[0].parameters()} == {dtype}
+    assert step.warning.startswith("NOT AS QUANTISED")
+    assert f"{said}, and all that follows is of plain weights" in step.warning
+    assert "--lora" in step.warning
+
+
+def test_the_first_lines_say_that_weights_are_planned_plain(tmp_path: Path) -> None:
+    path = written(tmp_path, {**LLAMA, "quantization_config": GPTQ})
+    how = ("--batch", "2", "--sequence", "32", "--optimizer", "none")
+    lines = asked(path, *how).output.splitlines()
+    assert lines[0].startswith("at once: ")
+    assert lines[2].startswith("NOT AS QUANTISED: the file says quantization_config (gptq, 4 bits)")
+    told = answered(path, *how)
+    assert told["notes"][0].startswith("NOT AS QUANTISED")
     none = configs.read_config(written(tmp_path, {**LLAMA, "quantization_config": None}))
-    assert not none.quantised
+    assert not configs.configured_step(none, configs.Training(batch=2)).warning
 
 
 @pytest.mark.parametrize(

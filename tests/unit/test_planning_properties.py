@@ -14,7 +14,7 @@ from mutations import MUTATIONS
 from strategies import LIMITS, Task, deep_graphs, graphs, tasks
 
 from outofcore.errors import BudgetError, ValidationError
-from outofcore.planning import POLICIES, QUICK, Planned, plan_step, smallest_budget
+from outofcore.planning import POLICIES, QUICK, Planned, lower_bound_seconds, plan_step, relaxation, smallest_budget
 from outofcore.simulator import simulate
 from outofcore.validator import validate
 
@@ -103,3 +103,15 @@ def test_broken_programs_are_caught(name: str, task: Task, policy: str, random: 
             with pytest.raises(ValidationError):
                 validate(graph, broken, planned.program.arena_bytes, costs)
                 pytest.fail(f"{description}: accepted")
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(task=tasks())
+def test_a_bound_is_the_same_where_copies_plainly_hide(task: Task) -> None:
+    told = lower_bound_seconds(*task)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relaxation, "_copies_can_hide", lambda _: False)
+        solved = lower_bound_seconds(*task)
+    event("no plan" if told is None else "some plan")
+    assert (told is None) == (solved is None)
+    assert told == pytest.approx(solved, rel=1e-5)

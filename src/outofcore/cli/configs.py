@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from inspect import signature
 from pathlib import Path
@@ -26,7 +26,9 @@ from torch import nn, optim
 from outofcore._torch_internals import tree_flatten
 from outofcore.cli.config_fields import QUANTISED, check_dtype, check_sizes, quantisation_of
 from outofcore.errors import InputError, is_out_of_memory
+from outofcore.estimation.repeating import KEPT, Stack
 from outofcore.options import UserStep
+from outofcore.units import format_bytes
 
 _INSTALL = "pip install transformers"
 # What is not computed in: gradients, moments and losses need a sign and many digits.
@@ -53,6 +55,8 @@ _SEQUENCE = 1024
 # Fields of which a configuration that leaves them out is of another model than people think.
 _SHAPES = ("hidden_size", "d_model", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
+# Layers that take turns do so after this many at most.
+_PERIOD = 8
 # Of speech models, of which a frame is 10 ms; transformers keeps that beside the configuration.
 _SAMPLES_PER_S = 16_000
 
@@ -116,7 +120,7 @@ class Training:
         checkpointing: whether layers are recomputed in the backward pass.
         amp: whether the forward pass runs under autocast to bfloat16.
         clip: the maximal norm of all gradients; None: no clipping.
-        layers: keep only this many of each stack of equal layers.
+        blocks: keep only this many of each stack of layers that are alike.
     """
 
     batch: int = 8
@@ -127,7 +131,7 @@ class Training:
     checkpointing: bool = False
     amp: bool = False
     clip: float | None = None
-    layers: int | None = None
+    blocks: int | None = None
 
     @property
     def trains(self) -> bool:
@@ -179,7 +183,8 @@ class ConfiguredStep:
     """The step of a model that is known by its configuration.
 
     It processes ``items`` of ``unit``. ``sequence`` is the tokens of a sample, None if it reads none; ``trained`` the
-    number of trained parameters. Other fields are as for ``PlainStep``; ``notes`` are for the reader of the answer.
+    number of trained parameters. Other fields are as for ``PlainStep``; ``notes`` are for the reader of the answer, and
+    ``warning``, if not empty, is to be read first. ``stacks`` are the layers that are alike, as in the whole model.
     """
 
     user: UserStep[..., Any]
@@ -191,6 +196,8 @@ class ConfiguredStep:
     parameters: int
     trained: int
     notes: tuple[str, ...]
+    warning: str = ""
+    stacks: tuple[Stack, ...] = ()
 
 
 @contextmanager
@@ -364,20 +371,34 @@ def _labels_of(kind: type[nn.Module]) -> Labels:
     return Labels.NONE
 
 
+# Tensors as large as a parameter that optimizers keep for it.
+_KEPT = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "momentum": 1}
+
+
+def at_once(step: ConfiguredStep, training: Training) -> str:
+    """Return what is known of a step's bytes before it is captured, as a line."""
+    parameters = [(p.numel() * p.element_size(), p.requires_grad) for p in step.user.models[0].parameters()]
+    parts = [f"{format_bytes(sum(count for count, _ in parameters))} of parameters"]
+    if training.trains:
+        trained = sum(count for count, learns in parameters if learns)
+        parts.append(f"{format_bytes(trained)} of gradients")
+        parts.append(f"{format_bytes(trained * _KEPT.get(training.optimizer, 0))} of optimizer state")
+    return f"at once: {', '.join(parts)}; with activations, times and what fits in a few seconds ..."
+
+
 def dtype_of(found: ModelConfig, training: Training) -> torch.dtype:
-    """Return the dtype of parameters, requested or configured; refuse one that cannot be trained."""
+    """Return the dtype of parameters, requested or configured; refuse one that cannot be trained.
+
+    Weights that are stored quantised are planned for as plain ones, in bfloat16 if no dtype to compute in is given.
+    """
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
             raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
         return _DTYPES[training.dtype]
     given = getattr(found.config, "dtype", None) or getattr(found.text, "dtype", None) or torch.float32
     named = getattr(torch, given, None) if isinstance(given, str) else given
-    if found.quantised:
-        raise InputError(
-            f"{found.path}: by {found.quantised} the weights are stored quantised, and such layers are not planned "
-            "for: the bytes would be wrong. Give --dtype bf16 to plan for the model with plain weights, or write a "
-            "function that builds your step, and give it as my_script.py:build"
-        )
+    if found.quantised and named not in _DTYPES.values():
+        return torch.bfloat16
     if named not in _DTYPES.values():
         raise InputError(f"{found.path}: the dtype {given} is none that models are trained in; give --dtype bf16")
     return cast("torch.dtype", named)
@@ -391,12 +412,15 @@ def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
     _check(found, training)
     dtype = dtype_of(found, training)
     model = _built(found, training, dtype)
-    if training.layers is not None:
-        _shorten(model, training.layers)
+    stacks = stacks_of(model, found.config)
+    if training.blocks is not None:
+        for stack in stacks:
+            del cast("nn.ModuleList", model.get_submodule(stack.path))[stack.first + stack.period * training.blocks :]
     length = length_of(found, training)
     batch, unit, items = _inputs(found, model, training, dtype, length)
     if training.lora is not None:
         model = _adapted(model, training.lora)
+        stacks = [replace(stack, path=f"base_model.model.{stack.path}") for stack in stacks]
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     optimizers: list[optim.Optimizer] = []
@@ -406,8 +430,6 @@ def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
     else:
         model.eval()
     notes = list(found.notes)
-    if found.quantised:
-        notes.append(f"{found.quantised} is left out: this is the model with plain weights, as --dtype says")
     if found.labels is Labels.NONE and training.trains:
         notes.append(f"{found.kind.__name__} has no loss of its own: the mean of its first result stands in for one")
     step = _training_step(model, optimizers, training) if training.trains else _forward_step(model)
@@ -432,6 +454,21 @@ def configured_step(found: ModelConfig, training: Training) -> ConfiguredStep:
         counted,
         learnt if training.trains else 0,
         tuple(notes),
+        _warning(found, training, dtype),
+        tuple(stacks),
+    )
+
+
+def _warning(found: ModelConfig, training: Training, dtype: torch.dtype) -> str:
+    """Return what is to be said of a model whose weights are stored quantised."""
+    if not found.quantised:
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    rest = "the quantised model needs less memory, and its link moves less"
+    if training.trains and training.lora is None:
+        rest = "weights that stay quantised cannot be trained, only adapters on them: see --lora"
+    return (
+        f"NOT AS QUANTISED: the file says {found.quantised}, and all that follows is of plain weights in {name}; {rest}"
     )
 
 
@@ -495,27 +532,69 @@ def _built(found: ModelConfig, training: Training, dtype: torch.dtype) -> nn.Mod
     return model
 
 
-def stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Return the stacks of a model with their paths: lists of layers of one class with the same parameter shapes.
+def stacks_of(model: nn.Module, config: Any) -> list[Stack]:
+    """Return the stacks of a model: lists of layers, of which those from some layer on are alike, or take turns.
 
-    Lists within the layers of a stack, such as experts, are left out.
+    Lists within the layers of a stack, such as experts, are left out, and stacks no deeper than a shallow model.
     """
-    found: list[tuple[str, nn.ModuleList]] = []
+    found: list[Stack] = []
     for path, module in model.named_modules():
-        within = any(path.startswith(f"{outer}.") for outer, _ in found)
-        if isinstance(module, nn.ModuleList) and not within and len({_shape_of(layer) for layer in module}) == 1:
-            found.append((path, module))
+        if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{stack.path}.") for stack in found):
+            kinds = _kinds_of(list(module), config)
+            found += [stack for stack in [_stack_of(path, kinds)] if stack is not None]
     return found
 
 
-def _shape_of(layer: nn.Module) -> tuple[object, ...]:
-    return type(layer), *((name, p.shape, p.dtype) for name, p in layer.named_parameters())
+def _stack_of(path: str, kinds: Sequence[int]) -> Stack | None:
+    """Return the stack of layers of these kinds that takes the fewest layers to show."""
+    count, best = len(kinds), None
+    fewest = count
+    for first in range(count):
+        for period in range(1, _PERIOD + 1):
+            blocks = (count - first) // period
+            start = count - blocks * period
+            if start + KEPT * period < fewest and all(
+                kinds[at] == kinds[at + period] for at in range(first, count - period)
+            ):
+                best, fewest = Stack(path, start, period, blocks), start + KEPT * period
+    return best
 
 
-def _shorten(model: nn.Module, layers: int) -> None:
-    """Keep only the first layers of each stack."""
-    for _, stack in stacks(model):
-        del stack[layers:]
+def _kinds_of(layers: Sequence[nn.Module], config: Any) -> list[int]:
+    """Return a number for each layer, the same for those that are alike in all but their own number."""
+    parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))]
+    listed = [
+        values
+        for part in parts
+        for values in vars(part).values()
+        if isinstance(values, list | tuple) and len(cast("Sequence[Any]", values)) == len(layers)
+    ]
+    described = [
+        _described(layer) | {("", str(number)): repr(values[at]) for number, values in enumerate(listed)}
+        for at, layer in enumerate(layers)
+    ]
+    first = described[0] if described else {}
+    numbered = {
+        key
+        for key, value in first.items()
+        if isinstance(value, int) and all(each.get(key) == value + at for at, each in enumerate(described))
+    }
+    kinds: dict[tuple[object, ...], int] = {}
+    told = (tuple((key, value) for key, value in each.items() if key not in numbered) for each in described)
+    return [kinds.setdefault(each, len(kinds)) for each in told]
+
+
+def _described(layer: nn.Module) -> dict[tuple[str, str], object]:
+    """Return what tells a layer from others: its modules with their settings, and the shapes of its tensors."""
+    found: dict[tuple[str, str], object] = {}
+    for path, module in layer.named_modules():
+        found[path, ""] = type(module)
+        for name, value in vars(module).items():
+            if value is None or isinstance(value, bool | int | float | str):
+                found[path, name] = value
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            found[path, name] = tuple(tensor.shape), tensor.dtype
+    return found
 
 
 def _adapted(model: nn.Module, rank: int) -> nn.Module:

@@ -1,9 +1,8 @@
 """Whether a model that is known by its configuration fits a device, how fast it is there, and what would help.
 
-The step is captured whole, once, without weights. What fits best is searched for with a shallow model, which has the
-first layers of each stack alone: the smallest budget is what one op needs, and layers that are alike need the same.
-What the shallow model lacks is a constant, known from the whole step; the answer is then captured whole and planned
-for.
+The step is captured without weights. Of layers that are alike a few are captured, and the others are made of those
+(``estimation.repeating``); where layers do not match, all of them are captured. So a step of any size takes a second or
+less, and the largest that fits is searched for with the deep step itself.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ from outofcore.cli.configs import (
     ModelConfig,
     Training,
     Unit,
+    at_once,
     configured_step,
     dtype_of,
     length_of,
 )
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError, CaptureError, InputError, OutOfCoreError, is_out_of_memory
-from outofcore.estimation.costing import costed
+from outofcore.estimation.costing import estimated_step
+from outofcore.estimation.repeating import KEPT, Step, deepened, same_step
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.planning import QUICK, PolicyLike
 from outofcore.presets import Device, device
@@ -39,10 +40,9 @@ from outofcore.units import format_bytes, format_seconds
 # What is planned for here is to be known in seconds: one linear program, and few attempts to place what it says. A plan
 # for training is made anyway, with more effort.
 SWIFT = replace(QUICK, rounds=1, placed=2, tuned=0, passes=3)
-# Layers of each stack that a shallow model keeps.
-_LAYERS = 2
-# How often the largest size is searched for, each time with what was learnt of the layers that shallow models lack.
-_SEARCHES = 3
+# In steps of more ops nothing but the linear program says what to compute again, unless the plan takes so many times as
+# long as no plan beats: other searches take longer than all else.
+_LONG, _FAR = 3000, 2.0
 # Into how many pieces logits and loss are cut where that is asked about.
 _PIECES = 8
 
@@ -67,9 +67,9 @@ class Axis:
     is_models: bool = False
     least: int = 1
 
-    def sized(self, training: Training, count: int, layers: int | None = None) -> Training:
+    def sized(self, training: Training, count: int) -> Training:
         """Return a way of training at so many strides."""
-        return replace(training, **{self.field: max(count * self.stride, self.least)}, layers=layers)
+        return replace(training, **{self.field: max(count * self.stride, self.least)})
 
 
 SAMPLES = Axis("batch", "samples", 1, 1 << 16)
@@ -179,6 +179,7 @@ class Fit:
     batch: Largest | None
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
+    warning: str = ""
     took_seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -188,40 +189,42 @@ class Fit:
 
 
 class Captures:
-    """Steps of one configuration, captured once for each way of training, with costs of the device ``where``."""
+    """Steps of one configuration, made once for each way of training, with costs of the device ``where``.
 
-    def __init__(self, found: ModelConfig, where: Device, tell: Tell = silent) -> None:
+    The first is made of a few blocks of layers, and captured with one less. If that is not what follows from the few,
+    this and all others are captured with all of their layers; so they are if ``repeats`` is False.
+    """
+
+    def __init__(self, found: ModelConfig, where: Device, tell: Tell = silent, *, repeats: bool | None = None) -> None:
         self._found, self._where, self._tell = found, where, tell
-        self._known: dict[Training, tuple[ConfiguredStep, StepGraph, Costs]] = {}
+        self._known: dict[Training, Step] = {}
         self._smallest: dict[Training, int] = {}
         self._placed: dict[tuple[Training, int], bool] = {}
-        self._shortens = True
+        # Whether layers that are alike are made of a few; None: not known yet.
+        self._repeats = repeats
 
-    def of(self, training: Training) -> tuple[ConfiguredStep, StepGraph, Costs]:
+    @property
+    def repeats(self) -> bool:
+        """Whether steps were made of layers that are alike."""
+        return bool(self._repeats)
+
+    def of(self, training: Training) -> tuple[StepGraph, Costs]:
         """A step with its costs; raises as ``fit`` does."""
         if training not in self._known:
-            self._known[training] = self._captured(training)
-        return self._known[training]
+            self._known[training] = self._repeated(training) or self._captured(training)[1]
+        step = self._known[training]
+        return step.graph, step.costs
 
     def smallest(self, training: Training) -> int:
-        """The smallest budget of a step, of which nothing else is kept if it is shallow; raises as ``fit`` does."""
+        """The smallest budget of a step; raises as ``fit`` does."""
         if training not in self._smallest:
-            if training.layers is not None and self._shortens:
-                try:
-                    _, graph, costs = self._captured(training)
-                except (InputError, CaptureError):
-                    # Its code counts on all of its layers.
-                    self._shortens = False
-                    return self.smallest(training)
-            else:
-                _, graph, costs = self.of(replace(training, layers=None))
-            self._smallest[training] = planning.smallest_budget(graph, costs)
+            self._smallest[training] = planning.smallest_budget(*self.of(training))
         return self._smallest[training]
 
     def placed(self, training: Training, memory: int) -> bool:
         """Whether a plan in which everything leaves between two uses lies within a memory."""
         if (training, memory) not in self._placed:
-            _, graph, costs = self.of(training)
+            graph, costs = self.of(training)
             self._placed[training, memory] = False
             with contextlib.suppress(BudgetError):
                 planning.plan_step(graph, costs, memory, "offload-all")
@@ -232,10 +235,31 @@ class Captures:
         """Take it that there is a plan for a step within a memory: one was made."""
         self._placed[training, memory] = True
 
-    def _captured(self, training: Training) -> tuple[ConfiguredStep, StepGraph, Costs]:
+    def _repeated(self, training: Training) -> Step | None:
+        """Return a step made of a few of its layers that are alike; None where that is not so, or cannot be told."""
+        if self._repeats is False:
+            return None
+        try:
+            step, shallow = self._captured(replace(training, blocks=KEPT))
+            if not step.stacks:
+                self._repeats = False
+                return shallow  # nothing was left out
+            deep = deepened(shallow, step.stacks)
+            if deep is not None and self._repeats is None:
+                _, shallower = self._captured(replace(training, blocks=KEPT - 1))
+                expected = deepened(shallow, step.stacks, KEPT - 1)
+                deep = deep if expected is not None and same_step(expected, shallower) else None
+        except (InputError, CaptureError):
+            deep = None  # its code counts on all of its layers; or the whole model fails as well, and says why
+        if self._repeats is None:
+            self._repeats = deep is not None
+        return deep
+
+    def _captured(self, training: Training) -> tuple[ConfiguredStep, Step]:
+        """Return the step as configured, and as captured."""
         step = configured_step(self._found, training)
         try:
-            graph, costs, _ = costed(step.user, step.inputs, {}, self._where, tell=self._tell)
+            return step, estimated_step(step.user, step.inputs, self._where, self._tell)
         except CaptureError as error:
             raise CaptureError(
                 f"{self._found.path}: {self._found.kind.__name__} cannot be captured as one graph: {error} It can be "
@@ -252,7 +276,6 @@ class Captures:
                 f"{' '.join(str(error).split())[:400]}; its fields contradict each other, or the model wants other "
                 "inputs: then write a function that builds your step, and give it as my_script.py:build"
             ) from error
-        return replace(step, user=replace(step.user, models=[], optimizers=[]), inputs=()), graph, costs
 
 
 def fit(
@@ -262,8 +285,11 @@ def fit(
     budgets: tuple[int, ...],
     policy: PolicyLike,
     tell: Tell,
+    say: Say | None = None,
 ) -> Fit:
     """Answer for a configuration; without a ``card`` only bytes are told.
+
+    What is known before anything is captured goes to ``say`` at once.
 
     Raises:
         InputError: an option does not go with the model.
@@ -273,7 +299,10 @@ def fit(
     captures = Captures(found, card or device("a100-80gb"), tell)
     # A length that was left open is known from here on, so that nothing is captured twice.
     training = replace(training, sequence=training.sequence or length_of(found, training))
-    step, graph, costs = captures.of(training)
+    step = configured_step(found, training)
+    if say is not None:
+        say(at_once(step, training))
+    graph, costs = captures.of(training)
     if not graph.ops:
         raise InputError(f"{found.path}: nothing is computed in a step of {found.kind.__name__}")
     memory = None if card is None else card.memory_bytes
@@ -309,6 +338,7 @@ def fit(
         batch=batch,
         changes=tuple(sorted(changes, key=partial(_rank, need, limit))),
         notes=step.notes,
+        warning=step.warning,
         took_seconds=perf_counter() - start,
     )
 
@@ -337,13 +367,17 @@ def _planned(
     bounds: dict[int, float],
 ) -> Planned:
     try:
-        planned = planning.plan_step(graph, costs, budget, policy, params=SWIFT)
+        params = replace(SWIFT, shares=()) if len(graph.ops) > _LONG else SWIFT
+        planned = planning.plan_step(graph, costs, budget, policy, params=params)
+        if card is None:
+            return Planned(budget, True)
+        bound = bounds.get(budget) or _bound(graph, costs, budget)
+        if params is not SWIFT and planned.timeline.step_seconds > _FAR * bound:
+            other = planning.plan_step(graph, costs, budget, policy, params=SWIFT)
+            planned = min(planned, other, key=lambda found: found.timeline.step_seconds)
     except BudgetError as error:
         return Planned(budget, False, reason=str(error))
-    if card is None:
-        return Planned(budget, True)
     seconds = planned.timeline.step_seconds
-    bound = bounds.get(budget) or _bound(graph, costs, budget)
     report = step_report(graph, planned.plan, planned.program, planned.timeline, budget)
     rate = items / seconds if seconds else None
     return Planned(budget, True, seconds, rate, report.bytes_out, report.bytes_in, min(bound, seconds))
@@ -358,27 +392,19 @@ class _Largest:
     def __init__(self, captures: Captures, training: Training, axis: Axis, memory: int) -> None:
         self._captures, self._training, self._axis, self._memory = captures, training, axis, memory
 
-    def _shallow(self, count: int) -> int:
-        """Return the smallest budget of the first layers."""
-        return self._captures.smallest(self._axis.sized(self._training, count, _LAYERS))
-
-    def _whole(self, count: int) -> int:
+    def _smallest(self, count: int) -> int:
         return self._captures.smallest(self._axis.sized(self._training, count))
 
     def found(self, now: int, need: Need) -> Largest:
         """Return the largest size, given one, with what the step needs there."""
         axis, memory = self._axis, self._memory
-        size = self._searched(now, need)
-        while size and self._whole(size) > memory:
-            size -= 1
-        # A shallow model that does not fit says enough of the whole one.
-        while size < axis.most and self._shallow(size + 1) <= memory and self._whole(size + 1) <= memory:
-            size += 1
+        size = _search(self._smallest, {now / axis.stride: need.smallest_budget}, memory, axis.most)
+        how = "worked out from layers that are alike" if self._captures.repeats else "captured whole"
         if not size:
-            least, why = self._whole(1), "the least size was captured whole, and does not fit"
+            least, why = self._smallest(1), f"the least size was {how}, and does not fit"
             return Largest(0, axis.stride, False, least, least, False, why)
         placed = self._captures.placed(axis.sized(self._training, size), memory)
-        largest = Largest(size * axis.stride, axis.stride, False, self._whole(size), None, placed, "")
+        largest = Largest(size * axis.stride, axis.stride, False, self._smallest(size), None, placed, "")
         if size == axis.most:
             why = (
                 "which is all that the model has positions for"
@@ -386,43 +412,17 @@ class _Largest:
                 else "and nothing larger was looked at"
             )
             return replace(largest, limit=True, certainty=f"the device holds this, {why}")
-        more, how = self._shallow(size + 1), "by its first layers alone"
-        if more <= memory:
-            more, how = self._whole(size + 1), "as captured whole"
         planned = "planned for" if placed else "not planned for"
-        told = f"captured whole and {planned}; the next size does not fit, {how}"
+        told = f"{how}, and {planned}; the next size, likewise, does not fit"
         in_core = self._in_core(now / axis.stride, need, size)
         in_core = None if in_core is None else in_core * axis.stride
-        return replace(largest, next_smallest_budget=more, certainty=told, in_core=in_core)
-
-    def _searched(self, now: int, need: Need) -> int:
-        """Return about the largest size, by shallow models."""
-        # What the other layers add: their small parameters and results, which stay on the device. It changes with the
-        # size, as results grow that large that they may leave; so it is looked at again where the search ends.
-        here = replace(self._training, layers=_LAYERS, **{self._axis.field: now})
-        beyond = max(need.smallest_budget - self._captures.smallest(here), 0)
-        known = {now / self._axis.stride: need.smallest_budget}
-        size = 0
-        for _ in range(_SEARCHES):
-            added = beyond
-            size = _search(
-                lambda count, added=added: self._shallow(count) + added, known, self._memory, self._axis.most
-            )
-            if not size:
-                break
-            whole = self._whole(size)
-            known = {float(size): whole}
-            beyond = whole - self._shallow(size)
-            if beyond == added:
-                break
-        return size
+        return replace(largest, next_smallest_budget=self._smallest(size + 1), certainty=told, in_core=in_core)
 
     def _in_core(self, now: float, need: Need, size: int) -> int | None:
         """Return about the size up to which nothing needs to move, by a straight line through two that are known."""
         if need.in_core_budget > self._memory and now <= 1:
             return 0
-        _, graph, costs = self._captures.of(self._axis.sized(self._training, size))
-        above = planning.in_core_budget(graph, costs)
+        above = planning.in_core_budget(*self._captures.of(self._axis.sized(self._training, size)))
         if above <= self._memory:
             return size
         known = {now: need.in_core_budget, float(size): above}
@@ -433,8 +433,8 @@ class _Largest:
 def _search(need: Callable[[int], int], known: dict[float, int], memory: int, most: int) -> int:
     """The largest count up to ``most`` whose need is within a memory; 0: none.
 
-    Needs rise with the count, nearly as straight lines: the next count is where the line through the last two meets the
-    memory; halves of the interval where that does not close in.
+    Needs rise with the count, nearly as straight lines: the next count is where the line through the last two, or
+    through one and nothing, meets the memory; halves of the interval where that does not close in.
     """
     points = dict(known)
 
@@ -447,16 +447,16 @@ def _search(need: Callable[[int], int], known: dict[float, int], memory: int, mo
     for tries in range(64):
         if high - low <= 1:
             break
-        # Every third time the interval is halved, in case needs are no line.
-        guess = _where(points, memory) if tries % 3 < 2 else None
+        # Every fourth time the interval is halved, in case needs are no line.
+        guess = _where(points, memory) if tries % 4 < 3 else None
         count = (low + high) // 2 if guess is None else int(guess)
         count = min(max(count, low + 1), high - 1)
         if fits(count):
             low = count
         else:
             high = count
-        # The line may well be right: then the count beside closes the interval.
-        if guess is not None and high - low > 1:
+        # If the line is right, the count beside closes the interval.
+        if guess is not None and high - low > 1 and abs(guess - count) <= 1 and len(points) > 2:
             beside = count + 1 if low == count else count - 1
             if fits(beside):
                 low = beside
@@ -466,7 +466,11 @@ def _search(need: Callable[[int], int], known: dict[float, int], memory: int, mo
 
 
 def _where(points: dict[float, int], memory: int) -> float | None:
-    """Where the line through the two points nearest to the memory meets it; None: it does not rise."""
+    """Where the line through the two points nearest to the memory meets it; None: it does not rise.
+
+    Of a single point, the line from nothing to it.
+    """
+    points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None
     near = sorted(points, key=lambda count: abs(points[count] - memory))[:2]
@@ -480,7 +484,7 @@ def _where(points: dict[float, int], memory: int) -> float | None:
 def _changes(
     captures: Captures, found: ModelConfig, training: Training, memory: int | None, tell: Tell
 ) -> list[Change]:
-    _, graph, costs = captures.of(training)
+    graph, costs = captures.of(training)
     changes: list[Change] = []
     pieces = _in_pieces(found, training, graph)
     if pieces is not None:
@@ -496,7 +500,7 @@ def _changes(
     for number, (what, flag, other) in enumerate(wanted):
         tell("try what would help", number, len(wanted))
         try:
-            _, changed, its_costs = captures.of(other)
+            changed, its_costs = captures.of(other)
         except (InputError, CaptureError, ModuleNotFoundError):
             continue  # a model without checkpointing, no peft: then it is no help
         changes.append(Change(what, flag, _need(changed, its_costs, memory)))
@@ -553,7 +557,7 @@ def content_of(found: Fit) -> dict[str, object]:
         "longest_sequence": None if found.longest is None else asdict(found.longest),
         "largest_batch": None if found.batch is None else asdict(found.batch),
         "changes": [asdict(change) for change in found.changes],
-        "notes": list(found.notes),
+        "notes": [*([found.warning] if found.warning else []), *found.notes],
         "took_seconds": found.took_seconds,
     }
 
@@ -573,7 +577,7 @@ def text_of(found: Fit) -> str:
         rows.append(("longest sequence", _largest_text(found.longest, "tokens")))
     if found.batch is not None:
         rows.append(("largest batch", _largest_text(found.batch, "samples")))
-    parts = [found.title]
+    parts = [found.title, *([found.warning] if found.warning else [])]
     if found.device is not None:
         parts.append(f"SIMULATED: {found.device.describe()}")
     parts.append("\n".join(f"  {name:<18} {value}" for name, value in rows))
@@ -644,6 +648,6 @@ def answer(
 ) -> bool:
     """Say what there is to say of a configuration; False: something that was asked about does not fit."""
     with following(silent if as_json else None) as tell:
-        known = fit(found, training, card, budgets, policy, tell)
+        known = fit(found, training, card, budgets, policy, tell, None if as_json else say)
     say(json.dumps(content_of(known), indent=2) if as_json else text_of(known))
     return known.fits

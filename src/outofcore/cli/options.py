@@ -20,8 +20,9 @@ from outofcore.cli import completion
 from outofcore.cli.commands import Command
 from outofcore.errors import InputError, OutOfCoreError, is_out_of_memory
 from outofcore.policies import POLICIES, policy_of
-from outofcore.presets import devices
-from outofcore.units import KIB, parse_bytes
+from outofcore.presets import Number, devices
+from outofcore.report import columns
+from outofcore.units import KIB, format_bytes, parse_bytes
 
 Function = Callable[..., None]
 
@@ -152,6 +153,26 @@ class Places:
         refuse((both, "--no-cache", "give one of --cache and --no-cache"))
 
 
+def _listing(value: str) -> str:
+    """Print the devices that may be simulated, where they are asked for."""
+    if value != "list":
+        return value
+    rows: list[tuple[str, ...]] = [("device", "memory", "to the host", "16 bits", "tf32", "fp32", "name")]
+    for preset in devices():
+        rates = (preset.flops.get(number) for number in (Number.HALF, Number.TF32, Number.FP32))
+        rows.append(
+            (
+                preset.key,
+                format_bytes(preset.memory_bytes),
+                f"{preset.in_bytes_per_s / 1e9:g} GB/s",
+                *("-" if rate is None else f"{rate / 1e12:g} TFLOPS" for rate in rates),
+                preset.name,
+            )
+        )
+    typer.echo(columns(rows))
+    raise typer.Exit
+
+
 @dataclass(frozen=True)
 class PlannedPlaces(Places):
     """The same for a step that may be planned for a device that is not here."""
@@ -161,8 +182,9 @@ class PlannedPlaces(Places):
         typer.Option(
             "--device",
             "--gpu",  # as it was called first
-            help="Where the step runs: cpu, cuda or cuda:0, where it is measured; or a device that need not be here "
-            f"and is simulated: {', '.join(d.key for d in devices())}.",
+            callback=_listing,
+            help="Where the step runs: cpu, cuda or cuda:0, where it is measured; or a device that need not be here and "
+            "is simulated, such as rtx4090 (list prints all) or '24GiB, 80 TFLOPS, 25 GB/s'.",
             autocompletion=completion.all_devices,
         ),
     ] = "cpu"

@@ -27,7 +27,9 @@ from outofcore.capture.kernel_layouts import KernelLayouts
 from outofcore.capture.operators import by_name
 from outofcore.capture.shards import AssumedGroup, Shards
 from outofcore.capture.tables import leaves_in
+from outofcore.capture.value_errors import ops_that_may_raise
 from outofcore.costs import Costs, Home, OpCost
+from outofcore.estimation.repeating import Step
 from outofcore.execution.backend import Backend
 from outofcore.execution.opening import homes_of, open_backend
 from outofcore.graph import Op, StepGraph
@@ -190,13 +192,35 @@ def costed(
             graph, costs = captured.graph, replace(costs, homes=links)
         return graph, _with_collectives(captured, costs, sharing)
 
-    steps = [first] if first.later is None else [first, first.later]
-    whole = costs_of(max(steps, key=lambda step: step.need(LOWEST_MEMORY) or 0), LOWEST_MEMORY, "measure ops")
+    steps = _calls_of(first)
+    whole = costs_of(_neediest(steps), LOWEST_MEMORY, "measure ops")
     if split is Split.OFF:
         return Costed(*whole)
     smallest = [(step, *smallest_variant(step)) for step in steps]
     one, variant, _ = max(smallest, key=lambda found: found[2])
     return Costed(*whole, None if variant.op_bytes is None else costs_of(one, variant, "measure split ops"))
+
+
+def estimated_step(user: UserStep[..., Any], args: tuple[Any, ...], device: Device, tell: Tell = silent) -> Step:
+    """Return a step with what it costs on a device that is not here, as ``costed`` does.
+
+    Raises:
+        CaptureError: the step cannot become one graph.
+    """
+    tell("capture the step", 0, 1)
+    first = captured_variants(user, args, {}, device, None, Split.OFF, tell)
+    captured = _neediest(_calls_of(first)).made(LOWEST_MEMORY)
+    tell("capture the step", 1, 1)
+    return Step(captured.graph.unwatched(), estimated_costs(captured, device), ops_that_may_raise(captured))
+
+
+def _calls_of(first: StepVariants) -> list[StepVariants]:
+    """Return the step as its first call runs it, and as later ones do if that is another."""
+    return [first] if first.later is None else [first, first.later]
+
+
+def _neediest(steps: list[StepVariants]) -> StepVariants:
+    return steps[0] if len(steps) == 1 else max(steps, key=lambda step: step.need(LOWEST_MEMORY) or 0)
 
 
 def _with_collectives(captured: Captured, costs: Costs, sharing: Sharing | None) -> Costs:

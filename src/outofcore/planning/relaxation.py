@@ -28,6 +28,7 @@ Limits: nothing is said about addresses.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,10 +67,49 @@ def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | 
     problem = Problem.of(graph, costs, room_for_large(graph, costs, budget))
     if not problem.is_feasible:
         return None
+    if _copies_can_hide(problem):
+        return max(_seconds_of_queues(problem))
     program = Relaxation(problem, least_seconds_again(problem), timed=False)
     if program.program.minimise() is None:
         return None
     return max(*_seconds_of_queues(problem), program.program.least() * (1 - _TOLERANCE))
+
+
+def _copies_can_hide(problem: Problem) -> bool:
+    """Return whether it is plain that copies take no longer than the ops: then nothing needs to be solved.
+
+    The longest gaps leave, until what stays fits: that is a point of the linear program, and none is less.
+    """
+    if len(problem.homes) != 1 or problem.homes[0].bytes is not None:
+        return False
+    [home] = problem.homes
+    n = len(problem.graph.ops)
+    begins = np.concatenate(([0.0], np.cumsum([cost.seconds for cost in problem.costs.ops])))
+    idle = {
+        g: sum(begins[last] - begins[first] for first, last in problem.inside(problem.gaps[g]) if first < last <= n)
+        for g in problem.movable
+        if problem.gaps[g].homes
+    }
+    longest = sorted(idle, key=lambda g: -idle[g])
+
+    def chosen(count: int) -> Ints:
+        choice = problem.nothing_leaves()
+        choice[longest[:count]] = 0
+        return choice
+
+    def fits(count: int) -> bool:
+        return bool(np.all(problem.held(chosen(count) == KEPT) <= problem.free))
+
+    count = bisect_left(range(len(longest)), True, key=fits)
+    if not fits(count):
+        return False
+    choice = chosen(count)
+    needed = problem.copies_needed(choice)
+    out = sum(home.out_seconds(info.copied) for info, copy in zip(problem.gaps, needed, strict=True) if copy)
+    back = sum(
+        home.in_seconds(problem.gaps[g].copied) for g in np.flatnonzero(choice != KEPT) if problem.gaps[g].fetched
+    )
+    return max(out, back) <= _seconds_of_queues(problem)[0]
 
 
 def least_seconds_again(problem: Problem) -> dict[int, float]:
