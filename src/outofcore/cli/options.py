@@ -183,8 +183,8 @@ class PlannedPlaces(Places):
             "--device",
             "--gpu",  # as it was called first
             callback=_listing,
-            help="Where the step runs: cpu, cuda or cuda:0, where it is measured; or a device that need not be here and "
-            "is simulated, such as rtx4090 (list prints all) or '24GiB, 80 TFLOPS, 25 GB/s'.",
+            help="Where the step runs: cpu, cuda or cuda:0, where it is measured; or a device that need not be here "
+            "and is simulated, such as rtx4090 (list prints all) or '24GiB, 80 TFLOPS, 25 GB/s'.",
             autocompletion=completion.all_devices,
         ),
     ] = "cpu"

@@ -411,17 +411,7 @@ class _Blocks:
             else:
                 made = {field: outer(getattr(op, field), label) for field in _NAMING_STORAGES}
                 cost = self._stretched(op, cost, made["reads"] + made["mutates"], storages)
-            new_op = Op(
-                len(parts),
-                op.name,
-                rerunnable=op.rerunnable,
-                random=op.random,
-                family=op.family,
-                module=module,
-                source=op.source,
-                communicates=op.communicates,
-                **made,
-            )
+            new_op = replace(op, id=len(parts), module=module, **made)
             parts.append(_Part(new_op, cost, at in self._step.raising))
         outputs = tuple(new[s, None] for s in graph.outputs)
         return _step_of(tuple(storages), parts, outputs, self._step.costs)
