@@ -198,6 +198,7 @@ class Captures:
     def __init__(self, found: ModelConfig, where: Device, tell: Tell = silent, *, repeats: bool | None = None) -> None:
         self._found, self._where, self._tell = found, where, tell
         self._known: dict[Training, Step] = {}
+        self._few: dict[Training, Step] = {}  # the same steps, of few blocks
         self._smallest: dict[Training, int] = {}
         self._placed: dict[tuple[Training, int], bool] = {}
         # Whether layers that are alike are made of a few; None: not known yet.
@@ -222,12 +223,21 @@ class Captures:
         return self._smallest[training]
 
     def placed(self, training: Training, memory: int) -> bool:
-        """Whether a plan in which everything leaves between two uses lies within a memory."""
+        """Whether a plan in which everything leaves between two uses lies within a memory.
+
+        Of layers that are alike a few are planned for, within the memory that the constants and small tensors of the
+        others leave.
+        """
         if (training, memory) not in self._placed:
             graph, costs = self.of(training)
+            room = memory
+            if training in self._few:
+                few = self._few[training]
+                room -= self.smallest(training) - planning.smallest_budget(few.graph, few.costs)
+                graph, costs = few.graph, few.costs
             self._placed[training, memory] = False
             with contextlib.suppress(BudgetError):
-                planning.plan_step(graph, costs, memory, "offload-all")
+                planning.plan_step(graph, costs, room, "offload-all")
                 self._placed[training, memory] = True
         return self._placed[training, memory]
 
@@ -253,6 +263,8 @@ class Captures:
             deep = None  # its code counts on all of its layers; or the whole model fails as well, and says why
         if self._repeats is None:
             self._repeats = deep is not None
+        if deep is not None:
+            self._few[training] = shallow
         return deep
 
     def _captured(self, training: Training) -> tuple[ConfiguredStep, Step]:
