@@ -243,7 +243,7 @@ def test_a_refusal_names_the_node_that_needs_the_memory(tmp_path: Path, capfd: p
         pytest.raises(outofcore.BudgetError, match=r"in MatMul_2 at .*test_onnx.py:"),
     ):
         step(x)
-    with pytest.raises(outofcore.BudgetError, match=r"in OnnxModel.MatMul_2 at .*test_onnx.py:"):  # noqa: SIM117
+    with pytest.raises(outofcore.BudgetError, match=r"in MatMul_2 \(OnnxModel\) at .*test_onnx.py:"):  # noqa: SIM117
         with outofcore.budget("100KiB", model, policy=None):
             forward(x)
     assert "Traceback" not in capfd.readouterr().err
@@ -497,7 +497,7 @@ def test_what_values_decide_runs_within_a_budget(tmp_path: Path) -> None:
     assert "outofcore.budget" in command("plan", *given).stderr
     ran = command("run", *given)
     assert ran.exit_code == 0, ran.output
-    assert "loop of 1 steps" in ran.stderr
+    assert ran.stderr.startswith("outofcore: 1 step, peak ")
 
 
 def test_planning_reads_no_large_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

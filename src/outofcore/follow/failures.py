@@ -24,7 +24,7 @@ def explained(error: BaseException, names: Known | None = None) -> Exception | N
     counts = {name: format_bytes(getattr(refused, name)) for name in REFUSAL_FIELDS}
     held = f", and {counts['kept']} cannot be moved" if refused.kept else ""
     if refused.small:
-        held += f", beside {counts['small']} of tensors below {counts['smallest']}"
+        held += f"; tensors below {counts['smallest']} take {counts['small']}"
     if refused.beside:
         held += f"; {counts['beside']} are kept for libraries, tensors below {counts['smallest']} and holes"
     parameter = (names or {}).get(refused.parameter, ("a parameter",))[0] if refused.sums else None
