@@ -29,7 +29,7 @@ _SMALL: dict[str, Any] = {
 def main(
     *,
     budget: Annotated[list[str] | None, typer.Option(help="Repeatable. [default: 1GiB]")] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Steps of each process.")] = 8,
+    rounds: Annotated[int, typer.Option(min=3, help="Steps of each process.")] = 20,
     small: Annotated[bool, typer.Option("--small", help="A tiny model: to see that it runs.")] = False,
     date: Annotated[str | None, typer.Option(help="Of the measurement; by default now.")] = None,
 ) -> None:
