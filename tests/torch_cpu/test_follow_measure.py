@@ -84,6 +84,22 @@ def test_measured_smallest_budget_is_the_smallest(job: str) -> None:
         trained(job, measured.smallest_budget - PAGE_BYTES)
 
 
+def test_measured_need_counts_ops_that_ask_for_no_memory() -> None:
+    def loop(budget: str | int, **options: bool) -> tuple[float, outofcore.Loop]:
+        with outofcore.budget(budget, home="host", cache=False, **options) as run:
+            tensors = [torch.full((256, 1024), float(number)) for number in range(4)]  # 1 MiB each
+            torch.addcmul(*tensors[:3], out=tensors[3])
+            return tensors[3].sum().item(), run
+
+    expected, run = loop("64MiB", measure=True)
+    measured = run.measurement()
+    assert measured.op.startswith("aten::addcmul.out at ")
+    assert measured.smallest_budget >= 4 * MIB
+    assert loop(measured.smallest_budget)[0] == expected == 2 * 256 * 1024
+    with pytest.raises(outofcore.BudgetError, match=r"too small: aten::addcmul\.out at "):
+        loop(measured.smallest_budget - PAGE_BYTES)
+
+
 def test_nothing_moves_within_the_measured_peak() -> None:
     losses, run = trained("dense", "600KiB", measure=True)
     assert run.stats.exceedances > 0
