@@ -259,12 +259,12 @@ class Captures:
                 _, shallower = self._captured(replace(training, blocks=KEPT - 1))
                 expected = deepened(shallow, step.stacks, KEPT - 1)
                 deep = deep if expected is not None and same_step(expected, shallower) else None
+            if deep is not None:
+                self._few[training] = shallow
         except (InputError, CaptureError):
             deep = None  # its code counts on all of its layers; or the whole model fails as well, and says why
         if self._repeats is None:
             self._repeats = deep is not None
-        if deep is not None:
-            self._few[training] = shallow
         return deep
 
     def _captured(self, training: Training) -> tuple[ConfiguredStep, Step]:
