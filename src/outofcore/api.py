@@ -475,7 +475,7 @@ _within = budget
 
 
 def _budget_of(limit: int | str | None, device: torch.device, models: Sequence[nn.Module]) -> int:
-    """Return a budget in bytes, and say how much it is where that was not given."""
+    """Return a budget in bytes; log it if it was not given in bytes."""
     count, text = budget_of(limit, device, models)
     if text:
         _log.warning("outofcore: budget %s", text)

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outofcore
+from outofcore.execution.cuda.driver import ALLOCATOR
+from outofcore.follow import gpu
 from outofcore.runtime import available
 from outofcore.units import KIB, MIB, PAGE_BYTES
 
@@ -138,6 +140,15 @@ def test_measurement_of_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> N
     assert "no op used a tensor of 64 KiB or more" in capsys.readouterr().err
 
 
+def test_growing_loop_ends_within_its_budget() -> None:
+    with outofcore.budget("1MiB", home="host", grow=True) as run:
+        kept = [torch.full((256, 256), float(number)) for number in range(16)]  # 256 KiB each
+        torch.cat(kept)
+        assert run.stats.exceedances > 0
+    assert run.stats.bytes_in_use <= MIB
+    assert [int(tensor[0, 0]) for tensor in kept] == list(range(16))
+
+
 @pytest.mark.parametrize("job", JOBS)
 def test_growing_loop_has_the_bits_of_one_with_room(job: str) -> None:
     losses, run = trained(job, "256MiB")
@@ -151,7 +162,7 @@ def test_growing_loop_has_the_bits_of_one_with_room(job: str) -> None:
 def test_growing_loop_shrinks_after_the_op_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     with outofcore.budget("1MiB", home="host", grow=True) as run, caplog.at_level(logging.WARNING, "outofcore"):
         large = torch.ones(2 * MIB // 4).add(1)  # 2 MiB, twice
-        assert run.stats.bytes_in_use > MIB
+        assert run.stats.peak_bytes > MIB >= run.stats.bytes_in_use
         small = [torch.full((128, 256), float(i)) for i in range(20)]
         assert run.stats.bytes_in_use <= MIB
         assert large.sum().item() == 2 * large.numel()
@@ -223,6 +234,14 @@ def test_compiled_step_takes_a_share_as_its_budget(monkeypatch: pytest.MonkeyPat
     with outofcore.compile(step, model, budget="50%", home="host", cache=False) as compiled:
         compiled(x)
         assert compiled.budget == 20 * MIB
+
+
+@pytest.mark.parametrize("beside", [0, 86 * MIB])
+def test_smallest_budget_of_a_gpu_leaves_room_for_the_need(beside: int) -> None:
+    for room in (1, 5 * MIB, 640 * MIB + 1, 70 << 30):
+        found = gpu.budget_for(room, beside)
+        assert gpu.divide(found, beside).room >= room
+        assert gpu.divide(found - ALLOCATOR.segment, beside).room < room
 
 
 def test_budget_is_refused_where_the_system_does_not_say_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:

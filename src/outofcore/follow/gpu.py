@@ -11,6 +11,7 @@ tensors may have moved, and its memory may have been given to others.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -83,14 +84,8 @@ def divide(budget: int, beside: int) -> Shares:
 def budget_for(room: int, beside: int) -> int:
     """Return the smallest budget, in whole segments, whose arena has room for so many bytes of tensors."""
     segment = ALLOCATOR.segment
-    low, high = 0, 2 * (room + beside) // segment + 2 * _LEAST_SMALL
-    while low < high:
-        middle = (low + high) // 2
-        if divide(middle * segment, beside).room >= room:
-            high = middle
-        else:
-            low = middle + 1
-    return low * segment
+    enough = 2 * (room + beside + _LEAST_SMALL) // segment + 1
+    return segment * bisect_left(range(enough), room, key=lambda count: divide(count * segment, beside).room)
 
 
 def _bytes_beside(device: torch.device) -> int:

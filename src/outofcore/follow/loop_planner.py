@@ -26,7 +26,7 @@ _log = logging.getLogger("outofcore")
 _NICENESS = 10
 # What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
 _SPARE = 0.02
-# Where so many steps in a row are known, it is not read any more what other processes do: that may take a millisecond.
+# Other processes are watched until this many steps in a row were not proposed: reading their times can take 1 ms.
 _WATCHED_STEPS = 8
 # Plans that reports list: the last ones.
 _LISTED_PLANS = 8

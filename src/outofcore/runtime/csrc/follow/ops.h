@@ -125,7 +125,6 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     const Guard guard;
     timed.arrive();
     catch_up(space);
-    if (depth == 1) shrink(space);
     if (space.unseen) {
       for (Block* block : space.known) block->dirty |= block->here();
       space.unseen = false;
@@ -322,6 +321,20 @@ void place_need(Space& space) {
   space.need.text = reinterpret_cast<const char*>(answer);
 }
 
+// At the end of an op of the loop, whatever came of it, has leave what lies beyond the budget. Where a home fails, the op that
+// needs room next tells.
+struct Shrinking {
+  ~Shrinking() {
+    if (space.grown == 0 || depth > 0) return;
+    try {
+      const Guard guard;
+      if (space.open) shrink(space);
+    } catch (...) {
+    }
+  }
+  Space& space;
+};
+
 // What code of the thread holds: blocks by their counts, or storages in PyTorch's own memory.
 struct Hold {
   std::shared_ptr<int> of_block;
@@ -409,6 +422,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
     return op.redispatchBoxed(below, stack);
   }
+  const Shrinking shrinking{*space};
   if (about.sliced)
     run_in_slices(*space, op, about, below, stack);
   else

@@ -258,7 +258,7 @@ bool exceed(Space& space, int64_t bytes) {
   space.grown += space.charged + bytes - space.room();
   return true;
 }
-// Has leave what an op before has left beyond the budget.
+// Has leave what an op has left beyond the budget.
 void shrink(Space& space) {
   if (std::exchange(space.grown, 0) == 0) return;
   make_room(space, 0);
