@@ -1,7 +1,8 @@
-"""Training on texts of many lengths: small models of Hugging Face's transformers, random weights, random tokens.
+"""Training on batches of many lengths: small models with random weights and random data.
 
-The tasks are those of Liao et al., *Mimose: An Input-Aware Checkpointing Planner for Efficient Training on GPU*
-(arXiv 2209.02478) in kind, batch size and range of lengths, with models that two cores can train.
+Three have batches of log-normal lengths: BERT, GPT-2, and a ResNet on images of many sizes. The others are those of
+Liao et al., *Mimose: An Input-Aware Checkpointing Planner for Efficient Training on GPU* (arXiv 2209.02478) in kind,
+batch size and range of lengths, with models that two cores can train.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from outofcore.zoo import Workload, ZooOptions
+from outofcore.zoo.vision import ResNet
 
 _CHOICES = 4
+_CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,13 @@ class Task:
     """What is trained on.
 
     Attributes:
-        head: what the model has to tell: "class", "choice", "span" or "translation".
+        head: what the model predicts: "class", "choice", "span", "translation", "next" (token) or "image".
         batch: texts (with "choice" questions, of four texts each) in a batch.
-        shortest, longest: lengths in tokens; they are log-normal between these.
+        shortest, longest: lengths in tokens, or edges in pixels; they are log-normal between these.
         median: of the lengths.
         sigma: of their logarithms.
         together: whether lengths are those of batches, and not of texts, which are padded to the longest of a batch.
+        layers: of the model, where the options do not say.
     """
 
     head: str
@@ -39,10 +43,13 @@ class Task:
     median: int
     sigma: float
     together: bool = False
+    layers: int = 4
 
 
 TASKS: Mapping[str, Task] = {
-    "bert-lengths": Task("class", 8, 16, 384, 110, 0.55, together=True),
+    "bert-lengths": Task("class", 8, 16, 384, 110, 0.55, together=True, layers=6),
+    "gpt2-lengths": Task("next", 4, 16, 512, 140, 0.55, together=True, layers=6),
+    "resnet-sizes": Task("image", 8, 48, 256, 112, 0.35, together=True, layers=18),
     "swag": Task("choice", 16, 35, 141, 60, 0.3),
     "squad": Task("span", 12, 153, 512, 190, 0.3),
     "qqp": Task("class", 32, 30, 332, 40, 0.4),
@@ -60,8 +67,9 @@ def texts(name: str, options: Mapping[str, Any]) -> Workload:
     """
     task, given = TASKS[name], dict(options)
     padded, only = given.pop("padded", False), given.pop("only", None)
-    zoo = ZooOptions(**{"batch": task.batch, "layers": 4, "width": 256, "vocab": 8192, "optimizer": "adamw", **given})
-    layers, width, words = zoo.layers or 4, zoo.width or 256, zoo.vocab or 8192
+    usual = {"batch": task.batch, "layers": task.layers, "width": 256, "vocab": 8192, "optimizer": "adamw"}
+    zoo = ZooOptions(**{**usual, **given})
+    layers, width, words = zoo.layers or task.layers, zoo.width or 256, zoo.vocab or 8192
 
     def stream(batch: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
         draw = torch.Generator().manual_seed(seed)
@@ -71,23 +79,38 @@ def texts(name: str, options: Mapping[str, Any]) -> Workload:
             lengths = (normal * task.sigma + math.log(task.median)).exp().long()
             lengths = lengths.clamp(task.shortest, task.longest).expand(rows)
             longest = only or (task.longest if padded else int(lengths.max()))
+            answers = torch.randint(2, (batch,), generator=draw)
+            if task.head == "image":
+                yield torch.rand((batch, 3, longest, longest), generator=draw), answers
+                continue
             # Drawn alike however far they are padded.
             tokens = torch.randint(1, words, (rows, task.longest), generator=draw)[:, :longest]
             mask = torch.arange(longest) < lengths[:, None]
-            answers = torch.randint(2, (batch,), generator=draw)
             yield tokens * mask, mask.long(), answers
 
     def network() -> nn.Module:
         return _model(task, layers, width, words)
 
-    shape = f"{layers} layers of width {width}, {task.shortest} to {task.longest} tokens, {task.head}"
-    return Workload(name, zoo, shape, "random tokens", network, _LOSSES[task.head], stream)
+    unit = "pixels" if task.head == "image" else "tokens"
+    shape = f"{layers} layers of width {width}, {task.shortest} to {task.longest} {unit}, {task.head}"
+    longest, rows = task.longest, (_CHOICES,) if task.head == "choice" else ()
+    tokens = ((*rows, longest), torch.long)
+    answer = ((), torch.long)
+    sample = (((3, longest, longest), torch.float32), answer) if task.head == "image" else (tokens, tokens, answer)
+    data = "random pixels" if task.head == "image" else "random tokens"
+    return Workload(name, zoo, shape, data, network, _LOSSES[task.head], stream, sample)
 
 
 def _model(task: Task, layers: int, width: int, words: int) -> nn.Module:
-    import transformers as hf  # noqa: PLC0415 - slow, and this one's only
+    if task.head == "image":
+        return ResNet(layers, _CLASSES)
+    import transformers as hf  # noqa: PLC0415 - slow
 
     heads = max(1, width // 64)
+    if task.head == "next":
+        return hf.GPT2LMHeadModel(
+            hf.GPT2Config(vocab_size=words, n_embd=width, n_layer=layers, n_head=heads, n_positions=task.longest)
+        )
     if task.head == "translation":
         return hf.T5ForConditionalGeneration(
             hf.T5Config(
@@ -134,4 +157,19 @@ def _translation(model: nn.Module, tokens: Tensor, mask: Tensor, answers: Tensor
     return model(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
 
 
-_LOSSES = {"class": _class, "choice": _choice, "span": _span, "translation": _translation}
+def _next(model: nn.Module, tokens: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def _image(model: nn.Module, images: Tensor, answers: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(images), answers)
+
+
+_LOSSES = {
+    "class": _class,
+    "choice": _choice,
+    "span": _span,
+    "translation": _translation,
+    "next": _next,
+    "image": _image,
+}

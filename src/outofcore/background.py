@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Generic, TypeVar
 
 from outofcore import planning
@@ -66,6 +66,7 @@ class Answer:
     Attributes:
         planned: the best plan, proved; None where there is none, and ``reason`` says why.
         seconds: that planning took.
+        processor_seconds: that its process ran.
         costs: that it was made with; None: those of the job.
         is_new: whether it differs from the running plan.
     """
@@ -75,11 +76,12 @@ class Answer:
     seconds: float
     costs: Costs | None = None
     is_new: bool = True
+    processor_seconds: float = 0.0
 
 
 @dataclass
 class BackgroundPlanner(Generic[_Subject]):
-    """Plans one job after the other; ``niceness`` lowers its priority, 19 to the lowest."""
+    """Plans one job after the other, with a ``niceness`` as in ``start_process``."""
 
     niceness: int
     _subject: _Subject | None = None
@@ -164,4 +166,5 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with out:
-        pickle.dump(plan_job(pickle.load(sys.stdin.buffer)), out)
+        answer = plan_job(pickle.load(sys.stdin.buffer))
+        pickle.dump(replace(answer, processor_seconds=time.process_time()), out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -17,6 +18,8 @@ _PROGRAM = (
     "from outofcore.child_processes import run; run(*sys.argv[2:])"
 )
 
+_LOWEST = 19  # priority that is not of the class of idle processes
+
 
 def start_process(
     main: str,
@@ -29,7 +32,8 @@ def start_process(
     """Start a process that calls ``main`` ("module:function") without arguments, with ``work`` as its standard input.
 
     ``work`` is passed in a file: a pipe would block this process until the other one reads. ``answer`` receives the
-    standard output. ``niceness`` lowers the priority, 19 to the lowest. It ends with the thread that starts it.
+    standard output. ``niceness`` lowers the priority, 19 to the lowest; with 20 the process runs only where a core is
+    idle. It ends with the thread that starts it.
     It is in a process group of its own, so that Ctrl-C is for this process alone, but in the same session: Linux
     balances sessions first and only then looks at priorities (``sched(7)``, autogroups).
 
@@ -54,6 +58,9 @@ def run(main: str, niceness: str) -> None:
     ctypes.CDLL(None).prctl(signal_on_death, signal.SIGKILL)
     if os.getppid() == 1:
         sys.exit(1)
-    os.nice(int(niceness))
+    os.nice(min(int(niceness), _LOWEST))
+    if int(niceness) > _LOWEST:
+        with contextlib.suppress(OSError, AttributeError):  # not every system has it, and a sandbox may refuse it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     module, _, name = main.partition(":")
     getattr(__import__(module, fromlist=[name]), name)()

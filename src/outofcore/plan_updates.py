@@ -38,8 +38,8 @@ from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
 
-# The lowest priority: a step takes what it can of the processor while another plan is made of it.
-_NICENESS = 19
+# Plans are made where a core is idle: a step takes what it can of the processor meanwhile.
+_NICENESS = 20
 
 
 class TooSmallError(Exception):

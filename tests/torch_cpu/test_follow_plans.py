@@ -78,7 +78,49 @@ def peak() -> int:
     return train(2, 1 << 30)[1][-1].peak_bytes
 
 
-@pytest.mark.parametrize("share", some_of([1.5, 0.5, 0.3], [1.5, 0.3]))
+def test_a_step_that_fits_is_not_planned() -> None:
+    theirs, _ = train(6)
+    ours, stats = train(6, int(1.5 * peak()))
+    assert_same(ours, theirs)
+    assert stats[-1].plans == stats[-1].evictions == 0
+
+
+def test_short_batches_do_not_follow_the_plan_of_a_long_one() -> None:
+    """The long batch comes twice, so that it is planned; the others fit in the budget."""
+
+    def run(budget: int | None) -> tuple[list[float], list[outofcore.LoopStats]]:
+        torch.manual_seed(0)
+        model, seen, stats = Model(), [], []
+        with (
+            outofcore.budget(budget, model, cache=False, policy=MOVES)
+            if budget
+            else contextlib.nullcontext() as followed
+        ):
+            optimizer = adamw(model)
+            for length in [LENGTH, LENGTH, LENGTH, *[LENGTH // 4] * 6, LENGTH]:
+                ids = torch.arange(4 * (length + 1)).view(4, -1) % 1000
+                optimizer.zero_grad()
+                loss = loss_of(model, ids[:, :-1], ids[:, 1:])
+                loss.backward()
+                optimizer.step()
+                seen.append(loss.item())
+                if followed is not None:
+                    stats.append(followed.stats)
+        return seen, stats
+
+    ours, stats = run(int(0.55 * peak()))
+    assert ours == run(None)[0]
+    moved = [b.evictions - a.evictions for a, b in pairwise(stats)]
+    planned = [b.planned_ops - a.planned_ops for a, b in pairwise(stats)]
+    assert stats[-1].plans == 1
+    assert planned[-1] > 0.9 * planned[3] > 0
+    assert moved[-1] > 0
+    # The first short one still begins as the long ones did.
+    assert planned[4:8] == [0] * 4
+    assert moved[4:8] == [0] * 4
+
+
+@pytest.mark.parametrize("share", some_of([0.7, 0.5, 0.3], [0.7, 0.3]))
 def test_steps_are_followed_by_a_plan(share: float) -> None:
     theirs, _ = train(9)
     ours, stats = train(9, int(share * peak()))
@@ -91,7 +133,7 @@ def test_steps_are_followed_by_a_plan(share: float) -> None:
     assert last.peak_bytes <= int(share * peak())
     # By then nearly everything is where the plan has it.
     moved = last.fetches - before.fetches
-    assert (moved > 0) == (share < 1)
+    assert moved > 0
     assert last.unplanned_evictions - before.unplanned_evictions <= 0.1 * moved
     assert last.fetches_ahead - before.fetches_ahead >= 0.9 * moved
 
@@ -216,7 +258,7 @@ def nonsense(seed: int) -> Callable[[StepRecord, object, object], Schedule]:
 def test_no_plan_can_make_the_numbers_wrong(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "schedule_of", nonsense(seed))
     theirs, _ = train(8, vary=seed % 2 == 1)
-    budget = int((0.3, 0.5, 1.2)[seed % 3] * peak())
+    budget = int((0.3, 0.5, 0.8)[seed % 3] * peak())
     ours, stats = train(8, budget, vary=seed % 2 == 1, home=("disk", "host")[seed % 2])
     assert_same(ours, theirs)
     assert stats[-1].plans > 0

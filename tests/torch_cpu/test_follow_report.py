@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from at_once import MOVES, PlannedAtOnce
-from loops import LENGTH, Language, adamw, loss_of, sentences
+from loops import BATCH, LENGTH, Language, adamw, loss_of, sentences
 from torch import nn
 
 import outofcore
@@ -106,7 +106,7 @@ def test_storages_have_the_names_that_the_user_gave(tmp_path: Path) -> None:
 
 
 def test_a_departure_is_told_with_its_reason(tmp_path: Path) -> None:
-    ids = torch.randint(0, 1024, (4, LENGTH))
+    ids = torch.randint(0, 1024, (BATCH, LENGTH))
 
     def evaluate(i: int, model: nn.Module) -> None:
         if i == 5:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from weights_in_turn import BUDGET, COSTS, GRAPH, WINDOW
 
 from outofcore.background import BackgroundPlanner, PlanJob, Running, plan_job
+from outofcore.child_processes import start_process
 from outofcore.costs import OpCost
 from outofcore.planning import PolicyLike, plan_step
 from outofcore.planning.policy import Own
@@ -84,3 +87,14 @@ def test_what_no_budget_holds_is_told() -> None:
     answer = plan_job(replace(JOB, budget=4096))
     assert answer.planned is None
     assert "cannot hold this step" in answer.reason
+
+
+def test_the_planner_runs_only_where_a_core_is_idle_when_asked(tmp_path: Path) -> None:
+    with (tmp_path / "answer").open("w+b") as answer:
+        start_process(f"{__name__}:say_scheduling", b"", answer, niceness=20).wait()
+        answer.seek(0)
+        assert answer.read() == f"{os.SCHED_IDLE} 19".encode()
+
+
+def say_scheduling() -> None:
+    os.write(1, f"{os.sched_getscheduler(0)} {os.nice(0)}".encode())

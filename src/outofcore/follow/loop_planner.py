@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 from collections import deque
 
 from outofcore._torch_internals import Feature, missing
@@ -22,8 +23,13 @@ from outofcore.units import round_up
 
 _log = logging.getLogger("outofcore")
 
-# By how much the priority of the process that plans is below that of the loop.
-_NICENESS = 10
+# The planner runs only where a core is idle. With a niceness alone it takes a core for milliseconds on end, and an op waits
+# for the thread that lacks it.
+_NICENESS = 20
+# Even then it slows ops down: it shares caches and execution units with them. So many seconds of planning are free, and
+# beyond them this share of the time since the loop was started.
+_FREE_SECONDS = 1.0
+_PLANNING_SHARE = 0.03
 # What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
 _SPARE = 0.02
 # Other processes are watched until this many steps in a row were not proposed: reading their times can take 1 ms.
@@ -51,6 +57,8 @@ class LoopPlanner:
         self._counters: Counters | None = read_loop_counters()  # when the last step ended
         self._unproposed = 0  # steps in a row that were not proposed
         self._is_busy = False  # whether others held up the step that is being planned
+        self._started = time.monotonic()
+        self._planning_seconds = 0.0
         self.background: BackgroundPlanner[StepRecord] = BackgroundPlanner(_NICENESS)
         self.count = 0
         self.made: deque[PlanMade] = deque(maxlen=_LISTED_PLANS)
@@ -65,6 +73,7 @@ class LoopPlanner:
             self._trial.step_ended()
         if (done := self.background.poll()) is not None:
             record, answer = done
+            self._planning_seconds += answer.processor_seconds
             planned = answer.planned
             if planned is None:
                 _log.info("no plan of a step of %d ops: %s", record.ops, answer.reason)
@@ -73,7 +82,7 @@ class LoopPlanner:
                 plan = FollowedPlan(schedule, planned.plan.policy, planned.timeline.step_seconds, self._is_busy)
                 self._follow(record, plan, steps, answer.seconds)
                 self._store.keep(record, self._room, self._planned_by, plan)
-        if is_proposed and not self.background.is_busy:
+        if is_proposed and not self.background.is_busy and self._may_plan():
             self._remade, self._is_busy = remade, is_busy
             self._plan(steps)
 
@@ -84,6 +93,11 @@ class LoopPlanner:
         if before is None or self._counters is None:
             return False
         return was_busy(self._counters - before, computes=False)  # a loop may wait for its data
+
+    def _may_plan(self) -> bool:
+        """Return whether another plan is worth the processor time that it takes."""
+        elapsed = time.monotonic() - self._started
+        return self._planning_seconds <= _FREE_SECONDS + _PLANNING_SHARE * elapsed
 
     def _plan(self, steps: int) -> None:
         numbers = self._space.numbers("follow_proposal")

@@ -139,8 +139,11 @@ void copy_ahead(Space& space) {
 
 Block* played(const follow::Known& known, int32_t storage) { return static_cast<Block*>(known.playing[storage]); }
 
-// The plan for the next larger size, by what a storage of the record has now; of the largest if there is none.
-void choose_anchor(Space& space, int32_t storage, int64_t bytes) {
+// The plan for the next larger size, by what a storage of the record has now; for want of one, that for the next smaller size.
+// Null: all plans are for sizes that are too different.
+follow::Anchor* close_anchor(Space& space, int32_t storage, int64_t bytes) {
+  // Of a storage that grows with the square of the size, when the step as a whole is within kClose.
+  constexpr double kCloseStorage = follow::kClose * follow::kClose;
   follow::Anchor* best = nullptr;
   const auto better = [&](const follow::Anchor& a, const follow::Anchor& b) {
     const int64_t mine = a.bytes[storage], other = b.bytes[storage];
@@ -148,9 +151,25 @@ void choose_anchor(Space& space, int32_t storage, int64_t bytes) {
     if (mine != other) return mine >= bytes ? mine < other : mine > other;
     return a.size < b.size;
   };
-  for (follow::Anchor& anchor : space.follower.known()->anchors)
-    if (anchor.schedule && (best == nullptr || better(anchor, *best))) best = &anchor;
-  space.anchor = best;
+  for (follow::Anchor& anchor : space.follower.known()->anchors) {
+    const auto planned = static_cast<double>(anchor.bytes[storage]), now = static_cast<double>(bytes);
+    const bool close = planned <= kCloseStorage * now && now <= follow::kClose * planned;
+    if (close && anchor.schedule && (best == nullptr || better(anchor, *best))) best = &anchor;
+  }
+  return best;
+}
+// Compares a storage of the step with the plan. Once more storages differ too much than fit, the rest of the step runs on
+// demand: what the plan of a longer batch offloads would fit in this one, and that of a shorter one offloads too little.
+void match_anchor(Space& space, int32_t storage, int64_t bytes) {
+  if (space.anchor->bytes[storage] == bytes) {
+    ++space.fitting;
+  } else if (follow::Anchor* close = close_anchor(space, storage, bytes); close != nullptr) {
+    ++space.fitting;
+    space.anchor = close;
+  } else if (--space.fitting < 0) {
+    space.anchor = nullptr;
+    space.due.clear();
+  }
 }
 
 // The plan that was of use last; null: there is none.
@@ -159,6 +178,13 @@ follow::Anchor* usual_anchor(follow::Known& known) {
   for (follow::Anchor& anchor : known.anchors)
     if (anchor.schedule && (found == nullptr || anchor.used > found->used)) found = &anchor;
   return found;
+}
+
+// Follows the plan that was of use last, until the sizes of the step show which one is close.
+void begin_plan(Space& space) {
+  space.anchor = space.follower.known() == nullptr ? nullptr : usual_anchor(*space.follower.known());
+  space.fitting = 0;
+  space.due.clear();
 }
 
 // An op of a plan begins: what is to leave may, or is written for it, and what is to come begins to.
@@ -212,26 +238,25 @@ void take_place(Space& space, const void* op, const std::vector<follow::Touched>
                 const std::vector<std::pair<int32_t, Block*>>& places) {
   follow::Follower& follower = space.follower;
   const bool before = follower.active();
+  const int32_t position = follower.position();
   const follow::Known* known = follower.known();
   const int32_t planned_at = space.anchor != nullptr && follower.on_course() ? follower.next() : -1;
   const void* planned = planned_at >= 0 ? known->usual.ops[planned_at].op : nullptr;
   follower.advance(op, touched);
   if (planned != nullptr && (!follower.on_course() || follower.known() != known || follower.position() != planned_at))
     space.observer.depart(planned_at, follow::Cause::kOp, name_of(planned), name_of(op));
-  if (follower.known() != known) {
-    known = follower.known();
-    space.anchor = known == nullptr ? nullptr : usual_anchor(*follower.known());
-    space.due.clear();
-    if (before) ++space.counters[kDepartures];
-  }
+  const bool other = follower.known() != known;
+  known = follower.known();
+  if (other && before) ++space.counters[kDepartures];
+  // The step begins again, as after an evaluation: its sizes may be others now.
+  if (other || (space.anchor == nullptr && known != nullptr && follower.position() < position)) begin_plan(space);
   space.observer.after_departure(space.anchor != nullptr && follower.on_course() ? follower.position() : -1);
   for (const auto& [place, block] : places) block->released = false;
   if (!follower.on_course()) return;
   for (const auto& [place, block] : places)
     if (const int32_t storage = follower.storage_at(place); storage >= 0) {
       play(space, *follower.known(), *block, storage);
-      if (space.anchor != nullptr && known->persistent[storage] < 0 && space.anchor->bytes[storage] != block->bytes)
-        choose_anchor(space, storage, block->bytes);
+      if (space.anchor != nullptr && known->persistent[storage] < 0) match_anchor(space, storage, block->bytes);
     }
   if (space.anchor == nullptr) return;
   ++space.counters[kPlannedOps];

@@ -128,6 +128,7 @@ void count_use(Space& space, int64_t bytes) {
 // Storages come to be or end, wherever their bytes are.
 void count_total(Space& space, int64_t bytes) {
   space.total += bytes;
+  space.step_total = std::max(space.step_total, space.total);
   space.counters[kPeakTotalBytes] = std::max(space.counters[kPeakTotalBytes], space.total);
 }
 

@@ -208,8 +208,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
       for (const auto& [at, block] : places)
         if (const int32_t storage = space.follower.storage_at(at); storage >= 0) {
           play(space, *space.follower.known(), *block, storage);
-          if (space.anchor != nullptr && space.anchor->bytes[storage] != block->bytes)
-            choose_anchor(space, storage, block->bytes);
+          if (space.anchor != nullptr) match_anchor(space, storage, block->bytes);
         }
     }
     if (!touched.empty())

@@ -128,6 +128,9 @@ struct Schedule {
   }
 };
 
+// Steps that make up to so much less than an anchor follow its plan for good.
+constexpr double kClose = 1.15;
+
 // The record at certain sizes.
 struct Anchor {
   int64_t number;

@@ -235,6 +235,7 @@ struct Space {
   follow::Observer observer;
   follow::Sources sources;
   follow::Anchor* anchor = nullptr;      // whose plan is followed
+  int64_t fitting = 0;                   // uses of storages in this step that fit its sizes, less those that do not
   bool torn = false;                     // memory of the arena was given back in pieces
   std::deque<int32_t> due;               // storages of the record that are to be fetched
   std::vector<follow::Request> requests;  // of the op that runs
@@ -244,6 +245,7 @@ struct Space {
   std::string names;                     // of its operators
   std::string observed_names;            // of operators of what was observed
   int64_t anchors = 0;                   // there ever were
+  int64_t step_total = 0;                // the most that ``total`` was in the step under way
   std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();  // the last op ended
   int64_t waited = 0;                    // microseconds of transfers until then
   int64_t in_nanos = 1, out_nanos = 1, in_bytes = 0, out_bytes = 0;  // of copies of all kinds

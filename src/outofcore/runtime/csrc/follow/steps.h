@@ -29,10 +29,14 @@ bool end_of_timing(Space& space) {
   return timed;
 }
 
+// Bytes that the step which has ended needed at once, resident and evicted, with its ops' scratch memory.
+int64_t most_at_once(Space& space, const follow::Record& record) {
+  const auto most = std::max_element(record.workspaces.begin(), record.workspaces.end());
+  return std::exchange(space.step_total, space.total) + (most == record.workspaces.end() ? 0 : *most);
+}
+
 bool end_of_step(Space& space) {
   if (may_disable_observers) disable_observers_unless_used();
-  // Steps that make up to so much less than an anchor follow its plan for good.
-  constexpr double kClose = 1.15;
   const bool timed = end_of_timing(space);
   std::optional<follow::Record> record = space.recorder.take();
   space.since = std::chrono::steady_clock::now();
@@ -57,13 +61,14 @@ bool end_of_step(Space& space) {
   if (space.anchor != nullptr && space.follower.on_course() && space.follower.next() != 0)
     space.observer.depart(space.follower.next(), follow::Cause::kEnd, name_of(before->usual.ops[space.follower.next()].op), "");
   space.follower.stand_after(*known);
-  if (before != space.follower.known()) {
-    space.anchor = usual_anchor(*space.follower.known());
-    space.due.clear();
-  }
+  space.fitting = 0;
+  // A step of another size has left the plan, too.
+  if (before != space.follower.known() || space.anchor == nullptr) begin_plan(space);
+  // Where everything fits a plan has nothing to save: what moved makes up for a larger step before.
+  if (space.excess != Excess::kMeasured && most_at_once(space, *record) <= space.room()) return false;
   const int64_t size = made_by(*record);
   for (follow::Anchor& anchor : known->anchors)
-    if (anchor.size >= size && anchor.size <= kClose * size) {
+    if (anchor.size >= size && anchor.size <= follow::kClose * size) {
       anchor.used = space.follower.steps();
       space.timing = space.lacking_times;
       return false;
