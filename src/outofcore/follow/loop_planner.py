@@ -23,11 +23,11 @@ from outofcore.units import round_up
 
 _log = logging.getLogger("outofcore")
 
-# The planner runs only where a core is idle. With a niceness alone it takes a core for milliseconds on end, and an op waits
-# for the thread that lacks it.
+# The planner runs only where a core is idle. With a niceness alone it takes a core for milliseconds on end, and an op
+# waits for the thread that lacks it.
 _NICENESS = 20
-# Even then it slows ops down: it shares caches and execution units with them. So many seconds of planning are free, and
-# beyond them this share of the time since the loop was started.
+# Even then it slows ops down, with which it shares caches and execution units. A first second of planning is free; then
+# plans take at most this share of the time since the loop was started.
 _FREE_SECONDS = 1.0
 _PLANNING_SHARE = 0.03
 # What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
