@@ -66,7 +66,7 @@ class Answer:
     Attributes:
         planned: the best plan, proved; None where there is none, and ``reason`` says why.
         seconds: that planning took.
-        processor_seconds: that its process ran.
+        processor_seconds: processor time of the planning process, with its start.
         costs: that it was made with; None: those of the job.
         is_new: whether it differs from the running plan.
     """

@@ -18,7 +18,7 @@ _PROGRAM = (
     "from outofcore.child_processes import run; run(*sys.argv[2:])"
 )
 
-_LOWEST = 19  # priority that is not of the class of idle processes
+_LOWEST = 19  # the lowest priority that niceness gives
 
 
 def start_process(

@@ -38,7 +38,7 @@ from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
 
-# Plans are made where a core is idle: a step takes what it can of the processor meanwhile.
+# The planner runs only where a core is idle, so that steps keep their pace.
 _NICENESS = 20
 
 

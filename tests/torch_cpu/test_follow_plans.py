@@ -78,7 +78,7 @@ def peak() -> int:
     return train(2, 1 << 30)[1][-1].peak_bytes
 
 
-def test_a_step_that_fits_is_not_planned() -> None:
+def test_loop_makes_no_plan_when_the_step_fits() -> None:
     theirs, _ = train(6)
     ours, stats = train(6, int(1.5 * peak()))
     assert_same(ours, theirs)

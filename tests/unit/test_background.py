@@ -89,7 +89,7 @@ def test_what_no_budget_holds_is_told() -> None:
     assert "cannot hold this step" in answer.reason
 
 
-def test_the_planner_runs_only_where_a_core_is_idle_when_asked(tmp_path: Path) -> None:
+def test_niceness_20_gives_the_idle_scheduling_class(tmp_path: Path) -> None:
     with (tmp_path / "answer").open("w+b") as answer:
         start_process(f"{__name__}:say_scheduling", b"", answer, niceness=20).wait()
         answer.seek(0)

@@ -27,7 +27,7 @@ _log = logging.getLogger("outofcore")
 # waits for the thread that lacks it.
 _NICENESS = 20
 # Even then it slows ops down, with which it shares caches and execution units. A first second of planning is free; then
-# plans take at most this share of the time since the loop was started.
+# no plan is started while planning has taken more than this share of the loop's time.
 _FREE_SECONDS = 1.0
 _PLANNING_SHARE = 0.03
 # What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.

@@ -235,7 +235,7 @@ struct Space {
   follow::Observer observer;
   follow::Sources sources;
   follow::Anchor* anchor = nullptr;      // whose plan is followed
-  int64_t fitting = 0;                   // uses of storages in this step that fit its sizes, less those that do not
+  int64_t fitting = 0;                   // storages in this step: close to the plan in size, minus not close
   bool torn = false;                     // memory of the arena was given back in pieces
   std::deque<int32_t> due;               // storages of the record that are to be fetched
   std::vector<follow::Request> requests;  // of the op that runs

@@ -64,8 +64,11 @@ bool end_of_step(Space& space) {
   space.fitting = 0;
   // A step of another size has left the plan, too.
   if (before != space.follower.known() || space.anchor == nullptr) begin_plan(space);
-  // Where everything fits a plan has nothing to save: what moved makes up for a larger step before.
-  if (space.excess != Excess::kMeasured && most_at_once(space, *record) <= space.room()) return false;
+  // A step that fits needs no plan: its copies only undo what a larger step before it has evicted.
+  if (space.excess != Excess::kMeasured && most_at_once(space, *record) <= space.room()) {
+    space.timing = space.lacking_times;
+    return false;
+  }
   const int64_t size = made_by(*record);
   for (follow::Anchor& anchor : known->anchors)
     if (anchor.size >= size && anchor.size <= follow::kClose * size) {
