@@ -147,6 +147,7 @@ void* serve_small(int64_t bytes) {
 
 // For a request while a loop is followed, whoever makes it. Null: the loop has ended meanwhile.
 void* serve_large(int64_t bytes) {
+  if (passing != nullptr) passing->asks();
   const Guard guard;
   Space* space = current;
   if (space == nullptr) return nullptr;

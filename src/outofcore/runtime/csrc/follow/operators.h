@@ -25,6 +25,7 @@ struct Operator {
   std::vector<bool> writes;  // by argument
   follow::Again again;      // whether it can be run once more
   follow::Again later;      // and as a part of a recipe
+  mutable bool makes = false;  // has made something large out of nothing large
   bool certain = true;      // Python was asked, unless Ctrl-C came
 };
 
@@ -42,6 +43,18 @@ bool is_view(const c10::FunctionSchema& schema) {
   return !schema.returns().empty() && std::all_of(schema.returns().begin(), schema.returns().end(),
                                                   [](const auto& result) { return result.alias_info() != nullptr; });
 }
+
+}  // namespace
+
+// Other composites than these, such as copy_, have kernels that touch memory.
+bool follow::is_composite(const c10::OperatorHandle& op) {
+  if (op.hasKernelForDispatchKey(Device::kKernels)) return false;
+  return op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
+         (starts(op.schema().name(), "aten::_foreach_") &&
+          op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd));
+}
+
+namespace {
 
 Operator describe(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> shapes{
@@ -66,12 +79,8 @@ Operator describe(const c10::OperatorHandle& op) {
     found.certain &= answer != kNoAnswer;
     return answer;
   };
-  const bool kernel = op.hasKernelForDispatchKey(Device::kKernels);
-  const bool implicit = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
-  const bool listed = starts(name, "aten::_foreach_") && op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
-  // Other composites, such as copy_, have kernels that touch memory. A kernel in Python runs ops that are seen, and so do
-  // functional collectives.
-  if ((!kernel && (implicit || listed)) || starts(name, "_c10d_functional::"))
+  // A kernel in Python runs ops that are seen, and so do functional collectives.
+  if (follow::is_composite(op) || starts(name, "_c10d_functional::"))
     found.kind = Kind::kParts;
   else if (!starts(name, "aten::") && in_python() == 1)
     found.kind = Kind::kParts;
@@ -253,17 +262,20 @@ class Pinned {
 
 // The thread is inside of an op.
 struct Running {
-  explicit Running(const c10::OperatorHandle& op) : outer(running) {
-    running = &op;
+  explicit Running(const c10::OperatorHandle& op)
+      : outer(std::exchange(running, &op)), passing_outside(std::exchange(passing, nullptr)) {
     ++depth;
     ++ops_running;
   }
   ~Running() {
     --ops_running;
     --depth;
+    passing = passing_outside;
     running = outer;
   }
+  Running(const Running&) = delete;
   const c10::OperatorHandle* outer;
+  follow::Passing* passing_outside;
 };
 
 }  // namespace

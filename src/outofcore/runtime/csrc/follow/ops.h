@@ -105,6 +105,64 @@ void run_in_room(Space& space, const c10::OperatorHandle& op, const Operator& ab
   run_kernel(op, below, stack);
 }
 
+void note_op(Space& space, const void* schema, const std::vector<follow::History::Touch>& operands) {
+  ++space.counters[kOps];
+  if (space.history.begin(schema, operands)) ++space.counters[kExpectedOps];
+}
+
+// When an op came, began and ended; and how many ops had come where a plan has them.
+struct Moments {
+  int64_t arrived, start, end, planned;
+};
+// An op has run: the large storages that it made become blocks. `lists` has its operands; `noted`: ``note_op`` was called.
+void note_results(Space& space, const void* schema, const Operator& about, const torch::jit::Stack& stack,
+                  const Borrowed& lists, bool noted, const Moments& moments, Lineage* lineage) {
+  std::vector<follow::Touched>& touched = lists->touched;
+  std::vector<std::pair<int32_t, Block*>>& places = lists->places;
+  places.clear();
+  const bool operands = !touched.empty();
+  int32_t place = 0;
+  for (size_t i = stack.size() - about.results; i < stack.size(); ++i)
+    each_storage(stack[i], [&](StorageImpl& storage) {
+      --place;
+      if (!is_large(storage.nbytes()) || known(storage) != nullptr) return;
+      Block* block = enroll(storage);
+      if (block == nullptr || block->space != &space) return;
+      if (!std::exchange(noted, true)) note_op(space, schema, {});
+      about.makes |= !operands;
+      block->last_use = space.history.now();
+      space.ranking.touch(block);
+      space.device.used(block->order);
+      space.history.note({place, block->id});
+      if (const int64_t twin = space.history.twin(place); twin >= 0) cast(space, *block, twin);
+      touched.push_back({place, block->id, block->bytes, true, true});
+      places.emplace_back(place, block);
+      for (follow::Request& request : space.requests)
+        if (request.id == block->id) request.place = place;
+      if (lineage != nullptr) lineage->made(*block, place);
+    });
+  if (touched.empty()) return space.requests.clear();  // its time counts with that of the next op
+  if (!operands) {
+    take_place(space, schema, touched, places);
+  } else if (space.follower.on_course()) {
+    for (const auto& [at, block] : places)
+      if (const int32_t storage = space.follower.storage_at(at); storage >= 0) {
+        play(space, *space.follower.known(), *block, storage);
+        if (space.anchor != nullptr) match_anchor(space, storage, block->bytes);
+      }
+  }
+  space.observer.add(follow::Event::kOp, moments.start, moments.end, reinterpret_cast<int64_t>(schema),
+                     moments.start - moments.arrived, space.counters[kPlannedOps] != moments.planned);
+  for (const follow::Touched& each : touched)
+    space.observer.add(follow::Event::kTouch, 0, 0, each.id, each.bytes, each.written + 2 * each.created);
+  const int64_t waited = space.counters[kTransferMicroseconds] - space.waited;
+  space.recorder.add(schema, touched, std::max<int64_t>(0, nanos_since(space.since) - 1000 * waited),
+                     std::move(space.requests), source);
+  space.requests.clear();
+  space.since = std::chrono::steady_clock::now();
+  space.waited = space.counters[kTransferMicroseconds];
+}
+
 void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
               torch::jit::Stack* stack) {
   const size_t count = about.writes.size(), first = stack->size() - count;
@@ -118,9 +176,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   const void* const schema = &op.schema();
   const int64_t arrived = follow::nanos_now();
   int64_t start = arrived, planned = 0;
-  const auto touch = [&](int32_t place, const Block& block, bool written, bool created) {
-    touched.push_back({place, block.id, block.bytes, written, created});
-  };
+  bool noted_op = false;
   {
     const Guard guard;
     timed.arrive();
@@ -152,10 +208,10 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
         pinned.add(block, about.writes[i]);
         noted.emplace_back(place, block->id);
         places.emplace_back(place, block);
-        touch(place, *block, about.writes[i], false);
+        touched.push_back({place, block->id, block->bytes, about.writes[i], false});
       });
-    ++space.counters[kOps];
-    if (space.history.begin(schema, noted)) ++space.counters[kExpectedOps];
+    noted_op = !noted.empty() || about.makes;
+    if (noted_op) note_op(space, schema, noted);
     for (const auto& [at, block] : places) {
       block->last_use = space.history.now();
       if (block->offset >= 0) space.ranking.touch(block);
@@ -180,49 +236,9 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   if (!space.open) return;
   try {
     lineage.ran();
-    int32_t place = 0;
-    std::vector<std::pair<int32_t, Block*>>& places = lists->places;
-    places.clear();
-    const bool operands = !touched.empty();
-    for (size_t i = stack->size() - about.results; i < stack->size(); ++i)
-      each_storage((*stack)[i], [&](StorageImpl& storage) {
-        --place;
-        if (!is_large(storage.nbytes()) || known(storage) != nullptr) return;
-        Block* block = enroll(storage);
-        if (block == nullptr || block->space != &space) return;
-        block->last_use = space.history.now();
-        space.ranking.touch(block);
-        space.device.used(block->order);
-        space.history.note({place, block->id});
-        if (const int64_t twin = space.history.twin(place); twin >= 0) cast(space, *block, twin);
-        touch(place, *block, true, true);
-        places.emplace_back(place, block);
-        for (follow::Request& request : space.requests)
-          if (request.id == block->id) request.place = place;
-        lineage.made(*block, place);
-      });
+    note_results(space, schema, about, *stack, lists, noted_op, {arrived, start, end, planned}, &lineage);
     lineage.after(*stack);
-    if (!operands && !touched.empty()) {
-      take_place(space, schema, touched, places);
-    } else if (operands && space.follower.on_course()) {
-      for (const auto& [at, block] : places)
-        if (const int32_t storage = space.follower.storage_at(at); storage >= 0) {
-          play(space, *space.follower.known(), *block, storage);
-          if (space.anchor != nullptr) match_anchor(space, storage, block->bytes);
-        }
-    }
-    if (!touched.empty())
-      space.observer.add(follow::Event::kOp, start, end, reinterpret_cast<int64_t>(schema), start - arrived,
-                         space.counters[kPlannedOps] != planned);
-    for (const follow::Touched& each : touched)
-      space.observer.add(follow::Event::kTouch, 0, 0, each.id, each.bytes, each.written + 2 * each.created);
     if (!touched.empty()) timed.keep();
-    const int64_t waited = space.counters[kTransferMicroseconds] - space.waited;
-    space.recorder.add(schema, touched, std::max<int64_t>(0, nanos_since(space.since) - 1000 * waited),
-                       std::move(space.requests), source);
-    space.requests.clear();
-    space.since = std::chrono::steady_clock::now();
-    space.waited = space.counters[kTransferMicroseconds];
     if (!space.stress) copy_ahead(space);
   } catch (const std::exception&) {  // the op has run: drop its record, and fetch on demand
     space.recorder.drop();
@@ -312,6 +328,12 @@ void find_source(Space& space) {
   if (!node) source = nullptr;
 }
 
+// Of an op of backward that passes, from what is noted.
+void find_noted_source(Space& space) {
+  const auto node = torch::autograd::get_current_node();
+  source = node ? space.sources.find(node->sequence_nr()) : nullptr;
+}
+
 // Learns which line of the user's runs the op that needs the most so far. Without the lock: Python's comes first.
 void place_need(Space& space) {
   const int64_t answer = ask_source == nullptr ? kNoAnswer : answer_of(ask_source);
@@ -396,13 +418,102 @@ std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& seen) {
   if (op && operator_of(*op).kind != Kind::kAtom) return nullptr;  // it touches no memory, or by ops that are seen
   return std::make_unique<FirstOp>();
 }
-void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+bool may_pass(const Operator& about, const torch::jit::Stack& stack) {
+  if (about.makes || (about.kind != Kind::kAtom && about.kind != Kind::kShape)) return false;
+  bool large = false;
+  for (size_t i = stack.size() - about.writes.size(); i < stack.size() && !large; ++i)
+    each_storage(stack[i], [&](StorageImpl& storage) { large |= is_large(static_cast<int64_t>(storage.nbytes())); });
+  return !large;
+}
+void run_passing(follow::Passing& passing, const c10::OperatorHandle& op, const Operator& about,
+                 c10::DispatchKeySet below, torch::jit::Stack* stack) {
+  try {
+    op.redispatchBoxed(below, stack);
+  } catch (...) {
+    passing.failed();
+    throw;
+  }
+  if (passing.concerns()) passing.ran({stack->end() - static_cast<int64_t>(about.results), stack->end()});
+}
+
+}  // namespace
+
+follow::Passing::Passing(const c10::OperatorHandle& op) : op_(op) {
+  if (may_disable_observers && (at::hasThreadLocalCallbacks() || is_other())) enable_observers();
+  if (is_other() || !results_before.empty()) return;
+  ++entered;
+  const Space* space = current;
+  if (space == nullptr || space->stress || space->excess == Excess::kMeasured ||
+      space->recipes->mode == follow::Recompute::kNoting) {
+    leave_space();
+    return;
+  }
+  allowed_ = true;
+  running_ = std::exchange(running, &op);
+  refusal_ = std::exchange(refusal, &refused_);
+  passing_ = std::exchange(passing, this);
+  ++depth;
+  ++ops_running;
+  c10::impl::tls_set_dispatch_key_excluded(kKey, true);
+}
+follow::Passing::~Passing() {
+  if (!allowed_) return;
+  c10::impl::tls_set_dispatch_key_excluded(kKey, false);
+  --ops_running;
+  --depth;
+  passing = passing_;
+  refusal = refusal_;
+  running = running_;
+  if (Space* space = asked_ ? current.load() : nullptr) const Shrinking shrinking{*space};
+  leave_space();
+}
+void follow::Passing::asks() {
+  if (std::exchange(asked_, true)) return;
+  const Guard guard;
+  Space* space = current;
+  if (space == nullptr) return;
+  find_noted_source(*space);
+  space->requests.clear();
+  space->wanted.clear();
+}
+bool follow::Passing::ran(const torch::jit::Stack& results) {
+  failed();
+  Space* space = current;
+  bool any = false;
+  for (const c10::IValue& result : results)
+    each_storage(result, [&](StorageImpl& storage) { any |= is_large(static_cast<int64_t>(storage.nbytes())); });
+  if (!any || space == nullptr) return false;
+  const Operator& about = operator_of(op_);
+  find_source(*space);
+  const Guard guard;
+  if (!space->open) return false;
+  const int64_t now = follow::nanos_now();
+  try {
+    const Borrowed lists;
+    note_results(*space, &op_.schema(), about, results, lists, false, {now, now, now, space->counters[kPlannedOps]}, nullptr);
+  } catch (const std::exception&) {  // as in ``run_atom``
+    space->recorder.drop();
+  }
+  return true;
+}
+void follow::Passing::failed() const {
+  if (refused_ == nullptr) return;
+  if (refusal_ != nullptr) *refusal_ = refused_;  // the op is a part of another one
+  std::rethrow_exception(refused_);
+}
+
+void follow::fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   // A profiler was started in this thread. A profiler of all threads is noticed at the end of a step.
   if (may_disable_observers && (at::hasThreadLocalCallbacks() || is_other())) enable_observers();
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  const auto below = follow::below_key(keys);
   if (others_pin()) {
     const Operator& about = operator_of(op);
     return about.kind == Kind::kParts ? op.redispatchBoxed(below, stack) : run_for_other(op, about, below, stack);
+  }
+  const Operator& about = operator_of(op);
+  if (may_pass(about, *stack)) {
+    follow::Passing passing(op);
+    if (passing.allowed()) return run_passing(passing, op, about, below, stack);
   }
   std::optional<Entered> inside(std::in_place);
   Space* space = current;
@@ -413,7 +524,6 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     return op.redispatchBoxed(below, stack);
   }
   const bool quiet = !results_before.empty() && !offer_results();
-  const Operator& about = operator_of(op);
   if (about.kind != Kind::kParts && !quiet) find_source(*space);
   if (about.kind == Kind::kParts || about.kind == Kind::kView) inside.reset();  // neither uses the space
   if (about.kind == Kind::kParts) return op.redispatchBoxed(below, stack);
@@ -432,5 +542,3 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     if (space->open) evict_everything(*space);
   }
 }
-
-}  // namespace

@@ -307,7 +307,7 @@ EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64
     is_python = python_kernel;
     constexpr const char* kWhy = "outofcore follows the ops of a loop";
     registrations.push_back(
-        dispatcher.registerFallback(kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), kWhy));
+        dispatcher.registerFallback(kKey, c10::KernelFunction::makeFromBoxedFunction<&follow::fallback>(), kWhy));
     for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
       if (starts(name.name, "c10d::"))
         registrations.push_back(dispatcher.registerImpl(
@@ -317,6 +317,8 @@ EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64
       if (op && is_view(op->schema()))
         registrations.push_back(
             dispatcher.registerImpl(name, kKey, c10::KernelFunction::makeFallthrough(), {}, nullptr, kWhy));
+      else if (op)
+        follow::register_unboxed(*op, kWhy, registrations);
     }
     finding = at::addGlobalCallback(at::RecordFunctionCallback(&on_op).scopes({at::RecordScope::FUNCTION}));
     at::disableCallback(*finding);  // until a loop is open
@@ -491,7 +493,7 @@ EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) 
     Space* space = current;
     if (space == nullptr) return kNo;
     Block* block = nullptr;
-    const bool has_run = space->history.now() > 0;  // else what ops have allocated belongs to an earlier loop
+    const bool has_run = space->small_peak > 0;  // else what ops have allocated belongs to an earlier loop
     const bool counted = has_run && storage->_mutable_data_ptr_no_checks().get_deleter() == &release_small;
     if (!Device::kStreams && !is_large(storage->nbytes()) && !counted && space->small_seen.insert(storage).second)
       space->small_given += static_cast<int64_t>(storage->nbytes());

@@ -19,6 +19,7 @@
 #include "homes.h"
 #include "lock.h"
 #include "observed.h"
+#include "passing.h"
 #include "ranking.h"
 #include "recipes.h"
 #include "record.h"
@@ -53,25 +54,22 @@ using follow::Guard;
 using follow::StoragePointer;
 using follow::answer;
 using follow::answered;
+using follow::is_large;
+using follow::kKey;
 using follow::let_go;
 using follow::mutex;
+using follow::smallest;
 using follow::wait_for_answer;
 using outofcore::kPage;
 using outofcore::sum_of;
 using outofcore::whole_pages;
 
-// Below autograd and Python modes, above what makes up factory functions; nothing in PyTorch registers a fallback there.
-// Operators in Python do not know that fallback: DISPATCH_KEY in native.py has them pass the key on.
-constexpr DispatchKey kKey = DispatchKey::Fake;
 // Every thread passes it below that one, and collectives have no kernel there.
 constexpr DispatchKey kCollectives = DispatchKey::BackendSelect;
-// Smaller storages stay with PyTorch's allocator.
-std::atomic<int64_t> smallest{64 * 1024};
-bool is_large(int64_t bytes) { return bytes >= smallest.load(std::memory_order_relaxed); }
 
 // In the order of the fields of ``LoopStats`` in stats.py.
 enum Counter {
-  kOps,                  // that were looked at
+  kOps,                  // that touched something large
   kExpectedOps,          // of them, where the history expected them
   kFetches,
   kFetchedBytes,

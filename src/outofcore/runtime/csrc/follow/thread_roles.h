@@ -17,6 +17,7 @@ thread_local int depth = 0;                    // atomic ops that the thread is 
 thread_local const c10::OperatorHandle* running = nullptr;
 thread_local std::exception_ptr* refusal = nullptr;  // what the op that runs was refused; null: none runs
 thread_local const char* source = nullptr;     // of the op that runs, if autograd runs it and it is known
+thread_local follow::Passing* passing = nullptr;  // the op that runs; null: it does not pass
 std::atomic<int> ops_running{0};               // of all threads
 
 // How often a loop was opened; and as how many-th the thread opened its own; 0: none. A loop may end in another thread
@@ -78,15 +79,16 @@ std::optional<at::CallbackHandle> finding;  // of ``on_op``
 std::atomic<int> entered{0};
 std::atomic<Space*> to_end{nullptr};
 void end_asked();
+void leave_space() {
+  if (--entered != 0 || to_end.load() == nullptr) return;
+  try {
+    end_asked();
+  } catch (...) {  // nobody asks what came of it
+  }
+}
 struct Entered {
   Entered() { ++entered; }
-  ~Entered() {
-    if (--entered != 0 || to_end.load() == nullptr) return;
-    try {
-      end_asked();
-    } catch (...) {  // nobody asks what came of it
-    }
-  }
+  ~Entered() { leave_space(); }
   Entered(const Entered&) = delete;
 };
 
