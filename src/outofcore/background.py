@@ -81,9 +81,8 @@ class Answer:
 
 @dataclass
 class BackgroundPlanner(Generic[_Subject]):
-    """Plans one job after the other, with a ``niceness`` as in ``start_process``."""
+    """Plans one job after the other."""
 
-    niceness: int
     _subject: _Subject | None = None
     _process: subprocess.Popen[bytes] | None = None
     _answer: IO[bytes] | None = field(default=None, repr=False)
@@ -93,17 +92,17 @@ class BackgroundPlanner(Generic[_Subject]):
         """Whether a plan is being made, or waits to be fetched."""
         return self._process is not None
 
-    def start(self, subject: _Subject, job: PlanJob) -> bool:
+    def start(self, subject: _Subject, job: PlanJob, niceness: int) -> bool:
         """Begin a job, for which ``poll`` will return ``subject``; return whether a process could be started.
 
-        No other job may be under way.
+        The process has a ``niceness`` as in ``start_process``. No other job may be under way.
         """
         with contextlib.ExitStack() as opened:
             try:
                 answer = opened.enter_context(tempfile.TemporaryFile())
                 one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
                 process = start_process(
-                    f"{__name__}:main", pickle.dumps(job), answer, niceness=self.niceness, environment=one_thread
+                    f"{__name__}:main", pickle.dumps(job), answer, niceness=niceness, environment=one_thread
                 )
             except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
                 _log.warning("no process could be started that plans: %s", error)

@@ -24,11 +24,11 @@ from outofcore.planned_step import (
     grown_requests,
     job_of,
     plan,
-    quick_policy,
     remember_requests,
     with_answer,
 )
 from outofcore.planning.placement.requests import Requests
+from outofcore.planning.policy import quick_policy
 from outofcore.profiling.links import keep_link
 from outofcore.profiling.ops import keep_profiles
 from outofcore.program import Timeline
@@ -61,7 +61,7 @@ class PlanKeeper:
         self._steps, self._peers = steps, peers
         self._budget, self._policy, self._plans = planner.budget, planner.policy, planner.plans
         self._stores, self._cache, self._backend = planner.stores, planner.cache, planner.backend
-        self.background: BackgroundPlanner[tuple[KnownStep, PlannedStep]] = BackgroundPlanner(_NICENESS)
+        self.background: BackgroundPlanner[tuple[KnownStep, PlannedStep]] = BackgroundPlanner()
         weakref.finalize(self, self.background.close).atexit = False
         self._clock = time.perf_counter
         self._surges: dict[str, Requests] = {}  # by family: what ops have asked for beyond their plans
@@ -101,7 +101,7 @@ class PlanKeeper:
             return
         step, begin = known.step, self._clock()
         job = job_of(step, self._policy, calm_of(watch.measured))
-        if self.background.start((known, step), job):
+        if self.background.start((known, step), job, _NICENESS):
             known.watch = watch.asked(self._clock() - begin)
         elif step.planning_seconds and watch.affords(step.planning_seconds + watch.exchange):
             self._steps.leave_arena()  # planning takes memory, too, and not beside that of the step

@@ -21,7 +21,7 @@ from outofcore.errors import BudgetError, SpillError, ValidationError
 from outofcore.graph import StepGraph
 from outofcore.planning import Planned, Policy
 from outofcore.planning.placement.requests import Requests
-from outofcore.policies import Auto
+from outofcore.planning.policy import quick_policy
 from outofcore.profiling.ops import OpProfile
 from outofcore.program import CopyIn, CopyOut, Timeline
 from outofcore.proving import proved
@@ -162,11 +162,6 @@ def _planned_quickly(captured: Captured, costs: Costs, budget: int, policy: Poli
         return proved(captured.graph, costs, budget, planning.plans_of_step(captured.graph, costs, budget, quick))
     except (BudgetError, ValidationError):
         return None  # reported already, if that is a fault
-
-
-def quick_policy(policy: Policy) -> Policy:
-    """What plans as a policy does, in a fraction of the time; the policy itself, if that is quick."""
-    return Auto(policy.params.in_a_hurry()) if isinstance(policy, Auto) else policy
 
 
 def _planned_whole(captured: Captured, costs: Costs, budget: int, policy: Policy) -> Planned:

@@ -15,7 +15,7 @@ MOVES = Auto(SearchParams(recompute_changes=0))
 class PlannedAtOnce(BackgroundPlanner[Any]):
     done: tuple[Any, Answer] | None = None
 
-    def start(self, subject: Any, job: PlanJob) -> bool:
+    def start(self, subject: Any, job: PlanJob, niceness: int) -> bool:
         self.done = subject, plan_job(job)
         return True
 

@@ -22,9 +22,9 @@ MOVED = frozenset(range(len(GRAPH.storages)))
 
 
 def test_another_process_makes_the_same_plan() -> None:
-    planner: BackgroundPlanner[str] = BackgroundPlanner(19)
+    planner: BackgroundPlanner[str] = BackgroundPlanner()
     assert planner.poll() is None
-    assert planner.start("subject", JOB)
+    assert planner.start("subject", JOB, 19)
     assert planner.is_busy
     planner.wait()
     made = planner.poll()
@@ -37,8 +37,8 @@ def test_another_process_makes_the_same_plan() -> None:
 
 def test_a_process_that_dies_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outofcore.child_processes._PROGRAM", "raise SystemExit(3)")
-    planner: BackgroundPlanner[str] = BackgroundPlanner(0)
-    assert planner.start("subject", JOB)
+    planner: BackgroundPlanner[str] = BackgroundPlanner()
+    assert planner.start("subject", JOB, 0)
     planner.wait()
     made = planner.poll()
     assert made is not None
@@ -48,8 +48,8 @@ def test_a_process_that_dies_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_policy_that_cannot_be_sent_starts_no_process() -> None:
     own: PolicyLike = Own("own", lambda *_: plan_step(GRAPH, COSTS, BUDGET).plan)
-    planner: BackgroundPlanner[str] = BackgroundPlanner(0)
-    assert not planner.start("subject", replace(JOB, policy=own))
+    planner: BackgroundPlanner[str] = BackgroundPlanner()
+    assert not planner.start("subject", replace(JOB, policy=own), 0)
     assert not planner.is_busy
 
 

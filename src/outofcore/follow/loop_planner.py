@@ -17,19 +17,20 @@ from outofcore.follow.recipes import Recipes
 from outofcore.follow.recompute_trial import RecomputeTrial
 from outofcore.follow.records import StepRecord, read_record, schedule_of
 from outofcore.follow.space import Space
-from outofcore.planning import PolicyLike
-from outofcore.planning.policy import Auto
+from outofcore.planning.policy import Auto, PolicyLike, quick_policy
 from outofcore.units import round_up
 
 _log = logging.getLogger("outofcore")
 
-# The planner runs only where a core is idle. With a niceness alone it takes a core for milliseconds on end, and an op
-# waits for the thread that lacks it.
-_NICENESS = 20
-# Even then it slows ops down, with which it shares caches and execution units. A first second of planning is free; then
-# no plan is started while planning has taken more than this share of the loop's time.
+# A first second of planning competes with the loop, since ops whose threads wait for each other leave no core idle.
+# After that the planner takes only idle cores, and even then it slows ops down, with which it shares caches and
+# execution units: no plan is started while planning has taken more than this share of the loop's time.
 _FREE_SECONDS = 1.0
+_FREE_NICENESS, _NICENESS = 10, 20
 _PLANNING_SHARE = 0.03
+# The plan of a shorter step comes from a quick search. The thorough one takes a second or more, and finds steps that are
+# 1 % shorter: too little to win that time back.
+_LONG_STEP_SECONDS = 1.0
 # What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
 _SPARE = 0.02
 # Other processes are watched until this many steps in a row were not proposed: reading their times can take 1 ms.
@@ -59,7 +60,7 @@ class LoopPlanner:
         self._is_busy = False  # whether others held up the step that is being planned
         self._started = time.monotonic()
         self._planning_seconds = 0.0
-        self.background: BackgroundPlanner[StepRecord] = BackgroundPlanner(_NICENESS)
+        self.background: BackgroundPlanner[StepRecord] = BackgroundPlanner()
         self.count = 0
         self.made: deque[PlanMade] = deque(maxlen=_LISTED_PLANS)
 
@@ -113,7 +114,10 @@ class LoopPlanner:
         # Rounded, so that a few small tensors do not change the plan.
         small = round_up(self._space.stats(steps=steps, plans=self.count).peak_small_bytes, LARGE_BYTES)
         budget = int((self._room - small) * (1 - _SPARE))
-        self.background.start(record, PlanJob(record.graph, record.costs, budget, self._policy))
+        is_long = record.costs.compute_seconds >= _LONG_STEP_SECONDS
+        policy = self._policy if is_long else quick_policy(self._policy)
+        niceness = _FREE_NICENESS if self._planning_seconds <= _FREE_SECONDS else _NICENESS
+        self.background.start(record, PlanJob(record.graph, record.costs, budget, policy), niceness)
 
     def _follow(self, record: StepRecord, plan: FollowedPlan, steps: int, planning_seconds: float) -> None:
         numbers = plan.schedule.numbers()
