@@ -214,7 +214,8 @@ constexpr std::int64_t kGlance = std::int64_t{1} << 22;  // rectangles looked at
 class Ejection {
 public:
     Ejection(const Layout& layout, const Bytes* offsets, std::int64_t effort, Stop stop)
-        : l_(layout), offsets_(offsets, offsets + layout.count), effort_(effort), stop_(stop), glance_(effort) {
+        : l_(layout), near_(layout.count), effort_(effort), stop_(stop), glance_(effort) {
+        start_from(offsets);
         const Bytes largest = *std::max_element(l_.sizes, l_.sizes + l_.count);
         for (std::int64_t i = 0; i < l_.count; ++i) {
             // The root: small ones are pushed rather than large ones, but not any number of small ones.
@@ -239,8 +240,7 @@ public:
             } else if (step > kLeastStep && ceiling < height - 1) {
                 step /= 2;
             } else {  // the ceiling is as good as the height: start again from the best, with what was learnt
-                std::copy(best, best + l_.count, offsets_.begin());
-                out_.clear();
+                start_from(best);
                 step = kFirstStep;
                 ++rounds;
             }
@@ -288,53 +288,76 @@ private:
     }
 
     void push_in(Index index) {
-        const Bytes size = l_.sizes[index], last = ceiling_ - size;
-        std::vector<std::pair<Bytes, std::int64_t>>& changes = changes_;  // of the weight in the way, going up
-        std::vector<Bytes>& places = places_;
-        changes.clear();
-        places.assign(1, round_up(l_.base, l_.alignments[index]));
+        const Bytes size = l_.sizes[index], last = ceiling_ - size, alignment = l_.alignments[index];
         std::int64_t near = 0;
-        for (std::int64_t i = 0; i < l_.count; ++i) {
-            if (i == index || !share_a_moment(l_, index, i)) continue;
-            ++near;
-            if (offsets_[i] == kFar) continue;
-            const Bytes top = offsets_[i] + l_.sizes[i];
-            changes.emplace_back(2 * (offsets_[i] - size) + 1, weights_[i]);  // just above, it is in the way
-            changes.emplace_back(2 * top, -weights_[i]);
-            const Bytes place = round_up(top, l_.alignments[index]);
-            if (place <= last) places.push_back(place);
-        }
+        for (std::int64_t i = 0; i < l_.count; ++i) near += near_[i] = i != index && share_a_moment(l_, index, i);
         effort_ -= kMove + near + l_.count / 8;
-        if (places[0] > last) {  // even alone it does not fit below the ceiling: it stays out
+        const Bytes bottom = round_up(l_.base, alignment);
+        if (bottom > last) {  // even alone it does not fit below the ceiling: it stays out
             out_.push_back(index);
             return;
         }
-        std::sort(changes.begin(), changes.end());
-        std::sort(places.begin(), places.end());
         std::int64_t in_the_way = 0, least = INT64_MAX, equals = 0;
         Bytes chosen = 0;
-        std::size_t at = 0;
-        for (const Bytes place : places) {
-            while (at < changes.size() && changes[at].first <= 2 * place) in_the_way += changes[at++].second;
+        auto reached = by_offset_.begin(), passed = by_top_.begin();  // what begins below the top, what ends below
+        const auto try_at = [&](Bytes place) {
+            for (; reached != by_offset_.end() && reached->first < place + size; ++reached) {
+                if (near_[reached->second]) in_the_way += weights_[reached->second];
+            }
+            for (; passed != by_top_.end() && passed->first <= place; ++passed) {
+                if (near_[passed->second]) in_the_way -= weights_[passed->second];
+            }
             if (in_the_way < least) least = in_the_way, equals = 0;
             if (in_the_way == least && draw(++equals) == 0) chosen = place;
-            if (!least) break;
+        };
+        try_at(bottom);
+        for (auto below = by_top_.begin(); least && below != by_top_.end(); ++below) {
+            if (!near_[below->second]) continue;
+            const Bytes place = round_up(below->first, alignment);
+            if (place > last) break;
+            try_at(place);
         }
         if (least) {
             for (std::int64_t i = 0; i < l_.count; ++i) {
-                if (offsets_[i] < chosen + size && offsets_[i] + l_.sizes[i] > chosen && i != index &&
-                    share_a_moment(l_, index, i)) {
+                if (near_[i] && offsets_[i] < chosen + size && offsets_[i] + l_.sizes[i] > chosen) {
                     weights_[i] += burden_[i];
                     eject(i);
                 }
             }
         }
         offsets_[index] = chosen;
+        insert(by_offset_, {chosen, index});
+        insert(by_top_, {chosen + size, index});
     }
 
     void eject(std::int64_t index) {
+        const Index which = static_cast<Index>(index);
+        remove(by_offset_, {offsets_[index], which});
+        remove(by_top_, {offsets_[index] + l_.sizes[index], which});
         offsets_[index] = kFar;
-        out_.push_back(static_cast<Index>(index));
+        out_.push_back(which);
+    }
+
+    // Start from offsets at which everything is placed.
+    void start_from(const Bytes* offsets) {
+        offsets_.assign(offsets, offsets + l_.count);
+        out_.clear();
+        by_offset_.clear();
+        by_top_.clear();
+        for (std::int64_t i = 0; i < l_.count; ++i) {
+            by_offset_.emplace_back(offsets_[i], static_cast<Index>(i));
+            by_top_.emplace_back(offsets_[i] + l_.sizes[i], static_cast<Index>(i));
+        }
+        std::sort(by_offset_.begin(), by_offset_.end());
+        std::sort(by_top_.begin(), by_top_.end());
+    }
+
+    using Order = std::vector<std::pair<Bytes, Index>>;  // going up; of what is placed
+    static void insert(Order& order, Order::value_type what) {
+        order.insert(std::lower_bound(order.begin(), order.end(), what), what);
+    }
+    static void remove(Order& order, Order::value_type what) {
+        order.erase(std::lower_bound(order.begin(), order.end(), what));
     }
 
     // A lot below a limit, by xorshift64* (Vigna, arXiv 1402.6246).
@@ -346,9 +369,10 @@ private:
     }
 
     const Layout& l_;
-    std::vector<Bytes> offsets_, places_;
+    std::vector<Bytes> offsets_;
     std::vector<std::int64_t> burden_, weights_;
-    std::vector<std::pair<Bytes, std::int64_t>> changes_;
+    std::vector<char> near_;  // whether each shares a moment with the one that is placed next
+    Order by_offset_, by_top_;
     std::vector<Index> out_;  // what is not placed
     std::int64_t effort_;
     Stop stop_;
@@ -379,6 +403,10 @@ public:
             each_section(i, [&](Index s) { members_[s].push_back(static_cast<Index>(i)); });
             each_cut(i, [&](Index s) { ++cuts_[s]; });
         }
+        for (const std::vector<Index>& members : members_) {
+            effort_ -= static_cast<std::int64_t>(members.size() * members.size());
+        }
+        if (effort_ <= 0) return;  // the search stops at once
         std::vector<Index> seen(l_.count, -1);
         for (std::int64_t i = 0; i < l_.count; ++i) {
             seen[i] = static_cast<Index>(i);
@@ -387,7 +415,6 @@ public:
                     if (seen[other] != i) near_[i].push_back(other);
                     seen[other] = static_cast<Index>(i);
                 }
-                effort_ -= static_cast<std::int64_t>(members_[s].size());
             });
         }
         for (std::size_t s = 0; s < members_.size(); ++s) touch(static_cast<Index>(s));
