@@ -95,7 +95,8 @@ class Recorder(TorchDispatchMode):
         # What runs from here on is PyTorch's, and reads nothing of the user's.
         self._reads.pause()
         try:
-            return self._dispatched(func, args, kwargs or {})
+            with DisableTorchFunction():
+                return self._dispatched(func, args, kwargs or {})
         except CaptureError as error:
             raise self._provenance.located(error) from error.__cause__
         finally:
@@ -130,8 +131,7 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            with DisableTorchFunction():
-                return func(*args, **kwargs)
+            return func(*args, **kwargs)
         except Exception as error:
             known = translated(error, self._user.calling() or str(func))
             if known is None:
