@@ -150,6 +150,11 @@ class StepGraph:
         return tuple(tuple(ops) for ops in found)
 
     @cached_property
+    def unseen(self) -> frozenset[int]:
+        """Storages that an op creates and that neither another op nor the user reads."""
+        return frozenset(s for s in self.creator if s not in self.outputs and len(self.uses[s]) == 1)
+
+    @cached_property
     def overwrites(self) -> frozenset[tuple[int, int]]:
         """Pairs of an op and a storage that it overwrites as a whole: nothing of the former contents is used."""
         return frozenset((op.id, s) for op in self.ops for s in op.mutates if s not in op.reads)

@@ -105,7 +105,6 @@ class _Binder:
         self.captured, self.program, self.arena = captured, program, arena
         self.bases: dict[int, torch.Tensor] = {}
         self.tensors: dict[tuple[int, int], torch.Tensor] = {}
-        self.unseen = unseen_results(captured.graph)
         self.awaited = {pair for i in program.instructions for pair in _pairs(i.waits)}
         self.random_again = {
             i.op for i in program.instructions if isinstance(i, Run) and i.again and captured.graph.ops[i.op].random
@@ -128,7 +127,7 @@ class _Binder:
             value = captured.values[value_index]
             target = self.tensor(value_index, blocks[value.storage])
             # What nobody looks at need not be in its place, nor be there at all.
-            if target.numel() and value.storage not in self.unseen:
+            if target.numel() and value.storage not in captured.graph.unseen:
                 results.append((leaf, target.data_ptr(), target, target.stride()))
 
         def to_tensor(ref: Ref) -> torch.Tensor:
@@ -171,12 +170,6 @@ class _Binder:
         if constant is not None:
             return internals.storage_bytes(constant)
         return torch.zeros(count, dtype=torch.uint8)
-
-
-def unseen_results(graph: StepGraph) -> frozenset[int]:
-    """Return the storages that an op creates and that neither another op nor the user reads."""
-    seen = set(graph.outputs)
-    return frozenset(s for s in graph.creator if s not in seen and len(graph.uses[s]) == 1)
 
 
 def _pairs(waits: tuple[Wait, ...]) -> tuple[tuple[int, int], ...]:

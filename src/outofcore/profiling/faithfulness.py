@@ -13,7 +13,6 @@ import torch
 
 from outofcore.capture.captured import CPU, Captured, Value
 from outofcore.capture.device_traits import are_alike
-from outofcore.execution.binding import unseen_results
 from outofcore.graph import Op
 from outofcore.units import format_bytes
 
@@ -35,7 +34,7 @@ class Difference:
 
 def differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Difference]:
     """Return how the flattened results of an op differ from the capture; for each only the gravest difference."""
-    unseen = unseen_results(captured.graph)
+    unseen = captured.graph.unseen
     found: list[Difference] = []
     for leaf, index in enumerate(captured.calls[op.id].results):
         if index is None or captured.values[index].storage in unseen:
