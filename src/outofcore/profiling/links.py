@@ -41,8 +41,9 @@ _log = logging.getLogger("outofcore.profiling")
 
 _LATENCY_COPIES = 9  # of a page, of which the median is taken
 _MOST_COPIES = 500  # that are issued to a device at once
-# How often each thing is measured, in turn with the others.
+# How often what plans go by is measured, in turn with the others; in how many parts this and copies alone are.
 _ROUNDS = 3
+_PARTS = 4 * _ROUNDS + 2
 # Disks fill up and grow old: what was measured longer ago is measured again.
 _FRESH_SECONDS = 7 * 24 * 3600.0
 # Nothing that was measured lies beyond these; what is kept and does is damaged.
@@ -226,7 +227,7 @@ def measure_link(
     home: HomeStore,
     *,
     buffer_bytes: int = 64 * MIB,
-    seconds: float = 1.2,
+    seconds: float = 0.5,
     driver: Driver | None = None,
     compute: Callable[[], object] | None = None,
 ) -> LinkReport:
@@ -240,13 +241,13 @@ def measure_link(
     Args:
         home: an open or unopened home; for a device pinned at best, or a disk.
         buffer_bytes: size of a copy, rounded up to whole pages.
-        seconds: about how long to measure: a sixth each for ops alone, for copies out and in alone, out and in
-            concurrently with ops, and both at once. At least two copies are timed.
+        seconds: about how long to measure, in equal parts: three each for ops alone, for copies out and in concurrently
+            with ops, and for both at once; one each for copies out and in alone. At least three copies are timed.
         driver: the device; None: the memory of the process.
         compute: what runs concurrently; by default ops bound by arithmetic and by memory in turn.
 
     Limits: a drive that slows down after its write cache has filled, or that others use at the same time, is seen only
-    as it is in that second; other ops may suffer more or less from copies.
+    as it is in that half second; other ops may suffer more or less from copies.
 
     Raises:
         ArenaError: the device has no room for two buffers and 192 MiB for ops.
@@ -259,11 +260,11 @@ def measure_link(
         slots = home.reserve(size), home.reserve(size)
         disk = None if folder is None else read_disk(folder)
         if driver is None:
-            report = _measured(home, size, seconds / 6, _host_bench(home, slots, size, compute))
+            report = _measured(home, size, seconds / _PARTS, _host_bench(home, slots, size, compute))
         else:
             with _device_bench(driver, home, slots, size, compute) as bench:
                 # A device's own clock counts nothing that others do to the cores.
-                report = replace(_measured(home, size, seconds / 6, bench), busy=0)
+                report = replace(_measured(home, size, seconds / _PARTS, bench), busy=0)
         is_marked = report.busy or (folder is not None and was_disk_busy(disk, read_disk(folder)))
         return replace(report, busy=int(is_marked))
 
@@ -300,14 +301,15 @@ def _measured(home: HomeStore, size: int, part: float, bench: _Bench) -> LinkRep
         bench.times((action,), 0.0, 1)
     latency = statistics.median(t for page in pages for t in bench.times((page,), 0.0, _LATENCY_COPIES)[0])
     # In turn, several times over: what else runs for a while would else seem to be what copies take from ops.
-    series = ((work,), (put,), (get,), (work, put), (work, get), (work, put, get))
+    series = ((work,), (work, put), (work, get), (work, put, get))
     rounds: list[list[list[list[float]]]] = []
     watch = Watch()
     for _ in range(_ROUNDS):
         # Beside copies, the own threads want more cores than there may be.
         with watch:
-            alone = bench.times(series[0], part / _ROUNDS, 1)
-        rounds.append([alone, *(bench.times(actions, part / _ROUNDS, 1) for actions in series[1:])])
+            alone = bench.times(series[0], part, 1)
+        rounds.append([alone, *(bench.times(actions, part, 1) for actions in series[1:])])
+    out_s, in_s = (statistics.median(bench.times((copy,), part, _ROUNDS)[0]) for copy in (put, get))
 
     def copying(which: int, action: int) -> float:
         return statistics.median(t for one in rounds for t in one[which][action])
@@ -315,9 +317,8 @@ def _measured(home: HomeStore, size: int, part: float, bench: _Bench) -> LinkRep
     def computing(which: int) -> float:
         return min(statistics.median(one[which][0]) for one in rounds)
 
-    compute_s, out_s, in_s = computing(0), copying(1, 0), copying(2, 0)
-    with_out, with_in = (computing(3), copying(3, 1)), (computing(4), copying(4, 1))
-    both = computing(5), copying(5, 1), copying(5, 2)
+    with_out, with_in = (computing(1), copying(1, 1)), (computing(2), copying(2, 1))
+    both = computing(3), copying(3, 1), copying(3, 2)
 
     def rates(*copies: float) -> Rates:
         # Once the latency is taken off, as ``costs.Home`` counts it.
@@ -330,7 +331,7 @@ def _measured(home: HomeStore, size: int, part: float, bench: _Bench) -> LinkRep
         alone=rates(out_s, in_s),
         computing=rates(with_out[1], with_in[1]),
         together=rates(both[1], both[2]),
-        compute_alone_s=compute_s,
+        compute_alone_s=computing(0),
         compute_single_s=(with_out[0] + with_in[0]) / 2,
         compute_both_s=both[0],
         busy=int(was_busy(watch.counted)),
