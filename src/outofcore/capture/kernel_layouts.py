@@ -114,10 +114,10 @@ def _may_differ(func: OpOverload, given: list[torch.Tensor], results: list[Any] 
     if any(item is not None and storage_key(item) in storages for item in results):
         return False  # the result is an argument or a view of one
     # Other kernels may be written in Python and would be captured themselves: PyTorch's functions are patched here.
-    return func.namespace == "aten" and (name in _ALWAYS_RUN or not all(map(_has_default_strides, given)))
+    return func.namespace == "aten" and (name in _ALWAYS_RUN or not all(map(has_default_strides, given)))
 
 
-def _has_default_strides(tensor: torch.Tensor) -> bool:
+def has_default_strides(tensor: torch.Tensor) -> bool:
     """Return whether the strides are those of a new tensor; unlike ``is_contiguous``, check dimensions of size 1."""
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):

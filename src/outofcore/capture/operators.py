@@ -20,6 +20,7 @@ import torch
 from outofcore._torch_internals import DisableTorchFunction, OpOverload, real_tensors
 from outofcore.capture.captured import CPU, Call, Ref, Value
 from outofcore.capture.device_traits import are_alike
+from outofcore.capture.kernel_layouts import has_default_strides
 from outofcore.capture.tables import map_leaves
 
 # Operators that write all of their first argument and do not look at what it held. Of its other
@@ -197,8 +198,8 @@ def _mask_argument(func: OpOverload) -> str:
     return masks[0] if len(masks) == 1 else ""
 
 
-def _made_up(func: OpOverload, given: Given) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
-    """Build the results of an operator whose fake fails on arguments that its kernel accepts; None if the fake works.
+def _made_up(func: OpOverload, given: Given) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:
+    """Build the results of an operator whose fake is slow, or fails on arguments that its kernel accepts; else None.
 
     Raises ``RuntimeError`` where the kernel would fail as well.
     """
@@ -211,7 +212,26 @@ def _made_up(func: OpOverload, given: Given) -> torch.Tensor | tuple[torch.Tenso
         frames, batch, _ = given["log_probs"].shape
         width = 2 * _longest_target(given["targets"], given["target_lengths"]) + 1
         return given["log_probs"].new_empty((batch,)), given["log_probs"].new_empty((batch, frames, width))
+    if func._schema.name in ("aten::native_batch_norm", "aten::native_batch_norm_backward"):
+        return _batch_norm(given)
     return None
+
+
+def _batch_norm(given: Given) -> tuple[torch.Tensor | None, ...] | None:
+    """Return the fake results of batch normalization in training, or of its backward; None unless all is contiguous.
+
+    The fakes are decomposed into dozens of ops on fakes, which takes fifty times as long.
+    """
+    data, tensors = given["input"], [item for item in given.values() if isinstance(item, torch.Tensor)]
+    channels = data.shape[1:2]
+    if not given.get("training", given.get("train")) or data.dtype not in (torch.float32, torch.float64):
+        return None
+    if not all(t.dtype == data.dtype and t.shape in (data.shape, channels) for t in tensors) or not data.numel():
+        return None
+    if not all(map(has_default_strides, tensors)):
+        return None
+    shapes = zip((data.shape, channels, channels), given.get("output_mask", (True, True, True)), strict=True)
+    return tuple(data.new_empty(shape) if wanted else None for shape, wanted in shapes)
 
 
 def _longest_target(targets: torch.Tensor, lengths: Sequence[int] | torch.Tensor) -> int:
