@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-all test-newest test-oldest check docs format demo bench bench-fit bench-compare \
-	bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers \
+	bench-first bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers \
 	bench-sharded bench-split bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small \
 	bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-rivals gpu-stub gpu-visit \
 	gpu-wheels growth record record-write mutants tsan verify wheel clean
@@ -84,6 +84,9 @@ bench-will-it-fit: setup  ## what is said of known models by their configuration
 
 bench-split: setup  ## smallest budgets with ops as a whole and in parts
 	$(BIN)/python benchmarks/split.py
+
+bench-first: setup  ## what first calls cost beyond training, with an empty cache and a full one, and importing
+	$(BIN)/python benchmarks/first_calls.py
 
 bench-follow: setup  ## loops that are followed, beside plain PyTorch and compiled steps
 	$(BIN)/python benchmarks/follow.py
