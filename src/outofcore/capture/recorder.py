@@ -54,6 +54,7 @@ MAX_BAKED_ELEMENTS = 64
 MAX_FOREIGN_BYTES = 64 * KIB
 
 _LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
+_DEVICE = torch.ops.prim.device.default
 _NO_TENSOR_EFFECT = frozenset({"prim", "profiler"})
 # Nodes of autograd that take another formula for tensors without contents than they may take for the user's, and an
 # operator that only the former has.
@@ -92,6 +93,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks for it several times for each tensor
         # What runs from here on is PyTorch's, and reads nothing of the user's.
         self._reads.pause()
         try:
