@@ -134,15 +134,14 @@ void count_total(Space& space, int64_t bytes) {
 
 // Gives about so much of the memory that nothing uses to the kernel, of which there must be some.
 void discard_idle(Space& space, int64_t bytes) {
-  const auto [offset, discarded] = space.extents.forget_some(space.budget, bytes);
+  const auto [offset, discarded] = space.extents.forget_some(space.core(), bytes);
   space.device.discard(space.base + offset, discarded);
+  space.torn |= offset < space.core();
 }
 // As much of it as the budget wants.
 void let_go_of_idle(Space& space) {
-  while (space.extents.idle() > 0 && space.charged + space.extents.idle() > space.room()) {
+  while (space.extents.idle() > 0 && space.charged + space.extents.idle() > space.room())
     discard_idle(space, std::min(space.charged + space.extents.idle() - space.room(), space.extents.idle()));
-    space.torn = true;
-  }
 }
 
 // The kernel fills the core with huge pages, so more of it may have memory than blocks have used. That is within the

@@ -91,7 +91,8 @@ class Extents {
 
   // Forgets one of these stretches, of which there must be one, or about `wanted` bytes at its end, and returns it for the
   // caller to give to the kernel: of the last that ends behind `core`, where nothing is put on purpose, else of the
-  // longest. As far as it can it is made of whole huge pages: what is given back of one comes again in small ones.
+  // longest. What lies in the core stays as long as anything behind it is left. As far as it can the rest is made of whole
+  // huge pages: what is given back of one comes again in small ones.
   std::pair<int64_t, int64_t> forget_some(int64_t core, int64_t wanted) {
     auto most = std::prev(resident_.end());
     if (most->first + most->second <= core)
@@ -101,6 +102,7 @@ class Extents {
     int64_t to = end / kHuge * kHuge;
     int64_t from = std::max((begin + kHuge - 1) / kHuge, (end - std::min(wanted, end - begin)) / kHuge) * kHuge;
     if (from >= to) from = begin, to = end;
+    if (begin < core && core < end) from = core, to = end;
     resident_.erase(most);
     idle_ -= end - begin;
     if (begin < from) keep_resident(begin, from - begin);

@@ -82,10 +82,15 @@ class Recorder {
   void write(const void* op, const std::vector<Touched>& touched, int64_t nanos, std::vector<Request> requests,
              const char* source) {
     StepOp made{op, {}, source};
+    made.touched.reserve(touched.size());
     sign(reinterpret_cast<uintptr_t>(op));
     for (const Touched& each : touched) {
-      const auto [found, fresh] = number_.emplace(each.id, static_cast<int32_t>(now_.storages.size()));
-      if (fresh) now_.storages.push_back({each.id, each.bytes, -1, each.created});
+      auto found = number_.find(each.id);
+      const bool fresh = found == number_.end();
+      if (fresh) {
+        found = number_.emplace(each.id, static_cast<int32_t>(now_.storages.size())).first;
+        now_.storages.push_back({each.id, each.bytes, -1, each.created});
+      }
       StepStorage& storage = now_.storages[found->second];
       storage.bytes = std::max(storage.bytes, each.bytes);
       made.touched.push_back({each.place, found->second, each.written, fresh && each.created});

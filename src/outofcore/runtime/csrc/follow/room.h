@@ -324,18 +324,19 @@ bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, i
 void move_into_core(Space& space) {
   const int64_t end = space.addresses();
   std::vector<Block*> behind;
-  for (auto it = space.at.rbegin(); it != space.at.rend() && it->first + it->second->bytes > space.budget; ++it)
+  for (auto it = space.at.rbegin(); it != space.at.rend() && it->first + it->second->bytes > space.core(); ++it)
     behind.push_back(it->second);
   std::erase_if(behind, [](const Block* block) { return !movable(*block) || block->fixed; });
   if (!behind.empty())
     Owners(std::move(behind)).each([&](Block& block, StorageImpl& storage) {
-      if (movable(block) && !block.fixed) move_away(space, block, storage, space.budget, end - space.budget);
+      if (movable(block) && !block.fixed) move_away(space, block, storage, space.core(), end - space.core());
     });
   // What was given back in pieces has come again in small pages, which take longer to walk through. As long as something
-  // lies behind, the core cannot have all of its memory.
-  if (!space.torn || Device::kAddresses == 1) return;
-  if (!space.at.empty() && space.at.rbegin()->first + space.at.rbegin()->second->bytes > space.budget) return;
+  // lies behind, the core cannot have all of its memory. Where it is torn again and again, this is done ever less often.
+  if (!space.torn || Device::kAddresses == 1 || space.follower.steps() < space.collapses_from) return;
+  if (!space.at.empty() && space.at.rbegin()->first + space.at.rbegin()->second->bytes > space.core()) return;
   space.torn = false;
+  space.collapses_from = space.follower.steps() + ++space.collapses;
   space.core_counted = true;
   space.device.collapse(space.base, space.budget);
   space.extents.fill(space.budget);

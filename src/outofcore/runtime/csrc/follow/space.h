@@ -234,7 +234,8 @@ struct Space {
   follow::Sources sources;
   follow::Anchor* anchor = nullptr;      // whose plan is followed
   int64_t fitting = 0;                   // storages in this step: close to the plan in size, minus not close
-  bool torn = false;                     // memory of the arena was given back in pieces
+  bool torn = false;                     // memory of the core was given back in pieces
+  int64_t collapses = 0, collapses_from = 0;  // how often it was put together, and from which step on it is next
   std::deque<int32_t> due;               // storages of the record that are to be fetched
   std::vector<follow::Request> requests;  // of the op that runs
   std::vector<std::pair<int64_t, int64_t>> wanted;  // bytes and planned offsets of what it is to ask for; -1: anywhere
@@ -287,6 +288,8 @@ struct Space {
   int64_t small() const { return whole_pages(small_given + small_peak.load(std::memory_order_relaxed)); }
   // Bytes of the budget that small storages leave to the arena. What they have taken once, they will take again.
   int64_t room() const { return budget + grown - spare - small(); }
+  // Where the addresses end that plans speak of.
+  int64_t core() const { return room() / kPage * kPage; }
   // Bytes of addresses of the arena.
   int64_t addresses() const {
     return Device::kAddresses * budget + (excess == Excess::kRefused ? 0 : Device::addresses_to_grow());
