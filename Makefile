@@ -18,8 +18,8 @@ STAMP := $(VENV)/.installed
 .PHONY: help setup test test-all test-newest test-oldest check docs format demo bench bench-fit bench-compare \
 	bench-first bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers \
 	bench-sharded bench-split bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small \
-	bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-rivals gpu-stub gpu-visit \
-	gpu-wheels growth record record-write mutants tsan verify wheel clean
+	bench-small-ops bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-rivals \
+	gpu-stub gpu-visit gpu-wheels growth record record-write mutants tsan verify wheel clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -90,6 +90,9 @@ bench-first: setup  ## what first calls cost beyond training, with an empty cach
 
 bench-follow: setup  ## loops that are followed, beside plain PyTorch and compiled steps
 	$(BIN)/python benchmarks/follow.py
+
+bench-small-ops: setup  ## what an op that touches nothing large costs in a loop
+	$(BIN)/python benchmarks/small_ops.py
 
 bench-distributed: setup  ## processes that train together, beside eager DistributedDataParallel
 	$(BIN)/python benchmarks/distributed.py

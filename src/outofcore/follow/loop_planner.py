@@ -28,8 +28,8 @@ _log = logging.getLogger("outofcore")
 _FREE_SECONDS = 1.0
 _FREE_NICENESS, _NICENESS = 10, 20
 _PLANNING_SHARE = 0.03
-# The plan of a shorter step comes from a quick search. The thorough one takes a second or more, and finds steps that are
-# 1 % shorter: too little to win that time back.
+# The plan of a shorter step comes from a quick search. The thorough one takes a second or more, and finds steps that
+# are 1 % shorter: too little to win that time back.
 _LONG_STEP_SECONDS = 1.0
 # What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
 _SPARE = 0.02

@@ -13,7 +13,7 @@ class LoopStats:
     """What happened in a loop since it was started. Storages of 64 KiB and more count, unless another size is named.
 
     Attributes:
-        ops: that touched memory.
+        ops: that touched such a storage.
         expected_ops: of these, the ones that came in the same order as before.
         fetches: storages that were fetched into the arena.
         fetched_bytes: their bytes.

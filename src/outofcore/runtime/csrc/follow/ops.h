@@ -105,18 +105,14 @@ void run_in_room(Space& space, const c10::OperatorHandle& op, const Operator& ab
   run_kernel(op, below, stack);
 }
 
-void note_op(Space& space, const void* schema, const std::vector<follow::History::Touch>& operands) {
-  ++space.counters[kOps];
-  if (space.history.begin(schema, operands)) ++space.counters[kExpectedOps];
-}
-
 // When an op came, began and ended; and how many ops had come where a plan has them.
 struct Moments {
   int64_t arrived, start, end, planned;
 };
-// An op has run: the large storages that it made become blocks. `lists` has its operands; `noted`: ``note_op`` was called.
+// An op has run: the large storages that it made become blocks. `lists` has its operands; `expected`: whether the history
+// expected it; none: the history does not have it yet.
 void note_results(Space& space, const void* schema, const Operator& about, const torch::jit::Stack& stack,
-                  const Borrowed& lists, bool noted, const Moments& moments, Lineage* lineage) {
+                  const Borrowed& lists, std::optional<bool> expected, const Moments& moments, Lineage* lineage) {
   std::vector<follow::Touched>& touched = lists->touched;
   std::vector<std::pair<int32_t, Block*>>& places = lists->places;
   places.clear();
@@ -128,7 +124,7 @@ void note_results(Space& space, const void* schema, const Operator& about, const
       if (!is_large(storage.nbytes()) || known(storage) != nullptr) return;
       Block* block = enroll(storage);
       if (block == nullptr || block->space != &space) return;
-      if (!std::exchange(noted, true)) note_op(space, schema, {});
+      if (!expected) expected = space.history.begin(schema, {});
       about.makes |= !operands;
       block->last_use = space.history.now();
       space.ranking.touch(block);
@@ -142,6 +138,8 @@ void note_results(Space& space, const void* schema, const Operator& about, const
       if (lineage != nullptr) lineage->made(*block, place);
     });
   if (touched.empty()) return space.requests.clear();  // its time counts with that of the next op
+  ++space.counters[kOps];
+  space.counters[kExpectedOps] += expected.value_or(false);
   if (!operands) {
     take_place(space, schema, touched, places);
   } else if (space.follower.on_course()) {
@@ -176,7 +174,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   const void* const schema = &op.schema();
   const int64_t arrived = follow::nanos_now();
   int64_t start = arrived, planned = 0;
-  bool noted_op = false;
+  std::optional<bool> expected;
   {
     const Guard guard;
     timed.arrive();
@@ -210,8 +208,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
         places.emplace_back(place, block);
         touched.push_back({place, block->id, block->bytes, about.writes[i], false});
       });
-    noted_op = !noted.empty() || about.makes;
-    if (noted_op) note_op(space, schema, noted);
+    if (!noted.empty() || about.makes) expected = space.history.begin(schema, noted);
     for (const auto& [at, block] : places) {
       block->last_use = space.history.now();
       if (block->offset >= 0) space.ranking.touch(block);
@@ -236,7 +233,7 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   if (!space.open) return;
   try {
     lineage.ran();
-    note_results(space, schema, about, *stack, lists, noted_op, {arrived, start, end, planned}, &lineage);
+    note_results(space, schema, about, *stack, lists, expected, {arrived, start, end, planned}, &lineage);
     lineage.after(*stack);
     if (!touched.empty()) timed.keep();
     if (!space.stress) copy_ahead(space);
@@ -490,7 +487,7 @@ bool follow::Passing::ran(const torch::jit::Stack& results) {
   const int64_t now = follow::nanos_now();
   try {
     const Borrowed lists;
-    note_results(*space, &op_.schema(), about, results, lists, false, {now, now, now, space->counters[kPlannedOps]}, nullptr);
+    note_results(*space, &op_.schema(), about, results, lists, std::nullopt, {now, now, now, space->counters[kPlannedOps]}, nullptr);
   } catch (const std::exception&) {  // as in ``run_atom``
     space->recorder.drop();
   }
