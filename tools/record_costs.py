@@ -181,7 +181,7 @@ def _planner_at_once(observed: Observed) -> type[BackgroundPlanner[StepRecord]]:
 
         _done: tuple[StepRecord, Answer] | None = None
 
-        def start(self, subject: StepRecord, job: PlanJob) -> bool:
+        def start(self, subject: StepRecord, job: PlanJob, niceness: int) -> bool:
             self._done = subject, plan_job(job)
             observed.loops.append(self._done)
             return True

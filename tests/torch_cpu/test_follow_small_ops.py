@@ -68,6 +68,7 @@ def test_what_small_ops_make_is_followed() -> None:
         assert stats.evictions > 0
         assert 4 * MIB <= stats.peak_bytes <= 5 * MIB
         del ours, theirs
+        run.vacate()  # copies have ended
         assert run.stats.bytes_in_use + run.stats.away_bytes == 0
 
 

@@ -75,7 +75,8 @@ class Bytes {
     for (int64_t page = 0; page + kHuge <= end; page += kHuge)
       if (page >= most.first && page + kHuge > end - wanted)
         pages = Stretch{pages ? pages->first : page, page + kHuge - (pages ? pages->first : page)};
-    return pages ? *pages : most;
+    const Stretch found = pages ? *pages : most;
+    return found.first < core && core < end ? Stretch{core, end - core} : found;
   }
 
  private:

@@ -102,7 +102,7 @@ class Extents {
     int64_t to = end / kHuge * kHuge;
     int64_t from = std::max((begin + kHuge - 1) / kHuge, (end - std::min(wanted, end - begin)) / kHuge) * kHuge;
     if (from >= to) from = begin, to = end;
-    if (begin < core && core < end) from = core, to = end;
+    if (from < core && core < end) from = core, to = end;
     resident_.erase(most);
     idle_ -= end - begin;
     if (begin < from) keep_resident(begin, from - begin);

@@ -476,6 +476,7 @@ void follow::Passing::asks() {
 bool follow::Passing::ran(const torch::jit::Stack& results) {
   failed();
   Space* space = current;
+  if (space != nullptr && space->unplaced) place_need(*space);
   bool any = false;
   for (const c10::IValue& result : results)
     each_storage(result, [&](StorageImpl& storage) { any |= is_large(static_cast<int64_t>(storage.nbytes())); });
