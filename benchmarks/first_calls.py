@@ -4,7 +4,7 @@ Each row is a fresh process that makes its first calls of a step, with an empty 
 process has left. ``first`` and ``worst`` are the first call and the slowest later one, in units of the median of the
 last calls. ``beside`` is what the first call took beside capture, in units of a step in plain PyTorch, the median of
 those that the process has made before of a model of its own; with a full cache it should be 1.3 at most. ``beyond``
-are the seconds that the first call took beyond one and a half of these. ``/100`` is what all calls took beyond the
+is the first call less one and a half of these, in seconds. ``/100`` is what all calls took beyond the
 median of the last, as a share of a hundred steps. Times are of the wall clock, and of the processor: of the process
 itself; ``kids`` are the seconds of processes that it has started, once they have ended. The last line has the seconds
 of importing the library after PyTorch, from modules that Python has compiled before, as those of an installation are.

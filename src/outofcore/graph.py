@@ -152,7 +152,8 @@ class StepGraph:
     @cached_property
     def unseen(self) -> frozenset[int]:
         """Storages that an op creates and that neither another op nor the user reads."""
-        return frozenset(s for s in self.creator if s not in self.outputs and len(self.uses[s]) == 1)
+        seen = frozenset(self.outputs)
+        return frozenset(s for s in self.creator if s not in seen and len(self.uses[s]) == 1)
 
     @cached_property
     def overwrites(self) -> frozenset[tuple[int, int]]:

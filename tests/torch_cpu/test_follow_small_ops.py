@@ -72,7 +72,7 @@ def test_what_small_ops_make_is_followed() -> None:
         assert run.stats.bytes_in_use + run.stats.away_bytes == 0
 
 
-def test_a_small_op_in_backward_is_refused_what_does_not_fit() -> None:
+def test_a_small_op_in_backward_that_asks_for_too_much_is_refused() -> None:
     """It makes a large gradient out of a small one."""
     wide = torch.rand(4, 1, requires_grad=True)
     with pytest.raises(BudgetError, match=r"select_backward .*test_follow_small_ops.* needs 16\.0 MiB"), _loop(MIB):

@@ -246,8 +246,8 @@ def measure_link(
         driver: the device; None: the memory of the process.
         compute: what runs concurrently; by default ops bound by arithmetic and by memory in turn.
 
-    Limits: a drive that slows down after its write cache has filled, or that others use at the same time, is seen only
-    as it is in that half second; other ops may suffer more or less from copies.
+    Limits: the speed is that of this half second. A drive may slow down once its write cache is full, or while others
+    use it; copies may slow other ops down more, or less.
 
     Raises:
         ArenaError: the device has no room for two buffers and 192 MiB for ops.

@@ -352,7 +352,7 @@ private:
         std::sort(by_top_.begin(), by_top_.end());
     }
 
-    using Order = std::vector<std::pair<Bytes, Index>>;  // going up; of what is placed
+    using Order = std::vector<std::pair<Bytes, Index>>;  // placed blocks, ascending
     static void insert(Order& order, Order::value_type what) {
         order.insert(std::lower_bound(order.begin(), order.end(), what), what);
     }

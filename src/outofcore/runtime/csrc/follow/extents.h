@@ -91,8 +91,8 @@ class Extents {
 
   // Forgets one of these stretches, of which there must be one, or about `wanted` bytes at its end, and returns it for the
   // caller to give to the kernel: of the last that ends behind `core`, where nothing is put on purpose, else of the
-  // longest. What lies in the core stays as long as anything behind it is left. As far as it can the rest is made of whole
-  // huge pages: what is given back of one comes again in small ones.
+  // longest. A stretch on both sides of the border gives only what is behind. Where possible these are whole huge
+  // pages: a part that is given back comes again as small pages.
   std::pair<int64_t, int64_t> forget_some(int64_t core, int64_t wanted) {
     auto most = std::prev(resident_.end());
     if (most->first + most->second <= core)

@@ -105,7 +105,7 @@ void run_in_room(Space& space, const c10::OperatorHandle& op, const Operator& ab
   run_kernel(op, below, stack);
 }
 
-// When an op came, began and ended; and how many ops had come where a plan has them.
+// When an op arrived, started and ended, and ``kPlannedOps`` before it.
 struct Moments {
   int64_t arrived, start, end, planned;
 };
@@ -325,7 +325,7 @@ void find_source(Space& space) {
   if (!node) source = nullptr;
 }
 
-// Of an op of backward that passes, from what is noted.
+// Looks up where a passing op of backward comes from, without asking Python.
 void find_noted_source(Space& space) {
   const auto node = torch::autograd::get_current_node();
   source = node ? space.sources.find(node->sequence_nr()) : nullptr;
@@ -488,7 +488,8 @@ bool follow::Passing::ran(const torch::jit::Stack& results) {
   const int64_t now = follow::nanos_now();
   try {
     const Borrowed lists;
-    note_results(*space, &op_.schema(), about, results, lists, std::nullopt, {now, now, now, space->counters[kPlannedOps]}, nullptr);
+    const Moments moments{now, now, now, space->counters[kPlannedOps]};
+    note_results(*space, &op_.schema(), about, results, lists, std::nullopt, moments, nullptr);
   } catch (const std::exception&) {  // as in ``run_atom``
     space->recorder.drop();
   }

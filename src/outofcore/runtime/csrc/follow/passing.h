@@ -1,6 +1,6 @@
 // Ops of the loop that touch nothing large pass: they run as in plain PyTorch, without a look at the loop's state.
 //
-// Where such an op makes something large all the same, its operator passes no more.
+// Once such an op has made something large, later ops of its operator are followed (``fallback``).
 
 #pragma once
 
@@ -42,18 +42,19 @@ class Passing {
   bool allowed() const { return allowed_; }
   // The op asks for large memory.
   void asks();
-  // What it did concerns the loop: call ``ran`` or ``failed``.
+  // It asked for large memory, or was refused some: ``ran`` has something to do.
   bool concerns() const { return asked_ || refused_ != nullptr; }
-  // The op has run, and its results are on the stack. Throws what was refused to it. Returns whether a result is large.
+  // Call after the op has run: takes its large results over, and returns whether there are any. Rethrows a refusal that the
+  // kernel has caught.
   bool ran(const torch::jit::Stack& results);
-  // The op has thrown. Throws what was refused to it, if anything was.
+  // Call after the op has thrown: rethrows the refusal, if there was one.
   void failed() const;
 
  private:
   const c10::OperatorHandle& op_;
   bool allowed_ = false, asked_ = false;
   std::exception_ptr refused_;
-  // What they are around it.
+  // Values of the thread's variables, restored at the end.
   const c10::OperatorHandle* running_ = nullptr;
   std::exception_ptr* refusal_ = nullptr;
   Passing* passing_ = nullptr;

@@ -18,7 +18,7 @@
 
 namespace {
 
-// Whether an argument is, or has, a large storage; what else arguments are is small.
+// Whether an argument is, or has, a large storage. Arguments without tensors have none.
 template <class Argument>
 bool is_or_has_large(const Argument& argument) {
   if constexpr (std::is_same_v<Argument, at::Tensor>) {
@@ -96,7 +96,7 @@ class Unboxed<Result(Arguments...)> final : public c10::OperatorKernel {
   std::atomic<bool> makes_{false};  // has made something large out of nothing large
 };
 
-// What an operator's schema says of its signature. Of the same words, lists of tensors have two types in C++.
+// The types of a schema as a key. Two C++ signatures may have the same key: a list of tensors has two types in C++.
 std::string words_of(const c10::FunctionSchema& schema) {
   std::string words;
   for (const auto* list : {&schema.arguments(), &schema.returns()}) {
@@ -137,7 +137,7 @@ Signatures signatures_of() {
   return signatures;
 }
 
-// An operator of each signature that counts: nine in ten ops of training that touch nothing large, however they are written.
+// One operator for each signature that is frequent in training.
 namespace ops = at::_ops;
 const Signatures& all_signatures() {
   static const Signatures signatures = signatures_of<
