@@ -231,7 +231,9 @@ void check_pair(const Record& a, const Record& b, bool one) {
   }
   for (size_t i = 0; i < a.storages.size(); ++i) {
     const int32_t there = made.storages[i];
-    SURE(told.storages[i].id == a.storages[i].id);
+    SURE(told.storages[i].id == (there < 0 ? -1 : b.storages[static_cast<size_t>(there)].id));
+    const bool stays = there >= 0 && !a.storages[i].created && b.storages[static_cast<size_t>(there)].freed < 0;
+    SURE(told.storages[i].freed == (stays ? -1 : a.storages[i].freed));
     SURE(told.storages[i].bytes == (there < 0 ? a.storages[i] : b.storages[static_cast<size_t>(there)]).bytes);
   }
 }

@@ -92,8 +92,14 @@ class Run {
     for (const int name : made.results) touched.push_back({--place, id(name), bytes(name), true, true});
     return touched;
   }
-  int64_t id(int name) { return name < kLasting ? name + 1 : named(ids_, name, next_++); }
+  int64_t id(int name) {
+    if (name == replaced) return kReplaced;
+    return name < kLasting ? name + 1 : named(ids_, name, next_++);
+  }
   int64_t bytes(int name) { return named(bytes_, name, 1 + below(1000)); }
+
+  static constexpr int64_t kReplaced = 1 << 30;
+  int replaced = -1;  // a lasting storage that is another block than in other runs
 
  private:
   static int64_t named(std::vector<int64_t>& all, int name, int64_t otherwise) {

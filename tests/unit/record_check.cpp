@@ -130,6 +130,7 @@ struct Loop {
   std::vector<int32_t> ops;   // see `end_of_step`
   int64_t surprises = 0;      // of the last step
   int64_t passed = 0;         // likewise
+  bool settled = false;       // by the last step
   std::vector<int64_t> left;  // blocks that the last step made and that are still there
 
   // In how many ops a storage is used next.
@@ -153,8 +154,10 @@ struct Loop {
     SURE(follower.next_from_here(storage) == (here < 0 ? -1 : here % n));
   }
 
-  Known* step(const Program& program) {
+  // `replaced`: a lasting storage that is another block in this step.
+  Known* step(const Program& program, int replaced = -1) {
     Run run;
+    run.replaced = replaced;
     surprises = passed = 0;
     std::vector<int64_t> kept;
     for (const Made& made : program) {
@@ -196,6 +199,7 @@ struct Loop {
     Known* known = follower.end_of_step(record, ops);
     if (known == nullptr) return nullptr;
     check_terms(as_it_was, *known);
+    settled = follower.settle(*known, record);
     follower.stand_after(*known);
     SURE(follower.on_course());
     return known;
@@ -234,7 +238,7 @@ void check_steady_loops() {
     const Known* known = loop.step(program);
     SURE(known != nullptr);
     for (int step = 0; step < 3; ++step) {
-      SURE(loop.step(program) == known && loop.ops.empty());
+      SURE(loop.step(program) == known && loop.ops.empty() && !loop.settled);
       SURE(loop.surprises == 0 && loop.passed == 0);
       SURE(loop.follower.position() == static_cast<int32_t>(program.size()) - 1);
     }
@@ -252,6 +256,51 @@ void check_steady_loops() {
     SURE(known->of_block.count(gone) == 0);
     SURE(std::find(known->persistent.begin(), known->persistent.end(), gone) == known->persistent.end());
   }
+}
+
+// What is replaced in a later step persists once two steps had it, also if some of their ops differ.
+void check_replaced() {
+  int64_t settled = 0;
+  for (int round = 0; round < 150; ++round) {
+    const Program program = random_program(20 + below(30), 12);
+    const int name = below(kLasting);
+    if (std::none_of(program.begin(), program.end(), [&](const Made& made) {
+          return std::any_of(made.operands.begin(), made.operands.end(), [&](auto& each) { return each.first == name; });
+        }))
+      continue;
+    Loop loop;
+    const int before = below(3);  // steps before it is replaced
+    for (int step = 0; step < 1 + before; ++step) loop.step(program, name);
+    const Known* known = loop.step(program);
+    SURE(known != nullptr && !loop.settled && (known->of_block.count(Run::kReplaced) != 0) == (before > 0));
+    if (before > 0) loop.follower.forget(Run::kReplaced);
+    const int64_t casting = known->casting;
+    if (loop.step(below(4) ? program : edited(program, 1, 12)) != known) continue;
+    SURE(loop.settled == (known->of_block.count(name + 1) != 0) && loop.settled == (known->casting != casting));
+    settled += loop.settled;
+    for (int step = 0; step < 2; ++step) {
+      SURE(loop.step(program) == known);
+      settled += loop.settled;
+    }
+    SURE(known->of_block.count(name + 1) == 1);
+    loop.step(program);
+    SURE(!loop.settled && loop.surprises == 0);
+  }
+  SURE(settled > 50);
+}
+
+// A storage that is another block now and then does not have the plans of its kind thrown away for ever.
+void check_replaced_again_and_again() {
+  const Program program{Made{0, {{0, true}, {1, false}}, {kLasting}}, Made{1, {{1, false}, {2, true}}, {}}};
+  Loop loop;
+  int settled = 0;
+  for (int step = 0; step < 40; ++step) {
+    if (step % 4 == 2) loop.follower.forget(2);  // the block of storage 1
+    if (step % 4 == 0) loop.follower.forget(Run::kReplaced);
+    loop.step(program, step % 4 < 2 ? 1 : -1);
+    settled += loop.settled;
+  }
+  SURE(settled == 4);
 }
 
 // Several kinds side by side, each found by itself; an op left out or put in now and then.
@@ -313,6 +362,8 @@ int main() {
   check_signatures();
   check_too_long();
   check_steady_loops();
+  check_replaced();
+  check_replaced_again_and_again();
   check_mixed_loops();
   check_bounds();
   check_offsets();

@@ -28,9 +28,11 @@ _log = logging.getLogger("outofcore")
 _FREE_SECONDS = 1.0
 _FREE_NICENESS, _NICENESS = 10, 20
 _PLANNING_SHARE = 0.03
-# The plan of a shorter step comes from a quick search. The thorough one takes a second or more, and finds steps that
-# are 1 % shorter: too little to win that time back.
+# Plans of steps come from a quick search. The thorough one takes seconds, and finds steps that are 1 % shorter: those of
+# steps that last longer than this are planned by it as well, once no others wait for a plan.
 _LONG_STEP_SECONDS = 1.0
+# Steps that wait for the thorough search, the last ones.
+_MOST_ROUGH = 8
 # What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
 _SPARE = 0.02
 # Other processes are watched until this many steps in a row were not proposed: reading their times can take 1 ms.
@@ -58,6 +60,9 @@ class LoopPlanner:
         self._counters: Counters | None = read_loop_counters()  # when the last step ended
         self._unproposed = 0  # steps in a row that were not proposed
         self._is_busy = False  # whether others held up the step that is being planned
+        self._is_quick = False  # whether that is planned by the quick search
+        # Long steps that only the quick search has planned, and of each whether it ran ops again, and was held up.
+        self._rough: deque[tuple[StepRecord, bool, bool]] = deque(maxlen=_MOST_ROUGH)
         self._started = time.monotonic()
         self._planning_seconds = 0.0
         self.background: BackgroundPlanner[StepRecord] = BackgroundPlanner()
@@ -80,12 +85,18 @@ class LoopPlanner:
                 _log.info("no plan of a step of %d ops: %s", record.ops, answer.reason)
             else:
                 schedule = schedule_of(record, planned.plan, planned.program)
-                plan = FollowedPlan(schedule, planned.plan.policy, planned.timeline.step_seconds, self._is_busy)
-                self._follow(record, plan, steps, answer.seconds)
-                self._store.keep(record, self._room, self._planned_by, plan)
-        if is_proposed and not self.background.is_busy and self._may_plan():
+                seconds = planned.timeline.step_seconds
+                plan = FollowedPlan(schedule, planned.plan.policy, seconds, self._is_busy, self._is_quick)
+                if self._follow(record, plan, steps, answer.seconds):
+                    self._store.keep(record, self._room, self._planned_by, plan)
+        if self.background.is_busy or not self._may_plan():
+            return
+        if is_proposed:
             self._remade, self._is_busy = remade, is_busy
             self._plan(steps)
+        elif self._unproposed > 1 and self._rough:
+            record, self._remade, self._is_busy = self._rough.popleft()
+            self._start(record, steps, is_quick=False)
 
     def _was_busy(self) -> bool:
         """Return whether others held up the step that has ended, as far as that is known."""
@@ -111,17 +122,25 @@ class LoopPlanner:
             if self._is_busy or not kept.is_busy:
                 return
             _log.info("a step is planned again: its plan was made with times of a busy machine")
+        self._start(record, steps, is_quick=True)
+
+    def _start(self, record: StepRecord, steps: int, *, is_quick: bool) -> None:
         # Rounded, so that a few small tensors do not change the plan.
         small = round_up(self._space.stats(steps=steps, plans=self.count).peak_small_bytes, LARGE_BYTES)
         budget = int((self._room - small) * (1 - _SPARE))
-        is_long = record.costs.compute_seconds >= _LONG_STEP_SECONDS
-        policy = self._policy if is_long else quick_policy(self._policy)
-        niceness = _FREE_NICENESS if self._planning_seconds <= _FREE_SECONDS else _NICENESS
+        policy = quick_policy(self._policy) if is_quick else self._policy
+        self._is_quick = is_quick and policy is not self._policy
+        is_free = is_quick and self._planning_seconds <= _FREE_SECONDS
+        niceness = _FREE_NICENESS if is_free else _NICENESS
         self.background.start(record, PlanJob(record.graph, record.costs, budget, policy), niceness)
 
-    def _follow(self, record: StepRecord, plan: FollowedPlan, steps: int, planning_seconds: float) -> None:
+    def _follow(self, record: StepRecord, plan: FollowedPlan, steps: int, planning_seconds: float) -> bool:
+        """Have the native code follow a plan; return False if it is not of use any more."""
         numbers = plan.schedule.numbers()
-        self._space.call("follow_schedule", record.anchor, (ctypes.c_int64 * len(numbers))(*numbers))
+        if not self._space.call("follow_schedule", record.anchor, (ctypes.c_int64 * len(numbers))(*numbers)):
+            return False
+        if plan.is_quick and record.costs.compute_seconds >= _LONG_STEP_SECONDS:
+            self._rough.append((record, self._remade, plan.is_busy))
         self.count += 1
         self.made.append(PlanMade(steps, record.ops, plan.policy, plan.seconds, planning_seconds))
         _log.info(
@@ -134,3 +153,4 @@ class LoopPlanner:
         if self._trial is not None:
             rate = record.costs.homes[0].bytes_per_s_out
             self._trial.plan_made(plan.seconds, record.costs.compute_seconds, rate, remade=self._remade)
+        return True

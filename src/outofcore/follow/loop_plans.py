@@ -26,19 +26,22 @@ class _File(Document):
     offsets: tuple[tuple[_Count, _Count, _Count], ...]
     scratch: tuple[tuple[_Count, _Count], ...]
     is_busy: bool = False
+    is_quick: bool = False
 
 
 @dataclass(frozen=True)
 class FollowedPlan:
     """A schedule by ops of the record, the policy that made it, and the predicted seconds of a step.
 
-    ``is_busy``: it was made with the times of a step during which the machine was busy with something else.
+    ``is_busy``: it was made with the times of a step during which the machine was busy with something else;
+    ``is_quick``: the quick search made it.
     """
 
     schedule: Schedule
     policy: str
     seconds: float
     is_busy: bool = False
+    is_quick: bool = False
 
 
 class LoopPlans:
@@ -56,19 +59,19 @@ class LoopPlans:
             pairs = (*schedule.leave, *schedule.fetch, *schedule.write, *((op, s) for op, s, _ in schedule.offsets))
             if any(op >= ops or s >= storages for op, s in pairs) or any(op >= ops for op, _ in schedule.scratch):
                 refuse(path, "$", "is of another step")
-            return FollowedPlan(schedule, found.policy, found.seconds, found.is_busy)
+            return FollowedPlan(schedule, found.policy, found.seconds, found.is_busy, found.is_quick)
 
         return self._store.find(_key(record, budget, policy), check)
 
     def keep(self, record: StepRecord, budget: int, policy: str, plan: FollowedPlan) -> None:
         by = plan.schedule
         lists = (by.leave, by.fetch, by.write, by.offsets, by.scratch)
-        file = _File(_FORMAT, plan.policy, plan.seconds, *lists, plan.is_busy)
+        file = _File(_FORMAT, plan.policy, plan.seconds, *lists, plan.is_busy, plan.is_quick)
         self._store.keep(_key(record, budget, policy), file)
 
 
 def _key(record: StepRecord, budget: int, policy: str) -> str:
     # When storages are freed may differ a little from process to process, and costs do: neither makes it another step.
     ops = [(op.name, sorted(op.touched)) for op in record.graph.ops if op.name != FREED]
-    storages = [storage.bytes for storage in record.graph.storages]
+    storages = [(storage.bytes, storage.kind) for storage in record.graph.storages]
     return key_of(_FORMAT, budget, policy, ops, storages)

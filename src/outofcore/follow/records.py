@@ -158,7 +158,7 @@ def _ends(
     for number, storage in enumerate(storages):
         if number in carried:
             ends[carried[number]].append(number)
-        elif not storage.lasts and (storage.created or storage.freed >= 0):
+        elif not storage.lasts:
             end = storage.freed if storage.freed >= 0 else count
             if end > uses[number][-1] + 1:
                 ends[end].append(number)

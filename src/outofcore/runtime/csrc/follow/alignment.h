@@ -181,8 +181,15 @@ inline std::optional<Alignment> align(const Record& a, const Record& b, double l
 // A step in the terms of one that it resembles: its sizes and times, by the other's ops and storages.
 inline Record translated(const Record& step, const Record& usual, const Alignment& from_usual) {
   Record made = usual;
-  for (size_t i = 0; i < usual.storages.size(); ++i)
-    if (from_usual.storages[i] >= 0) made.storages[i].bytes = step.storages[from_usual.storages[i]].bytes;
+  for (size_t i = 0; i < usual.storages.size(); ++i) {
+    const int32_t there = from_usual.storages[i];
+    made.storages[i].id = -1;
+    if (there < 0) continue;
+    made.storages[i].id = step.storages[there].id;
+    made.storages[i].bytes = step.storages[there].bytes;
+    // Storages that the step made keep the end that they usually have, since that is told in ops.
+    if (!made.storages[i].created && step.storages[there].freed < 0) made.storages[i].freed = -1;
+  }
   for (size_t i = 0; i < usual.ops.size(); ++i)
     if (const int32_t op = from_usual.ops[i]; op >= 0) {
       made.nanos[i] = step.nanos[op];

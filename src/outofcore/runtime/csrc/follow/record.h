@@ -154,6 +154,11 @@ struct Known {
   std::vector<std::vector<int32_t>> uses;           // by storage
   std::vector<int64_t> persistent;                  // by storage: the block that it always is; -1: another in each step
   std::unordered_map<int64_t, int32_t> of_block;    // the persistent ones
+  std::vector<int64_t> last;                        // by storage: the block that it was in the last step; -1: unknown
+  int64_t casting;                                  // changes when other storages persist
+  int settlings = 0;                                // how often it has
+  int64_t unsettled = 0;                            // bytes of the last step that neither persist nor were made or freed in it
+  bool awaited = false;                             // a step was awaited for their sake
   std::vector<void*> playing;                       // by storage: the block that is it now
   std::list<Anchor> anchors;
   int64_t used = 0;
@@ -270,6 +275,28 @@ class Follower {
     seen_once_.erase(nearest);
     return ended(made_known(record, before, &*with_it));
   }
+  // Has those storages persist that the last two steps of a kind did not make and had as the same block, such as buckets
+  // of gradients that DDP makes in its second step. True: there are some, so that the plans of the kind are of no use.
+  bool settle(Known& known, const Record& record) {
+    constexpr int kMostSettlings = 4;  // a batch that is used twice may look like it, again and again
+    bool changed = false;
+    known.unsettled = 0;
+    for (size_t i = 0; i < record.storages.size(); ++i) {
+      const StepStorage& storage = record.storages[i];
+      const int64_t before = std::exchange(known.last[i], storage.id);
+      if (known.persistent[i] >= 0 || storage.created || storage.freed >= 0) continue;
+      if (storage.id < 0 || storage.id != before || known.settlings >= kMostSettlings ||
+          !known.of_block.emplace(storage.id, static_cast<int32_t>(i)).second) {
+        known.unsettled += storage.bytes;
+        continue;
+      }
+      known.persistent[i] = storage.id;
+      known.usual.storages[i].freed = -1;
+      changed = true;
+    }
+    if (changed) known.casting = castings_++, ++known.settlings;
+    return changed;
+  }
   // After such a step: the loop is about to do what it did after the last one of the kind.
   void stand_after(Known& known) {
     known_ = &known;
@@ -326,10 +353,12 @@ class Follower {
           uses.push_back(static_cast<int32_t>(i));
     for (size_t i = 0; i < record.storages.size(); ++i) {
       const int32_t there = alignment != nullptr ? alignment->storages[i] : static_cast<int32_t>(i);
+      made->last.push_back(there < 0 ? -1 : before.storages[there].id);
       if (there < 0 || record.storages[i].id != before.storages[there].id || record.storages[i].freed >= 0) continue;
       made->persistent[i] = record.storages[i].id;
       made->of_block.emplace(record.storages[i].id, static_cast<int32_t>(i));
     }
+    made->casting = castings_++;
     known_ones_.push_back(std::move(made));
     return *known_ones_.back();
   }
@@ -433,7 +462,7 @@ class Follower {
   std::deque<const void*> last_;
   Known* known_ = nullptr;  // where the loop is now; null: not known
   int32_t position_ = 0, strange_ = 0, passed_ = 0;
-  int64_t steps_ = 0, numbers_ = 0, last_ended_ = -1;
+  int64_t steps_ = 0, numbers_ = 0, castings_ = 0, last_ended_ = -1;
 };
 
 }  // namespace follow

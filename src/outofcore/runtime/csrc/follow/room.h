@@ -16,9 +16,9 @@ int32_t part_of(const Space& space, const Block& block) {
   const follow::Known& known = *space.follower.known();
   int32_t storage = block.role_in == known.number ? block.role : -1;
   if (storage < 0) {
-    if (block.looked_up_in != known.number) {
+    if (block.looked_up_in != known.casting) {
       const auto found = known.of_block.find(block.id);
-      block.looked_up_in = known.number;
+      block.looked_up_in = known.casting;
       block.looked_up = found == known.of_block.end() ? -1 : found->second;
     }
     storage = block.looked_up;

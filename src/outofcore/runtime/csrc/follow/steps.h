@@ -53,6 +53,11 @@ bool end_of_step(Space& space) {
   }
   if (!space.follower.active()) space.anchor = nullptr;  // what it belonged to may be gone
   if (known == nullptr) return false;
+  if (space.follower.settle(*known, *record)) {
+    for (const follow::Anchor& anchor : known->anchors)
+      if (&anchor == space.anchor) space.anchor = nullptr;
+    known->anchors.clear();
+  }
   if (known->anchors.empty())
     for (Block* block : space.known)
       if (const auto found = known->of_block.find(block->id); found != known->of_block.end())
@@ -76,6 +81,9 @@ bool end_of_step(Space& space) {
       space.timing = space.lacking_times;
       return false;
     }
+  // Whether much of what the step had from before it persists, the next step of the kind tells.
+  constexpr int64_t kMuch = 50;  // of which a plan leaves one free
+  if (known->unsettled > space.room() / kMuch && !std::exchange(known->awaited, true)) return false;
   if (Device::kStreams) {
     // Each op has its moments, unless one failed or the record is too long; then comes the end.
     space.lacking_times = space.timed && (!timed || space.moments_before.size() != count + 1);
