@@ -1,9 +1,10 @@
-"""Processes that train together: eager DistributedDataParallel beside compiled steps, each within half of its peak.
+"""Processes that train together: eager DistributedDataParallel beside compiled steps and loops within half of their peaks.
 
-All processes of a workload are started by this one, over gloo, with one thread each. In each of them three runs take
-turns step by step, each over a model of its own: plain PyTorch, a compiled step with room for everything, and one
-within half of what that takes (or another share of it). Losses and all state are compared bit for bit with those of
-plain PyTorch. What each process sends is compared with the least that its gradients and buffers take on a ring; and of
+All processes of a workload are started by this one, over gloo, with one thread each. In each of them runs take
+turns, some steps each, each over a model of its own: plain PyTorch, a compiled step with room for everything, and one
+within half of what that takes (or another share of it); then plain PyTorch and a loop, within the same share of the
+peak that a loop has in its first steps where everything fits. Losses and all state are compared bit for bit with those
+of plain PyTorch. What each process sends is compared with the least that its gradients and buffers take on a ring; and of
 the time that collectives take, the part is told for which no op waited.
 """
 
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,32 +45,51 @@ _SMALL: dict[str, dict[str, Any]] = {
 }
 _ROOM = 64 * GIB
 _TIMEOUT = timedelta(minutes=5)
-# Steps that warm up: the first is captured and planned, and a plan may be made anew after some more.
-_WARM_UP = 5
+# Steps of a run in a turn: a loop copies and plans beside its steps, not only in them.
+_TURN = 5
+# Steps that warm up: the first is captured and planned, a loop is planned after some, and a plan may be made anew.
+_WARM_UP = 2 * _TURN
+# Steps of a loop with room for everything, after which its peak is known.
+_PEAK_STEPS = 3
 
 
 class _Training:
-    """One model in training."""
+    """One model in training: plainly, as a compiled step or in a loop within a budget."""
 
-    def __init__(self, work: zoo.Workload, rank: int, budget: int | None, home: str | None) -> None:
+    def __init__(self, work: zoo.Workload, rank: int, budget: int | None = None, *, is_loop: bool = False) -> None:
         self.model = DistributedDataParallel(work.build())
         self.optimizer = work.optimizer(self.model)
         self._run: Any = work.make_step(self.model, self.optimizer)
-        if budget is not None:
-            self._run = outofcore.compile(self._run, self.model, self.optimizer, budget=budget, home=home)
+        self.loop: outofcore.Loop | None = None
+        if budget is not None and is_loop:
+            self.loop = outofcore.budget(budget, self.model, cache=False).start()
+            self.loop.pause()
+        elif budget is not None:
+            self._run = outofcore.compile(self._run, self.model, self.optimizer, budget=budget)
         torch.manual_seed(rank)  # for dropout
         self._drawn = torch.get_rng_state()
         self.seconds: list[float] = []
         self.losses: list[str] = []
 
-    def step(self, batch: tuple[torch.Tensor, ...]) -> None:
-        dist.barrier()
+    def take_turn(self, batches: Sequence[tuple[torch.Tensor, ...]]) -> None:
         torch.set_rng_state(self._drawn)
-        begin = time.perf_counter()
-        loss = self._run(*batch)
-        self.seconds.append(time.perf_counter() - begin)
+        dist.barrier()
+        if self.loop is not None:
+            self.loop.resume()
+        for batch in batches:
+            begin = time.perf_counter()
+            loss = self._run(*batch)
+            self.seconds.append(time.perf_counter() - begin)
+            self.losses.append(loss.item().hex())
+        if self.loop is not None:
+            self.loop.pause()
         self._drawn = torch.get_rng_state()
-        self.losses.append(loss.item().hex())
+
+    def close(self) -> None:
+        if self.loop is not None:
+            self.loop.stop()
+        else:
+            self._run.close()
 
     @property
     def compiled(self) -> outofcore.Step[..., Any]:
@@ -96,6 +116,16 @@ def _hidden(step: outofcore.Step[..., Any]) -> tuple[float, float]:
     return taken, time_spent(graph, planned.program, timeline)[0].for_others
 
 
+def _peak_of_loop(work: zoo.Workload, rank: int, batches: Sequence[tuple[torch.Tensor, ...]]) -> int:
+    run = _Training(work, rank, _ROOM, is_loop=True)
+    run.take_turn(batches[:_PEAK_STEPS])
+    stats = run.loop.stats if run.loop is not None else outofcore.LoopStats()
+    run.close()
+    peaks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(peaks, stats.peak_bytes + stats.peak_small_bytes)
+    return max(peaks)
+
+
 def _be_one(
     rank: int, processes: int, store: str, name: str, options: Mapping[str, Any], rounds: int, share: float
 ) -> None:
@@ -104,25 +134,32 @@ def _be_one(
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes, timeout=_TIMEOUT)
     work = zoo.workload(name, **options)
     batches = [batch for _, batch in zip(range(rounds), _batches(work, rank, processes), strict=False)]
-    eager, roomy = _Training(work, rank, None, None), _Training(work, rank, _ROOM, None)
+    turns = [batches[first : first + _TURN] for first in range(0, rounds, _TURN)]
+    eager, roomy = _Training(work, rank), _Training(work, rank, _ROOM)
     half: _Training | None = None
     waits: list[tuple[float, float]] = []
-    for batch in batches:
-        eager.step(batch)
-        roomy.step(batch)
+    for turn in turns:
+        eager.take_turn(turn)
+        roomy.take_turn(turn)
         if half is None:
-            peak = roomy.compiled.planned.program.arena_bytes
-            half = _Training(work, rank, int(share * peak), None)
-        half.step(batch)
+            half = _Training(work, rank, int(share * roomy.compiled.planned.program.arena_bytes))
+        half.take_turn(turn)
         waits.append(_hidden(half.compiled))
     if half is None:
         raise RuntimeError("no round was run")
     collectives = collectives_of(half.compiled.captured)
     planned, budget = half.compiled.planned, half.compiled.budget
     for run in (roomy, half):
-        run.compiled.close()
+        run.close()
+    # A loop begins once no compiled step is open.
+    loop_budget = int(share * _peak_of_loop(work, rank, batches))
+    again, loop = _Training(work, rank), _Training(work, rank, loop_budget, is_loop=True)
+    for turn in turns:
+        again.take_turn(turn)
+        loop.take_turn(turn)
+    loop.close()
     theirs, same = eager.state(), True
-    for run in (roomy, half):
+    for run in (roomy, half, again, loop):
         ours = run.state()
         same &= run.losses == eager.losses and len(ours) == len(theirs)
         same &= all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=False))
@@ -131,18 +168,20 @@ def _be_one(
     gradients = sum(p.numel() * p.element_size() for p in eager.model.parameters() if p.requires_grad)
     buffers = sum(b.numel() * b.element_size() for b in eager.model.buffers())
     least = (2 * gradients + buffers) * (processes - 1) // processes
-    seconds = {way: run.seconds for way, run in (("eager", eager), ("in core", roomy), ("within", half))}
-    taken, waited = (statistics.median(column) for column in zip(*waits[_WARM_UP:] or waits, strict=True))
+    ways = {"eager": eager, "in core": roomy, "within": half, "eager beside loop": again, "loop": loop}
+    taken, waited = (statistics.median(column) for column in zip(*waits[_WARM_UP // _TURN :] or waits, strict=True))
     if not rank:
         print(
             json.dumps(
                 {
                     "work": work.describe(),
                     "budget": budget,
+                    "loop_budget": loop_budget,
+                    "loop_stats": str(loop.loop.stats) if loop.loop is not None else "",
                     "arena": planned.program.arena_bytes,
                     "policy": planned.plan.policy,
                     "same_bits": told,
-                    "seconds": seconds,
+                    "seconds": {way: run.seconds for way, run in ways.items()},
                     "collectives": len(collectives),
                     "sent_bytes": sum(collective.sent_bytes for collective in collectives),
                     "least_bytes": least,
@@ -171,14 +210,25 @@ def _measure(name: str, options: Mapping[str, Any], processes: int, rounds: int,
     return json.loads(found[0].splitlines()[-1])
 
 
-def _ratio(row: Mapping[str, Any], way: str) -> float:
-    pairs = list(zip(row["seconds"][way], row["seconds"]["eager"], strict=True))
+def _ratio(row: Mapping[str, Any], way: str, eager: str = "eager") -> float:
+    pairs = list(zip(row["seconds"][way], row["seconds"][eager], strict=True))
     return statistics.median(ours / theirs for ours, theirs in pairs[_WARM_UP:] or pairs)
 
 
 def _print(rows: Mapping[str, Mapping[str, Any]]) -> None:
     table = Table(title="Processes that train together")
-    headings = ("model", "eager step", "in core", "within", "budget", "same bits", "sent over least", "hidden")
+    headings = (
+        "model",
+        "eager step",
+        "in core",
+        "within",
+        "budget",
+        "loop",
+        "its budget",
+        "same bits",
+        "sent over least",
+        "hidden",
+    )
     for heading in headings:
         table.add_column(heading, justify="right")
     for name, row in rows.items():
@@ -190,6 +240,8 @@ def _print(rows: Mapping[str, Mapping[str, Any]]) -> None:
             f"{_ratio(row, 'in core'):.3f}",
             f"{_ratio(row, 'within'):.3f}",
             format_bytes(row["budget"]),
+            f"{_ratio(row, 'loop', 'eager beside loop'):.3f}",
+            format_bytes(row["loop_budget"]),
             "yes" if all(row["same_bits"]) else "no",
             f"{row['sent_bytes'] / row['least_bytes']:.3f}",
             f"{1 - row['waited_seconds'] / taken:.0%}" if taken else "",
@@ -202,7 +254,7 @@ def main(
     workload: Annotated[list[str] | None, typer.Option(help="gpt or resnet. [default: both]")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the zoo, as name=value.")] = None,
     processes: Annotated[int, typer.Option(min=2, help="How many.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Steps of each.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each.")] = 30,
     share: Annotated[
         float | None, typer.Option(help="Of the peak, as the budget. [default: 0.5; 0.7 if small]")
     ] = None,

@@ -28,8 +28,8 @@ _log = logging.getLogger("outofcore")
 _FREE_SECONDS = 1.0
 _FREE_NICENESS, _NICENESS = 10, 20
 _PLANNING_SHARE = 0.03
-# Plans of steps come from a quick search. The thorough one takes seconds, and finds steps that are 1 % shorter: those of
-# steps that last longer than this are planned by it as well, once no others wait for a plan.
+# The first plan of a step comes from a quick search. The thorough one takes seconds, and finds steps that are 1 %
+# shorter: longer steps than this are planned by it as well, once no others wait for a plan.
 _LONG_STEP_SECONDS = 1.0
 # Steps that wait for the thorough search, the last ones.
 _MOST_ROUGH = 8
