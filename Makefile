@@ -17,8 +17,8 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-all test-newest test-oldest check docs format demo bench bench-fit bench-compare \
 	bench-first bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers \
-	bench-sharded bench-split bench-plan bench-replay bench-ablate bench-distributed bench-elastic bench-small \
-	bench-small-ops bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-rivals \
+	bench-resident bench-sharded bench-split bench-plan bench-replay bench-ablate bench-distributed bench-elastic \
+	bench-small bench-small-ops bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-rivals \
 	gpu-stub gpu-visit gpu-wheels growth record record-write mutants tsan verify wheel clean
 
 help:  ## list the commands
@@ -87,6 +87,9 @@ bench-split: setup  ## smallest budgets with ops as a whole and in parts
 
 bench-first: setup  ## what first calls cost beyond training, with an empty cache and a full one, and importing
 	$(BIN)/python benchmarks/first_calls.py
+
+bench-resident: setup  ## memory of a process beyond its tensors, in plain PyTorch and within a budget
+	$(BIN)/python benchmarks/resident.py
 
 bench-follow: setup  ## loops that are followed, beside plain PyTorch and compiled steps
 	$(BIN)/python benchmarks/follow.py

@@ -1,11 +1,11 @@
-"""Processes that train together: eager DistributedDataParallel beside compiled steps and loops within half of their peaks.
+"""Processes that train together: eager DistributedDataParallel beside compiled steps and loops within half of a peak.
 
 All processes of a workload are started by this one, over gloo, with one thread each. In each of them runs take
 turns, some steps each, each over a model of its own: plain PyTorch, a compiled step with room for everything, and one
 within half of what that takes (or another share of it); then plain PyTorch and a loop, within the same share of the
 peak that a loop has in its first steps where everything fits. Losses and all state are compared bit for bit with those
-of plain PyTorch. What each process sends is compared with the least that its gradients and buffers take on a ring; and of
-the time that collectives take, the part is told for which no op waited.
+of plain PyTorch. What each process sends is compared with the least that its gradients and buffers take on a ring; and
+of the time that collectives take, the part is told for which no op waited.
 """
 
 from __future__ import annotations

@@ -49,6 +49,8 @@ class LoopDevice:
     flavor: ClassVar[Flavor] = Flavor.CPU
     # Whether the arena is reserved only once the models have left the device.
     reserves_late: ClassVar[bool] = False
+    # Whether the arena is memory of the process.
+    is_host: ClassVar[bool] = True
 
     @property
     def library(self) -> ctypes.CDLL:
@@ -107,6 +109,7 @@ class LoopGpu(LoopDevice):
 
     flavor: ClassVar[Flavor] = Flavor.CUDA
     reserves_late: ClassVar[bool] = True
+    is_host: ClassVar[bool] = False
 
     def has(self, tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided and tensor.device == self.device

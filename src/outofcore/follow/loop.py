@@ -59,7 +59,7 @@ from outofcore.follow.user_tensors import (
 from outofcore.planning import PolicyLike
 from outofcore.progress import Tell, following, silent
 from outofcore.report.content import Page, page_content
-from outofcore.report.machine import this_machine
+from outofcore.report.machine import process_memory, this_machine
 from outofcore.report.notebook import ReportPath, facts_html
 from outofcore.report.page import write_report
 from outofcore.report.trace import LoopMeasurements, write_trace
@@ -468,7 +468,16 @@ class Loop:
 
     def _read_stats(self, space: Space) -> LoopStats:
         plans = 0 if self._planner is None else self._planner.count
-        return replace(space.stats(steps=self._ends.count, plans=plans), budget_bytes=self._limit)
+        stats = space.stats(steps=self._ends.count, plans=plans)
+        memory = process_memory()
+        counted = stats.arena_bytes + stats.small_bytes + stats.outside_bytes if self._device.is_host else 0
+        return replace(
+            stats,
+            budget_bytes=self._limit,
+            resident_bytes=memory.resident,
+            file_pages_bytes=memory.of_files,
+            other_bytes=max(memory.anonymous - counted, 0),
+        )
 
     def _adopt_models(self) -> None:
         tensors = [tensor for model in self._models for tensor in tensors_of(model)]

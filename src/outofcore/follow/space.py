@@ -151,7 +151,7 @@ class Space:
         return numbers.asked + numbers.used + numbers.kept + numbers.small, op + forward_place(place)
 
     def stats(self, *, steps: int, plans: int) -> LoopStats:
-        expected = len(fields(LoopStats)) - 3  # Python knows steps, plans and the budget
+        expected = len(fields(LoopStats)) - 6  # Python knows steps, plans, the budget and the memory of the process
         counts = (ctypes.c_int64 * expected)()
         told = self.library.follow_counters(self, counts, expected)
         if told != expected:

@@ -50,9 +50,14 @@ class LoopStats:
         peak_small_bytes: the peak of these.
         peak_total_bytes: of all storages, resident and evicted, at the most: about what plain PyTorch takes for them.
         exceedances: times that an op was allowed more than the budget, with ``grow`` or ``measure``.
+        arena_bytes: memory that the arena has now: ``bytes_in_use``, and what waits to be used again.
         steps: times an optimizer was stepped; in loops without one, backward passes, or calls without gradients.
         plans: that were made of steps of the loop.
         budget_bytes: the budget.
+        resident_bytes: physical memory of the process (RSS), now; 0 where the system does not say.
+        file_pages_bytes: of these, pages of files: the code of libraries, and mapped checkpoints.
+        other_bytes: of these, on a CPU, what is neither of a file, a home, the arena nor a counted tensor: Python's
+            objects, autograd's graphs, scratch memory of ops, and what was there before the loop.
 
     >>> import torch
     >>> import outofcore
@@ -98,9 +103,13 @@ class LoopStats:
     peak_small_bytes: int = 0
     peak_total_bytes: int = 0
     exceedances: int = 0
+    arena_bytes: int = 0
     steps: int = 0
     plans: int = 0
     budget_bytes: int = 0
+    resident_bytes: int = 0
+    file_pages_bytes: int = 0
+    other_bytes: int = 0
 
     def _repr_html_(self) -> str:
         return facts_html("loop", loop_facts(self))
@@ -147,6 +156,10 @@ def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
     if stats.peak_small_bytes:
         now, most = format_bytes(stats.small_bytes), format_bytes(stats.peak_small_bytes)
         facts.append(("tensors below 64 KiB", f"{now}, peak {most}"))
+    if stats.resident_bytes:
+        parts = {"arena": stats.arena_bytes, "pages of files": stats.file_pages_bytes, "others": stats.other_bytes}
+        told = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
+        facts.append(("memory of the process", f"{format_bytes(stats.resident_bytes)}: {told}"))
     if stats.exceedances:
         facts.append(("exceeded the budget", f"{stats.exceedances} times"))
     if stats.file_bytes:

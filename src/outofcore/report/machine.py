@@ -43,6 +43,23 @@ def resident_memory_bytes() -> int | None:
     return _kib(_field(Path("/proc/self/status"), "VmRSS"))
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Physical memory of this process, in bytes; 0 where the system does not say.
+
+    ``of_files`` are pages of files, ``anonymous`` ones of no file; the rest is shared memory.
+    """
+
+    resident: int
+    of_files: int
+    anonymous: int
+
+
+def process_memory() -> ProcessMemory:
+    lines = dict(line.split(":", 1) for line in _text(Path("/proc/self/status")).splitlines() if ":" in line)
+    return ProcessMemory(*(_kib(lines.get(name, "").strip()) or 0 for name in ("VmRSS", "RssFile", "RssAnon")))
+
+
 def peak_memory_bytes() -> int | None:
     """Return the peak physical memory (RSS) of this process; None where the system does not say.
 

@@ -254,7 +254,7 @@ const borders::Border kBorders[] = {
                                  kAwayBytes, kFixed, kOutsideBytes, kPeakOutsideBytes, kForeign, kAtHomeBytes,
                                  kTransferMicroseconds, kPeakHomeBytes, kPlannedOps, kUnplannedEvictions, kDepartures,
                                  kRecipes, kReruns, kUnkeptBytes, kRerunMicroseconds, kFileBytes, kSmallBytes,
-                                 kPeakSmallBytes, kPeakTotalBytes, kExceedances),
+                                 kPeakSmallBytes, kPeakTotalBytes, kExceedances, kArenaBytes),
     ENUM("Adopted", Adopted, kNo, kYes, kHasArray),
     ENUM("Excess", Excess, kRefused, kAllowed, kMeasured),
     ENUM("Recompute", follow::Recompute, kOff, kChosen, kEverything, kNoting),
@@ -781,6 +781,7 @@ EXPORT int64_t follow_counters(const Space* space, int64_t* counters, int64_t ca
   const auto tell = [&](Counter counter, int64_t value) {
     if (counter < capacity) counters[counter] = value;
   };
+  tell(kArenaBytes, space->charged + space->extents.idle());
   tell(kPeakHomeBytes, space->homes.most_used());
   tell(kSmallBytes, space->small_given + std::max<int64_t>(small_bytes - space->small_before, 0));
   tell(kPeakSmallBytes, space->small_given + space->small_peak);
