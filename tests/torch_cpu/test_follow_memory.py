@@ -56,6 +56,20 @@ def test_small_tensors_are_counted_as_long_as_they_live() -> None:
     assert len(kept) == 10
 
 
+def test_stats_itemise_the_memory_of_the_process() -> None:
+    model = nn.Linear(1024, 1024)
+    with outofcore.budget("24MiB", model, home="host") as run:
+        model(torch.ones(512, 1024)).sum().backward()
+        before = run.stats
+        others = bytearray(b"1" * (64 * MIB))
+        after = run.stats
+    assert before.bytes_in_use <= before.arena_bytes <= 24 * MIB
+    assert 56 * MIB < after.other_bytes - before.other_bytes < 80 * MIB
+    assert 0 < after.file_pages_bytes < after.resident_bytes
+    assert after.arena_bytes + after.file_pages_bytes + after.other_bytes <= after.resident_bytes + MIB
+    assert len(others) == 64 * MIB
+
+
 def test_scratch_memory_of_kernels_is_not_counted_for_good() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(0, 1), nn.Flatten(), nn.Linear(30 * 30, 4))
     counts = []

@@ -208,6 +208,19 @@ def test_a_plan_of_a_busy_machine_is_made_again(tmp_path: Path, monkeypatch: pyt
     assert plans(is_busy=False) == [0, 1, 1, 1, 1, 1]
 
 
+def test_a_long_step_is_planned_thoroughly_once_no_other_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = int(0.5 * peak())
+    theirs, _ = train(8)
+    monkeypatch.setattr(module, "_LONG_STEP_SECONDS", 0.0)
+    ours, stats = train(8, budget, cache=tmp_path)
+    assert_same(ours, theirs)
+    assert [s.plans for s in stats] == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert [s.plans for s in train(8, budget, cache=tmp_path)[1]] == [0, 1, 1, 1, 1, 1, 1, 1]
+    (kept,) = tmp_path.glob("loop-*.json")
+    kept.write_text(kept.read_text().replace('"is_quick":false', '"is_quick":true'))
+    assert [s.plans for s in train(8, budget, cache=tmp_path)[1]] == [0, 1, 1, 1, 2, 2, 2, 2]
+
+
 @pytest.mark.exhaustive
 def test_what_is_cheap_is_made_again_where_copies_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     real = module.read_record
