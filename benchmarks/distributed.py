@@ -36,7 +36,7 @@ from outofcore.report.waits import time_spent
 from outofcore.units import GIB, format_bytes, format_seconds
 
 _WORKLOADS: dict[str, dict[str, Any]] = {
-    "gpt": {"params": "25M", "batch": 4},
+    "gpt": {"params": "25M", "batch": 4, "context": 256},
     "resnet": {"depth": 18, "size": 64, "batch": 32},
 }
 _SMALL: dict[str, dict[str, Any]] = {
