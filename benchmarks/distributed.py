@@ -4,8 +4,8 @@ All processes of a workload are started by this one, over gloo, with one thread 
 turns, some steps each, each over a model of its own: plain PyTorch, a compiled step with room for everything, and one
 within half of what that takes (or another share of it); then plain PyTorch and a loop, within the same share of the
 peak that a loop has in its first steps where everything fits. Losses and all state are compared bit for bit with those
-of plain PyTorch. What each process sends is compared with the least that its gradients and buffers take on a ring; and
-of the time that collectives take, the part is told for which no op waited.
+of plain PyTorch. What each process sends is compared with the least that its gradients and buffers take on a ring.
+``hidden`` is the share of the collectives' time for which no op waited.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _SMALL: dict[str, dict[str, Any]] = {
 }
 _ROOM = 64 * GIB
 _TIMEOUT = timedelta(minutes=5)
-# Steps of a run in a turn: a loop copies and plans beside its steps, not only in them.
+# Steps in a turn. One is too few: a loop copies between its steps too, which turns of others would hide.
 _TURN = 5
-# Steps that warm up: the first is captured and planned, a loop is planned after some, and a plan may be made anew.
+# Steps that are left out of medians: capture and planning happen in them.
 _WARM_UP = 2 * _TURN
 # Steps of a loop with room for everything, after which its peak is known.
 _PEAK_STEPS = 3

@@ -49,7 +49,7 @@ class LoopDevice:
     flavor: ClassVar[Flavor] = Flavor.CPU
     # Whether the arena is reserved only once the models have left the device.
     reserves_late: ClassVar[bool] = False
-    # Whether the arena is memory of the process.
+    # Whether the arena lies in the memory of the process, not of a GPU.
     is_host: ClassVar[bool] = True
 
     @property

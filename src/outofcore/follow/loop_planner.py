@@ -28,10 +28,10 @@ _log = logging.getLogger("outofcore")
 _FREE_SECONDS = 1.0
 _FREE_NICENESS, _NICENESS = 10, 20
 _PLANNING_SHARE = 0.03
-# The first plan of a step comes from a quick search. The thorough one takes seconds, and finds steps that are 1 %
-# shorter: longer steps than this are planned by it as well, once no others wait for a plan.
+# The first plan of a step comes from the quick search. The thorough search takes seconds, and finds plans that are 1 %
+# faster. It plans steps that are longer than this again, when no other step waits for a plan.
 _LONG_STEP_SECONDS = 1.0
-# Steps that wait for the thorough search, the last ones.
+# The most steps that wait for the thorough search; the oldest is dropped.
 _MOST_ROUGH = 8
 # What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
 _SPARE = 0.02
@@ -60,8 +60,8 @@ class LoopPlanner:
         self._counters: Counters | None = read_loop_counters()  # when the last step ended
         self._unproposed = 0  # steps in a row that were not proposed
         self._is_busy = False  # whether others held up the step that is being planned
-        self._is_quick = False  # whether that is planned by the quick search
-        # Long steps that only the quick search has planned, and of each whether it ran ops again, and was held up.
+        self._is_quick = False  # whether the quick search plans that step
+        # Long steps that wait for the thorough search, each with ``_remade`` and ``_is_busy``.
         self._rough: deque[tuple[StepRecord, bool, bool]] = deque(maxlen=_MOST_ROUGH)
         self._started = time.monotonic()
         self._planning_seconds = 0.0
@@ -135,7 +135,7 @@ class LoopPlanner:
         self.background.start(record, PlanJob(record.graph, record.costs, budget, policy), niceness)
 
     def _follow(self, record: StepRecord, plan: FollowedPlan, steps: int, planning_seconds: float) -> bool:
-        """Have the native code follow a plan; return False if it is not of use any more."""
+        """Have the native code follow a plan; return False if the plan is obsolete."""
         numbers = plan.schedule.numbers()
         if not self._space.call("follow_schedule", record.anchor, (ctypes.c_int64 * len(numbers))(*numbers)):
             return False

@@ -50,14 +50,14 @@ class LoopStats:
         peak_small_bytes: the peak of these.
         peak_total_bytes: of all storages, resident and evicted, at the most: about what plain PyTorch takes for them.
         exceedances: times that an op was allowed more than the budget, with ``grow`` or ``measure``.
-        arena_bytes: memory that the arena has now: ``bytes_in_use``, and what waits to be used again.
+        arena_bytes: memory of the arena now: ``bytes_in_use``, and free memory that the system has not got back.
         steps: times an optimizer was stepped; in loops without one, backward passes, or calls without gradients.
         plans: that were made of steps of the loop.
         budget_bytes: the budget.
         resident_bytes: physical memory of the process (RSS), now; 0 where the system does not say.
         file_pages_bytes: of these, pages of files: the code of libraries, and mapped checkpoints.
-        other_bytes: of these, on a CPU, what is neither of a file, a home, the arena nor a counted tensor: Python's
-            objects, autograd's graphs, scratch memory of ops, and what was there before the loop.
+        other_bytes: the rest, without shared memory and, on a CPU, without the tensors that are counted above: Python's
+            objects, autograd's graphs, scratch memory of ops, and memory from before the loop.
 
     >>> import torch
     >>> import outofcore

@@ -187,7 +187,7 @@ inline Record translated(const Record& step, const Record& usual, const Alignmen
     if (there < 0) continue;
     made.storages[i].id = step.storages[there].id;
     made.storages[i].bytes = step.storages[there].bytes;
-    // Storages that the step made keep the end that they usually have, since that is told in ops.
+    // A storage that was not freed has no end. Other ends are kept: `freed` counts ops of the usual step.
     if (!made.storages[i].created && step.storages[there].freed < 0) made.storages[i].freed = -1;
   }
   for (size_t i = 0; i < usual.ops.size(); ++i)

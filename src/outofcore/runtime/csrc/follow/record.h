@@ -155,10 +155,10 @@ struct Known {
   std::vector<int64_t> persistent;                  // by storage: the block that it always is; -1: another in each step
   std::unordered_map<int64_t, int32_t> of_block;    // the persistent ones
   std::vector<int64_t> last;                        // by storage: the block that it was in the last step; -1: unknown
-  int64_t casting;                                  // changes when other storages persist
-  int settlings = 0;                                // how often it has
-  int64_t unsettled = 0;                            // bytes of the last step that neither persist nor were made or freed in it
-  bool awaited = false;                             // a step was awaited for their sake
+  int64_t casting;                                  // identifies ``of_block``: another number once `settle` adds to it
+  int settlings = 0;                                // how often `settle` has
+  int64_t unsettled = 0;                            // bytes of the last step that may turn out to persist in the next one
+  bool awaited = false;                             // the first plan has waited a step to see whether they do
   std::vector<void*> playing;                       // by storage: the block that is it now
   std::list<Anchor> anchors;
   int64_t used = 0;
@@ -275,10 +275,11 @@ class Follower {
     seen_once_.erase(nearest);
     return ended(made_known(record, before, &*with_it));
   }
-  // Has those storages persist that the last two steps of a kind did not make and had as the same block, such as buckets
-  // of gradients that DDP makes in its second step. True: there are some, so that the plans of the kind are of no use.
+  // Marks storages as persistent that were the same block in the last two steps of the kind, and that neither step made,
+  // such as the gradient buckets that DDP makes in its second step. Returns whether it marked any: plans that were made
+  // before must be dropped then, since they take the room of these storages for free.
   bool settle(Known& known, const Record& record) {
-    constexpr int kMostSettlings = 4;  // a batch that is used twice may look like it, again and again
+    constexpr int kMostSettlings = 4;  // a loop that uses each batch twice would drop its plans for ever
     bool changed = false;
     known.unsettled = 0;
     for (size_t i = 0; i < record.storages.size(); ++i) {

@@ -102,7 +102,7 @@ enum Counter {
   kPeakSmallBytes,
   kPeakTotalBytes,       // bytes of all storages of 64 KiB and more, resident and evicted, at the most
   kExceedances,          // times that an op was allowed more than the budget
-  kArenaBytes,           // memory that the arena has, with what waits to be used again
+  kArenaBytes,           // memory of the arena: in use, or free and not given back to the system
   kCounters
 };
 

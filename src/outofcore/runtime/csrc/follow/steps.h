@@ -81,8 +81,8 @@ bool end_of_step(Space& space) {
       space.timing = space.lacking_times;
       return false;
     }
-  // Whether much of what the step had from before it persists, the next step of the kind tells.
-  constexpr int64_t kMuch = 50;  // of which a plan leaves one free
+  // Wait one step before the first plan if it is unknown whether many bytes persist: more than a plan leaves free.
+  constexpr int64_t kMuch = 50;  // a fiftieth of the room
   if (known->unsettled > space.room() / kMuch && !std::exchange(known->awaited, true)) return false;
   if (Device::kStreams) {
     // Each op has its moments, unless one failed or the record is too long; then comes the end.
