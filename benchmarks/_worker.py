@@ -30,6 +30,7 @@ import outofcore
 from outofcore.cli.subjects import plain_step, subject_of
 from outofcore.errors import OutOfCoreError
 from outofcore.execution.arena import Arena
+from outofcore.execution.opening import open_backend
 from outofcore.follow import loop_planner
 from outofcore.follow.native import load_paging
 from outofcore.planning.parameters import SearchParams
@@ -64,6 +65,7 @@ def _followed(model: torch.nn.Module, spec: dict[str, Any]) -> outofcore.Loop:
 class _Training:
     def __init__(self, work: Workload, spec: dict[str, Any]) -> None:
         self._work = work
+        open_backend(None)  # prepares MKL: see there why two plain processes would differ in bits
         torch.manual_seed(work.options.seed)  # for dropout, the same in every mode
         self._batches = work.batches()
         model = work.build()

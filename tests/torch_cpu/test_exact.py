@@ -13,8 +13,10 @@ from capture_cases import Case
 from effort import is_exhaustive, some_of
 from steps import CASES, assert_same, budgets_of, everything, from_zoo, smallest_of
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import outofcore
+from outofcore.execution.opening import open_backend
 from outofcore.planning import QUICK, in_core_budget
 from outofcore.policies import Auto, PolicyLike
 from outofcore.program import Run
@@ -188,3 +190,18 @@ def test_the_same_bits(policy: str, name: str) -> None:
     right = dict(everything(plain))
     for key, tensor in everything(case):
         assert torch.equal(tensor, right[key]), f"{key} differs"
+
+
+def test_opening_prepares_the_vector_functions_in_one_thread() -> None:
+    """MKL's vector functions share a call among threads from some thousand elements on."""
+    calls: list[tuple[str, int]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            calls.append((str(func), result.numel()))
+            return result
+
+    with Watch():
+        open_backend(None)
+    assert any(name.startswith("aten.sqrt") and 1 < elements <= 64 for name, elements in calls), calls
