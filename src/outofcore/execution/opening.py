@@ -233,8 +233,8 @@ def open_backend(device: str | torch.device | None, *, replay: Replaying = True)
 def _begin_vector_math() -> None:
     """Let MKL's vector functions prepare themselves in one thread.
 
-    Where several threads make a process's first call of one (``sqrt``, ``exp``, ``erf`` …), some of them compute it less
-    exactly, in about one process of ten (PyTorch 2.13, MKL 2024.2). The two runs of a program then differ in bits.
+    Where several threads make a process's first call of one (``sqrt``, ``exp``, ``erf`` …), some of them compute it
+    less exactly, in about one process of ten (PyTorch 2.13, MKL 2024.2). Two runs of a program then differ in bits.
     """
     torch.ones(16, dtype=torch.float32, device="cpu").sqrt_()
 
