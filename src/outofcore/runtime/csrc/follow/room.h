@@ -336,7 +336,7 @@ void move_into_core(Space& space) {
   if (!space.torn || Device::kAddresses == 1 || space.follower.steps() < space.collapses_from) return;
   if (!space.at.empty() && space.at.rbegin()->first + space.at.rbegin()->second->bytes > space.core()) return;
   space.torn = false;
-  space.collapses_from = space.follower.steps() + ++space.collapses;
+  space.collapses_from = space.follower.steps() + (int64_t{1} << std::min<int64_t>(++space.collapses, 40));
   space.core_counted = true;
   space.device.collapse(space.base, space.budget);
   space.extents.fill(space.budget);
