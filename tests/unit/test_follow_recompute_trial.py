@@ -32,30 +32,41 @@ class Recipes:
 def test_steps_that_no_copy_holds_up_are_left_alone() -> None:
     recipes = Recipes(HIDDEN, ACTIVE)
     trial = RecomputeTrial(recipes)
-    trial.plan_made(1.02, 1.0, 1e9, remade=False)
+    trial.plan_made(1.02, 1.0, 1e9, None)
     trial.step_ended()
     assert (trial.phase, recipes.said) == (Phase.UNTRIED, [])
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(1.2, []), (1.5, ["off"]), (1.6, ["off"])])
-def test_the_quicker_plan_stays(seconds: float, said: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "compute", "rerun", "said"),
+    [
+        (1.2, 1.1, 0.1, []),
+        (1.5, 1.1, 0.1, ["off"]),
+        (1.6, 1.1, 0.1, ["off"]),
+        (2.4, 2.2, 0.2, []),  # a batch of twice the length
+        (1.2, 0.8, 0.1, ["off"]),  # a shorter one
+    ],
+)
+def test_the_quicker_plan_stays(seconds: float, compute: float, rerun: float, said: list[str]) -> None:
     recipes = Recipes(HIDDEN, ACTIVE)
     trial = RecomputeTrial(recipes)
     trial.step_ended()
-    trial.plan_made(1.5, 1.0, 1e9, remade=False)
+    trial.plan_made(1.5, 1.0, 1e9, None)
     assert (trial.phase, recipes.said) == (Phase.NOTING, ["note"])
     trial.step_ended()
     assert (trial.phase, recipes.said) == (Phase.TRYING, ["note", (2,)])
-    trial.plan_made(9.0, 1.0, 1e9, remade=False)  # of another kind of step
-    trial.plan_made(seconds, 1.1, 1e9, remade=True)
+    assert trial.awaits_plan
+    trial.plan_made(9.0, 1.0, 1e9, None)  # of another kind of step
+    trial.plan_made(seconds, compute, 1e9, rerun)
+    assert not trial.awaits_plan
     assert (trial.phase, recipes.said[2:]) == (Phase.SETTLED, said)
-    trial.plan_made(9.0, 1.0, 1e9, remade=False)
+    trial.plan_made(9.0, 1.0, 1e9, None)
     assert trial.phase is Phase.SETTLED
 
 
 def test_nothing_cheap_ends_it() -> None:
     recipes = Recipes(HIDDEN)
     trial = RecomputeTrial(recipes)
-    trial.plan_made(1.5, 1.0, 1e9, remade=False)
+    trial.plan_made(1.5, 1.0, 1e9, None)
     trial.step_ended()
     assert (trial.phase, recipes.said) == (Phase.SETTLED, ["note", "off"])

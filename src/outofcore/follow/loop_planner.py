@@ -22,15 +22,17 @@ from outofcore.units import round_up
 
 _log = logging.getLogger("outofcore")
 
-# A first second of planning competes with the loop, since ops whose threads wait for each other leave no core idle.
+# The first seconds of planning compete with the loop, since ops whose threads wait for each other leave no core idle.
 # After that the planner takes only idle cores, and even then it slows ops down, with which it shares caches and
 # execution units: no plan is started while planning has taken more than this share of the loop's time.
-_FREE_SECONDS = 1.0
+_FREE_SECONDS = 2.0
 _FREE_NICENESS, _NICENESS = 10, 20
 _PLANNING_SHARE = 0.03
 # The first plan of a step comes from the quick search. The thorough search takes seconds, and finds plans that are 1 %
-# faster. It plans steps that are longer than this again, when no other step waits for a plan.
+# faster. It plans steps that are longer than this again, once so many steps in a row had plans: what it takes of the
+# share above, batches of other lengths would lack.
 _LONG_STEP_SECONDS = 1.0
+_SETTLED_STEPS = 32
 # The most steps that wait for the thorough search; the oldest is dropped.
 _MOST_ROUGH = 8
 # What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
@@ -55,14 +57,14 @@ class LoopPlanner:
         self._planned_by = space.device.planned_by(policy)
         recomputes = isinstance(policy, Auto) and policy.params.recompute_changes > 0
         self._trial = RecomputeTrial(Recipes(space)) if recomputes and not missing(Feature.RECOMPUTE) else None
-        self._reruns = 0  # until the last step ended
-        self._remade = False  # whether there were any in the step that is being planned
+        self._reruns = self._rerun_microseconds = 0  # until the last step ended
+        self._rerun_seconds: float | None = None  # in the step that is being planned; None: nothing ran again there
         self._counters: Counters | None = read_loop_counters()  # when the last step ended
         self._unproposed = 0  # steps in a row that were not proposed
         self._is_busy = False  # whether others held up the step that is being planned
         self._is_quick = False  # whether the quick search plans that step
-        # Long steps that wait for the thorough search, each with ``_remade`` and ``_is_busy``.
-        self._rough: deque[tuple[StepRecord, bool, bool]] = deque(maxlen=_MOST_ROUGH)
+        # Long steps that wait for the thorough search, each with ``_rerun_seconds`` and ``_is_busy``.
+        self._rough: deque[tuple[StepRecord, float | None, bool]] = deque(maxlen=_MOST_ROUGH)
         self._started = time.monotonic()
         self._planning_seconds = 0.0
         self.background: BackgroundPlanner[StepRecord] = BackgroundPlanner()
@@ -71,8 +73,10 @@ class LoopPlanner:
 
     def step_ended(self, steps: int, *, is_proposed: bool) -> None:
         """Follow the plan that is ready, if any, and plan the step that has ended, if it is proposed."""
-        reruns = self._space.stats(steps=steps, plans=self.count).reruns
-        remade, self._reruns = reruns > self._reruns, reruns
+        stats = self._space.stats(steps=steps, plans=self.count)
+        rerun_seconds = (stats.rerun_microseconds - self._rerun_microseconds) / 1e6
+        reran = stats.reruns > self._reruns
+        self._reruns, self._rerun_microseconds = stats.reruns, stats.rerun_microseconds
         self._unproposed = 0 if is_proposed else self._unproposed + 1
         is_busy = self._was_busy()
         if self._trial is not None:
@@ -92,11 +96,13 @@ class LoopPlanner:
         if self.background.is_busy or not self._may_plan():
             return
         if is_proposed:
-            self._remade, self._is_busy = remade, is_busy
+            self._rerun_seconds, self._is_busy = rerun_seconds if reran else None, is_busy
             self._plan(steps)
-        elif self._unproposed > 1 and self._rough:
-            record, self._remade, self._is_busy = self._rough.popleft()
-            self._start(record, steps, is_quick=False)
+        elif self._unproposed > _SETTLED_STEPS and self._rough:
+            record, again, busy = self._rough.popleft()
+            if (again is not None) == reran:  # else it is no longer a step of this loop
+                self._rerun_seconds, self._is_busy = again, busy
+                self._start(record, steps, is_quick=False)
 
     def _was_busy(self) -> bool:
         """Return whether others held up the step that has ended, as far as that is known."""
@@ -108,6 +114,8 @@ class LoopPlanner:
 
     def _may_plan(self) -> bool:
         """Return whether another plan is worth the processor time that it takes."""
+        if self._trial is not None and self._trial.awaits_plan:
+            return True
         elapsed = time.monotonic() - self._started
         return self._planning_seconds <= _FREE_SECONDS + _PLANNING_SHARE * elapsed
 
@@ -140,7 +148,7 @@ class LoopPlanner:
         if not self._space.call("follow_schedule", record.anchor, (ctypes.c_int64 * len(numbers))(*numbers)):
             return False
         if plan.is_quick and record.costs.compute_seconds >= _LONG_STEP_SECONDS:
-            self._rough.append((record, self._remade, plan.is_busy))
+            self._rough.append((record, self._rerun_seconds, plan.is_busy))
         self.count += 1
         self.made.append(PlanMade(steps, record.ops, plan.policy, plan.seconds, planning_seconds))
         _log.info(
@@ -152,5 +160,5 @@ class LoopPlanner:
         )
         if self._trial is not None:
             rate = record.costs.homes[0].bytes_per_s_out
-            self._trial.plan_made(plan.seconds, record.costs.compute_seconds, rate, remade=self._remade)
+            self._trial.plan_made(plan.seconds, record.costs.compute_seconds, rate, self._rerun_seconds)
         return True

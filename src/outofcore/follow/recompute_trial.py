@@ -1,8 +1,9 @@
 """Whether a loop makes some of what autograd saves again, where copies are what its steps wait for: tried once.
 
 A plan of the step as it is tells how long copies hold it up. If they do, one step is noted, what is cheap to make again
-is chosen (``remaking.py``), and the step that comes of it is recorded and planned like any other. Of the two plans the
-one that is quicker by prediction stays.
+is chosen (``remaking.py``), and the step that comes of it is recorded and planned like any other. Recomputation stays if
+its plan takes less time by prediction. The two steps may be of different lengths, so each plan's time is divided by that
+of the step's own ops.
 """
 
 from __future__ import annotations
@@ -52,32 +53,40 @@ class RecomputeTrial:
         self.phase = Phase.UNTRIED
         self._enough = 0
         self._rate = 1.0
-        self._seconds = 0.0
+        self._slowdown = 1.0  # without recomputation
 
-    def plan_made(self, seconds: float, compute_seconds: float, bytes_per_second: float, *, remade: bool) -> None:
+    @property
+    def awaits_plan(self) -> bool:
+        """Whether steps run on demand until one with recomputation has a plan."""
+        return self.phase is Phase.TRYING
+
+    def plan_made(
+        self, seconds: float, compute_seconds: float, bytes_per_second: float, rerun_seconds: float | None
+    ) -> None:
         """A step has a plan.
 
         Args:
             seconds: of the step, as predicted.
-            compute_seconds: of its ops alone.
+            compute_seconds: of its ops alone, with those that ran again.
             bytes_per_second: of the home, in one direction.
-            remade: whether something was made again in the step that was planned.
+            rerun_seconds: of the ops that ran again in the step that was planned; None: none did.
         """
-        if self.phase is Phase.UNTRIED and not remade:
+        slowdown = seconds / max(compute_seconds - (rerun_seconds or 0.0), 1e-9)
+        if self.phase is Phase.UNTRIED and rerun_seconds is None:
             held_up = seconds - compute_seconds
             if held_up <= WORTH_TRYING * compute_seconds:
                 return
-            self._seconds, self._rate = seconds, bytes_per_second
+            self._slowdown, self._rate = slowdown, bytes_per_second
             self._enough = int(held_up * bytes_per_second)
             self._recipes.note()
             self.phase = Phase.NOTING
-        elif self.phase is Phase.TRYING and remade:
+        elif self.phase is Phase.TRYING and rerun_seconds is not None:
             self.phase = Phase.SETTLED
-            kept = seconds < self._seconds * (1 - WORTH_KEEPING)
+            kept = slowdown < self._slowdown * (1 - WORTH_KEEPING)
             _log.info(
-                "predicted step time with recomputation: %.3f s, without: %.3f s; recomputation is %s",
-                seconds,
-                self._seconds,
+                "predicted slowdown with recomputation: %.3f, without: %.3f; recomputation is %s",
+                slowdown,
+                self._slowdown,
                 "on" if kept else "off",
             )
             if not kept:
