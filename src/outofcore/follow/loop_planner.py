@@ -25,7 +25,8 @@ _log = logging.getLogger("outofcore")
 # The first seconds of planning compete with the loop, since ops whose threads wait for each other leave no core idle.
 # After that the planner takes only idle cores, and even then it slows ops down, with which it shares caches and
 # execution units: no plan is started while planning has taken more than this share of the loop's time.
-_FREE_SECONDS = 2.0
+# In long steps a plan pays off sooner, so the first seconds are as many as some steps take.
+_FREE_SECONDS, _FREE_STEPS = 1.0, 4
 _FREE_NICENESS, _NICENESS = 10, 20
 _PLANNING_SHARE = 0.03
 # The first plan of a step comes from the quick search. The thorough search takes seconds, and finds plans that are 1 %
@@ -67,12 +68,14 @@ class LoopPlanner:
         self._rough: deque[tuple[StepRecord, float | None, bool]] = deque(maxlen=_MOST_ROUGH)
         self._started = time.monotonic()
         self._planning_seconds = 0.0
+        self._free_seconds = _FREE_SECONDS
         self.background: BackgroundPlanner[StepRecord] = BackgroundPlanner()
         self.count = 0
         self.made: deque[PlanMade] = deque(maxlen=_LISTED_PLANS)
 
     def step_ended(self, steps: int, *, is_proposed: bool) -> None:
         """Follow the plan that is ready, if any, and plan the step that has ended, if it is proposed."""
+        self._free_seconds = max(_FREE_SECONDS, _FREE_STEPS * (time.monotonic() - self._started) / steps)
         stats = self._space.stats(steps=steps, plans=self.count)
         rerun_seconds = (stats.rerun_microseconds - self._rerun_microseconds) / 1e6
         reran = stats.reruns > self._reruns
@@ -117,7 +120,7 @@ class LoopPlanner:
         if self._trial is not None and self._trial.awaits_plan:
             return True
         elapsed = time.monotonic() - self._started
-        return self._planning_seconds <= _FREE_SECONDS + _PLANNING_SHARE * elapsed
+        return self._planning_seconds <= self._free_seconds + _PLANNING_SHARE * elapsed
 
     def _plan(self, steps: int) -> None:
         numbers = self._space.numbers("follow_proposal")
@@ -138,7 +141,7 @@ class LoopPlanner:
         budget = int((self._room - small) * (1 - _SPARE))
         policy = quick_policy(self._policy) if is_quick else self._policy
         self._is_quick = is_quick and policy is not self._policy
-        is_free = is_quick and self._planning_seconds <= _FREE_SECONDS
+        is_free = is_quick and self._planning_seconds <= self._free_seconds
         niceness = _FREE_NICENESS if is_free else _NICENESS
         self.background.start(record, PlanJob(record.graph, record.costs, budget, policy), niceness)
 

@@ -1,9 +1,9 @@
 """Whether a loop makes some of what autograd saves again, where copies are what its steps wait for: tried once.
 
 A plan of the step as it is tells how long copies hold it up. If they do, one step is noted, what is cheap to make again
-is chosen (``remaking.py``), and the step that comes of it is recorded and planned like any other. Recomputation stays if
-its plan takes less time by prediction. The two steps may be of different lengths, so each plan's time is divided by that
-of the step's own ops.
+is chosen (``remaking.py``), and the step that comes of it is recorded and planned like any other. Recomputation stays
+if its plan takes less time by prediction. The two steps may be of different lengths, so each plan's time is divided by
+that of the step's own ops.
 """
 
 from __future__ import annotations
