@@ -26,7 +26,7 @@ _log = logging.getLogger("outofcore")
 # After that the planner takes only idle cores, and even then it slows ops down, with which it shares caches and
 # execution units: no plan is started while planning has taken more than this share of the loop's time.
 # In long steps a plan pays off sooner, so the first seconds are as many as some steps take.
-_FREE_SECONDS, _FREE_STEPS = 1.0, 4
+_FREE_SECONDS, _FREE_STEPS = 1.0, 16
 _FREE_NICENESS, _NICENESS = 10, 20
 _PLANNING_SHARE = 0.03
 # The first plan of a step comes from the quick search. The thorough search takes seconds, and finds plans that are 1 %
