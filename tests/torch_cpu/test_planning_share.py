@@ -11,11 +11,20 @@ def test_plans_wait_until_they_are_a_small_share_of_the_time(monkeypatch: pytest
     now = 100.0
     monkeypatch.setattr("outofcore.follow.loop_planner.time.monotonic", lambda: now)
     planner = LoopPlanner.__new__(LoopPlanner)
-    planner._started, planner._planning_seconds = now, 0.0
-    assert planner._may_plan()
+    planner._started, planner._planning_seconds, planner._trial = now, 0.0, None
+    assert planner._may_plan(0)
     planner._planning_seconds = 4.0
-    assert not planner._may_plan()
     now += 50.0
-    assert not planner._may_plan()
+    assert not planner._may_plan(1000)
     now += 100.0
-    assert planner._may_plan()
+    assert planner._may_plan(3000)
+
+
+def test_the_first_plans_may_take_as_long_as_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("outofcore.follow.loop_planner.time.monotonic", lambda: now)
+    planner = LoopPlanner.__new__(LoopPlanner)
+    planner._started, planner._planning_seconds, planner._trial = now, 16.0, None
+    now += 20.0
+    assert planner._may_plan(20)
+    assert not planner._may_plan(40)

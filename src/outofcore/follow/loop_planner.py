@@ -68,14 +68,12 @@ class LoopPlanner:
         self._rough: deque[tuple[StepRecord, float | None, bool]] = deque(maxlen=_MOST_ROUGH)
         self._started = time.monotonic()
         self._planning_seconds = 0.0
-        self._free_seconds = _FREE_SECONDS
         self.background: BackgroundPlanner[StepRecord] = BackgroundPlanner()
         self.count = 0
         self.made: deque[PlanMade] = deque(maxlen=_LISTED_PLANS)
 
     def step_ended(self, steps: int, *, is_proposed: bool) -> None:
         """Follow the plan that is ready, if any, and plan the step that has ended, if it is proposed."""
-        self._free_seconds = max(_FREE_SECONDS, _FREE_STEPS * (time.monotonic() - self._started) / steps)
         stats = self._space.stats(steps=steps, plans=self.count)
         rerun_seconds = (stats.rerun_microseconds - self._rerun_microseconds) / 1e6
         reran = stats.reruns > self._reruns
@@ -96,7 +94,7 @@ class LoopPlanner:
                 plan = FollowedPlan(schedule, planned.plan.policy, seconds, self._is_busy, self._is_quick)
                 if self._follow(record, plan, steps, answer.seconds):
                     self._store.keep(record, self._room, self._planned_by, plan)
-        if self.background.is_busy or not self._may_plan():
+        if self.background.is_busy or not self._may_plan(steps):
             return
         if is_proposed:
             self._rerun_seconds, self._is_busy = rerun_seconds if reran else None, is_busy
@@ -115,12 +113,17 @@ class LoopPlanner:
             return False
         return was_busy(self._counters - before, computes=False)  # a loop may wait for its data
 
-    def _may_plan(self) -> bool:
+    def _may_plan(self, steps: int) -> bool:
         """Return whether another plan is worth the processor time that it takes."""
         if self._trial is not None and self._trial.awaits_plan:
             return True
         elapsed = time.monotonic() - self._started
-        return self._planning_seconds <= self._free_seconds + _PLANNING_SHARE * elapsed
+        return self._planning_seconds <= self._free_seconds(steps) + _PLANNING_SHARE * elapsed
+
+    def _free_seconds(self, steps: int) -> float:
+        """Return for how many seconds planning may compete with the loop, of which so many steps have ended."""
+        elapsed = time.monotonic() - self._started
+        return max(_FREE_SECONDS, _FREE_STEPS * elapsed / max(steps, 1))  # a step that is not counted may be proposed
 
     def _plan(self, steps: int) -> None:
         numbers = self._space.numbers("follow_proposal")
@@ -141,7 +144,7 @@ class LoopPlanner:
         budget = int((self._room - small) * (1 - _SPARE))
         policy = quick_policy(self._policy) if is_quick else self._policy
         self._is_quick = is_quick and policy is not self._policy
-        is_free = is_quick and self._planning_seconds <= self._free_seconds
+        is_free = is_quick and self._planning_seconds <= self._free_seconds(steps)
         niceness = _FREE_NICENESS if is_free else _NICENESS
         self.background.start(record, PlanJob(record.graph, record.costs, budget, policy), niceness)
 
