@@ -11,20 +11,21 @@ def test_plans_wait_until_they_are_a_small_share_of_the_time(monkeypatch: pytest
     now = 100.0
     monkeypatch.setattr("outofcore.follow.loop_planner.time.monotonic", lambda: now)
     planner = LoopPlanner.__new__(LoopPlanner)
-    planner._started, planner._planning_seconds, planner._trial = now, 0.0, None
-    assert planner._may_plan(0)
+    planner._started, planner._planning_seconds, planner._trial, planner._ended = now, 0.0, None, 0
+    assert planner._may_plan()
     planner._planning_seconds = 4.0
-    now += 50.0
-    assert not planner._may_plan(1000)
-    now += 100.0
-    assert planner._may_plan(3000)
+    now, planner._ended = now + 50.0, 1000
+    assert not planner._may_plan()
+    now, planner._ended = now + 100.0, 3000
+    assert planner._may_plan()
 
 
 def test_the_first_plans_may_take_as_long_as_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("outofcore.follow.loop_planner.time.monotonic", lambda: now)
     planner = LoopPlanner.__new__(LoopPlanner)
-    planner._started, planner._planning_seconds, planner._trial = now, 16.0, None
+    planner._started, planner._planning_seconds, planner._trial, planner._ended = now, 16.0, None, 20
     now += 20.0
-    assert planner._may_plan(20)
-    assert not planner._may_plan(40)
+    assert planner._may_plan()
+    planner._ended = 40
+    assert not planner._may_plan()

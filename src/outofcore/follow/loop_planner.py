@@ -61,6 +61,7 @@ class LoopPlanner:
         self._reruns = self._rerun_microseconds = 0  # until the last step ended
         self._rerun_seconds: float | None = None  # in the step that is being planned; None: nothing ran again there
         self._counters: Counters | None = read_loop_counters()  # when the last step ended
+        self._ended = 0  # steps, with those that the loop does not count
         self._unproposed = 0  # steps in a row that were not proposed
         self._is_busy = False  # whether others held up the step that is being planned
         self._is_quick = False  # whether the quick search plans that step
@@ -78,6 +79,7 @@ class LoopPlanner:
         rerun_seconds = (stats.rerun_microseconds - self._rerun_microseconds) / 1e6
         reran = stats.reruns > self._reruns
         self._reruns, self._rerun_microseconds = stats.reruns, stats.rerun_microseconds
+        self._ended += 1
         self._unproposed = 0 if is_proposed else self._unproposed + 1
         is_busy = self._was_busy()
         if self._trial is not None:
@@ -94,7 +96,7 @@ class LoopPlanner:
                 plan = FollowedPlan(schedule, planned.plan.policy, seconds, self._is_busy, self._is_quick)
                 if self._follow(record, plan, steps, answer.seconds):
                     self._store.keep(record, self._room, self._planned_by, plan)
-        if self.background.is_busy or not self._may_plan(steps):
+        if self.background.is_busy or not self._may_plan():
             return
         if is_proposed:
             self._rerun_seconds, self._is_busy = rerun_seconds if reran else None, is_busy
@@ -113,17 +115,16 @@ class LoopPlanner:
             return False
         return was_busy(self._counters - before, computes=False)  # a loop may wait for its data
 
-    def _may_plan(self, steps: int) -> bool:
+    def _may_plan(self) -> bool:
         """Return whether another plan is worth the processor time that it takes."""
         if self._trial is not None and self._trial.awaits_plan:
             return True
         elapsed = time.monotonic() - self._started
-        return self._planning_seconds <= self._free_seconds(steps) + _PLANNING_SHARE * elapsed
+        return self._planning_seconds <= self._free_seconds() + _PLANNING_SHARE * elapsed
 
-    def _free_seconds(self, steps: int) -> float:
-        """Return for how many seconds planning may compete with the loop, of which so many steps have ended."""
-        elapsed = time.monotonic() - self._started
-        return max(_FREE_SECONDS, _FREE_STEPS * elapsed / max(steps, 1))  # a step that is not counted may be proposed
+    def _free_seconds(self) -> float:
+        """Return for how many seconds planning may compete with the loop."""
+        return max(_FREE_SECONDS, _FREE_STEPS * (time.monotonic() - self._started) / max(self._ended, 1))
 
     def _plan(self, steps: int) -> None:
         numbers = self._space.numbers("follow_proposal")
@@ -144,7 +145,7 @@ class LoopPlanner:
         budget = int((self._room - small) * (1 - _SPARE))
         policy = quick_policy(self._policy) if is_quick else self._policy
         self._is_quick = is_quick and policy is not self._policy
-        is_free = is_quick and self._planning_seconds <= self._free_seconds(steps)
+        is_free = is_quick and self._planning_seconds <= self._free_seconds()
         niceness = _FREE_NICENESS if is_free else _NICENESS
         self.background.start(record, PlanJob(record.graph, record.costs, budget, policy), niceness)
 
