@@ -70,3 +70,14 @@ def test_nothing_cheap_ends_it() -> None:
     trial.plan_made(1.5, 1.0, 1e9, None)
     trial.step_ended()
     assert (trial.phase, recipes.said) == (Phase.SETTLED, ["note", "off"])
+
+
+def test_a_step_without_a_plan_ends_it() -> None:
+    recipes = Recipes(HIDDEN, ACTIVE)
+    trial = RecomputeTrial(recipes)
+    trial.plan_failed()
+    assert trial.phase is Phase.UNTRIED
+    trial.plan_made(1.5, 1.0, 1e9, None)
+    trial.step_ended()
+    trial.plan_failed()
+    assert (trial.phase, recipes.said) == (Phase.SETTLED, ["note", (2,), "off"])

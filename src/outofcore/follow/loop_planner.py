@@ -25,13 +25,13 @@ _log = logging.getLogger("outofcore")
 # The first seconds of planning compete with the loop, since ops whose threads wait for each other leave no core idle.
 # After that the planner takes only idle cores, and even then it slows ops down, with which it shares caches and
 # execution units: no plan is started while planning has taken more than this share of the loop's time.
-# In long steps a plan pays off sooner, so the first seconds are as many as some steps take.
+# A plan of a long step pays off within fewer steps, so planning may also compete for as long as some steps take.
 _FREE_SECONDS, _FREE_STEPS = 1.0, 16
 _FREE_NICENESS, _NICENESS = 10, 20
 _PLANNING_SHARE = 0.03
 # The first plan of a step comes from the quick search. The thorough search takes seconds, and finds plans that are 1 %
-# faster. It plans steps that are longer than this again, once so many steps in a row had plans: what it takes of the
-# share above, batches of other lengths would lack.
+# faster. It plans steps longer than this again, but only after this many steps in a row had a plan: its time counts in
+# the share above, and would delay the plans of batches of other lengths.
 _LONG_STEP_SECONDS = 1.0
 _SETTLED_STEPS = 32
 # The most steps that wait for the thorough search; the oldest is dropped.
@@ -61,7 +61,7 @@ class LoopPlanner:
         self._reruns = self._rerun_microseconds = 0  # until the last step ended
         self._rerun_seconds: float | None = None  # in the step that is being planned; None: nothing ran again there
         self._counters: Counters | None = read_loop_counters()  # when the last step ended
-        self._ended = 0  # steps, with those that the loop does not count
+        self._ended = 0  # all steps, also those that are not in the loop's own count
         self._unproposed = 0  # steps in a row that were not proposed
         self._is_busy = False  # whether others held up the step that is being planned
         self._is_quick = False  # whether the quick search plans that step
@@ -90,6 +90,8 @@ class LoopPlanner:
             planned = answer.planned
             if planned is None:
                 _log.info("no plan of a step of %d ops: %s", record.ops, answer.reason)
+                if self._trial is not None and self._rerun_seconds is not None:
+                    self._trial.plan_failed()
             else:
                 schedule = schedule_of(record, planned.plan, planned.program)
                 seconds = planned.timeline.step_seconds

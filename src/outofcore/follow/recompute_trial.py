@@ -67,7 +67,7 @@ class RecomputeTrial:
 
         Args:
             seconds: of the step, as predicted.
-            compute_seconds: of its ops alone, with those that ran again.
+            compute_seconds: of its ops alone, including those that ran again.
             bytes_per_second: of the home, in one direction.
             rerun_seconds: of the ops that ran again in the step that was planned; None: none did.
         """
@@ -91,6 +91,12 @@ class RecomputeTrial:
             )
             if not kept:
                 self._recipes.off()
+
+    def plan_failed(self) -> None:
+        """A step with recomputation has no plan."""
+        if self.phase is Phase.TRYING:
+            self._recipes.off()
+            self.phase = Phase.SETTLED
 
     def step_ended(self) -> None:
         """A step of the loop has ended."""
