@@ -170,8 +170,8 @@ def compile_library(
     """Compile sources, each with flags of its own, to a library, under a temporary name until it is complete.
 
     As many at a time as there are processors, in the order given. Several processes may build the same library at
-    once, since the final rename is atomic. Raises ``BuildError`` if no compiler works, and ``OSError`` if the folder
-    cannot be written to.
+    once, since the final rename is atomic. Raises ``BuildError`` if no compiler works or the system gives no thread,
+    and ``OSError`` if the folder cannot be written to.
     """
     found = [path for path in map(shutil.which, compilers) if path]
     if not found:
@@ -185,10 +185,13 @@ def compile_library(
             for standard in STANDARDS:
                 command = [compiler, f"-std={standard}", *_FLAGS, *flags]
                 objects = {source: str(Path(temporary, f"{source.stem}.o")) for source in sources}
-                compiled = [
-                    pool.submit(_run, [*command, *sources[source], "-c", str(source), "-o", name])
-                    for source, name in objects.items()
-                ]
+                try:
+                    compiled = [
+                        pool.submit(_run, [*command, *sources[source], "-c", str(source), "-o", name])
+                        for source, name in objects.items()
+                    ]
+                except RuntimeError as error:
+                    raise BuildError(f"the system gives no thread for the compiler ({error})") from error
                 failure = next((text for one in compiled if (text := one.result()) is not None), None)
                 output = Path(temporary, target.name)
                 if failure is None:

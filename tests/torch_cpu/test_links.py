@@ -1,5 +1,6 @@
 """Measuring a link: the numbers describe the home that was given, and its slots survive."""
 
+import ctypes
 import logging
 import threading
 import time
@@ -10,15 +11,17 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from outofcore.busy import DiskCounters
-from outofcore.errors import SpillError, TransferError
+from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.profiling import links
 from outofcore.profiling.cache import Cache
 from outofcore.profiling.links import LinkReport, Rates, keep_link, known_link, measure_link, measure_memory_bandwidth
+from outofcore.runtime import memory
 from outofcore.runtime.homes import DiskHome, HomeStore, HostHome
-from outofcore.units import GIB, MIB
+from outofcore.units import GIB, MIB, PAGE_BYTES
 
 
 class Clock(threading.local):
@@ -175,6 +178,48 @@ def test_an_interrupt_leaves_no_thread_that_still_copies() -> None:
         measure_link(home, buffer_bytes=MIB, seconds=0.5, compute=compute)
     assert threading.active_count() == before
     home.close()
+
+
+class FewThreads:
+    """Lets the system give so many threads, then none."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, given: int) -> None:
+        start = threading.Thread.start
+
+        def perhaps(thread: threading.Thread) -> None:
+            nonlocal given
+            given -= 1
+            if given < 0:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        patch.setattr(threading.Thread, "start", perhaps)
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_measuring_without_threads_is_an_error_that_says_so(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    home = HostHome(64 * MIB)
+    FewThreads(monkeypatch, given)
+    # Copies each way and ops: the first of the two copies may get its thread.
+    actions = [links._Action(lambda: None)] * 3
+    with pytest.raises(StateError, match="no thread to measure"):
+        links.beside_each_other(actions, 0.01, 1)
+    with pytest.raises(StateError, match="no thread to measure"):
+        measure_link(home, buffer_bytes=MIB, seconds=0.01)
+    assert threading.active_count() == before
+    home.close()
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_pages_are_made_without_threads(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_RUN_BYTES", MIB)
+    region = memory.Region(memory.map_anonymous(4 * MIB), 4 * MIB)
+    FewThreads(monkeypatch, given)
+    memory.populate(region.address, 4 * MIB)
+    resident = np.zeros(4 * MIB // PAGE_BYTES, np.uint8)
+    assert memory._libc.mincore(ctypes.c_void_p(region.address), ctypes.c_size_t(4 * MIB), resident.ctypes.data) == 0
+    assert resident.all()
 
 
 def test_memory_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -44,6 +45,16 @@ def test_a_build_is_private_and_complete(tmp_path: Path) -> None:
 def test_no_compiler_is_said_in_words(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
         native.build(tmp_path / "built.so", compilers=("no-such-compiler",))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_without_threads_fails_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(BuildError, match="no thread for the compiler"):
+        native.build(tmp_path / "built.so")
     assert list(tmp_path.iterdir()) == []
 
 

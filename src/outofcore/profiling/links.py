@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 
 from outofcore.busy import Watch, is_due, read_disk, was_busy, was_disk_busy
 from outofcore.costs import LEAST_PART, Home
-from outofcore.errors import GraphError
+from outofcore.errors import GraphError, StateError
 from outofcore.execution.arena import Memory
 from outofcore.execution.backend import Backend
 from outofcore.execution.cuda.interface import Driver, Mark, Stream
@@ -252,6 +252,7 @@ def measure_link(
     Raises:
         ArenaError: the device has no room for two buffers and 192 MiB for ops.
         SpillError: the home has no room for the measurement.
+        StateError: the system gives no thread for copies.
         TransferError: a copy failed.
     """
     size = round_up(buffer_bytes, PAGE_BYTES)
@@ -375,7 +376,8 @@ def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Cal
 def beside_each_other(actions: Sequence[_Action], seconds: float, least: int) -> list[list[float]]:
     """Time actions (see ``_Times``): the first runs in this thread, the others in threads of their own.
 
-    No thread is left when this returns or raises, whatever interrupts it.
+    No thread is left when this returns or raises, whatever interrupts it. Raises ``StateError`` if the system gives no
+    thread.
     """
     times: list[list[float]] = [[] for _ in actions]
     enough = [threading.Event() for _ in actions]
@@ -405,7 +407,7 @@ def beside_each_other(actions: Sequence[_Action], seconds: float, least: int) ->
     waited_in_vain = suppress(threading.BrokenBarrierError)
     pool = ThreadPoolExecutor(len(actions), "outofcore-measure")
     try:
-        others = [pool.submit(run, which) for which in range(1, len(actions))]
+        others = [_submit(pool, run, which) for which in range(1, len(actions))]
         with waited_in_vain:
             run(0)
     finally:
@@ -415,6 +417,16 @@ def beside_each_other(actions: Sequence[_Action], seconds: float, least: int) ->
         with waited_in_vain:
             others.pop(0).result()
     return times
+
+
+def _submit(pool: ThreadPoolExecutor, run: Callable[[int], None], which: int) -> Future[None]:
+    try:
+        return pool.submit(run, which)
+    except RuntimeError as error:
+        raise StateError(
+            f"the system gives no thread to measure copies beside ops ({error}); raise the limit on processes "
+            "(ulimit -u), or end other programs"
+        ) from error
 
 
 def _join(pool: ThreadPoolExecutor) -> None:

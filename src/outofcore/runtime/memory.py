@@ -15,7 +15,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 
@@ -170,12 +170,15 @@ def populate(address: int, count: int) -> None:
         return ctypes.get_errno() if _libc.madvise(*run, _Linux.MADV_POPULATE_WRITE) else 0
 
     workers = min(len(runs), os.cpu_count() or 1, _MAKERS)
-    if workers < 2:
-        found = list(map(make, runs))
-    else:
-        with ThreadPoolExecutor(workers, thread_name_prefix="outofcore-pages") as pool:
-            found = list(pool.map(make, runs))
-    for code in found:
+    codes: Iterable[int] = map(make, runs)
+    if workers > 1:
+        # RuntimeError: the system gives no more threads. This one does it all, then.
+        with (
+            contextlib.suppress(RuntimeError),
+            ThreadPoolExecutor(workers, thread_name_prefix="outofcore-pages") as pool,
+        ):
+            codes = list(pool.map(make, runs))
+    for code in codes:
         if code in (errno.ENOMEM, errno.EFAULT):
             raise OSError(code, os.strerror(code))
 
