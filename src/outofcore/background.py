@@ -1,7 +1,7 @@
 """Plan steps in a process of its own, so that training goes on at its pace.
 
-A thread would not do: planning holds Python's lock, which training needs for each of its ops. The process has the
-lowest priority and imports no PyTorch.
+A thread would not do: planning holds Python's lock, which training needs for each of its ops. The process has a low
+priority and imports no PyTorch. It does one job after the other, as starting it takes as long as planning a usual step.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import contextlib
 import logging
 import os
 import pickle
+import select
+import socket
 import subprocess
-import sys
 import tempfile
 import time
+from array import array
 from dataclasses import dataclass, field, replace
 from typing import IO, Generic, TypeVar
 
@@ -31,6 +33,8 @@ _log = logging.getLogger("outofcore")
 
 # A plan takes the place of one that runs if it is quicker by this share of the step.
 _CLEARLY = 0.01
+# A process that has had no job for so long ends, which gives its memory back (some 90 MB).
+_IDLE_SECONDS = 20.0
 
 _Subject = TypeVar("_Subject")
 
@@ -66,7 +70,7 @@ class Answer:
     Attributes:
         planned: the best plan, proved; None where there is none, and ``reason`` says why.
         seconds: that planning took.
-        processor_seconds: processor time of the planning process, with its start.
+        processor_seconds: processor time of the planning process; with its start, if this was its first job.
         costs: that it was made with; None: those of the job.
         is_new: whether it differs from the running plan.
     """
@@ -81,16 +85,18 @@ class Answer:
 
 @dataclass
 class BackgroundPlanner(Generic[_Subject]):
-    """Plans one job after the other."""
+    """Plans one job after the other, in a process that ends once it has had no job for a while."""
 
     _subject: _Subject | None = None
-    _process: subprocess.Popen[bytes] | None = None
     _answer: IO[bytes] | None = field(default=None, repr=False)
+    _process: subprocess.Popen[bytes] | None = None
+    _channel: socket.socket | None = field(default=None, repr=False)  # to the process
+    _niceness: int = 0
 
     @property
     def is_busy(self) -> bool:
         """Whether a plan is being made, or waits to be fetched."""
-        return self._process is not None
+        return self._answer is not None
 
     def start(self, subject: _Subject, job: PlanJob, niceness: int) -> bool:
         """Begin a job, for which ``poll`` will return ``subject``; return whether a process could be started.
@@ -100,46 +106,81 @@ class BackgroundPlanner(Generic[_Subject]):
         with contextlib.ExitStack() as opened:
             try:
                 answer = opened.enter_context(tempfile.TemporaryFile())
-                one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-                process = start_process(
-                    f"{__name__}:main", pickle.dumps(job), answer, niceness=niceness, environment=one_thread
-                )
+                # In a file: a pipe would block this process until the other one reads.
+                with tempfile.TemporaryFile() as given:
+                    pickle.dump(job, given)
+                    given.seek(0)
+                    self._send(given, answer, niceness)
             except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
                 _log.warning("no process could be started that plans: %s", error)
                 return False
-            self._process, self._answer, self._subject = process, answer, subject
+            self._subject, self._answer = subject, answer
             opened.pop_all()
         return True
 
+    def _send(self, given: IO[bytes], answer: IO[bytes], niceness: int) -> None:
+        """Send a job to the process; start another one if it has ended or has another priority, which it keeps."""
+        if self._channel is not None and self._niceness == niceness:
+            with contextlib.suppress(ConnectionError):
+                _send_files(self._channel, given, answer)
+                return
+        self.close()
+        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._channel, theirs = socket.socketpair()
+        self._channel.setblocking(False)
+        with theirs:
+            _send_files(self._channel, given, answer)
+            self._process = start_process(f"{__name__}:main", theirs, niceness=niceness, environment=one_thread)
+        self._niceness = niceness
+
     def poll(self) -> tuple[_Subject, Answer] | None:
         """Return the subject and the answer of the current job; None if it is not done."""
-        if self._process is None or self._answer is None or self._subject is None or self._process.poll() is None:
+        if self._process is None or self._channel is None or self._answer is None or self._subject is None:
             return None
-        subject, file, status = self._subject, self._answer, self._process.returncode
-        self._process = self._answer = self._subject = None
+        try:
+            is_done = bool(self._channel.recv(1))
+        except BlockingIOError:
+            if self._process.poll() is None:
+                return None
+            is_done = False
+        except ConnectionError:
+            is_done = False
+        subject, file = self._subject, self._answer
+        self._subject = self._answer = None
         with file:
             file.seek(0)
             try:
-                answer = pickle.load(file) if status == 0 else None
+                answer = pickle.load(file) if is_done else None
             except (pickle.UnpicklingError, EOFError):
                 answer = None
         if not isinstance(answer, Answer):
+            if is_done:
+                self._process.kill()
+            status = self._process.wait()
+            self.close()
             answer = Answer(None, f"the process that plans ended with status {status}", 0.0)
         return subject, answer
 
     def wait(self) -> None:
         """Wait until ``poll`` has an answer, or nothing is under way."""
-        if self._process is not None:
-            self._process.wait()
+        if self._channel is not None and self.is_busy:
+            select.select([self._channel], [], [])
 
     def close(self) -> None:
-        """Cancel the current job."""
+        """Cancel the current job, and end the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        if self._answer is not None:
-            self._answer.close()
-        self._process = self._answer = self._subject = None
+        for opened in (self._channel, self._answer):
+            if opened is not None:
+                opened.close()
+        self._process = self._channel = self._answer = self._subject = None
+
+
+def _send_files(channel: socket.socket, *files: IO[bytes]) -> None:
+    numbers = array("i", [file.fileno() for file in files])
+    # Without a signal: programs may have SIGPIPE end them.
+    channel.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)], socket.MSG_NOSIGNAL)
 
 
 def plan_job(job: PlanJob) -> Answer:
@@ -161,9 +202,27 @@ def plan_job(job: PlanJob) -> Answer:
 
 
 def main() -> None:
-    """Do the job on standard input, and write the answer to standard output."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    with out:
-        answer = plan_job(pickle.load(sys.stdin.buffer))
-        pickle.dump(replace(answer, processor_seconds=time.process_time()), out)
+    """Do the jobs that come by the socket on standard input."""
+    with socket.socket(fileno=os.dup(0)) as channel:
+        serve(channel, _IDLE_SECONDS)
+
+
+def serve(channel: socket.socket, idle_seconds: float) -> None:
+    """Do the jobs that come by a socket, until none has come for so long or its other end is closed."""
+    channel.settimeout(idle_seconds)
+    before = 0.0
+    while True:
+        try:
+            asked, files, *_ = socket.recv_fds(channel, 1, 2)
+        except TimeoutError:
+            # What was sent up to now is still read; from now on sending fails.
+            channel.shutdown(socket.SHUT_RD)
+            continue
+        if not asked:
+            return
+        with os.fdopen(files[0], "rb") as given, os.fdopen(files[1], "wb") as out:
+            answer = plan_job(pickle.load(given))
+            now = time.process_time()
+            pickle.dump(replace(answer, processor_seconds=now - before), out)
+            before = now
+        channel.send(b"\0", socket.MSG_NOSIGNAL)

@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ _LOWEST = 19  # the lowest priority that niceness gives
 
 def start_process(
     main: str,
-    work: bytes,
+    work: bytes | socket.socket,
     answer: IO[bytes] | None = None,
     *,
     niceness: int = 0,
@@ -31,7 +32,7 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a process that calls ``main`` ("module:function") without arguments, with ``work`` as its standard input.
 
-    ``work`` is passed in a file: a pipe would block this process until the other one reads. ``answer`` receives the
+    Bytes are passed in a file: a pipe would block this process until the other one reads. ``answer`` receives the
     standard output. ``niceness`` lowers the priority, 19 to the lowest; with 20 the process runs only where a core is
     idle. It ends with the thread that starts it.
     It is in a process group of its own, so that Ctrl-C is for this process alone, but in the same session: Linux
@@ -39,9 +40,13 @@ def start_process(
 
     Raises ``OSError`` if no process can be started.
     """
-    with tempfile.TemporaryFile() as given:
-        given.write(work)
-        given.seek(0)
+    with contextlib.ExitStack() as opened:
+        if isinstance(work, bytes):
+            given = opened.enter_context(tempfile.TemporaryFile())
+            given.write(work)
+            given.seek(0)
+        else:
+            given = work.fileno()
         return subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), main, str(niceness)],
             stdin=given,

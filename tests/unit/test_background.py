@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
+import socket
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from weights_in_turn import BUDGET, COSTS, GRAPH, WINDOW
 
-from outofcore.background import BackgroundPlanner, PlanJob, Running, plan_job
+from outofcore import background
+from outofcore.background import Answer, BackgroundPlanner, PlanJob, Running, plan_job
 from outofcore.child_processes import start_process
 from outofcore.costs import OpCost
 from outofcore.planning import PolicyLike, plan_step
@@ -44,6 +48,54 @@ def test_a_process_that_dies_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> 
     assert made is not None
     assert made[1].planned is None
     assert "status 3" in made[1].reason
+
+
+def planned_by(planner: BackgroundPlanner[str], niceness: int) -> tuple[Answer, int]:
+    """The answer to a job, and the number of the process that gave it."""
+    assert planner.start("subject", JOB, niceness)
+    assert planner._process is not None
+    number = planner._process.pid
+    planner.wait()
+    made = planner.poll()
+    assert made is not None
+    assert not planner.is_busy
+    return made[1], number
+
+
+def test_one_process_does_the_jobs_of_one_priority() -> None:
+    planner: BackgroundPlanner[str] = BackgroundPlanner()
+    (first, one), (second, other), (third, another) = (planned_by(planner, niceness) for niceness in (10, 10, 20))
+    assert one == other != another
+    assert first.planned == second.planned == third.planned == plan_job(JOB).planned
+    # Importing is paid for once.
+    assert second.processor_seconds < first.processor_seconds / 2
+    planner.close()
+
+
+def test_a_process_that_died_without_a_job_is_replaced() -> None:
+    planner: BackgroundPlanner[str] = BackgroundPlanner()
+    _, one = planned_by(planner, 0)
+    assert planner._process is not None
+    planner._process.kill()
+    planner._process.wait()
+    answer, other = planned_by(planner, 0)
+    assert one != other
+    assert answer.planned is not None
+    planner.close()
+
+
+def test_a_process_without_jobs_ends_and_refuses_more() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as answer:
+        pickle.dump(JOB, given)
+        given.seek(0)
+        background._send_files(ours, given, answer)
+        background.serve(theirs, 0.01)
+        assert ours.recv(1)
+        answer.seek(0)
+        assert pickle.load(answer).planned == plan_job(JOB).planned
+        with pytest.raises(BrokenPipeError):
+            background._send_files(ours, given, answer)
 
 
 def test_a_policy_that_cannot_be_sent_starts_no_process() -> None:
