@@ -159,4 +159,6 @@ def unseen(name: str, options: Mapping[str, Any]) -> Workload:
     def loss(network: nn.Module, given: Tensor, labels: Tensor) -> Tensor:
         return network(**{model.takes: given, "labels": labels}).loss
 
-    return Workload(name, chosen, model.shape, "random data", model.network, loss, stream)
+    given = next(stream(1, 0))
+    sample = tuple((tuple(one.shape[1:]), one.dtype) for one in given)
+    return Workload(name, chosen, model.shape, "random data", model.network, loss, stream, sample)

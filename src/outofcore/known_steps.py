@@ -124,7 +124,7 @@ class KnownSteps:
                 self._keeper.evacuate()
                 self.arena = self._backend.arena(needed, self._backend.reserve(self._budget), known.step.budget)
             known.runner.enter(self.arena)
-            self.active, self.shown = known, known.step
+            self.active = known
 
     def exchange(self, known: KnownStep, again: PlannedStep) -> None:
         """Go on with another plan of a step."""

@@ -444,7 +444,7 @@ class Session:
         self.outcome = Outcome.TORN
         try:
             result, self.timeline = runner.run(self.engine, leaves, may_refuse=self._joined is None)
-            self.outcome = Outcome.MADE
+            self.steps.shown, self.outcome = known.step, Outcome.MADE
         except UpdateError as error:
             self.outcome = Outcome.UPDATE_STOPPED
             raise (error.__cause__ or error) from None

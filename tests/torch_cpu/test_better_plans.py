@@ -99,6 +99,9 @@ def test_bits_stay_when_plans_are_exchanged(home: str, budget: int, monkeypatch:
         for loss, batch in zip(expected, batches(), strict=False):
             assert compiled(batch).item() == loss
             plans.append(compiled.planned)
+            # What is told is of the plan that ran, not of the one that the next call follows.
+            assert len(compiled.timeline.starts) == len(plans[-1].program.instructions)
+            assert compiled.stats.compute_seconds <= compiled.stats.seconds
             arenas.append(compiled._session.steps.arena)
             assert compiled.planned.program.arena_bytes <= arenas[-1].bytes <= budget
         assert plans[0] is not plans[-1]
