@@ -121,7 +121,7 @@ bench-kernels: setup  ## what compiling kernels takes, and their losses at three
 bench-updates: setup  ## what joining optimizer updates gives where memory is short; ten minutes
 	$(BIN)/python benchmarks/updates.py
 
-bench-unseen: setup  ## models that no other benchmark uses, with plans compared by running them and without
+bench-unseen: setup  ## models that no other benchmark uses, at parts of plain PyTorch's peak
 	$(BIN)/python benchmarks/unseen.py
 
 bench-lora: setup  ## adapters on 1.1 billion frozen parameters, in FOLDER=... (7 GB), beside PEFT in core

@@ -127,8 +127,6 @@ def _measure(
                 ),
                 "predicted_seconds": last["predicted_seconds"],
                 "bytes_in": last["bytes_in"],
-                "tried": last["tried"],
-                "why": last["why"],
                 "steps": seconds,
             }
         )
@@ -176,9 +174,6 @@ def main(
             which, fraction or list(_PARTS), policy or list(_POLICIES), rounds, warm_up, home, noise, of
         )
         console().print(_table(f"{which}, {UNSEEN[which].shape}", found[which]["rows"]))
-        for row in found[which]["rows"]:
-            if row["tried"]:
-                print(f"{row['name']}: {'; '.join(row['tried'])}; {row['why']}")
     medians: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(row["name"] for one in found.values() for row in one["rows"]):
         rows = [row for one in found.values() for row in one["rows"] if row["name"] == name]
