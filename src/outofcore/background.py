@@ -164,9 +164,9 @@ class BackgroundPlanner(Generic[_Subject]):
     def wait(self) -> None:
         """Wait until ``poll`` has an answer, or nothing is under way."""
         if self._channel is not None and self.is_busy:
-            told = select.poll()
-            told.register(self._channel, select.POLLIN)
-            told.poll()
+            waiting = select.poll()
+            waiting.register(self._channel, select.POLLIN)
+            waiting.poll()
 
     def close(self) -> None:
         """Cancel the current job, and end the process."""
@@ -217,7 +217,7 @@ def serve(channel: socket.socket, idle_seconds: float) -> None:
         try:
             asked, files, *_ = socket.recv_fds(channel, 1, 2)
         except TimeoutError:
-            # What was sent up to now is still read; from now on sending fails.
+            # Sending a job fails from here on; one that was sent before is still read.
             channel.shutdown(socket.SHUT_RD)
             continue
         if not asked:

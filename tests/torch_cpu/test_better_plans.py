@@ -99,7 +99,7 @@ def test_bits_stay_when_plans_are_exchanged(home: str, budget: int, monkeypatch:
         for loss, batch in zip(expected, batches(), strict=False):
             assert compiled(batch).item() == loss
             plans.append(compiled.planned)
-            # What is told is of the plan that ran, not of the one that the next call follows.
+            # Statistics describe the plan that ran, not the one for the next call.
             assert len(compiled.timeline.starts) == len(plans[-1].program.instructions)
             assert compiled.stats.compute_seconds <= compiled.stats.seconds
             arenas.append(compiled._session.steps.arena)

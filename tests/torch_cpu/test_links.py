@@ -180,28 +180,26 @@ def test_an_interrupt_leaves_no_thread_that_still_copies() -> None:
     home.close()
 
 
-class FewThreads:
-    """Lets the system give so many threads, then none."""
+def limit_threads(patch: pytest.MonkeyPatch, most: int) -> None:
+    """Let at most ``most`` more threads start."""
+    start, left = threading.Thread.start, most
 
-    def __init__(self, patch: pytest.MonkeyPatch, given: int) -> None:
-        start = threading.Thread.start
+    def start_if_left(thread: threading.Thread) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
 
-        def perhaps(thread: threading.Thread) -> None:
-            nonlocal given
-            given -= 1
-            if given < 0:
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        patch.setattr(threading.Thread, "start", perhaps)
+    patch.setattr(threading.Thread, "start", start_if_left)
 
 
-@pytest.mark.parametrize("given", [0, 1])
-def test_measuring_without_threads_is_an_error_that_says_so(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [0, 1])
+def test_measure_link_raises_without_threads(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
     home = HostHome(64 * MIB)
-    FewThreads(monkeypatch, given)
-    # Copies each way and ops: the first of the two copies may get its thread.
+    limit_threads(monkeypatch, most)
+    # Two of the three actions need a thread.
     actions = [links._Action(lambda: None)] * 3
     with pytest.raises(StateError, match="no thread to measure"):
         links.beside_each_other(actions, 0.01, 1)
@@ -211,11 +209,11 @@ def test_measuring_without_threads_is_an_error_that_says_so(given: int, monkeypa
     home.close()
 
 
-@pytest.mark.parametrize("given", [0, 1])
-def test_pages_are_made_without_threads(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [0, 1])
+def test_populate_makes_pages_without_threads(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_RUN_BYTES", MIB)
     region = memory.Region(memory.map_anonymous(4 * MIB), 4 * MIB)
-    FewThreads(monkeypatch, given)
+    limit_threads(monkeypatch, most)
     memory.populate(region.address, 4 * MIB)
     resident = np.zeros(4 * MIB // PAGE_BYTES, np.uint8)
     assert memory._libc.mincore(ctypes.c_void_p(region.address), ctypes.c_size_t(4 * MIB), resident.ctypes.data) == 0

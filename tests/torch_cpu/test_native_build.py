@@ -48,7 +48,7 @@ def test_no_compiler_is_said_in_words(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_build_without_threads_fails_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_raises_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

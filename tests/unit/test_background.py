@@ -62,7 +62,7 @@ def planned_by(planner: BackgroundPlanner[str], niceness: int) -> tuple[Answer, 
     return made[1], number
 
 
-def test_one_process_does_the_jobs_of_one_priority() -> None:
+def test_planner_keeps_process_of_same_priority() -> None:
     planner: BackgroundPlanner[str] = BackgroundPlanner()
     (first, one), (second, other), (third, another) = (planned_by(planner, niceness) for niceness in (10, 10, 20))
     assert one == other != another
@@ -72,7 +72,7 @@ def test_one_process_does_the_jobs_of_one_priority() -> None:
     planner.close()
 
 
-def test_a_process_that_died_without_a_job_is_replaced() -> None:
+def test_planner_replaces_dead_process() -> None:
     planner: BackgroundPlanner[str] = BackgroundPlanner()
     _, one = planned_by(planner, 0)
     assert planner._process is not None
@@ -84,7 +84,7 @@ def test_a_process_that_died_without_a_job_is_replaced() -> None:
     planner.close()
 
 
-def test_a_process_without_jobs_ends_and_refuses_more() -> None:
+def test_serve_ends_without_jobs() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as answer:
         pickle.dump(JOB, given)

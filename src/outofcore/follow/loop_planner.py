@@ -61,7 +61,7 @@ class LoopPlanner:
         self._reruns = self._rerun_microseconds = 0  # until the last step ended
         self._rerun_seconds: float | None = None  # in the step that is being planned; None: nothing ran again there
         self._counters: Counters | None = read_loop_counters()  # when the last step ended
-        self._ended = 0  # all steps, also those that are not in the loop's own count
+        self._ended = 0  # steps so far; the loop's own count may lag behind
         self._unproposed = 0  # steps in a row that were not proposed
         self._is_busy = False  # whether others held up the step that is being planned
         self._is_quick = False  # whether the quick search plans that step

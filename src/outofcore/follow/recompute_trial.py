@@ -67,7 +67,7 @@ class RecomputeTrial:
 
         Args:
             seconds: of the step, as predicted.
-            compute_seconds: of its ops alone, including those that ran again.
+            compute_seconds: of all its ops, recomputation included.
             bytes_per_second: of the home, in one direction.
             rerun_seconds: of the ops that ran again in the step that was planned; None: none did.
         """

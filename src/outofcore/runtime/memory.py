@@ -172,7 +172,7 @@ def populate(address: int, count: int) -> None:
     workers = min(len(runs), os.cpu_count() or 1, _MAKERS)
     codes: Iterable[int] = map(make, runs)
     if workers > 1:
-        # RuntimeError: the system gives no more threads. This one does it all, then.
+        # RuntimeError: the system gives no more threads; the calling thread makes all pages.
         with (
             contextlib.suppress(RuntimeError),
             ThreadPoolExecutor(workers, thread_name_prefix="outofcore-pages") as pool,
