@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import MOVES, PlannedAtOnce
+from at_once import MOVES, PlannedAtOnce, reader_with_fixed_costs
 from effort import some_of
 from loops import LENGTH, adamw, loss_of, sentences
 from loops import Language as Model
@@ -34,6 +34,7 @@ Seen = tuple[list[float], list[Tensor]]
 @pytest.fixture(autouse=True)
 def _planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BackgroundPlanner", PlannedAtOnce)
+    monkeypatch.setattr(module, "read_record", reader_with_fixed_costs())
 
 
 def train(
@@ -224,16 +225,7 @@ def test_a_long_step_is_planned_thoroughly_once_all_have_plans(tmp_path: Path, m
 
 
 def make_copies_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = module.read_record
-
-    def slow(*told: Any) -> StepRecord:
-        record = real(*told)
-        (home,) = record.costs.homes
-        return replace(
-            record, costs=replace(record.costs, homes=(replace(home, bytes_per_s_in=2e7, bytes_per_s_out=2e7),))
-        )
-
-    monkeypatch.setattr(module, "read_record", slow)
+    monkeypatch.setattr(module, "read_record", reader_with_fixed_costs(2e7))
 
 
 def test_a_trial_of_recomputation_gets_its_plan_whatever_planning_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:

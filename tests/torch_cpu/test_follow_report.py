@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from at_once import MOVES, PlannedAtOnce
+from at_once import MOVES, PlannedAtOnce, reader_with_fixed_costs
 from loops import BATCH, LENGTH, Language, adamw, loss_of, sentences
 from torch import nn
 
@@ -31,6 +31,7 @@ BUDGET = 13 * MIB
 @pytest.fixture(autouse=True)
 def _planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BackgroundPlanner", PlannedAtOnce)
+    monkeypatch.setattr(module, "read_record", reader_with_fixed_costs())
 
 
 def each_step(
