@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -253,3 +254,19 @@ def test_memory_of_a_lost_loop_goes_with_its_tensors() -> None:
         assert all(t.sum() == 2 << 22 for t in kept)
         del kept
     assert resident() - before < 16 << 20
+
+
+ENDLESS = """
+import torch, outofcore
+model = torch.nn.Linear(512, 512)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loop = outofcore.budget("4MiB", model).start()
+model(torch.ones(64, 512)).sum().backward()
+optimizer.step()
+print(loop.stats.steps)
+"""
+
+
+def test_process_ends_silently_when_its_loop_was_never_stopped() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("1\n", "", 0)

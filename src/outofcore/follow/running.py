@@ -6,6 +6,7 @@ PyTorch is changed for that: the first loop does it, and the last one undoes it 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import threading
 import weakref
@@ -148,6 +149,8 @@ class Overlapping:
         self._open = 0
         self._undo = contextlib.ExitStack()
         self._lock = threading.RLock()  # garbage collection, which ends lost loops, may come while it is held
+        # Never collected: when Python ends with a context open, the generators in it would run without their modules.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def __enter__(self) -> None:
         with self._lock:
