@@ -1,4 +1,4 @@
-"""Plans made in the foreground from fixed costs, so that tests know in which step a plan is there, and which."""
+"""Plans made in the foreground, and costs that are fixed: tests know in which step a plan is there, and which one."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class PlannedAtOnce(BackgroundPlanner[Any]):
 
 
 def reader_with_fixed_costs(link_bytes_per_s: float = 5e8) -> Callable[..., StepRecord]:
-    """``read_record``, but ops take 10 µs and 10 GB/s, and copies what the link takes, whatever the machine does.
+    """Return a ``read_record`` with costs that do not depend on the machine.
 
-    The usual link is slower than that of any machine here: copies are done when their plan has them done.
+    An op takes 10 µs and the time of its bytes at 10 GB/s. The usual link is slower than a machine's, so that copies
+    end no later than planned.
     """
 
     def read(*told: Any) -> StepRecord:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Other tests fail when they are collected.
+# In the other folders of tests, pytest itself fails on such an import.
 FOLDERS = ("benchmarks", "tests/cuda", "tools")
 
 
