@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent / "src"))
 
 from outofcore.compiling import COMPILERS, compile_library, wheel_library
 
-SOURCES = ("capture/reads.cpp", "planning/placement/placement.cpp", "planning/remat/chains.cpp")
+SOURCES = ("capture/reads.cpp", "planning/placement/placement.cpp", "planning/remat/remat.cpp")
 
 
 class Package(Distribution):

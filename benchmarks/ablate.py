@@ -53,7 +53,6 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "rounds": {"rounds": 1},
     "polish": {"polish_ops": 0},
     "annealing": {"annealing": 0},
-    "nested": {"nested": ()},
 }
 SHARES = (0.5, 0.25, 0.133)
 # What the joint ablation takes off, in this order: from what gives the least by itself; efforts are lowered, too.
@@ -69,7 +68,6 @@ JOINT: dict[str, dict[str, Any]] = {
     "slacks": {"slacks": (1.5,)},
     "further 1": {"further": 1},
     "shares": {"shares": (0.5,)},
-    "nested": {"nested": (1.0,)},
     "placed 6": {"placed": 6},
     "recompute_changes": {"recompute_changes": 0.0},
     "rounds 1": {"rounds": 1},

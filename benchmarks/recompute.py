@@ -1,8 +1,8 @@
-"""Plans without homes, with chains that run each op once and with chains that run some several times.
+"""Plans without homes, which recompute what does not stay.
 
 Steps are captured once each, in a process of their own, for a device that is not here (a preset; nothing is run), and
-kept as graph files if ``--graphs`` names a folder. Each is planned with ``SearchParams.nested`` as it is and empty, at
-parts of what everything takes and at the smallest budget of each. Every plan is validated.
+kept as graph files if ``--graphs`` names a folder. Each is planned at its smallest budget and at parts of what
+everything takes. Every plan is validated.
 
 ``--sweep 20`` plans at 20 budgets instead, without homes and with the preset's, and says where a plan is slower than
 the one for the budget before.
@@ -14,19 +14,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from _common import console
+from outofcore.planning.front import Front
 
 from outofcore.costs import Costs
+from outofcore.errors import BudgetError
 from outofcore.estimation.sweep import budgets_between
 from outofcore.graph import StepGraph
 from outofcore.graphfile import read_graph, write_graph
-from outofcore.planning import SearchParams, in_core_budget, plan_step, smallest_budget
-from outofcore.planning.ladder import Ladder
+from outofcore.planning import in_core_budget, plan_step, smallest_budget
 from outofcore.planning.placing import Planned
 from outofcore.validator import validate
 
@@ -49,52 +52,39 @@ def capture(model: str, path: Path) -> None:
     write_graph(path, subject_of(plain, device=_GPU).file)
 
 
-def _shown(costs: Costs, planned: Planned | None) -> str:
-    if planned is None:
-        return "-"
-    nested = f" ({len(planned.plan.chains)} nested)" if planned.plan.chains else ""
-    return f"{planned.timeline.step_seconds / costs.compute_seconds:.3f}{nested}"
+def _measured(plan: Callable[[], Planned]) -> tuple[Planned | None, float]:
+    """Return a plan, None if there is none, and the processor seconds of planning."""
+    start = time.process_time()
+    with suppress(BudgetError):
+        return plan(), time.process_time() - start
+    return None, time.process_time() - start
 
 
 def compared(model: str, graph: StepGraph, costs: Costs) -> None:
-    """Print the rows of one step."""
-    ladders = [Ladder(graph, costs, SearchParams(nested=())), Ladder(graph, costs)]
-    begin = [0.0, 0.0]
-    for which, ladder in enumerate(ladders):
-        start = time.process_time()
-        assert ladder.smallest > 0
-        begin[which] = time.process_time() - start
-    in_core, bound = ladders[0].in_core, ladders[0].budgets[0]
-    once, nested = (ladder.smallest / in_core for ladder in ladders)
-    tell = console().print
-    tell(
-        f"{model}: {len(graph.ops)} ops; no plan below {bound / in_core:.3f}; smallest {once:.3f} in {begin[0]:.1f} s, "
-        f"nested {nested:.3f} in {begin[1]:.1f} s"
-    )
-    budgets = {f"{part}": int(in_core * part) for part in _PARTS}
-    budgets |= {"smallest, nested": ladders[1].smallest, "smallest, once": ladders[0].smallest}
-    for name, budget in budgets.items():
-        row: list[str] = []
-        for ladder in ladders:
-            start = time.process_time()
-            auto = ladder.plan(budget)
-            took = time.process_time() - start
-            evicted = ladder.plan_by_eviction(budget)
-            for planned in (auto, evicted):
-                if planned is not None:
-                    validate(graph, planned.program, budget, costs)
-            row += [_shown(costs, auto), _shown(costs, evicted), f"{took:.1f} s"]
-        tell(f"| {model} | {name} | {' | '.join(row)} |")
+    """Print the row of one step: steps over their ops, of auto and dtr."""
+    everything = in_core_budget(graph, costs)
+    start = time.process_time()
+    smallest = smallest_budget(graph, costs)
+    cells = [f"{smallest / everything:.3f} in {time.process_time() - start:.1f} s"]
+    for budget in (smallest, *(int(everything * part) for part in _PARTS)):
+        told: list[str] = []
+        for policy in ("auto", "dtr"):
+            planned, took = _measured(lambda policy=policy, budget=budget: plan_step(graph, costs, budget, policy))
+            if planned is not None:
+                validate(graph, planned.program, budget, costs)
+                told.append(f"{planned.timeline.step_seconds / costs.compute_seconds:.3f} in {took:.1f} s")
+        cells.append(", ".join(told) or "-")
+    console().print(f"| {model} | {len(graph.ops)} | {' | '.join(cells)} |")
 
 
 def swept(model: str, graph: StepGraph, costs: Costs, count: int) -> None:
     """Print steps over their ops at budgets of equal ratios, and where a larger budget has the slower plan."""
-    ladder = None if costs.homes else Ladder(graph, costs)
-    low, high = smallest_budget(graph, costs) if ladder is None else ladder.smallest, in_core_budget(graph, costs)
+    front = None if costs.homes else Front(graph, costs)
+    low, high = smallest_budget(graph, costs) if front is None else front.smallest, in_core_budget(graph, costs)
     where, tell, before = "with a home" if costs.homes else "without homes", console().print, float("inf")
     shown: list[str] = []
     for budget in budgets_between(low, high, count):
-        planned = plan_step(graph, costs, budget) if ladder is None else ladder.plan(budget)
+        planned = plan_step(graph, costs, budget) if front is None else front.plan(budget)
         if planned is None:
             tell(f"{model} {where}: no plan at {budget / high:.3f}")
             continue
@@ -112,7 +102,7 @@ def main(
     graphs: Annotated[Path | None, typer.Option(help="A folder that keeps the graph files.")] = None,
     sweep: Annotated[int, typer.Option(help="Budgets to plan at; 0: compare policies instead.")] = 0,
 ) -> None:
-    """Print, for each step and budget, auto, dtr and planning's processor time: each op once, then nested; or sweep."""
+    """Print for each step its ops and smallest budget, then auto, dtr and planning's processor time; or sweep."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = graphs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "chain-forgets-workspace",
-        "planning/remat/chains.cpp",
+        "planning/remat/remat.cpp",
         "most = std::max(most, used + s_.workspace[op]);",
         "most = std::max(most, used);",
         "The native search for recomputation ignores the workspaces of the ops that run again.",

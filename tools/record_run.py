@@ -241,7 +241,6 @@ def plan_of(graph: StepGraph, planned: Planned) -> Entry:
         "gaps_resident": gaps - offloaded - recomputed,
         "gaps_offloaded": offloaded,
         "gaps_recomputed": recomputed,
-        "recomputation_sequences": len(plan.chains),
         "gradients_staying": len(plan.staying),
         "instructions": len(instructions),
         "ops_run_again": sum(isinstance(one, Run) and one.again for one in instructions),
@@ -261,7 +260,6 @@ def _decisions(planned: Planned) -> Iterator[str]:
         gap = f"{d.gap.storage} {d.gap.start} {d.gap.end}"
         yield f"gap {gap} {d.residency.value} {d.release_by} {d.fetch_at} {d.home}"
     yield from (f"stays {storage}" for storage in plan.staying)
-    yield from (f"sequence {chain.fetch_at}: {chain.ops}" for chain in plan.chains)
 
 
 def _instructions(program: Program) -> Iterator[str]:

@@ -43,7 +43,6 @@ class Decision:
     these are neither on the device nor at home. What decisions with the same ``fetch_at`` need in common
     runs once for all of them (the speed-centric mode of SuperNeurons, arXiv 1801.04380); with a
     ``fetch_at`` of its own each runs its own chain and keeps nothing of it (the memory-centric mode).
-    Where ``Plan.chains`` has an order for that op, the ops run in that order, and some several times.
     Persistent storages cannot be recomputed.
 
     For OFFLOAD, ``home`` says where the bytes go: an index into ``Costs.homes``. What is copied to one home
@@ -59,25 +58,12 @@ class Decision:
     home: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ChainOrder:
-    """In which order ops run again right before op ``fetch_at``, where each once in the step's order will not do.
-
-    An op may stand in it several times (nested rematerialization). What a run makes is held until the last run that
-    reads it before it is made anew; so what the chain needs early and late, and could not hold in between, is dropped
-    and made twice.
-    """
-
-    fetch_at: int
-    ops: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class Plan:
     """The decisions of one policy under one budget. Gaps that are not named are kept.
 
     What is computed again right before one op is made by a chain that runs each op that it takes once, in the step's
-    order. ``chains`` names those that run otherwise.
+    order.
 
     Outputs go to the first home after their last use. Those in ``staying`` stay on the device instead until the next
     step begins: gradients that the step creates and leaves, about which nothing else is decided.
@@ -87,4 +73,3 @@ class Plan:
     budget: int  # bytes that the policy was allowed
     decisions: tuple[Decision, ...]
     staying: tuple[int, ...] = ()
-    chains: tuple[ChainOrder, ...] = ()

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, convert
 
 from outofcore.graphfile import Capacity, Key
 from outofcore.jsonfile import decode_json, refuse, write_json
-from outofcore.plan import ChainOrder, Decision, Gap, Plan, Residency
+from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.program import Block, CopyIn, CopyOut, Instruction, Lodging, Program, Queue, Run
 
 FORMAT = "outofcore-plan/1"
@@ -56,17 +56,11 @@ class _Decision(Struct, omit_defaults=True):
     home: _Index = 0
 
 
-class _ChainOrder(Struct):
-    fetch_at: _Index
-    ops: tuple[_Index, ...]
-
-
 class _Plan(Struct):
     policy: str
     budget: _Whole
     decisions: tuple[_Decision, ...]
     staying: tuple[Key, ...] = ()
-    chains: tuple[_ChainOrder, ...] = ()
 
 
 class _Wait(Struct, omit_defaults=True):
@@ -184,7 +178,6 @@ def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
                 for d in plan.decisions
             ),
             named(plan.staying),
-            convert(plan.chains, tuple[_ChainOrder, ...], from_attributes=True),
         ),
         _Program(
             tuple(convert(one, _WRITTEN[type(one)], from_attributes=True) for one in program.instructions),
@@ -259,7 +252,6 @@ def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFi
                 for index, d in enumerate(plan.decisions)
             ),
             all_of(plan.staying, "$.plan.staying"),
-            convert(plan.chains, tuple[ChainOrder, ...], from_attributes=True),
         ),
         Program(
             tuple(convert(one, _READ[type(one)], from_attributes=True) for one in program.instructions),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from nesting import with_nested_chains
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +14,7 @@ import outofcore
 from outofcore import planning
 from outofcore.analysis import gaps_of
 from outofcore.analysis.recipes import History, can_recompute
-from outofcore.costs import Costs, OpCost
+from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.plan import Decision, Plan, Residency
 from outofcore.planning import Planned
@@ -118,14 +116,6 @@ def mixed(graph: StepGraph) -> Plan:
     return Plan("mixed", 0, tuple(decisions))
 
 
-def nested(graph: StepGraph) -> Plan:
-    """The same, but that ops run several times in one chain, those that draw random numbers among them."""
-    plan, costs = all_together(graph), Costs(tuple(OpCost(0.0) for _ in graph.ops))
-    plan = with_nested_chains(graph, costs, plan, Random(3))
-    assert any(graph.ops[op].random and chain.ops.count(op) > 1 for chain in plan.chains for op in chain.ops)
-    return plan
-
-
 def train(name: str, plan: Planner | None, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], int]:
     """Losses, then all that the model and the optimizer hold and the generator's state; and how many ops ran again."""
     torch.manual_seed(7)
@@ -167,7 +157,7 @@ def train(name: str, plan: Planner | None, monkeypatch: pytest.MonkeyPatch) -> t
     return results, again
 
 
-@pytest.mark.parametrize("plan", [each_alone, all_together, mixed, nested])
+@pytest.mark.parametrize("plan", [each_alone, all_together, mixed])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_bits(name: str, plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, _ = train(name, None, monkeypatch)

@@ -1,4 +1,4 @@
-"""Chains of runs in Python: what those of ``chains.cpp`` are compared with, to the last bit."""
+"""Chains of runs in Python: what those of ``remat.cpp`` are compared with, to the last bit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from outofcore.planning.remat.chains import AGAIN, AWAY, Chain, Choices, Links
 from outofcore.planning.remat.contents import AT_HOME
 
 
-def once(choices: Choices, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
-    """Return what ``Choices.once`` does, computed in the same order."""
+def chain(choices: Choices, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
+    """Return what ``Choices.chain`` does, computed in the same order."""
     c = choices.contents
     maker, needs, born, gone, lasting, size = c.maker, c.needs, c.born, c.gone, c.lasting, c.size
     kind, start, fetch, gaps_of = choices.kind, choices.start, choices.fetch, choices.gaps_of

@@ -1,8 +1,6 @@
 """The exact instruction lists that plans with recomputation become."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +8,7 @@ from outofcore.costs import Costs, Home, OpCost
 from outofcore.errors import GraphError
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.lowering import lower, wire
-from outofcore.plan import ChainOrder, Decision, Gap, Plan, Residency
-from outofcore.planfile import PlanFile, read_plan, write_plan
+from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning import place
 from outofcore.program import CopyIn, CopyOut, Instruction, Program, Queue, Run, Wait
 from outofcore.simulator import recompute_seconds
@@ -56,9 +53,9 @@ def costs(graph: StepGraph) -> Costs:
     return Costs(tuple(OpCost(1.0 + op.id) for op in graph.ops), (Home("disk", None, 1e6, 1e6),))
 
 
-def program_of(*decisions: Decision, graph: StepGraph | None = None, chains: tuple[ChainOrder, ...] = ()) -> Program:
+def program_of(*decisions: Decision, graph: StepGraph | None = None) -> Program:
     graph = graph or step()
-    program = wire(graph, place(lower(graph, costs(graph), Plan("test", 0, decisions, (), chains))))
+    program = wire(graph, place(lower(graph, costs(graph), Plan("test", 0, decisions))))
     validate(graph, program, program.arena_bytes, costs(graph))
     return program
 
@@ -151,67 +148,6 @@ def test_with_one_time_for_all_a_chain_runs_once() -> None:
         Run(10, (9, 7)),
         Run(LAST, (0, 7)),
     )
-
-
-def test_a_chain_may_run_ops_several_times() -> None:
-    # Between the run that makes b and the end, a is let go, and so is the first mask; both are made again.
-    plan = (recompute(A, 4, 10, 8), recompute(MASK, 4, 9, 8), recompute(B, 5, 8, 8))
-    program = program_of(*plan, chains=(ChainOrder(8, (0, 1, 3, 4, 3, 0, 1)),))
-    assert backward(program) == (
-        Run(6, (6, 7)),
-        Run(7, (6, 7)),
-        CopyIn(8, 0),
-        Run(0, (8, 0, 9), again=True),
-        Run(1, (9,), again=True),
-        Run(3, (10,), again=True),
-        Run(4, (9, 10, 11), again=True),
-        Run(3, (12,), again=True),
-        Run(0, (8, 0, 13), again=True),
-        Run(1, (13,), again=True),
-        Run(8, (11, 7)),
-        Run(9, (12, 7)),
-        Run(10, (13, 7)),
-        Run(LAST, (0, 7)),
-    )
-    made = next(i for i, x in enumerate(program.instructions) if isinstance(x, Run) and x.op == 4 and x.again)
-    assert program.blocks[9].dies == program.blocks[10].dies == made + 1
-    assert program.blocks[8].dies == made + 3  # x came in once, and stays until the last run that reads it
-
-
-@pytest.mark.parametrize(
-    ("orders", "message"),
-    [
-        ([ChainOrder(8, (3, 4))], r"runs op 4 \(mul\) at position 1, which needs version 2 of storage 2 \(a\)"),
-        ([ChainOrder(8, (0, 1, 3, 3))], r"does not make version 1 of storage 3 \(b\)"),
-        ([ChainOrder(8, (0, 1, 3, 4, 9))], "runs op 9, which has not run before"),
-        ([ChainOrder(9, (0, 1))], "where nothing is computed again"),
-        ([ChainOrder(8, (0, 1, 3, 4)), ChainOrder(8, (0, 1, 3, 4))], "two chains before op 8"),
-    ],
-)
-def test_an_order_that_cannot_be_is_refused(orders: list[ChainOrder], message: str) -> None:
-    with pytest.raises(GraphError, match=message):
-        program_of(recompute(B, 5, 8, 8), recompute(A, 4, 10, 10), chains=tuple(orders))
-
-
-def test_an_order_may_not_run_what_may_run_once_only() -> None:
-    graph = step()
-    ops = (*graph.ops[:2], replace(graph.ops[2], rerunnable=False), *graph.ops[3:])
-    with pytest.raises(GraphError, match=r"runs op 2 \(empty_like\), which may run once only"):
-        program_of(recompute(MASK, 4, 9, 9), graph=replace(graph, ops=ops), chains=(ChainOrder(9, (2, 3)),))
-
-
-def test_files_keep_the_orders_of_chains(tmp_path: Path) -> None:
-    chains = (ChainOrder(8, (0, 1, 3, 4, 0, 1)),)
-    plan = (recompute(A, 4, 10, 8), recompute(B, 5, 8, 8))
-    keys = [storage.name for storage in step().storages]
-    path = tmp_path / "plan.json"
-    written = PlanFile(1, Plan("test", 0, plan, (), chains), program_of(*plan, chains=chains), 1.0)
-    write_plan(path, written, keys)
-    assert read_plan(path, keys) == written
-    older = json.loads(path.read_text())
-    del older["plan"]["chains"]  # as files were before there were any
-    path.write_text(json.dumps(older))
-    assert read_plan(path, keys) == replace(written, plan=replace(written.plan, chains=()))
 
 
 def test_with_times_of_their_own_each_runs_its_chain() -> None:

@@ -11,7 +11,6 @@ from effort import examples
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS
-from nesting import with_nested_chains
 from strategies import costs_for, graphs, plans_for
 
 from outofcore.costs import Costs
@@ -54,19 +53,6 @@ def test_every_plan_is_valid(made: Made) -> None:
 def test_plans_are_right_on_every_schedule(made: Made, random: Random) -> None:
     graph, _, _, program = made
     assert not oracle.is_broken(graph, program)
-    assert oracle.faults_on_schedule(graph, program, random) == []
-
-
-@settings(LIMITS, max_examples=examples(150))
-@given(planned(), st.randoms(use_true_random=False))
-def test_chains_in_which_ops_run_several_times_are_valid(made: Made, random: Random) -> None:
-    graph, costs, plan, once = made
-    nested = with_nested_chains(graph, costs, plan, random)
-    program = wire(graph, place(lower(graph, costs, nested)))
-    event(f"orders: {min(len(nested.chains), 3)}")
-    validate(graph, program, program.arena_bytes, costs)
-    runs = [sum(isinstance(i, Run) and i.again for i in p.instructions) for p in (once, program)]
-    assert runs[1] > runs[0] if nested.chains else program == once
     assert oracle.faults_on_schedule(graph, program, random) == []
 
 

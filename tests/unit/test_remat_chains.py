@@ -30,7 +30,7 @@ def steps(draw: st.DrawFn) -> tuple[StepGraph, Costs]:
 
 def facts(chain: Chain | None) -> Facts | None:
     """All there is to a chain."""
-    return None if chain is None else (chain.seconds, chain.bytes, chain.held, chain.links, chain.is_nested)
+    return None if chain is None else (chain.seconds, chain.bytes, chain.held, chain.links)
 
 
 @given(steps(), st.randoms(use_true_random=False))
@@ -52,17 +52,17 @@ def test_compiled_chains_equal_naive_ones(step: tuple[StepGraph, Costs], draw: r
             at = draw.randrange(len(graph.ops))
             limit = draw.choice([float("inf"), draw.uniform(0, sum(choices.contents.seconds))])
             work = choices.work
-            found = choices.once(at, some, limit)
+            found = choices.chain(at, some, limit)
             counted, choices.work = choices.work - work, work
-            assert facts(found) == facts(naive_chains.once(choices, at, some, limit))
+            assert facts(found) == facts(naive_chains.chain(choices, at, some, limit))
             assert choices.work - work == counted
 
 
 def test_plans_are_the_same_with_naive_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = network(12)
     found: list[bytes] = []
-    for once in (Choices.once, naive_chains.once):
-        monkeypatch.setattr(Choices, "once", once)
+    for chain in (Choices.chain, naive_chains.chain):
+        monkeypatch.setattr(Choices, "chain", chain)
         plans = [plan_step(graph, network_costs(graph, copy=copy), 9 << 20, params=QUICK).plan for copy in (None, 4e-3)]
         found.append(repr(plans).encode())
     assert found[0] == found[1]
@@ -72,7 +72,7 @@ def test_a_chain_is_put_together_once() -> None:
     graph = network(8)
     choices = Choices(Problem.of(graph, network_costs(graph), 1 << 40), Contents.of(graph, network_costs(graph)))
     g = choices.free[-1]
-    found = choices.once(choices.end[g], (g,))
+    found = choices.chain(choices.end[g], (g,))
     assert found is not None
     assert found.links is found.links
     assert choices.content[g] in found.links.made <= found.links.seen

@@ -18,10 +18,10 @@ from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Residency
 from outofcore.planning import QUICK, Planned, in_core_budget, plan_step, smallest_budget
 from outofcore.planning.baselines import DTR
+from outofcore.planning.baselines.dtr import evict_online
 from outofcore.planning.problem import Problem
 from outofcore.planning.remat.chains import AGAIN, Choices
 from outofcore.planning.remat.contents import Contents
-from outofcore.planning.remat.eviction import evicted_online
 from outofcore.validator import validate
 
 # Of seconds that are sums of the same numbers in another order.
@@ -112,7 +112,7 @@ def test_greedy_eviction_takes_what_is_cheapest_for_its_bytes_and_its_age() -> N
     def evicted(seconds: tuple[float, ...]) -> set[int]:
         costs = Costs(tuple(OpCost(s) for s in (*seconds, 1.0, 1.0, 1.0, 1.0, 1.0)))
         choices = choices_of(graph, costs)
-        snapshot = evicted_online(choices, 4 * MIB)
+        snapshot = evict_online(choices, 4 * MIB)
         assert snapshot is not None
         return {choices.problem.gaps[g].gap.storage for g, _, _ in snapshot}
 
@@ -130,7 +130,7 @@ def test_the_heuristic_counts_evicted_neighbours() -> None:
     graph = StepGraph(storages, tuple(ops))
     costs = Costs(tuple(OpCost(s) for s in (50.0, 2.0, 5.0, 1.9, 1.0, 1.0, *[1.0] * 6)))
     choices = choices_of(graph, costs)
-    snapshot = evicted_online(choices, 4 * MIB)
+    snapshot = evict_online(choices, 4 * MIB)
     assert snapshot is not None
     gone = {choices.problem.gaps[g].gap.storage for g, _, _ in snapshot}
     assert gone == {1, 3}
@@ -139,8 +139,8 @@ def test_the_heuristic_counts_evicted_neighbours() -> None:
 def test_greedy_eviction_has_no_plan_where_an_op_does_not_fit() -> None:
     graph = network(8)
     choices = choices_of(graph, network_costs(graph, copy=None))
-    assert evicted_online(choices, MIB) is None
-    assert evicted_online(choices, 64 * MIB) == ()
+    assert evict_online(choices, MIB) is None
+    assert evict_online(choices, 64 * MIB) == ()
 
 
 @settings(LIMITS, max_examples=examples(25))

@@ -46,7 +46,6 @@ class _Lowering:
         self.clean: set[int] = set()
         recomputes = any(d.residency is Residency.RECOMPUTE for d in self.plan.decisions)
         self.history = History.of(self.graph) if recomputes else None
-        self.orders = self._checked_orders()
 
     def run(self) -> Program:
         graph, n = self.graph, len(self.graph.ops)
@@ -119,7 +118,7 @@ class _Lowering:
                     raise GraphError(f"the plan fetches storage {storage} before anything was copied out: {decision}")
                 self.instructions.append(CopyIn(self.block_of[storage], held, home=decision.home))
             if op.id in replays:
-                self._materialise(op.id, [decision.gap.storage for decision in replays.pop(op.id)])
+                self._materialise([decision.gap.storage for decision in replays.pop(op.id)])
             for storage in renewed.pop(op.id, ()):
                 self._begin_stay(storage, is_last=op.id == last_stay.get(storage))
             self._run_op(op)
@@ -223,32 +222,12 @@ class _Lowering:
         if decision.release_by != gap.start + 1:
             raise GraphError(f"what is to be computed again is dropped after its last use: {decision}")
 
-    def _checked_orders(self) -> dict[int, tuple[int, ...]]:
-        """Return the plan's own chain orders, checked, by the op before which each runs."""
-        graph = self.graph
-        replayed = {d.fetch_at for d in self.plan.decisions if d.residency is Residency.RECOMPUTE}
-        found: dict[int, tuple[int, ...]] = {}
-        for chain in self.plan.chains:
-            at = chain.fetch_at
-            if at in found:
-                raise GraphError(f"the plan has two chains before op {at}; there can be one, for all that it makes")
-            if at not in replayed:
-                raise GraphError(f"the plan has a chain before op {at}, where nothing is computed again: leave it out")
-            for index in chain.ops:
-                if not 0 <= index < at:
-                    raise GraphError(f"the chain before op {at} runs op {index}, which has not run before")
-                if not graph.ops[index].rerunnable:
-                    name = graph.ops[index].name
-                    raise GraphError(f"the chain before op {at} runs op {index} ({name}), which may run once only")
-            found[at] = chain.ops
-        return found
-
-    def _materialise(self, at: int, storages: list[int]) -> None:
+    def _materialise(self, storages: list[int]) -> None:
         """Recompute these storages at their current versions, and give each its block.
 
         Intermediates that are neither on the device nor targets get blocks of their own, held from the run or copy-in
-        that brings them to the last run that reads them before they are recomputed, if they are. What is on the device
-        is read in place: it is at the current version, so no op that runs again writes it.
+        that brings them to the last run that reads them. What is on the device is read in place: it is at the current
+        version, so no op that runs again writes it.
         """
         graph, history, version, homes = self.graph, self.history, self.version, self.homes
         if history is None:
@@ -263,19 +242,15 @@ class _Lowering:
         def at_home(content: Content) -> bool:
             return content[1] in homes[content[0]].values()
 
-        ordered = self.orders.get(at)
         runs = replay(history, targets, lambda content: on_device(content) or at_home(content))
-        runs = runs if ordered is None else ordered
         let_go = _let_go(history, runs, targets)
         blocks: dict[Content, int] = {}
         for position, index in enumerate(runs):
             op = graph.ops[index]
             needs = dict(history.needs(op))
             for storage, needed in needs.items():
-                if (storage, needed) in blocks or on_device((storage, needed)):
-                    continue
-                run = f"the chain before op {at} runs op {index} ({op.name}) at position {position}"
-                blocks[storage, needed] = self._fetched(storage, needed, run)
+                if (storage, needed) not in blocks and not on_device((storage, needed)):
+                    blocks[storage, needed] = self._fetched(storage, needed)
             makes = dict(history.makes(op))
             used: dict[int, int] = {}
             for storage in op.touched:
@@ -297,23 +272,13 @@ class _Lowering:
                 if content in blocks and content not in targets and on_device(content):
                     self._end(blocks.pop(content))
         for storage in storages:
-            if (storage, version[storage]) not in blocks:
-                raise GraphError(
-                    f"the chain before op {at} does not make version {version[storage]} of storage {storage} "
-                    f"({graph.storages[storage].name}), which is to be computed again there"
-                )
             self.block_of[storage] = blocks[storage, version[storage]]
 
-    def _fetched(self, storage: int, version: int, run: str) -> int:
-        """Copy in what a run of a chain needs, and return its block."""
-        holders = [home for home, held in self.homes[storage].items() if held == version]
-        if not holders:
-            raise GraphError(
-                f"{run}, which needs version {version} of storage {storage} ({self.graph.storages[storage].name}): it "
-                "is neither on the device nor at home then, and no run before makes it; run what makes it first"
-            )
+    def _fetched(self, storage: int, version: int) -> int:
+        """Copy in what a run of a chain needs from the first home that holds it, and return its block."""
+        home = min(home for home, held in self.homes[storage].items() if held == version)
         block = self._new_stay(storage)
-        self.instructions.append(CopyIn(block, version, home=min(holders)))
+        self.instructions.append(CopyIn(block, version, home=home))
         return block
 
     def _run_op(self, op: Op) -> None:
@@ -371,13 +336,11 @@ def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
 
     Before each op come the copies-in that the plan fetches there, after it the copies-out of what is evicted. A storage
     whose home copy is current is evicted without a copy; an unused one is dropped. Recomputation runs before the op at
-    which the plan wants the storage and after its copies-in, in the order of the plan or else each op once. A
-    persistent storage that is resident when the step ends counts as changed when the next one starts, since the user
-    may have written to it in between; unless it is frozen (``StepGraph.frozen``): then the executor keeps its home
-    current.
+    which the plan wants the storage and after its copies-in, each op once. A persistent storage that is resident when
+    the step ends counts as changed when the next one starts, since the user may have written to it in between; unless
+    it is frozen (``StepGraph.frozen``): then the executor keeps its home current.
 
     Raises ``GraphError`` for a decision whose times are out of order, whose gap the graph lacks, or that recomputes
-    what cannot be recomputed; and for a chain that lacks what a run of it needs, does not make its targets, or runs
-    what may not run again.
+    what cannot be recomputed.
     """
     return _Lowering(graph, costs, plan).run()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from outofcore.costs import Costs
-from outofcore.plan import ChainOrder, Decision, Gap, Plan, Residency
+from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.problem import KEPT, GapInfo, Ints, Problem
 from outofcore.planning.relaxation import solve
@@ -189,11 +189,6 @@ def arrivals(choices: Choices) -> tuple[Decision, ...]:
         if first:
             found.append(Decision(info.gap, Residency.OFFLOAD, 0, first))
     return tuple(found)
-
-
-def orders_again(choices: Choices) -> tuple[ChainOrder, ...]:
-    """The orders of the chains in which ops run several times."""
-    return tuple(ChainOrder(at, chain.links.ops) for at, chain in sorted(choices.chains.items()) if chain.is_nested)
 
 
 def _readers(choices: Choices, content: int) -> list[int]:

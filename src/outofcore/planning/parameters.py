@@ -36,10 +36,8 @@ class SearchParams:
         placed: candidates placed at addresses at most (of steps with more than 2,000 ops, in proportion fewer).
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
-        annealing: changes to what is recomputed, for each gap, where nothing can be offloaded.
-        nested: where nothing can be offloaded, shares of what is left at an op beside what cannot leave that a chain of
-            runs before it may take; one that would take more runs some ops several times (``remat.nesting``). Each is a
-            way to plan of its own. Empty, and in steps of more than a thousand ops: chains run each op once.
+        annealing: where nothing can be offloaded, random changes to what is recomputed that are tried on each of a
+            thousand limits, for each gap; 0: only those that find the smallest budget (``planning.front``).
     """
 
     relaxations: int = 2
@@ -55,8 +53,7 @@ class SearchParams:
     rounds: int = 3
     placed: int = 16
     polish_ops: int = 24_000
-    annealing: int = 600
-    nested: tuple[float, ...] = (0.7, 1.0)
+    annealing: int = 20
 
     def in_a_hurry(self) -> SearchParams:
         """The same techniques with the least effort: a fraction of a second for a few hundred ops."""
@@ -69,9 +66,10 @@ class SearchParams:
             further=0,
             placed=min(self.placed, 4),
             polish_ops=0,
+            annealing=min(self.annealing, 2),
         )
 
 
 QUICK = SearchParams(
-    relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, placed=4, polish_ops=0, annealing=20
+    relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, placed=4, polish_ops=0, annealing=2
 )

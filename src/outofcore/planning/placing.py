@@ -189,8 +189,8 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
                 return None
             least = room
             continue
-        if before is None or (plan.decisions, plan.chains) != before:
-            before = plan.decisions, plan.chains
+        if plan.decisions != before:
+            before = plan.decisions
             lowered = lower(graph, costs, plan)
             if room_at_homes(graph, costs, lowered) is None:
                 return None

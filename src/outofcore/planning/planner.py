@@ -11,9 +11,8 @@ from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.lowering import lower
 from outofcore.lowering.slots import slot_bytes
-from outofcore.planning.baselines.dtr import DTR
 from outofcore.planning.baselines.profile_guided import ProfileGuided
-from outofcore.planning.ladder import Ladder
+from outofcore.planning.front import Front
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import (
     Planned,
@@ -43,7 +42,7 @@ def smallest_budget(graph: StepGraph, costs: Costs) -> int:
     With homes that is the need of the op that needs the most. Without, what lasts has to stay, and so has what it takes
     to compute the rest again: then it is the least for which ``auto`` finds a plan, which takes some seconds to find.
     """
-    return _neediest(graph, costs) if costs.homes else Ladder(graph, costs).smallest
+    return _neediest(graph, costs) if costs.homes else Front(graph, costs).smallest
 
 
 def _neediest(graph: StepGraph, costs: Costs) -> int:
@@ -171,10 +170,10 @@ def plans_of_step(
     if isinstance(policy, Auto) and costs.homes:
         found = search(graph, costs, budget, params or policy.params)
     elif isinstance(policy, Auto):
-        ladder = Ladder(graph, costs, params or policy.params)
-        planned = ladder.plan(budget)
+        front = Front(graph, costs, params or policy.params)
+        planned = front.plan(budget)
         if planned is None:
-            raise explain_too_small(graph, costs, budget, describe, ladder.smallest)
+            raise explain_too_small(graph, costs, budget, describe, front.smallest)
         found = [planned]
     else:
         found = _plans(graph, costs, budget, policy)
@@ -221,7 +220,7 @@ def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
 
 def _plans(graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> list[Planned]:
     """Plans within the budget, the best first."""
-    if isinstance(policy, ProfileGuided | DTR):
+    if isinstance(policy, ProfileGuided):
         planned = policy.placed(graph, costs, budget)
         return [] if planned is None else [planned]
     return (first_of if isinstance(policy, OffloadAll) else plans_of)(policy, graph, costs, budget)

@@ -3,23 +3,21 @@
 The state says of each gap: kept, offloaded, or computed again right before the op ``fetch`` and held from there to its
 next use. Everything fetched before one op is made by one *chain* of runs, as the lowering does it. A chain depends on
 what else is there at its time. So the state remembers which contents each chain looked at, and a change to a gap
-changes the chains that looked at its content and no others. A chain that would take more than a bound at its op runs
-some ops several times (``nesting``).
+changes the chains that looked at its content and no others.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from outofcore.planning.problem import Ints, Problem
-from outofcore.planning.remat.compiled import CompiledChains, Lists
+from outofcore.planning.remat.compiled import CompiledAnnealing, CompiledChains, Lists
 from outofcore.planning.remat.contents import Contents
-from outofcore.planning.remat.nesting import Nested, Surroundings, nested
 
 KEPT, AWAY, AGAIN = 0, 1, 2
 _NOTHING: frozenset[int] = frozenset()
@@ -51,15 +49,12 @@ class Chain:
         seconds: of all its runs.
         bytes: the most that it holds beside what is there already.
         held: bytes of what it was run for, which stay.
-        is_nested: whether ops run several times, or in another order than the step's.
     """
 
-    __slots__ = ("_links", "bytes", "held", "is_nested", "seconds")
+    __slots__ = ("_links", "bytes", "held", "seconds")
 
-    def __init__(
-        self, seconds: float, count: int, held: int, links: Links | Callable[[], Links], *, is_nested: bool = False
-    ) -> None:
-        self.seconds, self.bytes, self.held, self.is_nested = seconds, count, held, is_nested
+    def __init__(self, seconds: float, count: int, held: int, links: Links | Callable[[], Links]) -> None:
+        self.seconds, self.bytes, self.held = seconds, count, held
         self._links = links
 
     @property
@@ -84,8 +79,6 @@ class Choices:
         seconds: of all chains.
         work: ops in all chains looked at so far; effort is counted in these.
         like: other choices for the same problem, with which what never changes is shared.
-        bound: by op, of shape (ops,), the bytes that it may take with its chain, or about so many, beside what is held
-            over it; None: chains run each op once.
     """
 
     problem: Problem
@@ -97,7 +90,6 @@ class Choices:
     seconds: float = 0.0
     work: int = 0
     like: Choices | None = None
-    bound: Ints | None = None
 
     def __post_init__(self) -> None:
         problem, contents, like = self.problem, self.contents, self.like
@@ -124,8 +116,6 @@ class Choices:
         self.held: Ints = problem.held(problem.nothing_leaves() == -1)
         # Chains for single gaps while everything else is kept: by gap and the op before which they run.
         self.single: dict[tuple[int, int], Chain | None] = {} if like is None else like.single
-        # Chains within a bound, by what they depend on.
-        self.within: dict[tuple[object, ...], Nested] = {} if like is None else like.within
         self.sent = False  # whether any gap has been offloaded
         self.can: list[bool] = (
             like.can
@@ -176,33 +166,22 @@ class Choices:
         self._install(made, {})
         return True
 
+    def annealing(self) -> CompiledAnnealing:
+        """Annealing that begins with these choices, in which nothing may be recomputed or offloaded yet."""
+        return CompiledAnnealing(
+            self.compiled,
+            end=self.end,
+            sizes=self.bytes,
+            content=self.content,
+            kind=self.kind,
+            free=self.free,
+            alone=self.alone.tolist(),
+            held=self.held.tolist(),
+            before=self.contents.before,
+        )
+
     def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
         """The chain before op ``at`` that makes what these gaps hold; None if none takes ``limit`` seconds at most."""
-        found = self.once(at, gaps, limit)
-        if self.bound is None or found is None or self._after(at, found) <= self.bound[at]:
-            return found
-        found = self._within(at, found, frozenset(self.content[g] for g in gaps), int(self.bound[at]))
-        return found if found.seconds <= limit else None
-
-    def _within(self, at: int, chain: Chain, targets: frozenset[int], bound: int) -> Chain:
-        """A chain with ops that run several times, so that its op takes no more than a bound, or about so many."""
-        c = self.contents
-        # What it has seen and does not make it has found, at home or on the device.
-        links = chain.links
-        found = links.seen - links.made
-        bytes_left = bound - c.before[at] + chain.held
-        key = (links.ops, targets, links.home, bytes_left)
-        lean = self.within.get(key)
-        if lean is None:
-            around = Surroundings(targets, links.home, found - links.home)
-            lean = self.within[key] = nested(c, links.ops, around, bytes_left)
-            self.work += lean.work
-        if lean.bytes >= chain.bytes:
-            return chain
-        return Chain(lean.seconds, lean.bytes, chain.held, replace(links, ops=lean.ops), is_nested=True)
-
-    def once(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
-        """That chain if each op runs once, however much it takes."""
         targets = sorted({self.content[g] for g in gaps})
         found = self.compiled.once(at, targets, limit, self.kind, self.fetch)
         if found is None:
@@ -214,7 +193,7 @@ class Choices:
     def _single(self, g: int, at: int) -> Chain | None:
         """The chain for one gap where nothing else is computed again."""
         if (g, at) not in self.single:
-            self.single[g, at] = self.once(at, (g,))
+            self.single[g, at] = self.chain(at, (g,))
         return self.single[g, at]
 
     def _after(self, at: int, chain: Chain | None) -> int:
@@ -318,7 +297,7 @@ class Choices:
                 if not again[at]:
                     made[at] = None
                     continue
-                alone = not self.chains and not self.sent and kind == AGAIN and at == fetch and self.bound is None
+                alone = not self.chains and not self.sent and kind == AGAIN and at == fetch
                 chain = self._single(g, at) if alone else self.chain(at, tuple(again[at]), most - total + 1e-12)
                 if chain is None or chain.seconds > most - total + 1e-12:
                     return None

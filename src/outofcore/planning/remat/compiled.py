@@ -1,4 +1,4 @@
-"""The inner loop of chains, ``chains.cpp``; ``outofcore.compiling`` says when that file is compiled."""
+"""The inner loops of ``remat.cpp``: chains, and annealing. ``outofcore.compiling`` says when that file is compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import functools
 import weakref
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
+from math import isinf
 from pathlib import Path
 
 from outofcore.compiling import load_functions
@@ -19,6 +21,10 @@ _FUNCTIONS = {
     "chains_open": ((_POINTER,), _POINTER),
     "chains_close": ((_POINTER,), None),
     "chain": ((_POINTER, _COUNT, _COUNT, _POINTER, ctypes.c_double, _POINTER, _POINTER, _POINTER), ctypes.c_int),
+    "annealing_open": ((_POINTER, _POINTER), _POINTER),
+    "annealing_close": ((_POINTER,), None),
+    "anneal": ((_POINTER, _COUNT, _COUNT, _COUNT, ctypes.c_double, ctypes.c_uint64, _POINTER), None),
+    "annealing_restore": ((_POINTER, _POINTER, _COUNT), None),
 }
 
 _BY_CONTENT = ("maker", "born", "gone", "lasting", "size", "storage")
@@ -38,6 +44,22 @@ class _Found(ctypes.Structure):
         ("seconds", ctypes.c_double),
         *((name, _COUNT) for name in ("bytes", "held", "ops", "made", "seen", "home")),
         ("list", _POINTER),
+    ]
+
+
+class _Gaps(ctypes.Structure):
+    _fields_ = [
+        *((name, _COUNT) for name in ("count", "free_count")),
+        *((name, _POINTER) for name in ("end", "bytes", "content", "kind", "free", "alone", "held", "before")),
+    ]
+
+
+class _Best(ctypes.Structure):
+    _fields_ = [
+        ("seconds", ctypes.c_double),
+        ("bytes", _COUNT),
+        ("count", _COUNT),
+        ("pairs", _POINTER),
     ]
 
 
@@ -67,8 +89,8 @@ class CompiledChains:
         # The library reads them where they are.
         self._arrays = arrays
         addresses = {name: values.buffer_info()[0] for name, values in arrays.items()}
-        step = _Step(contents=len(contents.storage), ops=len(contents.seconds), **addresses)
-        self._handle = library.outofcore_chains_open(ctypes.byref(step))
+        self.step = _Step(contents=len(contents.storage), ops=len(contents.seconds), **addresses)
+        self._handle = library.outofcore_chains_open(ctypes.byref(self.step))
         weakref.finalize(self, library.outofcore_chains_close, self._handle)
         self._found = _Found()
         self._out = ctypes.byref(self._found)
@@ -117,6 +139,88 @@ class Lists:
         return one, two, three, four
 
 
+@dataclass(frozen=True, slots=True)
+class Annealed:
+    """The best state that annealing saw within a limit.
+
+    Attributes:
+        seconds: of all chains.
+        bytes: the most that large blocks take at an op.
+        pairs: the gaps that are recomputed, each followed by the op before which it comes back.
+    """
+
+    seconds: float
+    bytes: int
+    pairs: array[int]
+
+
+class CompiledAnnealing:
+    """Simulated annealing over the gaps of one step; ``annealing.py`` says what it minimises.
+
+    Args:
+        chains: of the step.
+        end: by gap, the op before which it ends.
+        sizes: by gap, bytes.
+        content: by gap.
+        kind: by gap, what becomes of it when nothing is recomputed.
+        free: the gaps that may be recomputed.
+        alone: by op, bytes that it needs without a chain.
+        held: by op, bytes that are held over it when nothing is recomputed.
+        before: by op, bytes that it finds on the device and needs.
+    """
+
+    def __init__(
+        self,
+        chains: CompiledChains,
+        *,
+        end: Sequence[int],
+        sizes: Sequence[int],
+        content: Sequence[int],
+        kind: Sequence[int],
+        free: Sequence[int],
+        alone: Sequence[int],
+        held: Sequence[int],
+        before: Sequence[int],
+    ) -> None:
+        library = load_library()
+        self._anneal, self._restore = library.outofcore_anneal, library.outofcore_annealing_restore
+        lists = {"end": end, "bytes": sizes, "content": content, "kind": kind, "free": free}
+        lists |= {"alone": alone, "held": held, "before": before}
+        # The library reads them, and those of the chains, where they are.
+        self._chains, self._arrays = chains, {name: array("q", values) for name, values in lists.items()}
+        addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
+        gaps = _Gaps(count=len(end), free_count=len(free), **addresses)
+        self._handle = library.outofcore_annealing_open(ctypes.byref(chains.step), ctypes.byref(gaps))
+        weakref.finalize(self, library.outofcore_annealing_close, self._handle)
+        self._best = _Best()
+
+    def run(self, limit: int, changes: int, work: int, hot: float, seed: int) -> Annealed | None:
+        """Try random changes from the present state on, which is left as it is in the end.
+
+        Args:
+            limit: bytes of large blocks.
+            changes: how many, at most.
+            work: ops that may be looked at.
+            hot: the temperature in the beginning, in mean seconds of an op that may run again.
+            seed: of the random numbers.
+
+        Returns:
+            The best state; None if none was within the limit.
+        """
+        best = self._best
+        self._anneal(self._handle, limit, changes, work, hot, seed, ctypes.byref(best))
+        if isinf(best.seconds):
+            return None
+        pairs = array("q")
+        if best.count:
+            pairs.frombytes(ctypes.string_at(best.pairs, 2 * best.count * _WORD))
+        return Annealed(best.seconds, best.bytes, pairs)
+
+    def restore(self, pairs: array[int]) -> None:
+        """Go to the state in which these gaps are recomputed, as ``Annealed.pairs`` has them."""
+        self._restore(self._handle, pairs.buffer_info()[0], len(pairs) // 2)
+
+
 def _lists(name: str, lists: Iterable[Sequence[int]]) -> dict[str, array[int]]:
     """Lists one after the other, and where each begins."""
     lists = list(lists)
@@ -133,4 +237,4 @@ def load_library() -> ctypes.CDLL:
     Raises:
         StateError: as ``load_functions``.
     """
-    return load_functions(Path(__file__).with_name("chains.cpp"), _FUNCTIONS)
+    return load_functions(Path(__file__).with_name("remat.cpp"), _FUNCTIONS)

@@ -1,23 +1,14 @@
-"""Which gaps to compute again: a greedy search by single changes, and simulated annealing.
+"""Which gaps to recompute: a greedy search by single changes.
 
-*Greedy*: whatever costs the fewest seconds per overload removed is dropped, until nothing lies above the limit
+Whatever costs the fewest seconds per overload removed is dropped, until nothing lies above the limit
 (overload: bytes above it, summed over ops). Now and then, and in the end, choices are *settled*: what runs again is
 held from an earlier run on where that saves a run and there is room, and kept altogether where it fits after all.
 Without that, chains of runs grow with the square of their length, or all live at once.
-
-*Annealing* (Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing", 1983): random changes, accepted the
-more readily the earlier. It minimises the seconds that run again, plus for each op a price for every byte above the
-limit. Prices rise while an op stays above the limit and fall slowly otherwise, as the multipliers of a Lagrangian
-relaxation do, so the search passes through states that do not fit and comes back. Numbers are drawn from a fixed seed,
-and effort is counted in
-changes: the same state gives the same result.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
-import random
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,14 +25,6 @@ _OPS_EACH, _EXTRA, _MOST, _MANY = 1000, 50, 300_000, 150
 # A gap whose rate is worse than the next one's by no more than this factor is dropped all the same: rates of similar
 # gaps worsen little by little, and to rate them all again and again takes most of the time.
 _ABOUT = 1.001
-# Temperatures at the start and at the end, in mean seconds of what may run again.
-_HOT, _COLD = 0.3, 0.001
-# How prices rise and fall, and after how many changes.
-_RISE, _FALL, _EVERY = 1.3, 0.97, 50
-# How far prices may fall and rise from where they start.
-_CHEAPEST, _DEAREST = 1e-2, 1e4
-# Ops of chains that a random change may look at, on average.
-_WORK = 60
 
 Snapshot = tuple[tuple[int, int, int], ...]
 
@@ -64,24 +47,6 @@ def drop(choices: Choices) -> bool:
     fits = greedy.drop()
     greedy.settle()
     return fits
-
-
-def anneal(choices: Choices, changes: int) -> bool:
-    """Change things at random and leave the best state found that fits in ``choices``.
-
-    Args:
-        choices: where to start, and where the result is left.
-        changes: how many to try.
-
-    Returns:
-        False, with the choices as they were, if no state that fits was seen.
-    """
-    snapshot = choices.snapshot()
-    best = (choices.seconds, snapshot) if not choices.over().any() else None
-    if choices.free:
-        best = _Annealing(choices, changes).run(best) or best
-    choices.restore(snapshot if best is None else best[1])
-    return best is not None
 
 
 @dataclass
@@ -184,62 +149,3 @@ class Greedy:
         choices.set(g, best[1], best[2])
         self._measure()
         return True
-
-
-class _Annealing:
-    def __init__(self, choices: Choices, changes: int) -> None:
-        contents, free = choices.contents, choices.free
-        self.choices, self.changes = choices, changes
-        self.draw = random.Random(0).random
-        unit = math.fsum(contents.seconds[contents.maker[choices.content[g]]] for g in free) / len(free)
-        area = sum(choices.bytes[g] * (choices.end[g] - choices.start[g]) for g in free) / len(free)
-        self.unit = max(unit, 1e-12)
-        self.least, self.most = self.unit / area * _CHEAPEST, self.unit / area * _DEAREST
-        self.price = np.full(len(choices.held), self.unit / area)
-
-    def run(self, best: tuple[float, Snapshot] | None) -> tuple[float, Snapshot] | None:
-        choices, draw = self.choices, self.draw
-        over = choices.over()
-        fine = float(self.price @ over)
-        enough = choices.work + self.changes * _WORK
-        for turn in range(self.changes):
-            if choices.work > enough:
-                break
-            if turn % _EVERY == _EVERY - 1:
-                self.price *= _FALL
-                self.price[over > 0] *= _RISE / _FALL
-                np.clip(self.price, self.least, self.most, out=self.price)
-                fine = float(self.price @ over)
-            option = self._option()
-            if option is None:
-                continue
-            heat = self.unit * _HOT * (_COLD / _HOT) ** (turn / self.changes)
-            before = choices.seconds
-            leave = -heat * math.log(max(draw(), 1e-12))
-            change = choices.set(*option, before + fine + leave)
-            if change is None:
-                continue
-            new_over = choices.over()
-            new_fine = float(self.price @ new_over)
-            if choices.seconds - before + new_fine - fine > leave:
-                choices.undo(change)
-                continue
-            over, fine = new_over, new_fine
-            if fine == 0 and (best is None or choices.seconds < best[0] * (1 - 1e-12)):
-                best = (choices.seconds, choices.snapshot())
-        return best
-
-    def _option(self) -> tuple[int, int, int] | None:
-        """A gap, and something else to do with it than what is done now."""
-        choices, draw = self.choices, self.draw
-        g = choices.free[int(draw() * len(choices.free))]
-        end = choices.end[g]
-        now = (choices.kind[g], choices.fetch[g]) if choices.kind[g] == AGAIN else (KEPT, end)
-        options = [(KEPT, end), (AGAIN, end)]
-        meetings = choices.meetings(g)
-        if meetings:
-            options.append((AGAIN, meetings[int(draw() * len(meetings))]))
-        options = [option for option in options if option != now]
-        if not options:
-            return None
-        return (g, *options[int(draw() * len(options))])

@@ -1,0 +1,583 @@
+// The inner loops of searches for what to recompute: the chain of runs that makes some contents before an op, and simulated
+// annealing over the gaps that may be recomputed.
+//
+// Called through ctypes by compiled.py; chains.py says what a chain is, compiled.py what annealing minimises.
+// tests/unit/naive_chains.py adds the seconds of a chain up in the same order, so that both give the same to the last bit.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using Index = std::int64_t;
+
+// As in contents.py and chains.py.
+constexpr Index kAtHome = 1, kAway = 1, kAgain = 2;
+
+// A step that does not change: contents and ops by number. Lists of lists lie one after the other, each from from[i] to
+// before from[i + 1].
+struct Step {
+    Index contents, ops;
+    const Index *maker, *born, *gone, *lasting, *size, *storage;  // by content
+    const Index *gaps_from, *gaps;                                // by content
+    const Index *needs_from, *needs, *makes_from, *makes;         // by op
+    const Index *fresh, *scratch, *workspace;                     // by op
+    const double* seconds;                                        // by op
+    const Index* start;                                           // by gap
+};
+
+struct Found {
+    double seconds;
+    Index bytes, held;
+    Index ops, made, seen, home;  // how many of each there are in the list, in this order
+    const Index* list;
+};
+
+// Numbers below a bound that belong to a set, which is emptied at once.
+class Marks {
+public:
+    explicit Marks(Index count) : round_(count, 0) {}
+    void clear() { ++now_; }
+    bool has(Index i) const { return round_[i] == now_; }
+    void add(Index i) { round_[i] = now_; }
+    void drop(Index i) { round_[i] = 0; }
+
+private:
+    std::vector<std::uint64_t> round_;
+    std::uint64_t now_ = 1;
+};
+
+class Chains {
+public:
+    explicit Chains(const Step& step)
+        : s_(step), target_(step.contents), met_(step.contents), home_(step.contents), block_(step.contents),
+          made_(step.contents), running_(step.ops), last_(step.contents) {}
+
+    // Find a chain: its seconds, bytes and bytes held; false if none takes `limit` seconds at most.
+    bool weigh(Index at, Index count, const Index* targets, double limit, const Index* kind, const Index* fetch,
+               Found& found) {
+        if (!collect(at, count, targets, limit, kind, fetch, found.seconds)) return false;
+        std::sort(runs_.begin(), runs_.end());
+        measure(found.bytes);
+        found.held = 0;
+        for (Index i = 0; i < count; ++i) found.held += s_.size[targets[i]];
+        return true;
+    }
+
+    // Find a chain, and list what it is made of.
+    bool find(Index at, Index count, const Index* targets, double limit, const Index* kind, const Index* fetch,
+              Found& found) {
+        if (!weigh(at, count, targets, limit, kind, fetch, found)) return false;
+        std::sort(from_home_.begin(), from_home_.end());
+        list_.assign(runs_.begin(), runs_.end());
+        list_.insert(list_.end(), makes_.begin(), makes_.end());
+        const std::size_t before = list_.size();
+        for_each_seen([this](Index content) { list_.push_back(content); });
+        found.ops = static_cast<Index>(runs_.size());
+        found.made = static_cast<Index>(makes_.size());
+        found.seen = static_cast<Index>(list_.size() - before);
+        found.home = static_cast<Index>(from_home_.size());
+        list_.insert(list_.end(), from_home_.begin(), from_home_.end());
+        found.list = list_.data();
+        return true;
+    }
+
+    // The ops of the chain found last.
+    Index runs() const { return static_cast<Index>(runs_.size()); }
+
+    // Visit the contents that it found or makes.
+    template <typename Visit> void for_each_seen(const Visit& visit) const {
+        for (const Index content : seen_)
+            if (!made_.has(content)) visit(content);
+        for (const Index content : makes_) visit(content);
+    }
+
+private:
+    // Which ops have to run, and what they find at home.
+    bool collect(Index at, Index count, const Index* targets, double limit, const Index* kind, const Index* fetch,
+                 double& seconds) {
+        target_.clear(), met_.clear(), home_.clear(), running_.clear();
+        runs_.clear(), from_home_.clear();
+        seen_.assign(targets, targets + count);
+        pending_.assign(targets, targets + count);
+        for (const Index content : seen_) target_.add(content), met_.add(content);
+        seconds = 0.0;
+        while (!pending_.empty()) {
+            const Index op = s_.maker[pending_.back()];
+            pending_.pop_back();
+            if (op < 0) return false;
+            if (running_.has(op)) continue;
+            running_.add(op);
+            runs_.push_back(op);
+            seconds += s_.seconds[op];
+            if (seconds > limit) return false;
+            for (Index i = s_.needs_from[op]; i < s_.needs_from[op + 1]; ++i) {
+                const Index need = s_.needs[i];
+                if (met_.has(need)) continue;
+                met_.add(need);
+                seen_.push_back(need);
+                const bool is_held = s_.born[need] < at && at <= s_.gone[need];
+                if (s_.lasting[need]) {
+                    if (s_.lasting[need] == kAtHome && !is_held) comes_from_home(need);
+                    continue;
+                }
+                if (is_held && is_there(need, at, kind, fetch)) continue;
+                pending_.push_back(need);
+            }
+        }
+        return true;
+    }
+
+    // Whether what the step holds before an op is on the device then, or comes from home.
+    bool is_there(Index content, Index at, const Index* kind, const Index* fetch) {
+        bool there = true;
+        for (Index i = s_.gaps_from[content]; i < s_.gaps_from[content + 1]; ++i) {
+            const Index gap = s_.gaps[i];
+            const bool is_open = s_.start[gap] < at && at < fetch[gap];
+            if (is_open && kind[gap] == kAgain) there = false;
+            if (is_open && kind[gap] == kAway) comes_from_home(content);
+        }
+        return there;
+    }
+
+    void comes_from_home(Index content) {
+        if (home_.has(content)) return;
+        home_.add(content);
+        from_home_.push_back(content);
+    }
+
+    // The most bytes that the runs hold at once.
+    void measure(Index& most) {
+        for (const Index op : runs_)
+            for (Index i = s_.needs_from[op]; i < s_.needs_from[op + 1]; ++i) last_[s_.needs[i]] = op;
+        block_.clear(), made_.clear();
+        makes_.clear();
+        Index used = 0;
+        most = 0;
+        for (const Index op : runs_) {
+            const Index *needs = s_.needs + s_.needs_from[op], *needs_end = s_.needs + s_.needs_from[op + 1];
+            const Index *makes = s_.makes + s_.makes_from[op], *makes_end = s_.makes + s_.makes_from[op + 1];
+            for (const Index* need = needs; need != needs_end; ++need)
+                if (home_.has(*need) && !block_.has(*need)) {
+                    block_.add(*need);
+                    used += s_.size[*need];
+                }
+            used += s_.fresh[op];
+            most = std::max(most, used + s_.workspace[op]);
+            used -= s_.scratch[op];
+            for (const Index* need = needs; need != needs_end; ++need) {
+                if (!block_.has(*need)) continue;
+                const auto is_same = [&](Index made) { return s_.storage[made] == s_.storage[*need]; };
+                if (std::any_of(makes, makes_end, is_same)) {
+                    block_.drop(*need);  // written in place: the block goes on as the new content
+                } else if (last_[*need] == op && !target_.has(*need)) {
+                    block_.drop(*need);
+                    used -= s_.size[*need];
+                }
+            }
+            for (const Index* made = makes; made != makes_end; ++made) {
+                if (!made_.has(*made)) {
+                    made_.add(*made);
+                    makes_.push_back(*made);
+                }
+                // Of what no run reads, last_ is of another chain; it is met all the same if it is wanted itself.
+                if (target_.has(*made) || (met_.has(*made) && last_[*made] > op))
+                    block_.add(*made);
+                else
+                    used -= s_.size[*made];
+            }
+        }
+    }
+
+    const Step s_;
+    Marks target_, met_, home_, block_, made_, running_;
+    std::vector<Index> last_, runs_, from_home_, seen_, makes_, pending_, list_;
+};
+
+
+// The gaps of a step and what is held at its ops, when nothing is recomputed.
+struct Gaps {
+    Index count, free_count;
+    const Index *end, *bytes, *content, *kind;  // by gap
+    const Index* free;                          // the gaps that may be recomputed
+    const Index *alone, *held, *before;         // by op
+};
+
+// The best state that a run of annealing saw within the limit.
+struct Best {
+    double seconds;      // of all chains; infinite: none was within the limit
+    Index bytes;         // the most that large blocks take
+    Index count;         // the gaps that are recomputed
+    const Index* pairs;  // each of them, and the op before which it comes back
+};
+
+// Random numbers that are the same on every machine (splitmix64: Steele, Lea & Flood, OOPSLA 2014).
+class Random {
+public:
+    explicit Random(std::uint64_t seed) : state_(seed) {}
+
+    // Draw from [0, 1).
+    double unit() {
+        std::uint64_t z = (state_ += 0x9e3779b97f4a7c15U);
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9U;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebU;
+        return static_cast<double>((z ^ (z >> 31)) >> 11) * 0x1.0p-53;
+    }
+
+    // Draw from [0, bound).
+    Index below(Index bound) { return static_cast<Index>(unit() * static_cast<double>(bound)); }
+
+    Index any_of(const std::vector<Index>& values) { return values[below(static_cast<Index>(values.size()))]; }
+
+private:
+    std::uint64_t state_;
+};
+
+class Annealing {
+public:
+    Annealing(const Step& step, const Gaps& gaps)
+        : s_(step), g_(gaps), chains_(step), kind_(gaps.kind, gaps.kind + gaps.count),
+          fetch_(gaps.end, gaps.end + gaps.count), free_(gaps.free, gaps.free + gaps.free_count),
+          held_(gaps.held, gaps.held + step.ops), need_(gaps.alone, gaps.alone + step.ops), next_need_(need_),
+          over_(step.ops), price_(step.ops), chain_(step.ops), targets_(step.ops), lookers_(step.contents),
+          is_tracked_(step.contents) {
+        double seconds = 0.0, area = 0.0;
+        for (const Index g : free_) {
+            is_tracked_[g_.content[g]] = true;
+            seconds += s_.seconds[s_.maker[g_.content[g]]];
+            area += static_cast<double>(g_.bytes[g]) * static_cast<double>(g_.end[g] - s_.start[g]);
+        }
+        const double count = std::max(static_cast<double>(free_.size()), 1.0);
+        unit_ = std::max(seconds / count, 1e-12);
+        usual_price_ = unit_ / std::max(area / count, 1.0);
+        std::fill(price_.begin(), price_.end(), usual_price_);
+        for (Index op = 0; op < s_.ops; ++op) chain_[op].need = need_[op];
+    }
+
+    // Try random changes from the present state on, which is left as it is in the end.
+    // It ends after so many changes, or when so many ops have been looked at.
+    void run(Index limit, Index changes, Index work, double hot, std::uint64_t seed, Best& best) {
+        limit_ = limit, random_ = Random(seed), work_ = 0;
+        best.seconds = kAnyTime;
+        measure_overload();
+        if (is_within()) keep(best);
+        double heat = unit_ * hot;
+        for (Index turn = 1; turn <= changes && work_ < work && !free_.empty(); ++turn) {
+            if (turn % kPriced == 0) {
+                const double done = std::max(static_cast<double>(turn) / static_cast<double>(changes),
+                                             static_cast<double>(work_) / static_cast<double>(work));
+                heat = unit_ * hot * std::pow(kCold / hot, done);
+                change_prices();
+            }
+            const double most = seconds_ + fine_ - heat * std::log(std::max(random_.unit(), 1e-12));
+            const bool is_changed = random_.unit() < kSwaps ? try_swap(most) : try_change(most);
+            if (is_changed && is_within() && seconds_ < best.seconds * (1 - 1e-12)) keep(best);
+        }
+        best.count = static_cast<Index>(best_.size() / 2);
+        best.pairs = best_.data();
+    }
+
+    // Go to the state in which these gaps are recomputed.
+    void restore(const Index* pairs, Index count) {
+        std::vector<Index> wanted(g_.count, kNowhere);
+        for (Index i = 0; i < count; ++i) wanted[pairs[2 * i]] = pairs[2 * i + 1];
+        // What is kept makes more chains possible, so everything that will change is kept first.
+        for (const Index g : free_)
+            if (kind_[g] == kAgain && wanted[g] != fetch_[g]) set(g, kKept, g_.end[g]);
+        for (const Index g : free_)
+            if (kind_[g] == kKept && wanted[g] != kNowhere) set(g, kAgain, wanted[g]);
+        add_seconds();
+    }
+
+private:
+    static constexpr Index kNowhere = -1;
+    // The temperature in the end, in mean seconds of an op that may run again.
+    static constexpr double kCold = 0.001;
+    // After so many changes prices rise and fall by these factors, within these multiples of what they start from.
+    static constexpr int kPriced = 50;
+    static constexpr double kRise = 2.0, kFall = 0.9, kCheapest = 1e-2, kDearest = 1e4;
+    // The share of changes that exchange two gaps.
+    static constexpr double kSwaps = 0.3;
+    // How many gaps a swap looks at to find a partner.
+    static constexpr int kPartners = 8;
+    static constexpr double kAnyTime = std::numeric_limits<double>::infinity();
+
+    struct Chain {
+        double seconds = 0.0;
+        Index need = 0;           // bytes of its op with it, beside what is held over the op
+        std::vector<Index> seen;  // the tracked contents that it found or makes
+    };
+
+    // A chain that a change replaces, and the gaps that it fetches.
+    struct Replacement {
+        Index at = 0;
+        Chain chain;
+        std::vector<Index> targets;
+    };
+
+    // A change before it is applied, and what it takes to undo it afterwards.
+    struct Change {
+        Index gap = 0, kind = 0, fetch = 0, over_count = 0;
+        double seconds = 0.0, fine = 0.0;
+        std::vector<Replacement> replacements;  // those in use come first
+        std::size_t count = 0;
+    };
+
+    bool is_within() const { return over_count_ == 0; }
+
+    void keep(Best& best) {
+        best_.clear();
+        for (const Index g : free_)
+            if (kind_[g] == kAgain) best_.push_back(g), best_.push_back(fetch_[g]);
+        add_seconds();
+        best.seconds = seconds_;
+        best.bytes = 0;
+        for (Index op = 0; op < s_.ops; ++op) best.bytes = std::max(best.bytes, held_[op] + need_[op]);
+    }
+
+    // Add the seconds of all chains up, without what changes by and by have lost.
+    void add_seconds() {
+        seconds_ = 0.0;
+        for (const Chain& chain : chain_) seconds_ += chain.seconds;
+    }
+
+    void measure_overload() {
+        fine_ = 0.0, over_count_ = 0;
+        for (Index op = 0; op < s_.ops; ++op) {
+            over_[op] = std::max(held_[op] + need_[op] - limit_, Index{0});
+            over_count_ += over_[op] > 0;
+            fine_ += price_[op] * static_cast<double>(over_[op]);
+        }
+        work_ += s_.ops;
+    }
+
+    void change_prices() {
+        for (Index op = 0; op < s_.ops; ++op) {
+            const double price = price_[op] * (over_[op] > 0 ? kRise : kFall);
+            price_[op] = std::clamp(price, usual_price_ * kCheapest, usual_price_ * kDearest);
+        }
+        measure_overload();
+    }
+
+    // Try something else with one gap than what is done with it now.
+    bool try_change(double most) {
+        const Index g = random_.any_of(free_), end = g_.end[g];
+        const bool is_again = kind_[g] == kAgain;
+        options_.clear();
+        if (is_again) options_.push_back(kNowhere);  // keep it
+        if (!is_again || fetch_[g] != end) options_.push_back(end);
+        meetings_.clear();
+        for (const Index at : lookers_[g_.content[g]])
+            if (s_.start[g] < at && at < end) meetings_.push_back(at);
+        if (!meetings_.empty()) {
+            const Index at = random_.any_of(meetings_);
+            if (!is_again || fetch_[g] != at) options_.push_back(at);
+        }
+        if (options_.empty()) return false;
+        const Index fetch = random_.any_of(options_);
+        Change& change = changes_[0];
+        if (!weigh(g, fetch == kNowhere ? kKept : kAgain, fetch == kNowhere ? end : fetch, most, change)) return false;
+        if (change.seconds + change.fine > most) return drop(change), false;
+        apply(change);
+        return true;
+    }
+
+    // Try to recompute a gap that is kept and to keep one that is recomputed, both held over some op.
+    bool try_swap(double most) {
+        const Index g = random_.any_of(free_);
+        Index other = kNowhere;
+        for (int tried = 0; tried < kPartners && other == kNowhere; ++tried) {
+            const Index h = random_.any_of(free_);
+            const bool overlap = s_.start[h] + 1 < g_.end[g] && s_.start[g] + 1 < g_.end[h];
+            if (overlap && (kind_[h] == kAgain) != (kind_[g] == kAgain)) other = h;
+        }
+        if (other == kNowhere) return false;
+        const auto [kept, again] = kind_[g] == kAgain ? std::pair(other, g) : std::pair(g, other);
+        if (!weigh(kept, kAgain, g_.end[kept], kAnyTime, changes_[0])) return false;
+        apply(changes_[0]);
+        if (!weigh(again, kKept, g_.end[again], most, changes_[1])) return apply(changes_[0]), false;
+        if (changes_[1].seconds + changes_[1].fine > most) return drop(changes_[1]), apply(changes_[0]), false;
+        apply(changes_[1]);
+        return true;
+    }
+
+    // Change a gap whatever it costs.
+    void set(Index g, Index kind, Index fetch) {
+        if (weigh(g, kind, fetch, kAnyTime, changes_[0])) apply(changes_[0]);
+    }
+
+    Replacement& replacement(Change& change, Index at) {
+        for (std::size_t i = 0; i < change.count; ++i)
+            if (change.replacements[i].at == at) return change.replacements[i];
+        if (change.count == change.replacements.size()) change.replacements.emplace_back();
+        Replacement& found = change.replacements[change.count++];
+        found.at = at;
+        found.targets = targets_[at];
+        return found;
+    }
+
+    // The op from which on a gap is held up to its end.
+    Index held_from(Index g, Index kind, Index fetch) const { return kind == kAgain ? fetch : s_.start[g] + 1; }
+
+    // Work a change out; false if it cannot be, or all chains take more than so many seconds then. Until it is applied or
+    // dropped, next_need_ is as it would be.
+    bool weigh(Index g, Index kind, Index fetch, double most, Change& change) {
+        const Index old_kind = kind_[g], old_fetch = fetch_[g], start = s_.start[g];
+        change.gap = g, change.kind = kind, change.fetch = fetch, change.count = 0;
+        if (old_kind == kAgain) {
+            std::vector<Index>& targets = replacement(change, old_fetch).targets;
+            targets.erase(std::find(targets.begin(), targets.end(), g));
+        }
+        if (kind == kAgain) replacement(change, fetch).targets.push_back(g);
+        // The chains for which it matters whether its content is there.
+        const Index was = old_kind == kAgain ? old_fetch : start, now = kind == kAgain ? fetch : start;
+        for (const Index at : lookers_[g_.content[g]])
+            if (std::min(was, now) <= at && at <= std::max(was, now) && at > start) replacement(change, at);
+        change.seconds = seconds_;
+        for (std::size_t i = 0; i < change.count; ++i) change.seconds -= chain_[change.replacements[i].at].seconds;
+        kind_[g] = kind, fetch_[g] = fetch;
+        bool is_possible = true;
+        for (std::size_t i = 0; i < change.count && is_possible; ++i)
+            is_possible = find_chain(change.replacements[i], most - change.seconds + 1e-12, change.seconds);
+        kind_[g] = old_kind, fetch_[g] = old_fetch;
+        if (is_possible) weigh_overload(change);
+        return is_possible;
+    }
+
+    bool find_chain(Replacement& replacement, double most, double& seconds) {
+        Chain& chain = replacement.chain;
+        chain.seconds = 0.0, chain.need = g_.alone[replacement.at];
+        chain.seen.clear();
+        if (replacement.targets.empty()) return true;
+        contents_.clear();
+        for (const Index g : replacement.targets) contents_.push_back(g_.content[g]);
+        std::sort(contents_.begin(), contents_.end());
+        contents_.erase(std::unique(contents_.begin(), contents_.end()), contents_.end());
+        Found found;
+        const bool is_found = chains_.weigh(replacement.at, static_cast<Index>(contents_.size()), contents_.data(), most,
+                                            kind_.data(), fetch_.data(), found);
+        work_ += kChainWork * chains_.runs();
+        if (!is_found) return false;
+        chains_.for_each_seen([&](Index content) {
+            if (is_tracked_[content]) chain.seen.push_back(content);
+        });
+        chain.seconds = found.seconds;
+        chain.need = std::max(chain.need, g_.before[replacement.at] - found.held + found.bytes);
+        seconds += found.seconds;
+        return true;
+    }
+
+    // The range of ops over which a change holds more, or fewer, bytes of its gap.
+    struct Range {
+        Index first, last, more;
+    };
+    Range range_of(const Change& change) const {
+        const Index g = change.gap, was = held_from(g, kind_[g], fetch_[g]), now = held_from(g, change.kind, change.fetch);
+        return {std::min(was, now), std::max(was, now), now < was ? g_.bytes[g] : -g_.bytes[g]};
+    }
+
+    void weigh_overload(Change& change) {
+        const auto [first, last, more] = range_of(change);
+        change.fine = fine_, change.over_count = over_count_;
+        const auto look = [&](Index op, Index added) {
+            const Index over = std::max(held_[op] + added + next_need_[op] - limit_, Index{0});
+            if (over == over_[op]) return;
+            change.over_count += (over > 0) - (over_[op] > 0);
+            change.fine += price_[op] * static_cast<double>(over - over_[op]);
+        };
+        for (std::size_t i = 0; i < change.count; ++i) {
+            const Replacement& each = change.replacements[i];
+            next_need_[each.at] = each.chain.need;
+            if (each.at < first || last <= each.at) look(each.at, 0);
+        }
+        for (Index op = first; op < last; ++op) look(op, more);
+        work_ += kChangeWork + last - first;
+    }
+
+    void drop(const Change& change) {
+        for (std::size_t i = 0; i < change.count; ++i)
+            next_need_[change.replacements[i].at] = need_[change.replacements[i].at];
+    }
+
+    // Apply a change. It then holds the state before, so that applying it once more undoes it.
+    void apply(Change& change) {
+        const auto [first, last, more] = range_of(change);
+        for (std::size_t i = 0; i < change.count; ++i) {
+            Replacement& each = change.replacements[i];
+            for (const Index content : chain_[each.at].seen) {
+                std::vector<Index>& lookers = lookers_[content];
+                *std::find(lookers.begin(), lookers.end(), each.at) = lookers.back();
+                lookers.pop_back();
+            }
+            for (const Index content : each.chain.seen) lookers_[content].push_back(each.at);
+            std::swap(chain_[each.at], each.chain);
+            std::swap(targets_[each.at], each.targets);
+            need_[each.at] = next_need_[each.at] = chain_[each.at].need;
+        }
+        for (Index op = first; op < last; ++op) {
+            held_[op] += more;
+            over_[op] = std::max(held_[op] + need_[op] - limit_, Index{0});
+        }
+        for (std::size_t i = 0; i < change.count; ++i) {
+            const Index at = change.replacements[i].at;
+            over_[at] = std::max(held_[at] + need_[at] - limit_, Index{0});
+        }
+        std::swap(kind_[change.gap], change.kind);
+        std::swap(fetch_[change.gap], change.fetch);
+        std::swap(seconds_, change.seconds);
+        std::swap(fine_, change.fine);
+        std::swap(over_count_, change.over_count);
+        work_ += last - first;
+    }
+
+    static constexpr Index kKept = 0;
+    // What an op of a chain, and a change, count for beside an op that is looked at.
+    static constexpr Index kChainWork = 16, kChangeWork = 64;
+
+    const Step s_;
+    const Gaps g_;
+    Chains chains_;
+    std::vector<Index> kind_, fetch_;  // by gap
+    const std::vector<Index> free_;
+    std::vector<Index> held_, need_, next_need_, over_;      // by op
+    std::vector<double> price_;                              // by op, seconds for a byte above the limit
+    std::vector<Chain> chain_;                               // by op
+    std::vector<std::vector<Index>> targets_;                // by op, the gaps that are fetched there
+    std::vector<std::vector<Index>> lookers_;                // by content, the ops whose chains found or make it
+    std::vector<char> is_tracked_;                           // by content, whether a gap of it may be recomputed
+    std::vector<Index> options_, meetings_, contents_, best_;
+    Change changes_[2];
+    Random random_{0};
+    double unit_ = 0.0, usual_price_ = 0.0, seconds_ = 0.0, fine_ = 0.0;
+    Index limit_ = 0, over_count_ = 0, work_ = 0;
+};
+
+}  // namespace
+
+EXPORT void* outofcore_chains_open(const Step* step) { return new Chains(*step); }
+
+EXPORT void outofcore_chains_close(void* chains) { delete static_cast<Chains*>(chains); }
+
+EXPORT int outofcore_chain(void* chains, Index at, Index count, const Index* targets, double limit, const Index* kind,
+                           const Index* fetch, Found* found) {
+    return static_cast<Chains*>(chains)->find(at, count, targets, limit, kind, fetch, *found);
+}
+
+EXPORT void* outofcore_annealing_open(const Step* step, const Gaps* gaps) { return new Annealing(*step, *gaps); }
+
+EXPORT void outofcore_annealing_close(void* annealing) { delete static_cast<Annealing*>(annealing); }
+
+EXPORT void outofcore_anneal(void* annealing, Index limit, Index changes, Index work, double hot, std::uint64_t seed,
+                             Best* best) {
+    static_cast<Annealing*>(annealing)->run(limit, changes, work, hot, seed, *best);
+}
+
+EXPORT void outofcore_annealing_restore(void* annealing, const Index* pairs, Index count) {
+    static_cast<Annealing*>(annealing)->restore(pairs, count);
+}
