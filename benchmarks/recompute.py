@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 import typer
 from _common import console
-from outofcore.planning.front import Front
 
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
@@ -30,6 +29,7 @@ from outofcore.estimation.sweep import budgets_between
 from outofcore.graph import StepGraph
 from outofcore.graphfile import read_graph, write_graph
 from outofcore.planning import in_core_budget, plan_step, smallest_budget
+from outofcore.planning.front import Front
 from outofcore.planning.placing import Planned
 from outofcore.validator import validate
 

@@ -152,7 +152,7 @@ class Front:
         """Return the plan of a state and its placed program, the same for all budgets."""
         key = id(state.pairs)
         if key not in self._placed:
-            choices = Choices(self.choices.problem, self.choices.contents, like=self.choices)
+            choices = Choices(self.choices.problem, self.choices.contents, state.bytes, like=self.choices)
             again = tuple((g, AGAIN, fetch) for g, fetch in zip(state.pairs[::2], state.pairs[1::2], strict=True))
             assert choices.begin(again), f"what annealing found cannot be recomputed: {again}"
             decisions = sorted((*arrivals(choices), *decisions_again(choices)), key=lambda decision: decision.gap)

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -251,10 +252,13 @@ public:
         for (const Index g : free_) {
             is_tracked_[g_.content[g]] = true;
             seconds += s_.seconds[s_.maker[g_.content[g]]];
+            smallest_ = smallest_ ? std::min(smallest_, g_.bytes[g]) : g_.bytes[g];
             area += static_cast<double>(g_.bytes[g]) * static_cast<double>(g_.end[g] - s_.start[g]);
         }
         const double count = std::max(static_cast<double>(free_.size()), 1.0);
-        unit_ = std::max(seconds / count, 1e-12);
+        // A chain may run dearer ops than those that make what may be recomputed.
+        const double whole = std::accumulate(s_.seconds, s_.seconds + s_.ops, 0.0);
+        unit_ = std::max({seconds / count, whole / std::max(static_cast<double>(s_.ops), 1.0), 1e-12});
         usual_price_ = unit_ / std::max(area / count, 1.0);
         std::fill(price_.begin(), price_.end(), usual_price_);
         for (Index op = 0; op < s_.ops; ++op) chain_[op].need = need_[op];
@@ -329,6 +333,9 @@ private:
         std::size_t count = 0;
     };
 
+    // Bytes above the limit. To be above it by a few takes as much to change as by a whole gap.
+    Index overload(Index bytes) const { return bytes > limit_ ? std::max(bytes - limit_, smallest_) : 0; }
+
     bool is_within() const { return over_count_ == 0; }
 
     void keep(Best& best) {
@@ -350,7 +357,7 @@ private:
     void measure_overload() {
         fine_ = 0.0, over_count_ = 0;
         for (Index op = 0; op < s_.ops; ++op) {
-            over_[op] = std::max(held_[op] + need_[op] - limit_, Index{0});
+            over_[op] = overload(held_[op] + need_[op]);
             over_count_ += over_[op] > 0;
             fine_ += price_[op] * static_cast<double>(over_[op]);
         }
@@ -486,7 +493,7 @@ private:
         const auto [first, last, more] = range_of(change);
         change.fine = fine_, change.over_count = over_count_;
         const auto look = [&](Index op, Index added) {
-            const Index over = std::max(held_[op] + added + next_need_[op] - limit_, Index{0});
+            const Index over = overload(held_[op] + added + next_need_[op]);
             if (over == over_[op]) return;
             change.over_count += (over > 0) - (over_[op] > 0);
             change.fine += price_[op] * static_cast<double>(over - over_[op]);
@@ -522,11 +529,11 @@ private:
         }
         for (Index op = first; op < last; ++op) {
             held_[op] += more;
-            over_[op] = std::max(held_[op] + need_[op] - limit_, Index{0});
+            over_[op] = overload(held_[op] + need_[op]);
         }
         for (std::size_t i = 0; i < change.count; ++i) {
             const Index at = change.replacements[i].at;
-            over_[at] = std::max(held_[at] + need_[at] - limit_, Index{0});
+            over_[at] = overload(held_[at] + need_[at]);
         }
         std::swap(kind_[change.gap], change.kind);
         std::swap(fetch_[change.gap], change.fetch);
@@ -555,7 +562,7 @@ private:
     Change changes_[2];
     Random random_{0};
     double unit_ = 0.0, usual_price_ = 0.0, seconds_ = 0.0, fine_ = 0.0;
-    Index limit_ = 0, over_count_ = 0, work_ = 0;
+    Index limit_ = 0, smallest_ = 0, over_count_ = 0, work_ = 0;
 };
 
 }  // namespace
