@@ -17,9 +17,9 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-all test-newest test-oldest check docs format demo bench bench-fit bench-compare \
 	bench-first bench-follow bench-g10 bench-generate bench-kernels bench-lengths bench-lora bench-pack bench-peers \
-	bench-resident bench-sharded bench-split bench-plan bench-replay bench-ablate bench-distributed bench-elastic \
-	bench-small bench-small-ops bench-state bench-unseen bench-updates bench-will-it-fit databases gpu-predictions gpu-rivals \
-	gpu-stub gpu-visit gpu-wheels growth record record-write mutants tsan verify wheel clean
+	bench-published bench-resident bench-sharded bench-split bench-plan bench-replay bench-ablate bench-distributed \
+	bench-elastic bench-small bench-small-ops bench-state bench-unseen bench-updates bench-will-it-fit databases \
+	gpu-predictions gpu-rivals gpu-stub gpu-visit gpu-wheels growth record record-write mutants tsan verify wheel clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
@@ -176,6 +176,9 @@ bench-compare: setup  ## every policy on every model of the zoo, side by side
 
 bench-g10: setup  ## plan the published steps of G10; INSTANCES=folder of their graph files
 	$(BIN)/python benchmarks/g10.py $(INSTANCES)
+
+bench-published: setup  ## plan steps that others publish, from clones in FOLDER=..., beside their results; ONLY=checkmate,dtr does a part
+	$(BIN)/python benchmarks/published.py $(FOLDER) $(if $(ONLY),--only $(ONLY))
 
 gpu-visit:  ## on a machine with a GPU, no network needed: all that wants one; PARTS=9-11 or SECONDS=540
 	$(GPU_PYTHON) tools/gpu_visit.py $(if $(PARTS),--parts $(PARTS)) $(if $(SECONDS),--seconds $(SECONDS))

@@ -4,11 +4,14 @@ Usage: python benchmarks/published.py FOLDER [--only checkmate,googlenet]   (mak
 
 FOLDER holds clones of these repositories, bare or not::
 
-    git clone https://github.com/utsaslab/monet-schedules   # checkmate, googlenet
+    git clone https://github.com/utsaslab/monet-schedules       # checkmate, googlenet
+    git clone https://github.com/uwsampl/dtr-prototype          # dtr
+    git clone https://github.com/facebookresearch/param         # traces
+    git clone https://github.com/cappadokes/idealloc            # packings
 
 Each instance is planned in a process of its own, so that its peak memory is its own. Prints tables and writes
 results/published.json; of that, parts that did not run stay. Nothing is trained: all times are those of the simulator,
-for costs that the instances name. What the instances are, and what is comparable, say the modules in ``instances/``.
+for costs that the instances name. The modules in ``instances/`` say what the instances are, and what can be compared.
 """
 
 from __future__ import annotations
@@ -26,14 +29,18 @@ from typing import Annotated, Any
 
 import typer
 from _common import RESULTS, circumstances, console, write_result
-from instances import checkmate
+from instances import checkmate, dtr, execution_traces, packings
 from instances.sources import Clone, Instance
 from rich.table import Table
 
+from outofcore.cli.pack import EFFORT
 from outofcore.errors import BudgetError, ValidationError
 from outofcore.planning import lower_bound_seconds, plan_step
+from outofcore.planning.placement import PlacementParams, Rectangle, pack, peak
 from outofcore.units import GIB
-from outofcore.validator import validate
+from outofcore.validator import Placed, check_packing, validate
+
+_PACK_SECONDS = 20.0  # of the longer of two searches for addresses
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,13 @@ class Part:
         title: of the table.
         repository: the name of its clone.
         cases: names of the instances.
-        read: makes an instance.
+        read: makes an instance, or rectangles to place.
     """
 
     title: str
     repository: str
     cases: Collection[str]
-    read: Callable[[Clone, str], Instance]
+    read: Callable[[Clone, str], Instance | tuple[Rectangle, ...]]
 
 
 PARTS = {
@@ -65,6 +72,24 @@ PARTS = {
         checkmate.REPOSITORY,
         checkmate.GOOGLENET_CASES,
         checkmate.read_googlenet,
+    ),
+    "dtr": Part(
+        "Steps that DTR's prototype logged, beside its simulator with h_DTR; without homes",
+        dtr.REPOSITORY,
+        dtr.CASES,
+        dtr.read_instance,
+    ),
+    "traces": Part(
+        "PyTorch's execution traces on a simulated V100 with a link of 12 GB/s; ratios are to the seconds of their ops",
+        execution_traces.REPOSITORY,
+        execution_traces.CASES,
+        execution_traces.read_instance,
+    ),
+    "packings": Part(
+        f"Addresses: height over what lives at once, quick and searched for up to {_PACK_SECONDS:.0f} s",
+        packings.REPOSITORY,
+        packings.CASES,
+        packings.read_rectangles,
     ),
 }
 
@@ -85,10 +110,62 @@ class Row:
     valid: bool
 
     @property
+    def unit(self) -> float:
+        """The step that is published first; where nothing is, the seconds of its ops."""
+        return next(iter(self.published.values()), self.op_seconds)
+
+    @property
     def ratio(self) -> float | None:
-        """Our step over that which is published first; where nothing is, over the seconds of its ops."""
-        theirs = next(iter(self.published.values()), self.op_seconds)
-        return None if self.seconds is None else self.seconds / theirs
+        """Our step over ``unit``."""
+        return None if self.seconds is None else self.seconds / self.unit
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of a table, below ``COLUMNS``."""
+        return (
+            self.instance,
+            str(self.ops),
+            f"{self.budget / GIB:.3f}",
+            " / ".join(f"{theirs:.5f}" for theirs in self.published.values()) or "-",
+            "no plan" if self.seconds is None else f"{self.seconds:.5f}",
+            "-" if self.ratio is None else f"{self.ratio:.4f}",
+            f"{self.bound_seconds / self.unit:.4f}",
+            f"{self.planning_seconds:.1f}",
+            f"{self.peak_mib:.0f}",
+            "-" if self.seconds is None else "yes" if self.valid else "NO",
+        )
+
+
+COLUMNS = ("instance", "ops", "GiB", "theirs s", "ours s", "ratio", "bound", "planning s", "peak MiB", "valid")
+
+
+@dataclass(frozen=True)
+class PackRow:
+    """How low the rectangles of one instance were placed."""
+
+    instance: str
+    rectangles: int
+    load: int
+    quick_height: int
+    quick_seconds: float
+    height: int
+    seconds: float
+    peak_mib: float
+
+    @property
+    def ratio(self) -> float:
+        """The height over the bytes that live at once."""
+        return self.height / self.load
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of a table, below ``PACK_COLUMNS``."""
+        quick = (f"{self.quick_height / self.load:.4f}", f"{self.quick_seconds:.2f}")
+        searched = (f"{self.ratio:.4f}", f"{self.seconds:.2f}")
+        return (self.instance, str(self.rectangles), str(self.load), *quick, *searched, f"{self.peak_mib:.0f}")
+
+
+PACK_COLUMNS = ("instance", "rectangles", "load", "quick ratio", "quick s", "ratio", "s", "peak MiB")
 
 
 def plan_instance(instance: Instance) -> Row:
@@ -98,10 +175,10 @@ def plan_instance(instance: Instance) -> Row:
     try:
         planned = plan_step(graph, costs, budget)
     except BudgetError as error:
-        print(f"{instance.name}: {error}", file=sys.stderr)
+        print(f"{instance.name}: {str(error).splitlines()[-1]}", file=sys.stderr)
         planned = None
     wall = time.perf_counter() - begin
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    most = _peak_mib()
     valid = planned is not None
     if planned is not None:
         try:
@@ -118,43 +195,47 @@ def plan_instance(instance: Instance) -> Row:
         costs.compute_seconds,
         len(graph.ops),
         wall,
-        peak,
+        most,
         valid,
     )
 
 
-def run_part(name: str, part: Part, folder: Path) -> list[Row]:
-    """Plan all instances of a part, each in its own process, and print a table."""
-    rows: list[Row] = []
+def pack_rectangles(instance: str, rectangles: tuple[Rectangle, ...]) -> PackRow:
+    """Place rectangles quickly and with a search, here, and prove both placements."""
+
+    def place(effort: int, seconds: float | None) -> tuple[int, float]:
+        begin = time.perf_counter()
+        found = pack(rectangles, params=PlacementParams(effort=effort, seconds=seconds))
+        elapsed = time.perf_counter() - begin
+        held = zip(rectangles, found.offsets, strict=True)
+        return check_packing(Placed(r.id, r.lower, r.upper, r.size, offset) for r, offset in held), elapsed
+
+    pack(rectangles[:2])  # compiles what is not compiled yet
+    quick, searched = place(0, None), place(EFFORT, _PACK_SECONDS)
+    return PackRow(instance, len(rectangles), peak(rectangles).bytes, *quick, *searched, _peak_mib())
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def run_part(name: str, part: Part, folder: Path) -> list[Row] | list[PackRow]:
+    """Do all instances of a part, each in its own process, and print a table with the median and the worst ratio."""
+    kind, columns = (PackRow, PACK_COLUMNS) if name == "packings" else (Row, COLUMNS)
+    rows: list[Any] = []
+    table = Table(*columns, title=part.title)
+    for column in table.columns[1:]:
+        column.justify = "right"
     for case in part.cases:
         command = [sys.executable, __file__, str(folder), "--one", f"{name}/{case}"]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        rows.append(Row(**json.loads(done.stdout)))
-    print_rows(part.title, rows)
-    return rows
-
-
-def print_rows(title: str, rows: list[Row]) -> None:
-    """Print a table, with the median and the worst ratio."""
-    table = Table(title=title)
-    for column in ("instance", "ops", "budget GiB", "theirs s", "ours s", "ratio", "planning s", "peak MiB", "valid"):
-        table.add_column(column, justify="left" if column == "instance" else "right")
-    for row in rows:
-        table.add_row(
-            row.instance,
-            str(row.ops),
-            f"{row.budget / GIB:.3f}",
-            " / ".join(f"{theirs:.5f}" for theirs in row.published.values()) or "-",
-            "no plan" if row.seconds is None else f"{row.seconds:.5f}",
-            "-" if row.ratio is None else f"{row.ratio:.4f}",
-            f"{row.planning_seconds:.1f}",
-            f"{row.peak_mib:.0f}",
-            "yes" if row.valid else "NO",
-        )
+        rows.append(kind(**json.loads(done.stdout)))
+        table.add_row(*rows[-1].cells)
     console().print(table)
     ratios = [row.ratio for row in rows if row.ratio is not None]
     if ratios:
         console().print(f"ratio: median {statistics.median(ratios):.4f}, worst {max(ratios):.4f}")
+    return rows
 
 
 def store(name: str, rows: list[dict[str, Any]]) -> None:
@@ -176,7 +257,9 @@ def main(
     if one:
         name, case = one.split("/", 1)
         part = PARTS[name]
-        print(json.dumps(asdict(plan_instance(part.read(Clone(folder / part.repository), case)))))
+        instance = part.read(Clone(folder / part.repository), case)
+        row = plan_instance(instance) if isinstance(instance, Instance) else pack_rectangles(case, instance)
+        print(json.dumps(asdict(row)))
         return
     for name in only.split(","):
         store(name, [{**asdict(row), "ratio": row.ratio} for row in run_part(name, PARTS[name], folder)])
