@@ -160,8 +160,8 @@ class PackRow:
     @property
     def cells(self) -> tuple[str, ...]:
         """The row of a table, below ``PACK_COLUMNS``."""
-        quick = (f"{self.quick_height / self.load:.4f}", f"{self.quick_seconds:.2f}")
-        searched = (f"{self.ratio:.4f}", f"{self.seconds:.2f}")
+        quick = (f"{self.quick_height / self.load:.7f}", f"{self.quick_seconds:.2f}")
+        searched = (f"{self.ratio:.7f}", f"{self.seconds:.2f}")
         return (self.instance, str(self.rectangles), str(self.load), *quick, *searched, f"{self.peak_mib:.0f}")
 
 
@@ -178,7 +178,7 @@ def plan_instance(instance: Instance) -> Row:
         print(f"{instance.name}: {str(error).splitlines()[-1]}", file=sys.stderr)
         planned = None
     wall = time.perf_counter() - begin
-    most = _peak_mib()
+    most = _measure_peak_mib()
     valid = planned is not None
     if planned is not None:
         try:
@@ -212,10 +212,10 @@ def pack_rectangles(instance: str, rectangles: tuple[Rectangle, ...]) -> PackRow
 
     pack(rectangles[:2])  # compiles what is not compiled yet
     quick, searched = place(0, None), place(EFFORT, _PACK_SECONDS)
-    return PackRow(instance, len(rectangles), peak(rectangles).bytes, *quick, *searched, _peak_mib())
+    return PackRow(instance, len(rectangles), peak(rectangles).bytes, *quick, *searched, _measure_peak_mib())
 
 
-def _peak_mib() -> float:
+def _measure_peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -72,7 +72,7 @@ class _Dtype(Inert):
         return made
 
 
-def _scalar(dtype: _Dtype, data: bytes) -> float:
+def _decode_scalar(dtype: _Dtype, data: bytes) -> float:
     return struct.unpack({"f8": "<d", "f4": "<f", "i8": "<q", "i4": "<i"}[dtype.__dict__["code"]], data)[0]
 
 
@@ -80,7 +80,7 @@ def _make_array(*_: object) -> Inert:
     return Inert()
 
 
-def _nested(_: type, name: str) -> type[Inert]:
+def _make_nested(_: type, name: str) -> type[Inert]:
     """Stand in for ``getattr``, by which pickles name classes within classes."""
     return type(name, (Inert,), {})
 
@@ -88,11 +88,11 @@ def _nested(_: type, name: str) -> type[Inert]:
 _HARMLESS: dict[tuple[str, str], Any] = {
     ("builtins", "set"): set,
     ("builtins", "list"): list,
-    ("builtins", "getattr"): _nested,
+    ("builtins", "getattr"): _make_nested,
     ("collections", "defaultdict"): defaultdict,
     ("numpy", "dtype"): _Dtype,
     ("numpy", "ndarray"): Inert,
-    ("numpy.core.multiarray", "scalar"): _scalar,
+    ("numpy.core.multiarray", "scalar"): _decode_scalar,
     ("numpy.core.multiarray", "_reconstruct"): _make_array,
 }
 _FOREIGN = re.compile(r"(monet|checkmate)\.[\w.]+|__main__")
@@ -117,7 +117,7 @@ def load_pickle(data: bytes) -> Any:
     return _Unpickler(io.BytesIO(data)).load()
 
 
-def graph_of(nodes: Mapping[int, Any], edges: Sequence[Sequence[int]], milliseconds: Sequence[float]) -> GraphFile:
+def make_graph(nodes: Mapping[int, Any], edges: Sequence[Sequence[int]], milliseconds: Sequence[float]) -> GraphFile:
     """Make a graph file of Checkmate's model of a step: what each node takes, and which it reads."""
     reads: dict[int, dict[int, None]] = {node: {} for node in nodes}
     for source, node, *_ in edges:
@@ -129,7 +129,7 @@ def graph_of(nodes: Mapping[int, Any], edges: Sequence[Sequence[int]], milliseco
     return GraphFile.of(graph, Costs(tuple(OpCost(round(each * 100) / _TICKS) for each in milliseconds)))
 
 
-def _budget(gib: int, nodes: Mapping[int, Any]) -> int:
+def _compute_budget(gib: int, nodes: Mapping[int, Any]) -> int:
     """Return the bytes that the solver leaves for what the ops make."""
     return (gib << 30) - round(nodes[max(nodes)].fixed_mem / 1024) * 1024
 
@@ -141,8 +141,8 @@ def read_instance(clone: Clone, case: str) -> Instance:
     name = f"checkmate_{folder}_24hr/checkmate_solution_{file}_normal_{gib}.00.pkl"
     problem, solution = load_pickle(clone.read(name))
     nodes = problem.nodes
-    made = graph_of(nodes, problem.edge_list, [nodes[k].workspace_compute[0] for k in sorted(nodes)])
-    return Instance(case, _budget(gib, nodes), made, {"Checkmate": solution.runtime_expected / _TICKS})
+    made = make_graph(nodes, problem.edge_list, [nodes[k].workspace_compute[0] for k in sorted(nodes)])
+    return Instance(case, _compute_budget(gib, nodes), made, {"Checkmate": solution.runtime_expected / _TICKS})
 
 
 def read_googlenet(clone: Clone, case: str) -> Instance:
@@ -153,9 +153,9 @@ def read_googlenet(clone: Clone, case: str) -> Instance:
     )
     _, milliseconds, *_ = load_pickle(clone.read("cost_googlenet_320_normal.pkl"))
     nodes = problem.nodes
-    made = graph_of(nodes, problem.edge_list, [milliseconds[k][0] for k in sorted(nodes)])
+    made = make_graph(nodes, problem.edge_list, [milliseconds[k][0] for k in sorted(nodes)])
     log = clone.read(f"checkmate_googlenet_320_24hr/checkmate_googlenet_normal_320_{gib:02}").decode()
     solved = _OBJECTIVE.search(log)
     published = {"Checkmate": float(solved[1]) / _TICKS} if solved else {}
     published["MONeT, ReLU in place"] = float(solution.runtime_expected) / _TICKS
-    return replace(Instance(case, _budget(gib, nodes), made), published=published)
+    return replace(Instance(case, _compute_budget(gib, nodes), made), published=published)

@@ -18,10 +18,10 @@ size of every tensor that they take and return. From it, one step becomes a grap
   first step makes is taken as having been there.
 
 Limits: the trace says nothing of time, so ops take what a roofline says for a device (``outofcore.presets``).
-Published kernel times are of other runs. Collectives are ordinary ops. The step is the one that ran: shapes and
-branches are fixed, and a gradient that lasts until the next step frees it is free after its last use. Collectives and
-updates do not run again; all other ops may, as in a captured step. How large a storage is that exists
-before the step is known only from its tensors.
+Published kernel times are of other runs. Collectives are ordinary ops, and copies from host memory take no longer than
+others. The step is the one that ran: shapes and branches are fixed, and a gradient that lasts until the next step frees
+it is free after its last use. Collectives, updates and copies from host memory do not run again; all other ops may, as
+in a captured step. How large a storage is that exists before the step is known only from its tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _TRACES = {
 }
 _SHARES = (0.5, 0.3, 0.2)
 CASES = {
-    f"{name}, {share:g} {'of the peak' if home else 'from smallest to peak, no home'}": (name, share, home)
+    f"{name}, {share:g} {'of the peak' if home else 'without homes'}": (name, share, home)
     for name in _TRACES
     for home in (True, False)
     for share in _SHARES
@@ -124,8 +124,13 @@ class _Call:
         """Which arguments it writes in place."""
         if self.name == _COLLECTIVE:
             return frozenset(tensor.argument for tensor in self.inputs)
-        marked = frozenset(i for i, text in enumerate(_arguments(self.schema)) if "!" in text)
+        marked = frozenset(i for i, text in enumerate(_split_arguments(self.schema)) if "!" in text)
         return marked | frozenset(_RUNNING) if self.name in _BATCH_NORMS else marked
+
+    @property
+    def is_upload(self) -> bool:
+        """Whether it copies from host memory."""
+        return self.name == "aten::copy_" and len(self.inputs) < 2
 
     @cached_property
     def computes(self) -> bool:
@@ -152,7 +157,7 @@ def _is_update(call: _Call, calls: Mapping[int, _Call]) -> bool:
     return call.name.startswith("Optimizer.step")
 
 
-def _arguments(schema: str) -> list[str]:
+def _split_arguments(schema: str) -> list[str]:
     """Split the arguments of an operator's schema, of which types may hold commas in brackets."""
     inside = schema[schema.find("(") + 1 : schema.rfind(") ->")]
     return re.split(r", (?![^\[(]*[\])])", inside.replace("*, ", ""))
@@ -163,12 +168,12 @@ def _returns_view(schema: str) -> bool:
     return "(a" in returned and "!" not in returned
 
 
-def _tensors(values: Sequence[Any], types: Sequence[str], shapes: Sequence[Any]) -> Iterator[_Tensor]:
+def _find_tensors(values: Sequence[Any], types: Sequence[str], shapes: Sequence[Any]) -> Iterator[_Tensor]:
     """Yield the tensors on the device among arguments, lists of tensors taken apart."""
     for argument, (value, kind, shape) in enumerate(zip(values, types, shapes, strict=False)):
         if kind.startswith("GenericList[Tensor"):
             kinds = kind[len("GenericList[") : -1].split(",")
-            for each in _tensors(value, kinds, shape):
+            for each in _find_tensors(value, kinds, shape):
                 yield each._replace(argument=argument, place=each.argument)
         elif kind.startswith("Tensor("):
             _, storage, offset, size, item, where = value
@@ -191,7 +196,7 @@ def read_calls(trace: Mapping[str, Any]) -> dict[int, _Call]:
             inputs, outputs = (
                 [node[f"{way}{key}"] for key in ("s", "_types", "_shapes")] for way in ("input", "output")
             )
-        call = _Call(node["id"], parent, node["name"], schema, [*_tensors(*inputs)], [*_tensors(*outputs)])
+        call = _Call(node["id"], parent, node["name"], schema, [*_find_tensors(*inputs)], [*_find_tensors(*outputs)])
         calls[call.id] = call
         if parent in calls and parent != call.id:
             calls[parent].children.append(call)
@@ -328,7 +333,9 @@ class _Builder:
             if writes:
                 mutates[lifetime] = None
                 whole = tensor.bytes >= data.bytes
-                if whole and (call.name in _OVERWRITING or "out" in _arguments(call.schema)[tensor.argument].split()):
+                if whole and (
+                    call.name in _OVERWRITING or "out" in _split_arguments(call.schema)[tensor.argument].split()
+                ):
                     continue
                 if call.name in _BATCH_NORMS:
                     discards[lifetime] = None
@@ -345,7 +352,7 @@ class _Builder:
                 tuple(reads),
                 tuple(mutates),
                 tuple(returned),
-                rerunnable=not updating and call.name != _COLLECTIVE,
+                rerunnable=not (updating or call.name == _COLLECTIVE or call.is_upload),
                 random=call.name in _RANDOM,
                 discards=tuple(discards),
             )
