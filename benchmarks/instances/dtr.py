@@ -8,6 +8,9 @@ best heuristic, run as its ``run_pareto_paper`` does at commit eff53cc: ``Runtim
 The graph is the simulator's model of a step: constants stay on the device, an op that mutates makes another storage
 from what it mutates, what still has a reference in the end is there in the end, and nothing can be offloaded. Views,
 which take some microseconds each, are no ops here; so published seconds are the slowdown times the seconds of our ops.
+
+In our favour: a storage is free here after its last use, and there once the program releases it. For the peak this
+makes a difference of 0.1 % in convolutional networks, 1 % in the GAN, 5 % in the Transformer, a quarter in both LSTMs.
 """
 
 from __future__ import annotations
