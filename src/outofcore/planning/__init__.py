@@ -16,9 +16,9 @@ The modules, from the outside in:
 - ``planner``: the front door: in core where that fits, else what the policy says; the errors for what is too small.
 - ``policy``, ``registry``, ``baselines``: what a policy is; how it is written; the published ones.
 - ``search``: ``auto``: which candidates are made, and which of them are placed. ``parameters``: its switches.
-- ``ladder``: ``auto`` where nothing can be offloaded: budgets, each with the best that was found up to it.
+- ``front``: ``auto`` where nothing can be offloaded: the least recomputation for each budget.
 - ``candidates``: one candidate: rounded, tuned, and made to leave bytes free.
-- ``remat``: what to compute again: contents, chains, the search for what is cheapest; greedy eviction; checkpoints.
+- ``remat``: what to recompute: contents, chains, annealing, a greedy search.
 - ``relaxation``: the linear program that says what to keep and what goes where, and a bound for all plans
   (``linear_program`` has the solver). ``problem``: a step in arrays.
 - ``schedule``: when copies run under ``auto``.

@@ -5,7 +5,7 @@ the seconds that chains then really take; and what the greedy search (``remat.se
 bytes above the limit is to be computed again, on a grid of shares and then between the best of them. For each it is
 decided what to offload (``candidates``). The best are tuned, placed within the budget, repaired where blocks stick out
 (``repair``) and simulated; in small steps the best plan of all is then polished (``polish``). All this is for steps
-with a home; without one, everything that does not stay is computed again (``ladder``).
+with a home; without one, everything that does not stay is recomputed (``front``).
 
 To see what is considered, log ``outofcore.planning`` at debug level, or read ``Planned.candidates``.
 """
