@@ -155,7 +155,13 @@ class Annealed:
 
 
 class CompiledAnnealing:
-    """Simulated annealing over the gaps of one step; ``annealing.py`` says what it minimises.
+    """Simulated annealing over the gaps of one step that may be recomputed.
+
+    Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing" (1983): random changes of one gap, or of two
+    that trade places, accepted the more readily the earlier. It minimises the seconds of what runs again, and for each
+    op a price for every byte above the limit. Prices rise while an op stays above the limit and fall otherwise, as the
+    multipliers of a Lagrangian relaxation do, so the search passes through states that do not fit and comes back.
+    Numbers are drawn from a seed, and effort is counted in changes: the same state gives the same result.
 
     Args:
         chains: of the step.

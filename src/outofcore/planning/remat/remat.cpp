@@ -201,7 +201,6 @@ private:
     std::vector<Index> last_, runs_, from_home_, seen_, makes_, pending_, list_;
 };
 
-
 // The gaps of a step and what is held at its ops, when nothing is recomputed.
 struct Gaps {
     Index count, free_count;
@@ -249,10 +248,11 @@ public:
           over_(step.ops), price_(step.ops), chain_(step.ops), targets_(step.ops), lookers_(step.contents),
           is_tracked_(step.contents) {
         double seconds = 0.0, area = 0.0;
+        Index smallest = std::numeric_limits<Index>::max();
         for (const Index g : free_) {
             is_tracked_[g_.content[g]] = true;
             seconds += s_.seconds[s_.maker[g_.content[g]]];
-            smallest_ = smallest_ ? std::min(smallest_, g_.bytes[g]) : g_.bytes[g];
+            smallest = std::min(smallest, g_.bytes[g]);
             area += static_cast<double>(g_.bytes[g]) * static_cast<double>(g_.end[g] - s_.start[g]);
         }
         const double count = std::max(static_cast<double>(free_.size()), 1.0);
@@ -260,6 +260,7 @@ public:
         const double whole = std::accumulate(s_.seconds, s_.seconds + s_.ops, 0.0);
         unit_ = std::max({seconds / count, whole / std::max(static_cast<double>(s_.ops), 1.0), 1e-12});
         usual_price_ = unit_ / std::max(area / count, 1.0);
+        least_ = free_.empty() ? 1 : std::max(smallest / kLeastPart, Index{1});
         std::fill(price_.begin(), price_.end(), usual_price_);
         for (Index op = 0; op < s_.ops; ++op) chain_[op].need = need_[op];
     }
@@ -306,6 +307,8 @@ private:
     // After so many changes prices rise and fall by these factors, within these multiples of what they start from.
     static constexpr int kPriced = 50;
     static constexpr double kRise = 2.0, kFall = 0.9, kCheapest = 1e-2, kDearest = 1e4;
+    // To be above the limit by a few bytes counts for this part of the smallest gap: it takes a whole gap to change.
+    static constexpr Index kLeastPart = 8;
     // The share of changes that exchange two gaps.
     static constexpr double kSwaps = 0.3;
     // How many gaps a swap looks at to find a partner.
@@ -333,8 +336,8 @@ private:
         std::size_t count = 0;
     };
 
-    // Bytes above the limit. To be above it by a few takes as much to change as by a whole gap.
-    Index overload(Index bytes) const { return bytes > limit_ ? std::max(bytes - limit_, smallest_) : 0; }
+    // Bytes above the limit, or a little more.
+    Index overload(Index bytes) const { return bytes > limit_ ? std::max(bytes - limit_, least_) : 0; }
 
     bool is_within() const { return over_count_ == 0; }
 
@@ -562,7 +565,7 @@ private:
     Change changes_[2];
     Random random_{0};
     double unit_ = 0.0, usual_price_ = 0.0, seconds_ = 0.0, fine_ = 0.0;
-    Index limit_ = 0, smallest_ = 0, over_count_ = 0, work_ = 0;
+    Index limit_ = 0, least_ = 0, over_count_ = 0, work_ = 0;
 };
 
 }  // namespace
