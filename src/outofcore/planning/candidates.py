@@ -22,10 +22,9 @@ from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.problem import KEPT, GapInfo, Ints, Problem
 from outofcore.planning.relaxation import solve
-from outofcore.planning.remat.chains import AGAIN, AWAY, Choices
+from outofcore.planning.remat.chains import AGAIN, AWAY, Choices, Snapshot
 from outofcore.planning.remat.chains import KEPT as STAYS
 from outofcore.planning.remat.contents import AT_HOME
-from outofcore.planning.remat.selection import Snapshot
 from outofcore.planning.schedule import Schedule, schedule, settled
 
 # How often a gap to change is drawn from those that ops waited for.
@@ -73,17 +72,19 @@ class Remainder:
         """
         n = len(problem.graph.ops)
         free: Ints = problem.limit - choices.need
-        seconds = [cost.seconds for cost in problem.costs.ops]
+        ops = list(problem.costs.ops)
         for at, chain in choices.chains.items():
-            seconds[at] += chain.seconds
+            seconds = ops[at].seconds + chain.seconds
             if problem.homes:
-                seconds[at] += sum(problem.homes[-1].in_seconds(count) for count in chain.links.copied)
+                seconds += sum(problem.homes[-1].in_seconds(count) for count in chain.links.copied)
+            ops[at] = replace(ops[at], seconds=seconds)
         left: list[GapInfo] = []
         index: list[int] = []
         whole: dict[Gap, Gap] = {}
         for g, info in enumerate(problem.gaps):
             gap = info.gap
-            readers = [] if choices.kind[g] == AWAY else _readers(choices, choices.content[g])
+            is_read = choices.kind[g] != AWAY and choices.lookers.get(choices.content[g])
+            readers = _readers(choices, choices.content[g]) if is_read else []
             if choices.kind[g] == AGAIN:
                 free[choices.fetch[g] : gap.end] -= info.bytes
             elif info.arriving:
@@ -91,8 +92,7 @@ class Remainder:
                 index.append(g)
             elif info.cyclic:
                 at_first = choices.contents.first[gap.storage]
-                is_read = any(at > gap.start for at in readers)
-                if is_read or any(at < gap.end - n for at in _readers(choices, at_first)):
+                if any(at > gap.start for at in readers) or any(at < gap.end - n for at in _readers(choices, at_first)):
                     problem.take(free, g, info.bytes)
                 else:
                     left.append(info)
@@ -107,8 +107,7 @@ class Remainder:
                 if first > gap.start + 1:
                     left.append(shorter)
                     index.append(g)
-        ops = tuple(replace(cost, seconds=s) for cost, s in zip(problem.costs.ops, seconds, strict=True))
-        rest = replace(problem, costs=Costs(ops, problem.homes), gaps=tuple(left), free=free)
+        rest = replace(problem, costs=Costs(tuple(ops), problem.homes), gaps=tuple(left), free=free)
         return Remainder(rest, np.array(index, dtype=np.int64), whole, decisions_again(choices))
 
     def plan(self, found: Schedule) -> Plan:

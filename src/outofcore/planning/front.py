@@ -32,8 +32,9 @@ from outofcore.planning.candidates import arrivals, decisions_again
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import Outcome, Planned, finish, keep_all, place, small_region_bytes
 from outofcore.planning.problem import Problem
-from outofcore.planning.remat.chains import AGAIN, Choices
+from outofcore.planning.remat.chains import Choices
 from outofcore.planning.remat.contents import Contents
+from outofcore.planning.remat.selection import snapshot_of
 from outofcore.program import Program
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
@@ -96,7 +97,7 @@ class Front:
             kept[self.choices.start[g] + 1 : self.choices.end[g]] -= self.choices.bytes[g]
         lowest = max(int((kept + needed).max(initial=0)), 1)
         self.limits = sorted({int(lowest * (highest / lowest) ** (k / _LIMITS)) for k in range(_LIMITS)} | {highest})
-        self.annealing = self.choices.annealing()
+        self.annealing = self.choices.search()
         self._up: list[State] = []  # the best state on each limit, from that of the lowest state on
         self._placed: dict[int, tuple[Plan, Program]] = {}
 
@@ -153,8 +154,7 @@ class Front:
         key = id(state.pairs)
         if key not in self._placed:
             choices = Choices(self.choices.problem, self.choices.contents, state.bytes, like=self.choices)
-            again = tuple((g, AGAIN, fetch) for g, fetch in zip(state.pairs[::2], state.pairs[1::2], strict=True))
-            assert choices.begin(again), f"what annealing found cannot be recomputed: {again}"
+            assert choices.begin(snapshot_of(state.pairs)), "what annealing found can be recomputed"
             decisions = sorted((*arrivals(choices), *decisions_again(choices)), key=lambda decision: decision.gap)
             plan = Plan("auto", state.bytes + self.beside, tuple(decisions))
             self._placed[key] = plan, place(lower(self.graph, self.costs, plan), round_up(plan.budget, PAGE_BYTES))

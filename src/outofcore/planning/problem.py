@@ -259,6 +259,20 @@ class Problem:
         return sum(slot_bytes(s.bytes) for s in self.graph.storages if self.is_first_homed(s.id))
 
     @cached_property
+    def columns(self) -> tuple[list[int], list[int], list[int], list[bool]]:
+        """By gap: the op that it starts after, the op that needs it, its bytes, and whether it begins a step at home.
+
+        A cyclic gap ends in the next step.
+        """
+        count = len(self.graph.ops)
+        return (
+            [info.gap.start for info in self.gaps],
+            [info.gap.end - count if info.cyclic else info.gap.end for info in self.gaps],
+            [info.bytes for info in self.gaps],
+            [info.cyclic or info.arriving for info in self.gaps],
+        )
+
+    @cached_property
     def _arriving(self) -> NDArray[np.bool_]:
         return np.array([info.arriving for info in self.gaps], dtype=np.bool_)
 

@@ -121,7 +121,7 @@ class _Scene:
         where: list[int] = choice.tolist()
         away = [g for g, home in enumerate(where) if home != KEPT]
         dirty = problem.copies_needed(choice)
-        end = [info.gap.end - n if info.cyclic else info.gap.end for info in gaps]
+        start, end, size, at_home = problem.columns
         leaving: list[list[int]] = [[] for _ in range(n)]
         due: list[list[int]] = [[] for _ in range(n)]
         out_seconds, in_seconds = [0.0] * len(gaps), [0.0] * len(gaps)
@@ -147,10 +147,10 @@ class _Scene:
             leaving,
             due,
             coming,
-            [info.gap.start for info in gaps],
+            start,
             end,
-            [info.bytes for info in gaps],
-            [info.cyclic or info.arriving for info in gaps],
+            size,
+            at_home,
             out_seconds,
             in_seconds,
             sum(in_seconds[g] + out_seconds[g] for g in away),

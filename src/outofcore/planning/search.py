@@ -30,9 +30,9 @@ from outofcore.planning.placing import ATTEMPTS, Outcome, Planned, fit, room_for
 from outofcore.planning.polish import polished
 from outofcore.planning.problem import Problem
 from outofcore.planning.relaxation import solve
-from outofcore.planning.remat.chains import AGAIN, Choices
+from outofcore.planning.remat.chains import Choices
 from outofcore.planning.remat.contents import Contents
-from outofcore.planning.remat.selection import Greedy, drop, patience
+from outofcore.planning.remat.selection import Selection
 from outofcore.planning.repair import Attempts
 from outofcore.units import format_bytes
 
@@ -113,6 +113,7 @@ class _Search:
         self.turn = turn
         self.candidates = []
         self.kept = kept = Choices(self.problem, self.contents)
+        self.selection = Selection(kept)
         self._consider("nothing computed again", Choices(self.problem, self.contents, like=kept))
         if not self._is_good(_GOOD):
             self._consider_rest(kept)
@@ -183,12 +184,7 @@ class _Search:
             shares = next(solve(self.problem, seconds, weight=copy_weight(self.costs)), None)
             if shares is None:
                 return
-            choices = Choices(self.problem, self.contents, like=kept)
-            enough = choices.work + patience(len(choices.free))
-            for g in choices.free:
-                if shares.again[g] >= 0.5 and choices.work < enough:
-                    choices.set(g, AGAIN, choices.end[g])
-            Greedy(choices).settle(keep=False)
+            choices = self.selection.settle(g for g in kept.free if shares.again[g] >= 0.5)
             self._consider(f"relaxation {turn + 1}", choices)
             if self._is_good_enough:
                 return
@@ -228,8 +224,8 @@ class _Search:
     def _share(self, kept: Choices, share: float) -> float:
         limit = self.problem.limit + int(self._excess(kept) * share)
         self.shares.setdefault(share)
-        choices = Choices(self.problem, self.contents, limit, like=kept)
-        return self._consider(_share_name(share), choices) if drop(choices) else inf
+        choices = self.selection.drop(limit)
+        return inf if choices is None else self._consider(_share_name(share), choices)
 
     # Placing
 

@@ -16,9 +16,8 @@ from outofcore.planning.candidates import arrivals, decisions_again
 from outofcore.planning.placing import room_for_large
 from outofcore.planning.policy import Asked, Checked
 from outofcore.planning.problem import Problem
-from outofcore.planning.remat.chains import AGAIN, Chain, Choices
+from outofcore.planning.remat.chains import AGAIN, Chain, Choices, Snapshot
 from outofcore.planning.remat.contents import Contents
-from outofcore.planning.remat.selection import Greedy, Snapshot
 
 # Seconds since the last use count for no less than this share of the step.
 _LEAST_STALE = 1e-9
@@ -26,6 +25,9 @@ _LEAST_STALE = 1e-9
 _TRIES = 12
 # Ops of chains that are looked at, at most, before it is followed once more.
 _WORK = 100_000
+# How often a step is followed with fewer bytes, where the plan takes more than were followed; at least so many
+# parts of them fewer each time.
+_LOWER = 16
 # How many contents may go from which a chain starts, one by one.
 _MORE = 8
 
@@ -48,7 +50,7 @@ class DTR(Checked):
 
     Different from the paper: the step is followed before it runs, with the costs of its ops, and what comes of it is a
     plan, which says less than a run does (``evict_online``). What has had its last use is gone, and is made again for
-    each chain of runs. Where the plan takes more bytes than were followed, more is recomputed by a greedy search.
+    each chain of runs. Where the plan takes more bytes than were followed, the step is followed with fewer.
     What exists before the step stays, nothing is copied but inputs and outputs, and storages below 64 KiB stay. Left
     out: the cheaper approximations of the heuristic, since planning has the time.
 
@@ -64,12 +66,18 @@ class DTR(Checked):
         whole = Choices(Problem.of(graph, costs, room_for_large(graph, costs, budget)), contents)
 
         def plan(room: int) -> Plan:
-            choices = Choices(Problem.of(graph, costs, room), contents, like=whole)
-            evicted = evict_online(choices, room)
-            if evicted is None or not choices.begin(evicted) or (choices.over().any() and not Greedy(choices).drop()):
-                raise BudgetError(f"greedy eviction finds no plan in which large blocks take {room} bytes")
-            decisions = (*arrivals(choices), *decisions_again(choices))
-            return Plan(self.name, room, tuple(sorted(decisions, key=lambda decision: decision.gap)))
+            limit = room
+            for _ in range(_LOWER):
+                evicted = evict_online(whole, limit)
+                choices = Choices(Problem.of(graph, costs, room), contents, like=whole)
+                if evicted is None or not choices.begin(evicted):
+                    break
+                over = int(choices.over().max(initial=0))
+                if not over:
+                    decisions = (*arrivals(choices), *decisions_again(choices))
+                    return Plan(self.name, room, tuple(sorted(decisions, key=lambda decision: decision.gap)))
+                limit -= max(over, room // _LOWER)
+            raise BudgetError(f"greedy eviction finds no plan in which large blocks take {room} bytes")
 
         return (plan,)
 

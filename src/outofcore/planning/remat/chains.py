@@ -16,10 +16,12 @@ from functools import partial
 import numpy as np
 
 from outofcore.planning.problem import Ints, Problem
-from outofcore.planning.remat.compiled import CompiledAnnealing, CompiledChains, Lists
+from outofcore.planning.remat.compiled import CompiledChains, CompiledSearch, Lists
 from outofcore.planning.remat.contents import Contents
 
 KEPT, AWAY, AGAIN = 0, 1, 2
+# Gaps that are recomputed, each with its kind and the op before which it comes back.
+Snapshot = tuple[tuple[int, int, int], ...]
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -132,11 +134,11 @@ class Choices:
         # The gaps that a search may change.
         self.free: list[int] = [g for g, can in enumerate(self.can) if can]
 
-    def snapshot(self) -> tuple[tuple[int, int, int], ...]:
+    def snapshot(self) -> Snapshot:
         """The gaps that are computed again, each with its kind and the op before which it comes back."""
         return tuple((g, self.kind[g], self.fetch[g]) for g in self.free if self.kind[g] == AGAIN)
 
-    def restore(self, snapshot: tuple[tuple[int, int, int], ...]) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this state."""
         wanted = {g: (kind, fetch) for g, kind, fetch in snapshot}
         # Whatever is kept makes more chains possible, so everything that will change is kept first.
@@ -147,7 +149,7 @@ class Choices:
             if self.kind[g] != kind:
                 self.set(g, kind, fetch)
 
-    def begin(self, snapshot: tuple[tuple[int, int, int], ...]) -> bool:
+    def begin(self, snapshot: Snapshot) -> bool:
         """Go from choices in which nothing is computed again to a snapshot, each chain looked at once.
 
         False, with these choices of no more use, if something cannot be computed again that way.
@@ -166,9 +168,9 @@ class Choices:
         self._install(made, {})
         return True
 
-    def annealing(self) -> CompiledAnnealing:
-        """Annealing that begins with these choices, in which nothing may be recomputed or offloaded yet."""
-        return CompiledAnnealing(
+    def search(self) -> CompiledSearch:
+        """A compiled search that begins with these choices, in which nothing may be recomputed or offloaded yet."""
+        return CompiledSearch(
             self.compiled,
             end=self.end,
             sizes=self.bytes,
@@ -221,49 +223,6 @@ class Choices:
         self._hold(g, old_kind, old_fetch, kind, fetch)
         self.seconds = total
         return undo
-
-    def would(self, g: int, kind: int, fetch: int, over: Ints, most: float = float("inf")) -> tuple[float, int] | None:
-        """What changing one gap by ``set`` would give: seconds of all chains, and bytes of overload added.
-
-        Args:
-            g: one of ``free``.
-            kind: KEPT, AWAY or AGAIN.
-            fetch: where it comes back.
-            over: the present ``over()``.
-            most: seconds of all chains.
-
-        Returns:
-            None if it cannot be done, or not within ``most`` seconds.
-        """
-        changed = self._changed(g, kind, fetch, most)
-        if changed is None:
-            return None
-        _, made, seconds = changed
-        held, need, size = self.held, self.need, self.bytes[g]
-        was, now = self._held_from(g, self.kind[g], self.fetch[g]), self._held_from(g, kind, fetch)
-        first, last, more = (now, was, size) if now < was else (was, now, -size)
-        added = 0
-        if first < last:
-            found = held[first:last] + need[first:last]
-            found += more - self.limit
-            if self.limit > self.problem.limit:
-                np.maximum(found, need[first:last] - self.problem.limit, out=found)
-            added = int(np.maximum(found, 0, out=found).sum()) - int(over[first:last].sum())
-        for at, chain in made.items():
-            needed, there = int(need[at]), int(held[at]) + (more if first <= at < last else 0)
-            after = self._after(at, chain)
-            if after != needed:
-                added += self._over_at(there, after) - self._over_at(there, needed)
-        return seconds, added
-
-    def _over_at(self, held: int, need: int) -> int:
-        """Bytes above the limit at one op."""
-        found = max(held + need - self.limit, 0)
-        return max(found, need - self.problem.limit) if self.limit > self.problem.limit else found
-
-    def _held_from(self, g: int, kind: int, fetch: int) -> int:
-        """The op from which on a gap that is not cyclic is held up to its end."""
-        return self.start[g] + 1 if kind == KEPT else fetch if kind == AGAIN else self.end[g]
 
     def _changed(
         self, g: int, kind: int, fetch: int, most: float

@@ -1,4 +1,4 @@
-"""The inner loops of ``remat.cpp``: chains, and annealing. ``outofcore.compiling`` says when that file is compiled."""
+"""The loops of ``remat.cpp``: chains, and searches over them. ``outofcore.compiling`` says when it is compiled."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ _FUNCTIONS = {
     "chains_open": ((_POINTER,), _POINTER),
     "chains_close": ((_POINTER,), None),
     "chain": ((_POINTER, _COUNT, _COUNT, _POINTER, ctypes.c_double, _POINTER, _POINTER, _POINTER), ctypes.c_int),
-    "annealing_open": ((_POINTER, _POINTER), _POINTER),
-    "annealing_close": ((_POINTER,), None),
+    "search_open": ((_POINTER, _POINTER), _POINTER),
+    "search_close": ((_POINTER,), None),
     "anneal": ((_POINTER, _COUNT, _COUNT, _COUNT, ctypes.c_double, ctypes.c_uint64, _POINTER), None),
-    "annealing_restore": ((_POINTER, _POINTER, _COUNT), None),
+    "drop": ((_POINTER, _COUNT, _COUNT, _COUNT, _POINTER), None),
+    "settle": ((_POINTER, _COUNT, _COUNT, _COUNT, _POINTER), None),
+    "search_restore": ((_POINTER, _POINTER, _COUNT), None),
 }
 
 _BY_CONTENT = ("maker", "born", "gone", "lasting", "size", "storage")
@@ -141,7 +143,7 @@ class Lists:
 
 @dataclass(frozen=True, slots=True)
 class Annealed:
-    """The best state that annealing saw within a limit.
+    """The best state that a search saw within a limit.
 
     Attributes:
         seconds: of all chains.
@@ -154,14 +156,17 @@ class Annealed:
     pairs: array[int]
 
 
-class CompiledAnnealing:
-    """Simulated annealing over the gaps of one step that may be recomputed.
+class CompiledSearch:
+    """A state of what one step recomputes, and two searches that change it: annealing, and a greedy one.
 
-    Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing" (1983): random changes of one gap, or of two
-    that trade places, accepted the more readily the earlier. It minimises the seconds of what runs again, and for each
-    op a price for every byte above the limit. Prices rise while an op stays above the limit and fall otherwise, as the
-    multipliers of a Lagrangian relaxation do, so the search passes through states that do not fit and comes back.
-    Numbers are drawn from a seed, and effort is counted in changes: the same state gives the same result.
+    *Annealing* (``run``): Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing" (1983): random changes of
+    one gap, or of two that trade places, accepted the more readily the earlier. It minimises the seconds of what runs
+    again, and for each op a price for every byte above the limit. Prices rise while an op stays above the limit and
+    fall otherwise, as the multipliers of a Lagrangian relaxation do, so the search passes through states that do not
+    fit and comes back. Numbers are drawn from a seed, and effort is counted in changes: the same state gives the same
+    result.
+
+    *Greedy* (``drop`` and ``settle``): see ``remat.selection``.
 
     Args:
         chains: of the step.
@@ -188,16 +193,16 @@ class CompiledAnnealing:
         held: Sequence[int],
         before: Sequence[int],
     ) -> None:
-        library = load_library()
-        self._anneal, self._restore = library.outofcore_anneal, library.outofcore_annealing_restore
+        self._library = library = load_library()
+        self._anneal, self._restore = library.outofcore_anneal, library.outofcore_search_restore
         lists = {"end": end, "bytes": sizes, "content": content, "kind": kind, "free": free}
         lists |= {"alone": alone, "held": held, "before": before}
         # The library reads them, and those of the chains, where they are.
         self._chains, self._arrays = chains, {name: array("q", values) for name, values in lists.items()}
         addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
         gaps = _Gaps(count=len(end), free_count=len(free), **addresses)
-        self._handle = library.outofcore_annealing_open(ctypes.byref(chains.step), ctypes.byref(gaps))
-        weakref.finalize(self, library.outofcore_annealing_close, self._handle)
+        self._handle = library.outofcore_search_open(ctypes.byref(chains.step), ctypes.byref(gaps))
+        weakref.finalize(self, library.outofcore_search_close, self._handle)
         self._best = _Best()
 
     def run(self, limit: int, changes: int, work: int, hot: float, seed: int) -> Annealed | None:
@@ -213,8 +218,21 @@ class CompiledAnnealing:
         Returns:
             The best state; None if none was within the limit.
         """
+        self._anneal(self._handle, limit, changes, work, hot, seed, ctypes.byref(self._best))
+        return self._read()
+
+    def drop(self, limit: int, need_limit: int, patience: int) -> Annealed | None:
+        """Drop gaps greedily from the present state on; None if that does not come to fit (see ``remat.selection``)."""
+        self._library.outofcore_drop(self._handle, limit, need_limit, patience, ctypes.byref(self._best))
+        return self._read()
+
+    def settle(self, limit: int, need_limit: int, patience: int) -> Annealed | None:
+        """Recompute gaps of the present state elsewhere where that saves seconds and adds no overload."""
+        self._library.outofcore_settle(self._handle, limit, need_limit, patience, ctypes.byref(self._best))
+        return self._read()
+
+    def _read(self) -> Annealed | None:
         best = self._best
-        self._anneal(self._handle, limit, changes, work, hot, seed, ctypes.byref(best))
         if isinf(best.seconds):
             return None
         pairs = array("q")

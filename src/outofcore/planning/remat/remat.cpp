@@ -1,14 +1,16 @@
-// The inner loops of searches for what to recompute: the chain of runs that makes some contents before an op, and simulated
-// annealing over the gaps that may be recomputed.
+// The loops of searches for what to recompute: the chain of runs that makes some contents before an op, simulated
+// annealing over the gaps that may be recomputed, and a greedy search over them.
 //
-// Called through ctypes by compiled.py; chains.py says what a chain is, compiled.py what annealing minimises.
-// tests/unit/naive_chains.py adds the seconds of a chain up in the same order, so that both give the same to the last bit.
+// Called through ctypes by compiled.py, which says what annealing minimises; chains.py says what a chain is,
+// selection.py what the greedy search does. tests/unit/naive_chains.py adds the seconds of a chain up in the same order,
+// so that both give the same to the last bit.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <numeric>
+#include <queue>
 #include <utility>
 #include <vector>
 
@@ -209,7 +211,7 @@ struct Gaps {
     const Index *alone, *held, *before;         // by op
 };
 
-// The best state that a run of annealing saw within the limit.
+// The best state that a search saw within the limit.
 struct Best {
     double seconds;      // of all chains; infinite: none was within the limit
     Index bytes;         // the most that large blocks take
@@ -239,9 +241,9 @@ private:
     std::uint64_t state_;
 };
 
-class Annealing {
+class Search {
 public:
-    Annealing(const Step& step, const Gaps& gaps)
+    Search(const Step& step, const Gaps& gaps)
         : s_(step), g_(gaps), chains_(step), kind_(gaps.kind, gaps.kind + gaps.count),
           fetch_(gaps.end, gaps.end + gaps.count), free_(gaps.free, gaps.free + gaps.free_count),
           held_(gaps.held, gaps.held + step.ops), need_(gaps.alone, gaps.alone + step.ops), next_need_(need_),
@@ -260,7 +262,7 @@ public:
         const double whole = std::accumulate(s_.seconds, s_.seconds + s_.ops, 0.0);
         unit_ = std::max({seconds / count, whole / std::max(static_cast<double>(s_.ops), 1.0), 1e-12});
         usual_price_ = unit_ / std::max(area / count, 1.0);
-        least_ = free_.empty() ? 1 : std::max(smallest / kLeastPart, Index{1});
+        least_part_ = free_.empty() ? 1 : std::max(smallest / kLeastPart, Index{1});
         std::fill(price_.begin(), price_.end(), usual_price_);
         for (Index op = 0; op < s_.ops; ++op) chain_[op].need = need_[op];
     }
@@ -268,7 +270,7 @@ public:
     // Try random changes from the present state on, which is left as it is in the end.
     // It ends after so many changes, or when so many ops have been looked at.
     void run(Index limit, Index changes, Index work, double hot, std::uint64_t seed, Best& best) {
-        limit_ = limit, random_ = Random(seed), work_ = 0;
+        limit_ = need_limit_ = limit, least_ = least_part_, random_ = Random(seed), work_ = 0;
         best.seconds = kAnyTime;
         measure_overload();
         if (is_within()) keep(best);
@@ -300,8 +302,48 @@ public:
         add_seconds();
     }
 
+    // Drop gap after gap from the present state on, whatever costs the fewest seconds per overload removed, until
+    // nothing lies above the limit; and settle what runs again. It ends when so many runs of chains have been looked at.
+    void drop(Index limit, Index need_limit, Index patience, Best& best) {
+        begin(limit, need_limit, patience);
+        using Rated = std::pair<double, Index>;
+        std::priority_queue<Rated, std::vector<Rated>, std::greater<Rated>> cheapest;
+        Index fetch = kNowhere;
+        double rate = 0.0;
+        for (const Index g : free_)
+            if (rate_gap(g, rate, fetch)) cheapest.push({rate, g});
+        for (Index dropped = 0; !is_within() && !cheapest.empty() && runs_ < patience_;) {
+            const Index g = cheapest.top().second;
+            cheapest.pop();
+            if (!rate_gap(g, rate, fetch)) continue;
+            // Rates hardly ever improve as others are dropped, so what is still about the best now is the best.
+            if (!cheapest.empty() && rate > cheapest.top().first * kAbout) {
+                cheapest.push({rate, g});
+                continue;
+            }
+            set(g, kAgain, fetch);
+            if (++dropped % kSettledEvery == 0) settle_all(1, false);
+        }
+        const bool fits = is_within();
+        settle_all(kSettlings, true);
+        finish(best, fits);
+    }
+
+    // Make every change that saves seconds and adds no overload; nothing that runs again is kept instead.
+    void settle(Index limit, Index need_limit, Index patience, Best& best) {
+        begin(limit, need_limit, patience);
+        settle_all(kSettlings, false);
+        finish(best, true);
+    }
+
 private:
     static constexpr Index kNowhere = -1;
+    // A gap whose rate is worse than the next one's by no more than this factor is dropped all the same: rates of
+    // similar gaps worsen little by little, and to rate them all again and again takes most of the time.
+    static constexpr double kAbout = 1.001;
+    // After how many drops choices are settled, and how often all gaps are looked at in the end.
+    static constexpr Index kSettledEvery = 10;
+    static constexpr int kSettlings = 4;
     // The temperature in the end, in mean seconds of an op that may run again.
     static constexpr double kCold = 0.001;
     // After so many changes prices rise and fall by these factors, within these multiples of what they start from.
@@ -330,14 +372,17 @@ private:
 
     // A change before it is applied, and what it takes to undo it afterwards.
     struct Change {
-        Index gap = 0, kind = 0, fetch = 0, over_count = 0;
+        Index gap = 0, kind = 0, fetch = 0, over_count = 0, added = 0;  // bytes of overload
         double seconds = 0.0, fine = 0.0;
         std::vector<Replacement> replacements;  // those in use come first
         std::size_t count = 0;
     };
 
-    // Bytes above the limit, or a little more.
-    Index overload(Index bytes) const { return bytes > limit_ ? std::max(bytes - limit_, least_) : 0; }
+    // Bytes of an op above the limit, or a little more; what it needs itself has a limit of its own.
+    Index overload(Index held, Index need) const {
+        const Index over = std::max(held + need - limit_, need - need_limit_);
+        return over > 0 ? std::max(over, least_) : 0;
+    }
 
     bool is_within() const { return over_count_ == 0; }
 
@@ -351,6 +396,79 @@ private:
         for (Index op = 0; op < s_.ops; ++op) best.bytes = std::max(best.bytes, held_[op] + need_[op]);
     }
 
+    void begin(Index limit, Index need_limit, Index patience) {
+        limit_ = limit, need_limit_ = need_limit, least_ = 1, patience_ = patience, runs_ = 0;
+        measure_overload();
+    }
+
+    void finish(Best& best, bool fits) {
+        keep(best);
+        if (!fits) best.seconds = kAnyTime;
+        best.count = static_cast<Index>(best_.size() / 2);
+        best.pairs = best_.data();
+    }
+
+    void meet(Index g) {
+        meetings_.clear();
+        for (const Index at : lookers_[g_.content[g]])
+            if (s_.start[g] < at && at < g_.end[g]) meetings_.push_back(at);
+        std::sort(meetings_.begin(), meetings_.end());
+    }
+
+    // Find the seconds per overload removed if a gap is dropped, and before which op it had best come back.
+    bool rate_gap(Index g, double& rate, Index& fetch) {
+        const auto begin = over_.begin() + s_.start[g] + 1, end = over_.begin() + g_.end[g];
+        if (kind_[g] != kKept || std::none_of(begin, end, [](Index over) { return over > 0; })) return false;
+        meet(g);
+        options_.assign(1, g_.end[g]);
+        if (!meetings_.empty()) options_.push_back(meetings_.front());
+        if (meetings_.size() > 1) options_.push_back(meetings_.back());
+        fetch = kNowhere;
+        for (const Index at : options_) {
+            if (!weigh(g, kAgain, at, kAnyTime, changes_[0])) continue;
+            drop(changes_[0]);
+            const double cost = changes_[0].seconds - seconds_, gain = static_cast<double>(-changes_[0].added);
+            if (gain > 0.0 && (fetch == kNowhere || cost / gain < rate)) rate = cost / gain, fetch = at;
+        }
+        return fetch != kNowhere;
+    }
+
+    void settle_all(int rounds, bool may_keep) {
+        for (int round = 0; round < rounds; ++round) {
+            std::vector<std::pair<Index, Index>> again;
+            for (const Index g : free_)
+                if (kind_[g] == kAgain) again.push_back({fetch_[g], g});
+            std::sort(again.begin(), again.end());
+            bool is_changed = false;
+            for (const auto& each : again) is_changed = settle_gap(each.second, may_keep) || is_changed;
+            if (!is_changed) return;
+        }
+    }
+
+    bool settle_gap(Index g, bool may_keep) {
+        if (runs_ > patience_) return false;
+        meet(g);
+        options_ = meetings_;
+        options_.push_back(g_.end[g]);
+        if (may_keep) options_.insert(options_.begin(), kNowhere);
+        const double before = seconds_;
+        double best = 0.0;
+        Index chosen = kNowhere - 1;
+        for (const Index at : options_) {
+            if (at == fetch_[g]) continue;
+            const Change& change = changes_[0];
+            const Index kind = at == kNowhere ? kKept : kAgain;
+            if (!weigh(g, kind, at == kNowhere ? g_.end[g] : at, before, changes_[0])) continue;
+            drop(change);
+            const bool is_better = change.seconds < before * (1 - 1e-12) || change.added < 0;
+            if (change.added > 0 || !is_better) continue;
+            if (chosen < kNowhere || change.seconds < best) best = change.seconds, chosen = at;
+        }
+        if (chosen < kNowhere) return false;
+        set(g, chosen == kNowhere ? kKept : kAgain, chosen == kNowhere ? g_.end[g] : chosen);
+        return true;
+    }
+
     // Add the seconds of all chains up, without what changes by and by have lost.
     void add_seconds() {
         seconds_ = 0.0;
@@ -360,7 +478,7 @@ private:
     void measure_overload() {
         fine_ = 0.0, over_count_ = 0;
         for (Index op = 0; op < s_.ops; ++op) {
-            over_[op] = overload(held_[op] + need_[op]);
+            over_[op] = overload(held_[op], need_[op]);
             over_count_ += over_[op] > 0;
             fine_ += price_[op] * static_cast<double>(over_[op]);
         }
@@ -435,8 +553,8 @@ private:
     // The op from which on a gap is held up to its end.
     Index held_from(Index g, Index kind, Index fetch) const { return kind == kAgain ? fetch : s_.start[g] + 1; }
 
-    // Work a change out; false if it cannot be, or all chains take more than so many seconds then. Until it is applied or
-    // dropped, next_need_ is as it would be.
+    // Work a change out; false if it cannot be, or all chains take more than so many seconds then. Until it is applied
+    // or dropped, next_need_ is as it would be.
     bool weigh(Index g, Index kind, Index fetch, double most, Change& change) {
         const Index old_kind = kind_[g], old_fetch = fetch_[g], start = s_.start[g];
         change.gap = g, change.kind = kind, change.fetch = fetch, change.count = 0;
@@ -449,6 +567,8 @@ private:
         const Index was = old_kind == kAgain ? old_fetch : start, now = kind == kAgain ? fetch : start;
         for (const Index at : lookers_[g_.content[g]])
             if (std::min(was, now) <= at && at <= std::max(was, now) && at > start) replacement(change, at);
+        std::sort(change.replacements.begin(), change.replacements.begin() + static_cast<std::ptrdiff_t>(change.count),
+                  [](const Replacement& one, const Replacement& other) { return one.at < other.at; });
         change.seconds = seconds_;
         for (std::size_t i = 0; i < change.count; ++i) change.seconds -= chain_[change.replacements[i].at].seconds;
         kind_[g] = kind, fetch_[g] = fetch;
@@ -470,10 +590,12 @@ private:
         std::sort(contents_.begin(), contents_.end());
         contents_.erase(std::unique(contents_.begin(), contents_.end()), contents_.end());
         Found found;
-        const bool is_found = chains_.weigh(replacement.at, static_cast<Index>(contents_.size()), contents_.data(), most,
-                                            kind_.data(), fetch_.data(), found);
+        const Index count = static_cast<Index>(contents_.size());
+        const bool is_found =
+            chains_.weigh(replacement.at, count, contents_.data(), most, kind_.data(), fetch_.data(), found);
         work_ += kChainWork * chains_.runs();
         if (!is_found) return false;
+        runs_ += chains_.runs();
         chains_.for_each_seen([&](Index content) {
             if (is_tracked_[content]) chain.seen.push_back(content);
         });
@@ -488,18 +610,20 @@ private:
         Index first, last, more;
     };
     Range range_of(const Change& change) const {
-        const Index g = change.gap, was = held_from(g, kind_[g], fetch_[g]), now = held_from(g, change.kind, change.fetch);
+        const Index g = change.gap;
+        const Index was = held_from(g, kind_[g], fetch_[g]), now = held_from(g, change.kind, change.fetch);
         return {std::min(was, now), std::max(was, now), now < was ? g_.bytes[g] : -g_.bytes[g]};
     }
 
     void weigh_overload(Change& change) {
         const auto [first, last, more] = range_of(change);
-        change.fine = fine_, change.over_count = over_count_;
+        change.fine = fine_, change.over_count = over_count_, change.added = 0;
         const auto look = [&](Index op, Index added) {
-            const Index over = overload(held_[op] + added + next_need_[op]);
+            const Index over = overload(held_[op] + added, next_need_[op]);
             if (over == over_[op]) return;
             change.over_count += (over > 0) - (over_[op] > 0);
             change.fine += price_[op] * static_cast<double>(over - over_[op]);
+            change.added += over - over_[op];
         };
         for (std::size_t i = 0; i < change.count; ++i) {
             const Replacement& each = change.replacements[i];
@@ -532,11 +656,11 @@ private:
         }
         for (Index op = first; op < last; ++op) {
             held_[op] += more;
-            over_[op] = overload(held_[op] + need_[op]);
+            over_[op] = overload(held_[op], need_[op]);
         }
         for (std::size_t i = 0; i < change.count; ++i) {
             const Index at = change.replacements[i].at;
-            over_[at] = overload(held_[at] + need_[at]);
+            over_[at] = overload(held_[at], need_[at]);
         }
         std::swap(kind_[change.gap], change.kind);
         std::swap(fetch_[change.gap], change.fetch);
@@ -565,7 +689,8 @@ private:
     Change changes_[2];
     Random random_{0};
     double unit_ = 0.0, usual_price_ = 0.0, seconds_ = 0.0, fine_ = 0.0;
-    Index limit_ = 0, least_ = 0, over_count_ = 0, work_ = 0;
+    Index limit_ = 0, need_limit_ = 0, least_ = 0, least_part_ = 0, over_count_ = 0;
+    Index work_ = 0, runs_ = 0, patience_ = 0;  // ops that annealing, and runs that the greedy search, looked at; and may
 };
 
 }  // namespace
@@ -579,15 +704,23 @@ EXPORT int outofcore_chain(void* chains, Index at, Index count, const Index* tar
     return static_cast<Chains*>(chains)->find(at, count, targets, limit, kind, fetch, *found);
 }
 
-EXPORT void* outofcore_annealing_open(const Step* step, const Gaps* gaps) { return new Annealing(*step, *gaps); }
+EXPORT void* outofcore_search_open(const Step* step, const Gaps* gaps) { return new Search(*step, *gaps); }
 
-EXPORT void outofcore_annealing_close(void* annealing) { delete static_cast<Annealing*>(annealing); }
+EXPORT void outofcore_search_close(void* search) { delete static_cast<Search*>(search); }
 
-EXPORT void outofcore_anneal(void* annealing, Index limit, Index changes, Index work, double hot, std::uint64_t seed,
+EXPORT void outofcore_anneal(void* search, Index limit, Index changes, Index work, double hot, std::uint64_t seed,
                              Best* best) {
-    static_cast<Annealing*>(annealing)->run(limit, changes, work, hot, seed, *best);
+    static_cast<Search*>(search)->run(limit, changes, work, hot, seed, *best);
 }
 
-EXPORT void outofcore_annealing_restore(void* annealing, const Index* pairs, Index count) {
-    static_cast<Annealing*>(annealing)->restore(pairs, count);
+EXPORT void outofcore_search_restore(void* search, const Index* pairs, Index count) {
+    static_cast<Search*>(search)->restore(pairs, count);
+}
+
+EXPORT void outofcore_drop(void* search, Index limit, Index need_limit, Index patience, Best* best) {
+    static_cast<Search*>(search)->drop(limit, need_limit, patience, *best);
+}
+
+EXPORT void outofcore_settle(void* search, Index limit, Index need_limit, Index patience, Best* best) {
+    static_cast<Search*>(search)->settle(limit, need_limit, patience, *best);
 }
