@@ -5,7 +5,7 @@ Without homes a plan says what is recomputed, and a step takes the seconds of it
 (``remat.compiled``) on a thousand limits, from the bytes that cannot leave to those of everything, in two walks:
 
 - *down*: from the highest limit, where everything is kept, from limit to limit, to the lowest on which a state is
-  found. How high the blocks of the lowest state reach is the smallest budget.
+  found, by annealing or by the greedy search. How high the blocks of the lowest state reach is the smallest budget.
 - *up*: from there, on each limit from the best state of those below; and on every sixteenth also from the state in
   which everything is kept, with more changes and from a higher temperature, since the best state there may be of
   another kind than those below.
@@ -33,8 +33,9 @@ from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import Outcome, Planned, finish, keep_all, place, small_region_bytes
 from outofcore.planning.problem import Problem
 from outofcore.planning.remat.chains import Choices
+from outofcore.planning.remat.compiled import Annealed
 from outofcore.planning.remat.contents import Contents
-from outofcore.planning.remat.selection import snapshot_of
+from outofcore.planning.remat.selection import patience, snapshot_of
 from outofcore.program import Program
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
@@ -46,7 +47,8 @@ _CHANGES_DOWN, _MOST_CHANGES = 20, 3000
 _WORK = 2_000_000_000
 # The walk down ends after so many limits in turn on which no state was found.
 _MOST_FAILED = 50
-# Then longer runs look for a state so many limits lower, and each time that there is none half as many lower.
+# Then the greedy search, and longer runs of annealing, look for a state so many limits lower, and each time that there
+# is none half as many lower.
 _DIVE, _DIVE_EFFORT = 16, 32
 # In the walk up every so many limits have a fresh start, which may try so many times the changes.
 _FRESH_EVERY, _FRESH_EFFORT = 16, 16
@@ -57,7 +59,7 @@ _KEEP_ALL: array[int] = array("q")
 
 @dataclass(frozen=True)
 class State:
-    """A state that annealing found.
+    """A state of the front.
 
     Attributes:
         how: in which walk, and on which limit.
@@ -97,17 +99,26 @@ class Front:
             kept[self.choices.start[g] + 1 : self.choices.end[g]] -= self.choices.bytes[g]
         lowest = max(int((kept + needed).max(initial=0)), 1)
         self.limits = sorted({int(lowest * (highest / lowest) ** (k / _LIMITS)) for k in range(_LIMITS)} | {highest})
-        self.annealing = self.choices.search()
+        self.search = self.choices.search()
         self._up: list[State] = []  # the best state on each limit, from that of the lowest state on
         self._placed: dict[int, tuple[Plan, Program]] = {}
 
     def _anneal(self, walk: str, k: int, each: int, effort: int = 1, hot: float = _WARM) -> State | None:
         """Anneal within limit k, from the present state on, with so many changes for each gap; None: no state fits."""
         changes = effort * min(each * len(self.choices.free), _MOST_CHANGES)
-        found = self.annealing.run(self.limits[k], changes, effort * _WORK // len(self.limits), hot, seed=k)
-        if found is None:
-            return None
-        return State(f"{walk}, limit {k + 1} of {len(self.limits)}", found.bytes, found.seconds, found.pairs)
+        return self._state(
+            walk, k, self.search.run(self.limits[k], changes, effort * _WORK // len(self.limits), hot, k)
+        )
+
+    def _drop(self, k: int) -> State | None:
+        """Search greedily within limit k, from everything kept."""
+        limit = self.limits[k]
+        self.search.restore(_KEEP_ALL)
+        return self._state("greedy search", k, self.search.drop(limit, limit, patience(self.choices)))
+
+    def _state(self, how: str, k: int, found: Annealed | None) -> State | None:
+        how = f"{how}, limit {k + 1} of {len(self.limits)}"
+        return None if found is None else State(how, found.bytes, found.seconds, found.pairs)
 
     @cached_property
     def _down(self) -> list[State]:
@@ -126,8 +137,10 @@ class Front:
         step = _DIVE
         while step and lowest:
             k = max(lowest - step, 0)
-            self.annealing.restore(found[-1].pairs)
-            state = self._anneal("dive", k, _CHANGES_DOWN, _DIVE_EFFORT, _HOT)
+            state = self._drop(k)
+            if state is None:
+                self.search.restore(found[-1].pairs)
+                state = self._anneal("dive", k, _CHANGES_DOWN, _DIVE_EFFORT, _HOT)
             if state is None:
                 step //= 2
             else:
@@ -141,10 +154,10 @@ class Front:
         for k in range(first + len(self._up), last + 1) if each else ():
             found = [state for state in (*self._down, *self._up[-1:]) if state.bytes <= self.limits[k]]
             best = min(found, key=lambda state: state.seconds)
-            self.annealing.restore(best.pairs)
+            self.search.restore(best.pairs)
             tried = [best, self._anneal("walk up", k, each)]
             if k % _FRESH_EVERY == 0:
-                self.annealing.restore(_KEEP_ALL)
+                self.search.restore(_KEEP_ALL)
                 tried.append(self._anneal("fresh start", k, each, _FRESH_EFFORT, _HOT))
             self._up.append(min((state for state in tried if state is not None), key=lambda state: state.seconds))
         return self._up[: max(last + 1 - first, 0)]

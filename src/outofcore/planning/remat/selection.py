@@ -27,8 +27,7 @@ class Selection:
 
     def __init__(self, kept: Choices) -> None:
         self.kept, self._search = kept, kept.search()
-        gaps = len(kept.free)
-        self._patience = min(_RUNS_EACH * (gaps + _EXTRA), max(_MOST, _MANY * gaps))
+        self._patience = patience(kept)
 
     def drop(self, limit: int) -> Choices | None:
         """Choices of what to recompute so that large blocks take no more than a limit; None if none are found.
@@ -54,6 +53,12 @@ class Selection:
         choices = Choices(self.kept.problem, self.kept.contents, limit, like=self.kept)
         assert choices.begin(snapshot_of(pairs)), "what was found can be recomputed"
         return choices
+
+
+def patience(choices: Choices) -> int:
+    """Return how many runs of chains a search may look at."""
+    gaps = len(choices.free)
+    return min(_RUNS_EACH * (gaps + _EXTRA), max(_MOST, _MANY * gaps))
 
 
 def snapshot_of(pairs: array[int]) -> Snapshot:
