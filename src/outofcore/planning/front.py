@@ -167,7 +167,8 @@ class Front:
         key = id(state.pairs)
         if key not in self._placed:
             choices = Choices(self.choices.problem, self.choices.contents, state.bytes, like=self.choices)
-            assert choices.begin(snapshot_of(state.pairs)), "what annealing found can be recomputed"
+            is_possible = choices.begin(snapshot_of(state.pairs))
+            assert is_possible, "what a search found can be recomputed"
             decisions = sorted((*arrivals(choices), *decisions_again(choices)), key=lambda decision: decision.gap)
             plan = Plan("auto", state.bytes + self.beside, tuple(decisions))
             self._placed[key] = plan, place(lower(self.graph, self.costs, plan), round_up(plan.budget, PAGE_BYTES))

@@ -51,7 +51,8 @@ class Selection:
 
     def _choices(self, pairs: array[int], limit: int) -> Choices:
         choices = Choices(self.kept.problem, self.kept.contents, limit, like=self.kept)
-        assert choices.begin(snapshot_of(pairs)), "what was found can be recomputed"
+        is_possible = choices.begin(snapshot_of(pairs))
+        assert is_possible, "what a search found can be recomputed"
         return choices
 
 
