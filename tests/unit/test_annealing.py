@@ -21,7 +21,8 @@ from outofcore.planning.problem import Problem
 from outofcore.planning.remat.chains import AGAIN, Choices
 from outofcore.planning.remat.compiled import Annealed
 from outofcore.planning.remat.contents import Contents
-from outofcore.planning.remat.selection import Selection, snapshot_of
+from outofcore.planning.remat.selection import Selection
+from outofcore.planning.remat.selection import choices_of as choices_of_pairs
 from outofcore.validator import validate
 
 
@@ -50,8 +51,7 @@ def test_annealing_returns_what_python_counts(step: tuple[StepGraph, Costs], par
         found = annealing.run(limit, 300, 1 << 40, 0.3, seed % (1 << 64))
         if found is None:
             continue
-        counted = Choices(kept.problem, kept.contents, like=kept)
-        assert counted.begin(snapshot_of(found.pairs))
+        counted = choices_of_pairs(kept, found.pairs, limit)
         assert found.seconds == pytest.approx(counted.seconds)
         assert found.bytes == most_bytes(counted) <= limit
         annealing.restore(found.pairs)

@@ -35,7 +35,7 @@ from outofcore.planning.problem import Problem
 from outofcore.planning.remat.chains import Choices
 from outofcore.planning.remat.compiled import Annealed
 from outofcore.planning.remat.contents import Contents
-from outofcore.planning.remat.selection import patience, snapshot_of
+from outofcore.planning.remat.selection import choices_of, patience
 from outofcore.program import Program
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
@@ -166,9 +166,7 @@ class Front:
         """Return the plan of a state and its placed program, the same for all budgets."""
         key = id(state.pairs)
         if key not in self._placed:
-            choices = Choices(self.choices.problem, self.choices.contents, state.bytes, like=self.choices)
-            is_possible = choices.begin(snapshot_of(state.pairs))
-            assert is_possible, "what a search found can be recomputed"
+            choices = choices_of(self.choices, state.pairs, state.bytes)
             decisions = sorted((*arrivals(choices), *decisions_again(choices)), key=lambda decision: decision.gap)
             plan = Plan("auto", state.bytes + self.beside, tuple(decisions))
             self._placed[key] = plan, place(lower(self.graph, self.costs, plan), round_up(plan.budget, PAGE_BYTES))

@@ -219,23 +219,23 @@ class CompiledSearch:
             The best state; None if none was within the limit.
         """
         self._anneal(self._handle, limit, changes, work, hot, seed, ctypes.byref(self._best))
-        return self._read()
+        return self._found()
 
     def drop(self, limit: int, need_limit: int, patience: int) -> Annealed | None:
         """Drop gaps greedily from the present state on; None if that does not come to fit (see ``remat.selection``)."""
         self._library.outofcore_drop(self._handle, limit, need_limit, patience, ctypes.byref(self._best))
-        return self._read()
+        return self._found()
 
-    def settle(self, limit: int, need_limit: int, patience: int) -> Annealed | None:
+    def settle(self, limit: int, need_limit: int, patience: int) -> Annealed:
         """Recompute gaps of the present state elsewhere where that saves seconds and adds no overload."""
         self._library.outofcore_settle(self._handle, limit, need_limit, patience, ctypes.byref(self._best))
         return self._read()
 
-    def _read(self) -> Annealed | None:
-        best = self._best
-        if isinf(best.seconds):
-            return None
-        pairs = array("q")
+    def _found(self) -> Annealed | None:
+        return None if isinf(self._best.seconds) else self._read()
+
+    def _read(self) -> Annealed:
+        best, pairs = self._best, array("q")
         if best.count:
             pairs.frombytes(ctypes.string_at(best.pairs, 2 * best.count * _WORD))
         return Annealed(best.seconds, best.bytes, pairs)

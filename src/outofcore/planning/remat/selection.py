@@ -11,7 +11,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from outofcore.planning.remat.chains import AGAIN, Choices, Snapshot
+from outofcore.errors import GraphError
+from outofcore.planning.remat.chains import AGAIN, Choices
 
 # Runs of chains that a search may look at: for each gap and for a few more, but no more than the most altogether; of
 # very many gaps, so many for each.
@@ -36,7 +37,7 @@ class Selection:
         """
         self._search.restore(array("q"))
         found = self._search.drop(limit, min(limit, self.kept.problem.limit), self._patience)
-        return None if found is None else self._choices(found.pairs, limit)
+        return None if found is None else choices_of(self.kept, found.pairs, limit)
 
     def settle(self, gaps: Iterable[int]) -> Choices:
         """Choices in which some gaps are recomputed before their next use, or earlier where that saves seconds."""
@@ -45,15 +46,7 @@ class Selection:
         for g in gaps:
             pairs.extend((g, self.kept.end[g]))
         self._search.restore(pairs)
-        found = self._search.settle(limit, limit, self._patience)
-        assert found is not None, "settled choices are what there is"
-        return self._choices(found.pairs, limit)
-
-    def _choices(self, pairs: array[int], limit: int) -> Choices:
-        choices = Choices(self.kept.problem, self.kept.contents, limit, like=self.kept)
-        is_possible = choices.begin(snapshot_of(pairs))
-        assert is_possible, "what a search found can be recomputed"
-        return choices
+        return choices_of(self.kept, self._search.settle(limit, limit, self._patience).pairs, limit)
 
 
 def patience(choices: Choices) -> int:
@@ -62,6 +55,10 @@ def patience(choices: Choices) -> int:
     return min(_RUNS_EACH * (gaps + _EXTRA), max(_MOST, _MANY * gaps))
 
 
-def snapshot_of(pairs: array[int]) -> Snapshot:
-    """Return pairs of gaps that are recomputed and the ops before which they come back as a change to choices."""
-    return tuple((g, AGAIN, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
+def choices_of(kept: Choices, pairs: array[int], limit: int) -> Choices:
+    """Return choices within a limit in which gaps are recomputed, as ``Annealed.pairs`` names them."""
+    choices = Choices(kept.problem, kept.contents, limit, like=kept)
+    again = tuple((g, AGAIN, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
+    if not choices.begin(again):
+        raise GraphError(f"a search recomputes what cannot be, which is a fault of outofcore: {again}")
+    return choices
