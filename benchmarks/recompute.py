@@ -61,18 +61,18 @@ def _measured(plan: Callable[[], Planned]) -> tuple[Planned | None, float]:
 
 
 def compared(model: str, graph: StepGraph, costs: Costs) -> None:
-    """Print the row of one step: steps over their ops, of auto and dtr."""
+    """Print the row of one step: steps over their ops, of auto, auto without the walk up, and dtr."""
     everything = in_core_budget(graph, costs)
     start = time.process_time()
     smallest = smallest_budget(graph, costs)
     cells = [f"{smallest / everything:.3f} in {time.process_time() - start:.1f} s"]
     for budget in (smallest, *(int(everything * part) for part in _PARTS)):
         told: list[str] = []
-        for policy in ("auto", "dtr"):
+        for policy in ("auto", "auto:annealing=0", "dtr"):
             planned, took = _measured(lambda policy=policy, budget=budget: plan_step(graph, costs, budget, policy))
             if planned is not None:
                 validate(graph, planned.program, budget, costs)
-                told.append(f"{planned.timeline.step_seconds / costs.compute_seconds:.3f} in {took:.1f} s")
+                told.append(f"{planned.timeline.step_seconds / costs.compute_seconds:.4f} in {took:.1f} s")
         cells.append(", ".join(told) or "-")
     console().print(f"| {model} | {len(graph.ops)} | {' | '.join(cells)} |")
 
@@ -102,7 +102,7 @@ def main(
     graphs: Annotated[Path | None, typer.Option(help="A folder that keeps the graph files.")] = None,
     sweep: Annotated[int, typer.Option(help="Budgets to plan at; 0: compare policies instead.")] = 0,
 ) -> None:
-    """Print for each step its ops and smallest budget, then auto, dtr and planning's processor time; or sweep."""
+    """Print for each step its ops and smallest budget, then steps and planning's processor time; or sweep."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = graphs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
