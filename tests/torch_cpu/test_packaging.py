@@ -28,7 +28,7 @@ pytest.importorskip("setuptools_scm")
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # What needs neither PyTorch nor CUDA; beside the library for this version of PyTorch.
-COMPILED = ("capture/reads.cpp", "planning/placement/placement.cpp", "planning/remat/chains.cpp")
+COMPILED = ("capture/reads.cpp", "planning/placement/placement.cpp", "planning/remat/remat.cpp")
 FALLBACK = re.search(r'fallback_version = "(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
