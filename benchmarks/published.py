@@ -11,7 +11,7 @@ FOLDER holds clones of these repositories, bare or not::
 
 Each instance is planned in a process of its own, so that its peak memory is its own. Prints tables and writes
 results/published.json; of that, parts that did not run stay. Nothing is trained: all times are those of the simulator,
-for costs that the instances name. The modules in ``instances/`` say what the instances are, and what can be compared.
+for costs that the instances name. The modules in ``instances/`` describe the instances and what can be compared.
 """
 
 from __future__ import annotations

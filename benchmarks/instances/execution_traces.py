@@ -361,7 +361,7 @@ class _Builder:
         self.costs.append(OpCost(estimate_seconds(call, self.target), workspace))
 
     def finish(self) -> GraphFile:
-        """Return what was made, without storages that no op touches."""
+        """Return the graph file, without storages that no op touches."""
         touched = sorted({storage for op in self.ops for storage in op.touched})
         number = {lifetime: index for index, lifetime in enumerate(touched)}
         storages = tuple(
@@ -407,8 +407,8 @@ def convert_trace(trace: Mapping[str, Any], step: str = "", target: str = _DEVIC
 
     Args:
         trace: the decoded JSON.
-        step: the name of the call that holds the step, of which those that follow it by their ids and are made by other
-            threads are part; empty: the whole trace.
+        step: the name of the call that holds the step; later calls of other threads belong to it, up to the next step.
+            Empty: the whole trace.
         target: a device of ``outofcore.presets``, for times and the home.
 
     Raises:

@@ -245,7 +245,7 @@ class _Lowering:
         runs = replay(history, targets, lambda content: on_device(content) or at_home(content))
         let_go = _let_go(history, runs, targets)
         blocks: dict[Content, int] = {}
-        for position, index in enumerate(runs):
+        for index, gone in zip(runs, let_go, strict=True):
             op = graph.ops[index]
             needs = dict(history.needs(op))
             for storage, needed in needs.items():
@@ -265,7 +265,7 @@ class _Lowering:
             blocks.update({content: used[content[0]] for content in makes.items()})
             for storage in op.discards:
                 self._end(used[storage])
-            for content in let_go[position]:
+            for content in gone:
                 if content in blocks:
                     self._end(blocks.pop(content))
             for content in makes.items():

@@ -25,8 +25,8 @@ _LEAST_STALE = 1e-9
 _TRIES = 12
 # Ops of chains that are looked at, at most, before it is followed once more.
 _WORK = 100_000
-# How often a step is followed with fewer bytes, where the plan takes more than were followed; at least so many
-# parts of them fewer each time.
+# How often a step is followed with fewer bytes where its plan takes more than allowed; each time they fall by one
+# part in so many, or more.
 _LOWER = 16
 # How many contents may go from which a chain starts, one by one.
 _MORE = 8
@@ -48,9 +48,9 @@ class DTR(Checked):
 
     Neighbours are evicted storages that it is made from, and those that are made from it, each through evicted ones.
 
-    Different from the paper: the step is followed before it runs, with the costs of its ops, and what comes of it is a
-    plan, which says less than a run does (``evict_online``). What has had its last use is gone, and is made again for
-    each chain of runs. Where the plan takes more bytes than were followed, the step is followed with fewer.
+    Different from the paper: evictions are decided before the step runs, with the costs of its ops, and become a plan,
+    which says less than a run does (``evict_online``). A storage is freed after its last use, and each chain of runs
+    that needs it makes it again. Where the plan takes more bytes than allowed, the step is followed with fewer.
     What exists before the step stays, nothing is copied but inputs and outputs, and storages below 64 KiB stay. Left
     out: the cheaper approximations of the heuristic, since planning has the time.
 

@@ -205,10 +205,10 @@ class Choices:
             return alone
         return max(alone, self.contents.before[at] - chain.held + chain.bytes)
 
-    def set(self, g: int, kind: int, fetch: int, most: float = float("inf")) -> Change | None:
-        """Change one gap; None, with nothing changed, if that cannot be or all chains then take more than ``most``."""
+    def set(self, g: int, kind: int, fetch: int) -> Change | None:
+        """Change one gap; None, with nothing changed, if that cannot be."""
         old_kind, old_fetch = self.kind[g], self.fetch[g]
-        changed = self._changed(g, kind, fetch, most)
+        changed = self._changed(g, kind, fetch)
         if changed is None:
             return None
         again, made, total = changed
@@ -225,7 +225,7 @@ class Choices:
         return undo
 
     def _changed(
-        self, g: int, kind: int, fetch: int, most: float
+        self, g: int, kind: int, fetch: int
     ) -> tuple[dict[int, set[int]], dict[int, Chain | None], float] | None:
         """Of a change to a gap: what is fetched where chains change, those chains, and the seconds of all chains."""
         old_kind, old_fetch = self.kind[g], self.fetch[g]
@@ -257,8 +257,8 @@ class Choices:
                     made[at] = None
                     continue
                 alone = not self.chains and not self.sent and kind == AGAIN and at == fetch
-                chain = self._single(g, at) if alone else self.chain(at, tuple(again[at]), most - total + 1e-12)
-                if chain is None or chain.seconds > most - total + 1e-12:
+                chain = self._single(g, at) if alone else self.chain(at, tuple(again[at]))
+                if chain is None:
                     return None
                 total += chain.seconds
                 made[at] = chain
