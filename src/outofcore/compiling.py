@@ -104,8 +104,12 @@ def is_built(beside: Path) -> bool:
 
 
 def wheel_library(source: Path) -> Path:
-    """Return where a wheel has the library of a C++ file: beside it, with the machine and a digest in its name."""
-    digest = hashlib.sha256(source.read_bytes() + "\0".join(_FLAGS).encode()).hexdigest()[:16]
+    """Return where a wheel has the library of a C++ file: beside it, with the machine and a digest in its name.
+
+    The digest covers the file and all headers beside it, which it may include.
+    """
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    digest = hashlib.sha256(b"".join(texts) + "\0".join(_FLAGS).encode()).hexdigest()[:16]
     return source.with_name(f"{source.stem}-{platform.machine()}-{digest}.so")
 
 

@@ -28,11 +28,10 @@ from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.lowering import lower
 from outofcore.plan import Plan
-from outofcore.planning.candidates import arrivals, decisions_again
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import Outcome, Planned, finish, keep_all, place, small_region_bytes
 from outofcore.planning.problem import Problem
-from outofcore.planning.remat.chains import Choices
+from outofcore.planning.remat.chains import Choices, arrivals, decisions_again
 from outofcore.planning.remat.compiled import Annealed
 from outofcore.planning.remat.contents import Contents
 from outofcore.planning.remat.selection import choices_of, patience

@@ -26,13 +26,10 @@ class SearchParams:
             whole blocks where it sees a flow of bytes; one candidate each, of which the schedule takes the best.
         slacks: how much earlier than just in time copies in may start, in multiples of their own seconds; each is
             tried.
-        passes: how often a candidate's copies are scheduled again, at most, with the last schedule in mind.
-        tuned: how many of the best candidates are tuned by random changes that the schedule judges.
-        tunings: schedules of one tuning at most.
-        further: how many of these are tuned further, the best first: for as long as 20 runs of the step take, at most.
-        recompute_changes: share of the changes of a tuning that are about what is computed again.
-        rounds: how often candidates are looked for, from the second time on with more bytes left free, where blocks do
-            not fit.
+        tunings: random changes to each candidate that the schedule judges (in steps of more than 1,500 ops, in
+            proportion fewer).
+        tuned: how many of the best candidates are tuned further.
+        further: changes of which.
         placed: candidates placed at addresses at most (of steps with more than 2,000 ops, in proportion fewer).
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
@@ -45,12 +42,9 @@ class SearchParams:
     zooms: int = 2
     margins: tuple[float, ...] = (0.0, 0.03, 0.1)
     slacks: tuple[float, ...] = (1.5, 30.0)
-    passes: int = 8
-    tuned: int = 2
-    tunings: int = 300
-    further: int = 2
-    recompute_changes: float = 0.5
-    rounds: int = 3
+    tunings: int = 1500
+    tuned: int = 3
+    further: int = 8000
     placed: int = 16
     polish_ops: int = 24_000
     annealing: int = 20
@@ -62,7 +56,7 @@ class SearchParams:
             relaxations=0 if self.shares else min(self.relaxations, 1),
             shares=self.shares[-1:],
             zooms=0,
-            tuned=0,
+            tunings=min(self.tunings, 200),
             further=0,
             placed=min(self.placed, 4),
             polish_ops=0,
@@ -71,5 +65,5 @@ class SearchParams:
 
 
 QUICK = SearchParams(
-    relaxations=1, shares=(0.5,), zooms=0, tuned=1, tunings=20, further=0, placed=4, polish_ops=0, annealing=2
+    relaxations=1, shares=(0.5,), zooms=0, tunings=500, further=0, placed=4, polish_ops=0, annealing=2
 )

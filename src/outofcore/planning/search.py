@@ -18,12 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
-import numpy as np
-
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
-from outofcore.planning.candidates import Candidate, copy_weight, further_tries, tuning_tries
+from outofcore.planning.candidates import Candidate, Candidates
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import ATTEMPTS, Outcome, Planned, fit, room_for_large, worth
@@ -34,6 +32,7 @@ from outofcore.planning.remat.chains import Choices
 from outofcore.planning.remat.contents import Contents
 from outofcore.planning.remat.selection import Selection
 from outofcore.planning.repair import Attempts
+from outofcore.planning.tuner import copy_weight
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore.planning")
@@ -83,75 +82,31 @@ class _Search:
     planned: list[tuple[str, Planned]] = field(default_factory=list[tuple[str, Planned]])
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     candidates: list[Candidate] = field(default_factory=list[Candidate])
-    turn: str = ""
-    values: dict[str, float] = field(default_factory=dict[str, float])  # of the last candidate of each name
-    shares: dict[float, None] = field(default_factory=dict[float, None])  # that were tried
 
     def __post_init__(self) -> None:
         self.problem = Problem.of(self.graph, self.costs, room_for_large(self.graph, self.costs, self.budget))
-        self.contents = Contents.of(self.graph, self.costs)
+        self.kept = Choices(self.problem, Contents.of(self.graph, self.costs))
+        self.selection = Selection(self.kept)
+        self.makes = Candidates(self.kept, self.params)
 
     def mix(self) -> None:
-        """What does not stay is offloaded or computed again."""
-        promised = inf
-        for turn in range(1, self.params.rounds + 1):
-            before = self.candidates
-            self._consider_all(f"round {turn}, " if turn > 1 else "")
-            if not self.candidates:
-                self.candidates = before
-                break
-            promised = min(promised, self.candidates[0].value)
-            best = min((worth(self.costs, planned) for _, planned in self.planned), default=inf)
-            if best <= promised * _KEPT_PROMISE:
-                break
-            self._leave_free()
+        """What does not stay is offloaded or recomputed."""
+        self._consider("nothing recomputed", self.kept)
+        if not self._is_good(_GOOD):
+            self._ask_relaxation()
+            if not self._is_good_enough:
+                self._try_shares()
+        self.candidates.sort(key=lambda candidate: candidate.value)
+        self._race([*self._tuned_further(), *self.candidates])
         if not self.planned:
             self._fall_back()
 
-    def _consider_all(self, turn: str) -> None:
-        """Find candidates and place the best of them."""
-        self.turn = turn
-        self.candidates = []
-        self.kept = kept = Choices(self.problem, self.contents)
-        self.selection = Selection(kept)
-        self._consider("nothing computed again", Choices(self.problem, self.contents, like=kept))
-        if not self._is_good(_GOOD):
-            self._consider_rest(kept)
-        tries = tuning_tries(self.problem, self.params)
-        self.candidates.sort(key=lambda candidate: candidate.value)
-        count = self.params.tuned // (2 if self._is_long else 1)
-        tuned = [replace(c, how=f"{c.how}, tuned") for c in (c.tuned(tries) for c in self.candidates[:count])]
-        tuned += self._tuned_further(tuned)
-        self._race([*tuned, *self.candidates])
-
-    def _tuned_further(self, tuned: list[Candidate]) -> list[Candidate]:
-        tries = further_tries(self.problem)
-        best = sorted(tuned, key=lambda candidate: candidate.value)
-        if not tries or not best or best[0].value <= self.costs.compute_seconds * _NEARLY_GOOD:
+    def _tuned_further(self) -> list[Candidate]:
+        if not self.params.further or self._is_good(_GOOD):
             return []
-        again = [candidate.tuned(tries, seed=1) for candidate in best[: self.params.further]]
-        return [replace(candidate, how=f"{candidate.how} further") for candidate in again]
-
-    def _consider_rest(self, kept: Choices) -> None:
-        """In the first round everything; later what was among the best before."""
-        if not self.turn:
-            self._ask_relaxation(kept)
-            if not self._is_good_enough:
-                self._try_shares(kept)
-            return
-        near = [how for how, value in self.values.items() if value <= min(self.values.values()) * _AMONG_BEST]
-        if any(how.startswith("relaxation") for how in near):
-            self._ask_relaxation(kept)
-        for share in [share for share in self.shares if _share_name(share) in near]:
-            self._share(kept, share)
-
-    def _leave_free(self) -> None:
-        """Leave so many more bytes free at each op, as far as it does, as the lowest blocks were too high."""
-        heights = [outcome.arena_bytes for outcome in self.outcomes if self.budget < outcome.arena_bytes < inf]
-        over = int(min(heights, default=self.budget)) - self.budget
-        over = max(over, self.problem.limit // _LEAST_FREED)
-        free = self.problem.free
-        self.problem = replace(self.problem, free=np.where(free > 0, np.maximum(free - over, 0), free))
+        best = self.candidates[: self.params.tuned]
+        again = [self.makes.tuned(candidate, self.params.further, seed=1) for candidate in best]
+        return [replace(candidate, how=f"{candidate.how}, tuned further") for candidate in again if candidate]
 
     @property
     def _is_long(self) -> bool:
@@ -165,40 +120,41 @@ class _Search:
         return any(candidate.value <= self.costs.compute_seconds * times for candidate in self.candidates)
 
     def _consider(self, how: str, choices: Choices) -> float:
-        """Add the candidate that computes this again; returns its value."""
-        name, how = how, self.turn + how
-        candidate = Candidate.of(how, choices, self.params, self.kept)
+        """Add the candidate that recomputes this; returns its value."""
+        candidate = self.makes.of(how, choices)
         if candidate is None:
             _log.debug("%s: does not fit", how)
             return inf
-        _log.debug("%s: %.6f s scheduled", how, candidate.schedule.seconds)
-        self.values[name] = candidate.value
-        if not any(candidate.is_same(other) for other in self.candidates):
+        _log.debug("%s: %.6f s scheduled", how, candidate.found.seconds)
+        if all(candidate.found.decisions != other.found.decisions for other in self.candidates):
             self.candidates.append(candidate)
         return candidate.value
 
-    def _ask_relaxation(self, kept: Choices) -> None:
+    def _ask_relaxation(self) -> None:
         """Recompute what the linear program says, first as if all else were resident, then after its last answer."""
-        seconds = _chain_seconds(kept)
+        seconds = _chain_seconds(self.kept)
         for turn in range(self.params.relaxations):
             shares = next(solve(self.problem, seconds, weight=copy_weight(self.costs)), None)
             if shares is None:
                 return
-            choices = self.selection.settle(g for g in kept.free if shares.again[g] >= 0.5)
+            choices = self.selection.settle(g for g in self.kept.free if shares.again[g] >= 0.5)
             self._consider(f"relaxation {turn + 1}", choices)
             if self._is_good_enough:
                 return
-            seconds = _chain_seconds(choices)
+            if turn + 1 < self.params.relaxations:
+                seconds = _chain_seconds(choices)
 
-    def _try_shares(self, kept: Choices) -> None:
-        """Offload a share of the bytes that are too many, and compute the rest again."""
-        capacity = self._share_of_homes(kept)
+    def _try_shares(self) -> None:
+        """Offload a share of the bytes that are too many, and recompute the rest."""
+        excess = max(int((self.kept.held + self.kept.need).max(initial=0)) - self.problem.limit, 0)
+        room = [inf if home.bytes is None else home.bytes for home in self.problem.homes]
+        capacity = sum(room) / max(excess, 1)  # of the homes, as a share
         most = _FILLED[0] * capacity
-        values = {share: self._share(kept, share) for share in self.params.shares if share <= most}
+        values = {share: self._share(excess, share) for share in self.params.shares if share <= most}
         if len(values) < len(self.params.shares):
             # More is at home over the step than exceeds the limit at one op, so less may have to be offloaded.
             for part in _FILLED:
-                values[part * capacity] = self._share(kept, part * capacity)
+                values[part * capacity] = self._share(excess, part * capacity)
                 if values[part * capacity] < inf:
                     break
         # Recomputation takes most of a step in which nothing is offloaded: its value says little about nearby shares.
@@ -210,24 +166,19 @@ class _Search:
             for near in (at - 1, at + 1):
                 if 0 <= near < len(shares):
                     share = (shares[at] + shares[near]) / 2
-                    values[share] = self._share(kept, share)
+                    values[share] = self._share(excess, share)
 
-    def _excess(self, kept: Choices) -> int:
-        """Return by how many bytes the step exceeds the limit if everything stays resident."""
-        return max(int((kept.held + kept.need).max(initial=0)) - self.problem.limit, 0)
-
-    def _share_of_homes(self, kept: Choices) -> float:
-        """Return the capacity of the homes as a share of the bytes above the limit; infinite if one is not limited."""
-        room = [inf if home.bytes is None else home.bytes for home in self.problem.homes]
-        return sum(room) / max(self._excess(kept), 1)
-
-    def _share(self, kept: Choices, share: float) -> float:
-        limit = self.problem.limit + int(self._excess(kept) * share)
-        self.shares.setdefault(share)
-        choices = self.selection.drop(limit)
-        return inf if choices is None else self._consider(_share_name(share), choices)
+    def _share(self, excess: int, share: float) -> float:
+        choices = self.selection.drop(self.problem.limit + int(excess * share))
+        return inf if choices is None else self._consider(f"{share:.1%} of the excess offloaded", choices)
 
     # Placing
+
+    def _sparing(self, candidate: Candidate, tried: Attempts) -> Candidate | None:
+        """Return the candidate with the bytes left free that attempts to place it asked for; None if there is none."""
+        if not tried.spared.any():
+            return candidate
+        return self.makes.tuned(candidate, self.params.tunings, tried.spared)
 
     def _place(self, how: str, plan: Plan, tried: Attempts) -> Planned | None:
         planned = tried.place(plan)
@@ -254,7 +205,7 @@ class _Search:
         heap: list[tuple[float, int, Candidate, Attempts, Candidate]] = []
 
         def enter(number: int, candidate: Candidate, tried: Attempts) -> None:
-            found = None if tried.ended or tried.made >= ATTEMPTS else candidate.sparing(tried.spared)
+            found = None if tried.ended or tried.made >= ATTEMPTS else self._sparing(candidate, tried)
             if found is not None:
                 heapq.heappush(heap, (found.value, number, found, tried, candidate))
 
@@ -277,7 +228,7 @@ class _Search:
         for candidate in self.candidates[:_FALLEN_BACK]:
             tried = Attempts(self.graph, self.costs, self.budget, generous=True)
             while tried.made < ATTEMPTS and not tried.ended:
-                found = candidate.sparing(tried.spared)
+                found = self._sparing(candidate, tried)
                 if found is None:
                     break
                 if self._place(f"{candidate.how}, generous attempt {tried.made + 1}", found.plan, tried) is not None:
@@ -317,10 +268,6 @@ class _Search:
             )
             ranked[0] = replace(chosen, candidates=outcomes)
         return ranked
-
-
-def _share_name(share: float) -> str:
-    return f"{share:.1%} of the excess offloaded"
 
 
 def _chain_seconds(choices: Choices) -> Mapping[int, float]:

@@ -12,11 +12,10 @@ from outofcore.costs import Costs
 from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
-from outofcore.planning.candidates import arrivals, decisions_again
 from outofcore.planning.placing import room_for_large
 from outofcore.planning.policy import Asked, Checked
 from outofcore.planning.problem import Problem
-from outofcore.planning.remat.chains import AGAIN, Chain, Choices, Snapshot
+from outofcore.planning.remat.chains import AGAIN, Chain, Choices, Snapshot, arrivals, decisions_again
 from outofcore.planning.remat.contents import Contents
 
 # Seconds since the last use count for no less than this share of the step.

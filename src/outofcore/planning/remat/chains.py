@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from outofcore.plan import Decision, Residency
 from outofcore.planning.problem import Ints, Problem
 from outofcore.planning.remat.compiled import CompiledChains, CompiledSearch, Lists
 from outofcore.planning.remat.contents import Contents
@@ -333,3 +334,32 @@ class Change:
     seconds: float
     chains: dict[int, Chain | None]
     targets: dict[int, set[int] | None]
+
+
+def decisions_again(choices: Choices) -> tuple[Decision, ...]:
+    """The decisions of what is computed again."""
+    gaps = choices.problem.gaps
+    return tuple(
+        Decision(gaps[g].gap, Residency.RECOMPUTE, choices.start[g] + 1, choices.fetch[g])
+        for g in choices.free
+        if choices.kind[g] == AGAIN
+    )
+
+
+def arrivals(choices: Choices) -> tuple[Decision, ...]:
+    """When inputs come that cannot be there from the start of the step: as early as there is room for them.
+
+    Inputs about which nothing is said come before the first op.
+    """
+    room = choices.limit - (choices.held + choices.need)
+    found: list[Decision] = []
+    for info in choices.problem.gaps:
+        if not info.arriving:
+            continue
+        first = info.gap.end
+        while first > 0 and room[first - 1] >= info.bytes:
+            first -= 1
+        room[first : info.gap.end] -= info.bytes
+        if first:
+            found.append(Decision(info.gap, Residency.OFFLOAD, 0, first))
+    return tuple(found)

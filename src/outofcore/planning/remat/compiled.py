@@ -27,6 +27,12 @@ _FUNCTIONS = {
     "drop": ((_POINTER, _COUNT, _COUNT, _COUNT, _POINTER), None),
     "settle": ((_POINTER, _COUNT, _COUNT, _COUNT, _POINTER), None),
     "search_restore": ((_POINTER, _POINTER, _COUNT), None),
+    "tuner_open": ((_POINTER, _POINTER, _POINTER), _POINTER),
+    "tuner_close": ((_POINTER,), None),
+    "tuner_ease": ((_POINTER, _POINTER, _POINTER), ctypes.c_int),
+    "tuner_begin": ((*(_POINTER,) * 5, ctypes.c_double, _COUNT), ctypes.c_int),
+    "tuner_tune": ((_POINTER, _COUNT, ctypes.c_uint64), None),
+    "tuner_view": ((_POINTER, _POINTER), None),
 }
 
 _BY_CONTENT = ("maker", "born", "gone", "lasting", "size", "storage")
@@ -37,7 +43,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *((name, _COUNT) for name in ("contents", "ops")),
         *((name, _POINTER) for name in (*_BY_CONTENT, "gaps_from", "gaps")),
-        *((name, _POINTER) for name in ("needs_from", "needs", "makes_from", "makes", *_BY_OP, "seconds", "start")),
+        *((name, _POINTER) for name in ("needs_from", "needs", "makes_from", "makes", *_BY_OP, "seconds", "home_seconds", "start")),
     ]
 
 
@@ -86,6 +92,7 @@ class CompiledChains:
             **_lists("needs", contents.needs),
             **_lists("makes", contents.makes),
             "seconds": array("d", contents.seconds),
+            "home_seconds": array("d", contents.home_seconds),
             "start": array("q", start),
         }
         # The library reads them where they are.
@@ -200,8 +207,8 @@ class CompiledSearch:
         # The library reads them, and those of the chains, where they are.
         self._chains, self._arrays = chains, {name: array("q", values) for name, values in lists.items()}
         addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
-        gaps = _Gaps(count=len(end), free_count=len(free), **addresses)
-        self._handle = library.outofcore_search_open(ctypes.byref(chains.step), ctypes.byref(gaps))
+        self.gaps = _Gaps(count=len(end), free_count=len(free), **addresses)
+        self._handle = library.outofcore_search_open(ctypes.byref(chains.step), ctypes.byref(self.gaps))
         weakref.finalize(self, library.outofcore_search_close, self._handle)
         self._best = _Best()
 

@@ -37,6 +37,7 @@ class Contents:
         workspace: by op, bytes of its workspace, if that is large.
         before: by op, bytes of large blocks that it finds on the device and needs.
         seconds: by op.
+        home_seconds: by content, of a copy in from the last home.
     """
 
     first: list[int]
@@ -53,6 +54,7 @@ class Contents:
     workspace: list[int]
     before: list[int]
     seconds: list[float]
+    home_seconds: list[float]
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Contents:
@@ -60,7 +62,7 @@ class Contents:
         history = History.of(graph)
         n = len(graph.ops)
         size = [placed_bytes(s.bytes) if is_large(s.bytes) else 0 for s in graph.storages]
-        found = Contents([], [], [], [], [], [], [], [], [], [], [], [], [], [cost.seconds for cost in costs.ops])
+        found = Contents([], [], [], [], [], [], [], [], [], [], [], [], [], [cost.seconds for cost in costs.ops], [])
         for storage in graph.storages:
             found.first.append(len(found.storage))
             writes = history.writes[storage.id]
@@ -71,6 +73,7 @@ class Contents:
                 op = graph.ops[writes[version - 1]] if version else None
                 found.storage.append(storage.id)
                 found.size.append(0 if constant else size[storage.id])
+                found.home_seconds.append(costs.homes[-1].in_seconds(found.size[-1]) if costs.homes else 0.0)
                 again = op is not None and op.rerunnable and storage.id not in op.discards
                 found.maker.append(op.id if op is not None and again else -1)
                 found.born.append(op.id if op is not None else -1)

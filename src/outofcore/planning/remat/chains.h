@@ -1,0 +1,206 @@
+// The chain of runs that makes some contents before an op; chains.py says what a chain is.
+//
+// tests/unit/naive_chains.py adds the seconds of a chain up in the same order, so that both give the same to the last
+// bit.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace remat {
+
+using Index = std::int64_t;
+
+// As in contents.py and chains.py.
+constexpr Index kAtHome = 1, kKept = 0, kAway = 1, kAgain = 2;
+
+// A step that does not change: contents and ops by number. Lists of lists lie one after the other, each from from[i] to
+// before from[i + 1].
+struct Step {
+    Index contents, ops;
+    const Index *maker, *born, *gone, *lasting, *size, *storage;  // by content
+    const Index *gaps_from, *gaps;                                // by content
+    const Index *needs_from, *needs, *makes_from, *makes;         // by op
+    const Index *fresh, *scratch, *workspace;                     // by op
+    const double* seconds;                                        // by op
+    const double* home_seconds;                                   // by content, of a copy in from the last home
+    const Index* start;                                           // by gap
+};
+
+struct Found {
+    double seconds;
+    Index bytes, held;
+    Index ops, made, seen, home;  // how many of each there are in the list, in this order
+    const Index* list;
+};
+
+// Numbers below a bound that belong to a set, which is emptied at once.
+class Marks {
+public:
+    explicit Marks(Index count) : round_(count, 0) {}
+    void clear() { ++now_; }
+    bool has(Index i) const { return round_[i] == now_; }
+    void add(Index i) { round_[i] = now_; }
+    void drop(Index i) { round_[i] = 0; }
+
+private:
+    std::vector<std::uint64_t> round_;
+    std::uint64_t now_ = 1;
+};
+
+class Chains {
+public:
+    explicit Chains(const Step& step)
+        : s_(step), target_(step.contents), met_(step.contents), home_(step.contents), block_(step.contents),
+          made_(step.contents), running_(step.ops), last_(step.contents) {}
+
+    // Find a chain: its seconds, bytes and bytes held; false if none takes `limit` seconds at most.
+    bool weigh(Index at, Index count, const Index* targets, double limit, const Index* kind, const Index* fetch,
+               Found& found) {
+        if (!collect(at, count, targets, limit, kind, fetch, found.seconds)) return false;
+        std::sort(runs_.begin(), runs_.end());
+        measure(found.bytes);
+        found.held = 0;
+        for (Index i = 0; i < count; ++i) found.held += s_.size[targets[i]];
+        return true;
+    }
+
+    // Find a chain, and list what it is made of.
+    bool find(Index at, Index count, const Index* targets, double limit, const Index* kind, const Index* fetch,
+              Found& found) {
+        if (!weigh(at, count, targets, limit, kind, fetch, found)) return false;
+        std::sort(from_home_.begin(), from_home_.end());
+        list_.assign(runs_.begin(), runs_.end());
+        list_.insert(list_.end(), makes_.begin(), makes_.end());
+        const std::size_t before = list_.size();
+        for_each_seen([this](Index content) { list_.push_back(content); });
+        found.ops = static_cast<Index>(runs_.size());
+        found.made = static_cast<Index>(makes_.size());
+        found.seen = static_cast<Index>(list_.size() - before);
+        found.home = static_cast<Index>(from_home_.size());
+        list_.insert(list_.end(), from_home_.begin(), from_home_.end());
+        found.list = list_.data();
+        return true;
+    }
+
+    // The ops of the chain found last.
+    Index runs() const { return static_cast<Index>(runs_.size()); }
+
+    // Whether it makes a content.
+    bool makes(Index content) const { return made_.has(content); }
+
+    // The contents that it copies in.
+    const std::vector<Index>& from_home() const { return from_home_; }
+
+    // Visit the contents that it found or makes.
+    template <typename Visit> void for_each_seen(const Visit& visit) const {
+        for (const Index content : seen_)
+            if (!made_.has(content)) visit(content);
+        for (const Index content : makes_) visit(content);
+    }
+
+private:
+    // Which ops have to run, and what they find at home.
+    bool collect(Index at, Index count, const Index* targets, double limit, const Index* kind, const Index* fetch,
+                 double& seconds) {
+        target_.clear(), met_.clear(), home_.clear(), running_.clear();
+        runs_.clear(), from_home_.clear();
+        seen_.assign(targets, targets + count);
+        pending_.assign(targets, targets + count);
+        for (const Index content : seen_) target_.add(content), met_.add(content);
+        seconds = 0.0;
+        while (!pending_.empty()) {
+            const Index op = s_.maker[pending_.back()];
+            pending_.pop_back();
+            if (op < 0) return false;
+            if (running_.has(op)) continue;
+            running_.add(op);
+            runs_.push_back(op);
+            seconds += s_.seconds[op];
+            if (seconds > limit) return false;
+            for (Index i = s_.needs_from[op]; i < s_.needs_from[op + 1]; ++i) {
+                const Index need = s_.needs[i];
+                if (met_.has(need)) continue;
+                met_.add(need);
+                seen_.push_back(need);
+                const bool is_held = s_.born[need] < at && at <= s_.gone[need];
+                if (s_.lasting[need]) {
+                    if (s_.lasting[need] == kAtHome && !is_held) comes_from_home(need);
+                    continue;
+                }
+                if (is_held && is_there(need, at, kind, fetch)) continue;
+                pending_.push_back(need);
+            }
+        }
+        return true;
+    }
+
+    // Whether what the step holds before an op is on the device then, or comes from home.
+    bool is_there(Index content, Index at, const Index* kind, const Index* fetch) {
+        bool there = true;
+        for (Index i = s_.gaps_from[content]; i < s_.gaps_from[content + 1]; ++i) {
+            const Index gap = s_.gaps[i];
+            const bool is_open = s_.start[gap] < at && at < fetch[gap];
+            if (is_open && kind[gap] == kAgain) there = false;
+            if (is_open && kind[gap] == kAway) comes_from_home(content);
+        }
+        return there;
+    }
+
+    void comes_from_home(Index content) {
+        if (home_.has(content)) return;
+        home_.add(content);
+        from_home_.push_back(content);
+    }
+
+    // The most bytes that the runs hold at once.
+    void measure(Index& most) {
+        for (const Index op : runs_)
+            for (Index i = s_.needs_from[op]; i < s_.needs_from[op + 1]; ++i) last_[s_.needs[i]] = op;
+        block_.clear(), made_.clear();
+        makes_.clear();
+        Index used = 0;
+        most = 0;
+        for (const Index op : runs_) {
+            const Index *needs = s_.needs + s_.needs_from[op], *needs_end = s_.needs + s_.needs_from[op + 1];
+            const Index *makes = s_.makes + s_.makes_from[op], *makes_end = s_.makes + s_.makes_from[op + 1];
+            for (const Index* need = needs; need != needs_end; ++need)
+                if (home_.has(*need) && !block_.has(*need)) {
+                    block_.add(*need);
+                    used += s_.size[*need];
+                }
+            used += s_.fresh[op];
+            most = std::max(most, used + s_.workspace[op]);
+            used -= s_.scratch[op];
+            for (const Index* need = needs; need != needs_end; ++need) {
+                if (!block_.has(*need)) continue;
+                const auto is_same = [&](Index made) { return s_.storage[made] == s_.storage[*need]; };
+                if (std::any_of(makes, makes_end, is_same)) {
+                    block_.drop(*need);  // written in place: the block goes on as the new content
+                } else if (last_[*need] == op && !target_.has(*need)) {
+                    block_.drop(*need);
+                    used -= s_.size[*need];
+                }
+            }
+            for (const Index* made = makes; made != makes_end; ++made) {
+                if (!made_.has(*made)) {
+                    made_.add(*made);
+                    makes_.push_back(*made);
+                }
+                // Of what no run reads, last_ is of another chain; it is met all the same if it is wanted itself.
+                if (target_.has(*made) || (met_.has(*made) && last_[*made] > op))
+                    block_.add(*made);
+                else
+                    used -= s_.size[*made];
+            }
+        }
+    }
+
+    const Step s_;
+    Marks target_, met_, home_, block_, made_, running_;
+    std::vector<Index> last_, runs_, from_home_, seen_, makes_, pending_, list_;
+};
+
+}  // namespace remat

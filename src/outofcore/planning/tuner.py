@@ -1,0 +1,264 @@
+"""Tuning: a local search over what becomes of each gap, judged by when the copies then run.
+
+A *state* keeps, offloads or recomputes each gap. The schedule of its copies is found by running through the step once
+with times and bytes counted. Copies out start at once, one after the other on the link to their home; an op whose room
+they still take waits for them. Copies in go in the order in which they are needed, each before the first op from which
+on its room is free up to its use; what is still flowing out then keeps its room. So a prefetch never makes an op wait
+that would not have waited anyway, and a link is idle only where there is no room. When each op starts, and what still
+flows out then, is not known before the end. So a step is run through with the last schedule in mind: prefetches then
+start no earlier than they need to, with some slack.
+
+A chain of runs reads its inputs when it runs, not at the next use in the step. So an offloaded gap has to be back when
+the first chain reads it, and is held from there on; or every chain copies it in for itself (of kind ``AWAY``).
+
+A *change* keeps, offloads or recomputes one gap, the likelier the longer ops waited for its copies. If an op lacks bytes
+then, gaps around it are offloaded, or come back later. What is no slower is kept. All of this is in ``remat/tuner.h``; a
+try takes some 10 to 100 µs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from outofcore.costs import Costs, OpCost
+from outofcore.lowering.slots import slot_bytes
+from outofcore.plan import Decision, Gap, Residency
+from outofcore.planning.problem import KEPT, GapInfo, Ints, Problem
+from outofcore.planning.remat.chains import AGAIN, Choices
+from outofcore.planning.remat.compiled import load_library
+
+# Seconds of a step that a second of copying counts for at least: of plans that are equally quick, the one that moves
+# less wins.
+_COPY_WEIGHT = 0.002
+# No op, or no home.
+_NEVER = -1
+
+_POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_INTS = ("storage", "segment", "first_content", "slot", "cyclic", "arriving", "fetched", "fixed", "frozen", "arrives")
+
+
+class _Transfers(ctypes.Structure):
+    _fields_ = [
+        *((name, _COUNT) for name in ("homes", "limit")),
+        ("weight", _REAL),
+        *((name, _POINTER) for name in (*_INTS, "homes_from", "homes_of", "in_seconds", "out_seconds", "capacity")),
+    ]
+
+
+class _View(ctypes.Structure):
+    _fields_ = [
+        *((name, _REAL) for name in ("value", "seconds", "copied")),
+        *((name, _POINTER) for name in ("kind", "fetch", "home", "end", "open", "release", "arrival")),
+        *((name, _POINTER) for name in ("free", "flowing", "op_seconds", "starts", "waited")),
+    ]
+
+
+@dataclass(frozen=True)
+class State:
+    """What becomes of each gap.
+
+    Attributes:
+        kind: by gap, as in ``Choices``: ``AGAIN`` if it is recomputed; ``AWAY`` if it is offloaded, and chains copy it
+            in for themselves.
+        fetch: by gap, the op before which it comes back if it is recomputed.
+        home: by gap, where it is if it is not recomputed: the index of a home, or ``problem.KEPT``.
+    """
+
+    kind: array[int]
+    fetch: array[int]
+    home: array[int]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A state with the schedule of its copies.
+
+    Attributes:
+        state: that it is of.
+        decisions: for the gaps that are not kept.
+        seconds: of the step.
+        copied: seconds of all copies.
+        value: seconds by which states are compared: of the step, and a little for copies.
+        waited: for gaps that ops waited for, the seconds of that.
+        starts: seconds at which each op starts, and the last one ends.
+    """
+
+    state: State
+    decisions: tuple[Decision, ...]
+    seconds: float
+    copied: float
+    value: float
+    waited: dict[int, float]
+    starts: tuple[float, ...]
+
+
+class Tuner:
+    """The local search over the states of a step, which is in one state at a time.
+
+    Args:
+        kept: choices in which nothing is recomputed, of a problem with homes.
+    """
+
+    def __init__(self, kept: Choices) -> None:
+        self._problem = problem = kept.problem
+        library = self._library = load_library()
+        infos, graph, homes = problem.gaps, problem.graph, problem.homes
+        storages = [graph.storages[info.gap.storage] for info in infos]
+        capacity = [_NEVER if home.bytes is None else home.bytes for home in homes]
+        if homes[0].bytes is not None:
+            capacity[0] = max(homes[0].bytes - problem.lasting_at_first, 0)
+        where = [0]
+        for info in infos:
+            where.append(where[-1] + len(info.homes))
+        ints: dict[str, Sequence[int]] = {
+            "storage": [info.gap.storage for info in infos],
+            "segment": [info.segment for info in infos],
+            "first_content": [kept.contents.first[info.gap.storage] for info in infos],
+            "slot": [slot_bytes(storage.bytes) for storage in storages],
+            "cyclic": [info.cyclic for info in infos],
+            "arriving": [info.arriving for info in infos],
+            "fetched": [info.fetched for info in infos],
+            "fixed": [problem.is_first_homed(storage.id) for storage in storages],
+            "frozen": [storage.id in graph.frozen for storage in storages],
+            "arrives": [storage.arrives for storage in storages],
+            "homes_from": where,
+            "homes_of": [home for info in infos for home in info.homes],
+            "capacity": capacity,
+        }
+        arrays: dict[str, array[int] | array[float]] = {name: array("q", values) for name, values in ints.items()}
+        arrays["in_seconds"] = array("d", [home.in_seconds(info.copied) for info in infos for home in homes])
+        arrays["out_seconds"] = array("d", [home.out_seconds(info.copied) for info in infos for home in homes])
+        # The library reads them, and those of the search for what to recompute, where they are.
+        self._arrays, self._search = arrays, kept.search()
+        addresses = {name: values.buffer_info()[0] for name, values in arrays.items()}
+        transfers = _Transfers(
+            homes=len(homes), limit=problem.limit, weight=copy_weight(problem.costs), **addresses
+        )
+        self._handle = library.outofcore_tuner_open(
+            ctypes.byref(kept.compiled.step), ctypes.byref(self._search.gaps), ctypes.byref(transfers)
+        )
+        weakref.finalize(self, library.outofcore_tuner_close, self._handle)
+        self._view = _View()
+
+    def ease(self, choices: Choices) -> tuple[State, Problem, Ints] | None:
+        """The state in which what is not recomputed is offloaded, and the problem of what to keep instead.
+
+        In that problem, the *remainder*, ops take as long as they and the chains before them, what is held for chains
+        takes room, and an offloaded gap ends where the first chain reads it.
+
+        Args:
+            choices: what is recomputed. Less is, or later, where that takes too much room.
+
+        Returns:
+            The state, the remainder, and of each gap of the remainder the index in the whole step; None if no such
+            state fits.
+        """
+        if not self._library.outofcore_tuner_ease(self._handle, _address(choices.kind), _address(choices.fetch)):
+            return None
+        problem, view = self._problem, self._look()
+        end, is_open = self._ints(view.end), self._ints(view.open)
+        left: list[GapInfo] = []
+        for g, info in enumerate(problem.gaps):
+            if is_open[g]:
+                gap = info.gap
+                is_short = not info.cyclic and end[g] < gap.end
+                left.append(
+                    replace(info, gap=Gap(gap.storage, gap.start, end[g]), fetched=True) if is_short else info
+                )
+        count = len(problem.graph.ops)
+        seconds = _doubles(view.op_seconds, count)
+        ops = tuple(OpCost(own, cost.workspace_bytes) for own, cost in zip(seconds, problem.costs.ops, strict=True))
+        free = np.array(_ints(view.free, count), dtype=np.int64)
+        rest = replace(problem, costs=Costs(ops, problem.homes), gaps=tuple(left), free=free)
+        return self._state(view), rest, np.flatnonzero(np.array(is_open))
+
+    def begin(self, state: State, slack: float, passes: int, spared: Ints | None = None) -> Tuned | None:
+        """Go to a state, with less kept or recomputed where it does not fit.
+
+        Args:
+            state: what becomes of each gap.
+            slack: how much earlier than just in time a copy in may start, in multiples of its own seconds.
+            passes: how often copies are scheduled, at most, each time with the last schedule in mind.
+            spared: shape (ops,), bytes to leave free at each op, as far as the op by itself does; None: none.
+
+        Returns:
+            None if it cannot be made to fit; then there is no state to tune.
+        """
+        count = len(self._problem.graph.ops)
+        left = array("q", bytes(8 * count) if spared is None else spared.astype(np.int64).tobytes())
+        lists = (_address(values) for values in (state.kind, state.fetch, state.home, left))
+        return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
+
+    def tune(self, tries: int, seed: int = 0) -> Tuned:
+        """Make random changes to the present state, of which those are kept that are no slower."""
+        self._library.outofcore_tuner_tune(self._handle, tries, seed)
+        return self.read()
+
+    def read(self) -> Tuned:
+        """The present state and its schedule."""
+        view, count = self._look(), len(self._problem.graph.ops)
+        waited = _doubles(view.waited, len(self._problem.gaps))
+        return Tuned(
+            self._state(view),
+            self._decisions(view),
+            view.seconds,
+            view.copied,
+            view.value,
+            {g: seconds for g, seconds in enumerate(waited) if seconds},
+            tuple(_doubles(view.starts, count + 1)),
+        )
+
+    def _look(self) -> _View:
+        self._library.outofcore_tuner_view(self._handle, ctypes.byref(self._view))
+        return self._view
+
+    def _ints(self, address: int) -> array[int]:
+        return _ints(address, len(self._problem.gaps))
+
+    def _state(self, view: _View) -> State:
+        return State(self._ints(view.kind), self._ints(view.fetch), self._ints(view.home))
+
+    def _decisions(self, view: _View) -> tuple[Decision, ...]:
+        n, found = len(self._problem.graph.ops), list[Decision]()
+        kind, fetch, home = (self._ints(address) for address in (view.kind, view.fetch, view.home))
+        is_open, release, arrival = (self._ints(address) for address in (view.open, view.release, view.arrival))
+        for g, info in enumerate(self._problem.gaps):
+            gap = info.gap
+            if info.arriving:
+                found.append(Decision(gap, Residency.OFFLOAD, 0, arrival[g], home[g]))
+            elif kind[g] == AGAIN:
+                found.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch[g]))
+            elif is_open[g] and home[g] != KEPT:
+                back = gap.end if arrival[g] == _NEVER else arrival[g] + (n if info.cyclic else 0)
+                left = n if release[g] == _NEVER else release[g]
+                found.append(Decision(gap, Residency.OFFLOAD, max(min(left, n, back), gap.start + 1), back, home[g]))
+        return tuple(sorted(found, key=lambda decision: decision.gap))
+
+
+def copy_weight(costs: Costs) -> float:
+    """Return the seconds of a step that a second of copying counts for."""
+    return max(_COPY_WEIGHT, *(home.compute_slowdown for home in costs.homes))
+
+
+def _address(values: array[int]) -> int:
+    return values.buffer_info()[0]
+
+
+def _ints(address: int, count: int) -> array[int]:
+    found = array("q")
+    if count:
+        found.frombytes(ctypes.string_at(address, 8 * count))
+    return found
+
+
+def _doubles(address: int, count: int) -> array[float]:
+    found = array("d")
+    if count:
+        found.frombytes(ctypes.string_at(address, 8 * count))
+    return found
