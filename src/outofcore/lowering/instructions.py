@@ -6,7 +6,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from outofcore.analysis.gaps import gaps_of, is_fetched, placed_bytes, renewals_of
+from outofcore.analysis.gaps import gaps_of, is_fetched, is_large, placed_bytes, renewals_of
 from outofcore.analysis.recipes import Content, History, replay
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
@@ -133,6 +133,10 @@ class _Lowering:
                 if (storage in outputs or changed_input) and homes[storage].get(0) != version[storage]:
                     self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
                     homes[storage][0] = version[storage]
+                    if not is_large(graph.storages[storage].bytes):
+                        # Its bytes are few, and whoever takes them over would wait for all copies out before this one.
+                        self.dying[storage] = self.block_of.pop(storage)
+                        continue
                 self._end(self.block_of.pop(storage))
             for storage in vacated.pop(op.id, ()):
                 self._end(self.block_of.pop(storage))

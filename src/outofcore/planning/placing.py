@@ -1,7 +1,7 @@
 """From a plan to a placed program: lowered, given addresses, wired, simulated; and what programs are compared by.
 
 A block is a rectangle: its bytes by the instructions over which it is held (see ``placement``). Small blocks (below 64
-KiB) lie below all large ones, so that large ones stay aligned to pages.
+KiB) lie below all large ones, so that large ones stay aligned to pages; where that does not fit, some take whole pages.
 """
 
 from __future__ import annotations
@@ -87,6 +87,12 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
     base = round_up(low.height, PAGE_BYTES)
     high = _pack(large, end, None if capacity is None else max(capacity - base, 0), effort)
     offsets = {block.id: offset for block, offset in zip(small, low.offsets, strict=True)}
+    if capacity is not None and base + high.lower_bound > capacity >= high.lower_bound:
+        # The small ones of recomputation may be too many to lie below. What is too high lies between the large ones.
+        base = (capacity - high.lower_bound) // PAGE_BYTES * PAGE_BYTES
+        spilled = [block for block in small if offsets[block.id] + block.bytes > base]
+        large += [replace(block, bytes=round_up(block.bytes, PAGE_BYTES)) for block in spilled]
+        high = _pack(large, end, capacity - base, effort)
     offsets |= {block.id: base + offset for block, offset in zip(large, high.offsets, strict=True)}
     blocks = tuple(Block(b.id, b.storage, b.bytes, b.born, b.dies, b.wraps, offsets[b.id]) for b in program.blocks)
     return replace(program, blocks=blocks, arena_bytes=base + high.height)
