@@ -53,11 +53,10 @@ OFF = {
     "zooms": 0,
     "margins": (0.0,),
     "slacks": (1.5,),
-    "passes": 1,
-    "tuned": 0,
+    "tunings": 0,
+    "tuned": 1,
     "further": 0,
     "recompute_changes": 0.0,
-    "rounds": 1,
     "polish_ops": 0,
     "annealing": 0,
 }

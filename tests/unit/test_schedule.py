@@ -1,16 +1,30 @@
-"""When copies run: worked out by hand on small steps."""
+"""When copies run, worked out by hand on small steps and in Python on random ones; and tuning."""
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from effort import examples
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+from naive_schedule import schedule as naive_schedule
+from strategies import LIMITS, costs_for, graphs
 
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
-from outofcore.plan import Decision, Gap, Residency
+from outofcore.lowering import lower, wire
+from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.planning import in_core_budget, smallest_budget
+from outofcore.planning.placing import place, room_for_large
 from outofcore.planning.problem import KEPT, Problem
 from outofcore.planning.relaxation import solve
-from outofcore.planning.schedule import schedule, settled
+from outofcore.planning.remat.chains import AGAIN, AWAY, Choices
+from outofcore.planning.remat.contents import Contents
+from outofcore.planning.tuner import State, Tuned, Tuner
+from outofcore.validator import validate
 
 SIZE = 1 << 20
 
@@ -36,79 +50,128 @@ def problem(layers: int, room: int, *homes: Home) -> Problem:
     return Problem.of(graph, costs(graph, *homes), room * SIZE)
 
 
-def away(given: Problem, homes: dict[int, int]) -> np.ndarray:
-    """The choice in which these storages are at these homes, and all others stay."""
-    return np.array([homes.get(info.gap.storage, KEPT) for info in given.gaps], dtype=np.int64)
+def kept(given: Problem) -> Choices:
+    return Choices(given, Contents.of(given.graph, given.costs))
+
+
+def away(given: Problem, homes: dict[int, int]) -> State:
+    """The state in which these storages are at these homes, and all others stay."""
+    choices = kept(given)
+    return State(choices.kind, choices.fetch, array("q", [homes.get(info.gap.storage, KEPT) for info in given.gaps]))
+
+
+def schedule(given: Problem, homes: dict[int, int], slack: float, passes: int = 1) -> Tuned:
+    found = Tuner(kept(given)).begin(away(given, homes), slack, passes)
+    assert found is not None
+    return found
 
 
 def test_a_copy_holds_its_room_until_it_is_done_and_comes_back_just_in_time() -> None:
     """Made in [0, 1), copied out in [1, 3), used by op 7 at 7: without slack the copy in starts at 5."""
-    given = problem(4, 4, home(2.0))
-    found = schedule(given, away(given, {0: 0}), slack=0.0)
-    assert found is not None
+    found = schedule(problem(4, 4, home(2.0)), {0: 0}, slack=0.0)
     assert found.decisions == (Decision(Gap(0, 0, 7), Residency.OFFLOAD, 3, 5, 0),)
     assert (found.seconds, found.copied, found.waited) == (8.0, 4.0, {})
 
 
 def test_slack_lets_a_copy_in_start_earlier() -> None:
-    given = problem(4, 4, home(2.0))
-    found = schedule(given, away(given, {0: 0}), slack=1.0)
-    assert found is not None
-    assert found.decisions[0].fetch_at == 3
+    assert schedule(problem(4, 4, home(2.0)), {0: 0}, slack=1.0).decisions[0].fetch_at == 3
 
 
 def test_an_op_that_lacks_room_waits_for_the_copy_that_is_done_first() -> None:
     """Op 2 finds 0 and 1 on their way out, and room for one of them: 0 is done at 3, and 2 starts then."""
-    given = problem(3, 2, home(2.0), home(5.0))
-    found = schedule(given, away(given, {0: 0, 1: 1}), slack=0.0)
-    assert found is not None
+    found = schedule(problem(3, 2, home(2.0), home(5.0)), {0: 0, 1: 1}, slack=0.0)
     assert found.starts[2] == 3.0
     assert [(d.gap.storage, d.home, d.release_by) for d in found.decisions] == [(0, 0, 2), (1, 1, 4)]
 
 
 def test_copies_to_two_homes_run_side_by_side() -> None:
-    given = problem(8, 8, home(4.0), home(4.0))
-    one = schedule(given, away(given, {0: 0, 1: 0}), slack=0.0)
-    two = schedule(given, away(given, {0: 0, 1: 1}), slack=0.0)
-    assert one is not None and two is not None
+    given_ = problem(8, 8, home(4.0), home(4.0))
+    one, two = schedule(given_, {0: 0, 1: 0}, slack=0.0), schedule(given_, {0: 0, 1: 1}, slack=0.0)
     assert [d.release_by for d in one.decisions] == [5, 9]  # the second starts when the first is done
     assert [d.release_by for d in two.decisions] == [5, 6]
 
 
-def test_a_schedule_that_takes_too_long_is_broken_off() -> None:
-    given = problem(4, 2, home(9.0))
-    choice = away(given, {0: 0, 1: 0})
-    found = schedule(given, choice, slack=0.0)
-    assert found is not None
-    assert schedule(given, choice, 0.0, most=found.seconds - 0.1) is None
-    assert schedule(given, choice, 0.0, most=found.seconds) is not None
-    assert schedule(given, choice, 0.0, most=found.seconds, weight=1.0) is None
+def test_a_state_that_does_not_fit_has_more_offloaded() -> None:
+    assert schedule(problem(4, 4, home(2.0)), {}, slack=0.0).decisions == ()
+    assert len(schedule(problem(4, 2, home(2.0)), {}, slack=0.0).decisions) >= 2
 
 
 def test_passes_never_make_a_schedule_longer() -> None:
     for layers in (4, 8, 12):
         for seconds in (0.5, 1.5, 3.0):
-            given = problem(layers, layers // 2, home(seconds))
-            choice = away(given, dict.fromkeys(range(layers), 0))
-            once, often = settled(given, choice, 1.5, 1), settled(given, choice, 1.5, 8)
-            assert once is not None and often is not None
-            assert often.seconds <= once.seconds
+            given_, homes = problem(layers, layers // 2, home(seconds)), dict.fromkeys(range(layers), 0)
+            assert schedule(given_, homes, 1.5, 8).seconds <= schedule(given_, homes, 1.5, 1).seconds
 
 
 def test_a_home_that_is_too_far_gets_nothing() -> None:
     """A copy to the second home and back takes longer than any gap lasts."""
-    given = problem(4, 2, home(0.1), home(100.0))
-    found = next(solve(given, {}, weight=0.002))
+    given_ = problem(4, 2, home(0.1), home(100.0))
+    found = next(solve(given_, {}, weight=0.002))
     assert found.away[:, 1].max() == pytest.approx(0.0, abs=1e-6)
-    choice = found.rounded(given)
+    choice = found.rounded(given_)
     assert choice is not None and set(choice.tolist()) <= {KEPT, 0}
 
 
+def choice(given: Problem, homes: dict[int, int]) -> np.ndarray:
+    return np.array(away(given, homes).home, dtype=np.int64)
+
+
 def test_what_a_full_home_cannot_hold_goes_to_the_next() -> None:
-    given = problem(8, 4, home(0.5, 2 * SIZE), home(0.6))
-    choice = given.within_homes(away(given, dict.fromkeys(range(4), 0)))
-    assert choice is not None
-    assert sorted(choice[choice != KEPT].tolist()) == [0, 0, 1, 1]
-    kept = given.within_homes(away(given, dict.fromkeys(range(4), 0)), but=int(np.argmax(choice == 1)))
-    assert kept is not None and kept[int(np.argmax(choice == 1))] == 0  # that one stays, and another one moves
-    assert problem(8, 4, home(0.5, SIZE // 2)).within_homes(away(given, {0: 0})) is None
+    given_ = problem(8, 4, home(0.5, 2 * SIZE), home(0.6))
+    found = given_.within_homes(choice(given_, dict.fromkeys(range(4), 0)))
+    assert found is not None
+    assert sorted(found[found != KEPT].tolist()) == [0, 0, 1, 1]
+    kept = given_.within_homes(choice(given_, dict.fromkeys(range(4), 0)), but=int(np.argmax(found == 1)))
+    assert kept is not None and kept[int(np.argmax(found == 1))] == 0  # that one stays, and another one moves
+    assert problem(8, 4, home(0.5, SIZE // 2)).within_homes(choice(given_, {0: 0})) is None
+
+
+@st.composite
+def states(draw: st.DrawFn) -> tuple[Choices, State]:
+    """A step with homes under a limit, and what becomes of each of its gaps, which need not fit."""
+    graph = draw(graphs())
+    given_ = draw(costs_for(graph))
+    assume(given_.homes)
+    everything = sum(s.bytes for s in graph.storages)
+    sizes = st.one_of(st.none(), st.integers(0, everything))
+    given_ = replace(given_, homes=tuple(replace(place, bytes=draw(sizes)) for place in given_.homes))
+    budget = draw(st.integers(smallest_budget(graph, given_), in_core_budget(graph, given_)))
+    choices = kept(Problem.of(graph, given_, room_for_large(graph, given_, budget)))
+    kind, home = array("q", choices.kind), array("q", choices.problem.nothing_leaves().tolist())
+    for g in choices.problem.movable:
+        if choices.can[g] and draw(st.booleans()):
+            kind[g] = AGAIN
+        homes = choices.problem.gaps[g].homes
+        home[g] = draw(st.sampled_from((KEPT, *homes)))
+        if kind[g] != AGAIN and home[g] != KEPT and not choices.problem.gaps[g].cyclic and draw(st.booleans()):
+            kind[g] = AWAY
+    return choices, State(kind, choices.fetch, home)
+
+
+@settings(LIMITS, max_examples=examples(150))
+@given(states(), st.sampled_from([0.0, 1.5, 30.0]), st.integers(1, 4), st.integers(0, 1 << 62))
+def test_schedules_are_what_python_counts_and_tuning_makes_them_no_slower(
+    step: tuple[Choices, State], slack: float, passes: int, seed: int
+) -> None:
+    choices, state = step
+    tuner = Tuner(choices)
+    found = tuner.begin(state, slack, passes)
+    if found is None:
+        event("does not fit")
+        return
+    counted = naive_schedule(choices, found.state, slack, passes)
+    assert found.decisions == counted.decisions
+    assert (found.seconds, found.starts) == (counted.seconds, counted.starts)
+    assert found.copied == pytest.approx(counted.copied)
+    assert found.waited == pytest.approx(counted.waited)
+    assert tuner.begin(found.state, slack, passes) == found
+    tuned = tuner.tune(200, seed=seed)
+    assert tuned.value <= found.value
+    again = tuner.begin(tuned.state, slack, passes)
+    assert again is not None and again.state == tuned.state
+    problem_ = choices.problem
+    plan = Plan("auto", problem_.limit, tuned.decisions)
+    program = place(lower(problem_.graph, problem_.costs, plan))
+    validate(problem_.graph, wire(problem_.graph, program), program.arena_bytes)
+    tuner.begin(found.state, slack, passes)
+    assert tuner.tune(200, seed=seed) == tuned

@@ -39,7 +39,7 @@ from outofcore.units import format_bytes, format_seconds
 
 # What is planned for here is to be known in seconds: one linear program, and few attempts to place what it says. A plan
 # for training is made anyway, with more effort.
-SWIFT = replace(QUICK, rounds=1, placed=2, tuned=0, passes=3)
+SWIFT = replace(QUICK, placed=2, tunings=100)
 # In steps of more ops nothing but the linear program says what to compute again, unless the plan takes so many times as
 # long as no plan beats: other searches take longer than all else.
 _LONG, _FAR = 3000, 2.0

@@ -102,7 +102,7 @@ class Candidates:
         if begun is None:
             return None
         tries = tuning_tries(self.problem, changes)
-        found = self._tuner.tune(tries, seed) if tries else begun
+        found = self._tuner.tune(tries, self.params.recompute_changes, seed) if tries else begun
         return Candidate(candidate.how, candidate.limit, found, candidate.slack)
 
 

@@ -28,6 +28,7 @@ class SearchParams:
             tried.
         tunings: random changes to each candidate that the schedule judges (in steps of more than 1,500 ops, in
             proportion fewer).
+        recompute_changes: share of the changes that are about what is recomputed.
         tuned: how many of the best candidates are tuned further.
         further: changes of which.
         placed: candidates placed at addresses at most (of steps with more than 2,000 ops, in proportion fewer).
@@ -43,6 +44,7 @@ class SearchParams:
     margins: tuple[float, ...] = (0.0, 0.03, 0.1)
     slacks: tuple[float, ...] = (1.5, 30.0)
     tunings: int = 1500
+    recompute_changes: float = 0.5
     tuned: int = 3
     further: int = 8000
     placed: int = 16

@@ -16,7 +16,7 @@ from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering import lower, room_at_homes, wire
 from outofcore.plan import Plan
-from outofcore.planning.placement import Packing, PlacementParams, Rectangle, pack
+from outofcore.planning.placement import Packing, PlacementParams, Rectangle, pack, peak
 from outofcore.program import Block, CopyOut, Program, Run, Timeline
 from outofcore.simulator import simulate
 from outofcore.units import PAGE_BYTES, round_up
@@ -88,9 +88,14 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
     high = _pack(large, end, None if capacity is None else max(capacity - base, 0), effort)
     offsets = {block.id: offset for block, offset in zip(small, low.offsets, strict=True)}
     if capacity is not None and base + high.lower_bound > capacity >= high.lower_bound:
-        # The small ones of recomputation may be too many to lie below. What is too high lies between the large ones.
+        # Recomputation may make too many small ones to lie below: those that live briefly lie between the large ones.
         base = (capacity - high.lower_bound) // PAGE_BYTES * PAGE_BYTES
-        spilled = [block for block in small if offsets[block.id] + block.bytes > base]
+        spilled = _spilled(small, base, end)
+        between = {block.id for block in spilled}
+        small = [block for block in small if block.id not in between]
+        low = _pack(small, end, base, effort)
+        offsets = {block.id: offset for block, offset in zip(small, low.offsets, strict=True)}
+        spilled += [block for block in small if offsets[block.id] + block.bytes > base]
         large += [replace(block, bytes=round_up(block.bytes, PAGE_BYTES)) for block in spilled]
         high = _pack(large, end, capacity - base, effort)
     offsets |= {block.id: base + offset for block, offset in zip(large, high.offsets, strict=True)}
@@ -101,6 +106,23 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
 def _small(program: Program, effort: int) -> tuple[list[Block], Packing]:
     small = [b for b in program.blocks if not is_large(b.bytes)]
     return small, _pack(small, len(program.instructions), None, effort)
+
+
+def _spilled(small: Sequence[Block], base: int, end: int) -> list[Block]:
+    """The briefest of small blocks without which no more than so many bytes of them are held at once."""
+    left, found = {block.id: rectangle_of(block, end) for block in small}, set[int]()
+
+    def lifetime(block: int) -> int:
+        return sum(last - first for first, last in left[block].segments)
+
+    while (most := peak(list(left.values()))).bytes > base:
+        over = most.bytes - base
+        for block in sorted((int(block) for block in most.ids), key=lifetime):
+            over -= left.pop(block).size
+            found.add(block)
+            if over <= 0:
+                break
+    return [block for block in small if block.id in found]
 
 
 def _pack(blocks: Sequence[Block], end: int, capacity: int | None, effort: int) -> Packing:

@@ -195,9 +195,15 @@ class Tuner:
         lists = (_address(values) for values in (state.kind, state.fetch, state.home, left))
         return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
 
-    def tune(self, tries: int, seed: int = 0) -> Tuned:
-        """Make random changes to the present state, of which those are kept that are no slower."""
-        self._library.outofcore_tuner_tune(self._handle, tries, seed)
+    def tune(self, tries: int, recomputes: float = 0.5, seed: int = 0) -> Tuned:
+        """Make random changes to the present state, of which those are kept that are no slower.
+
+        Args:
+            tries: how many.
+            recomputes: share of the changes that are about what is recomputed.
+            seed: of the random numbers, at least 0.
+        """
+        self._library.outofcore_tuner_tune(self._handle, tries, recomputes, seed)
         return self.read()
 
     def read(self) -> Tuned:

@@ -61,6 +61,7 @@ public:
                Found& found) {
         if (!collect(at, count, targets, limit, kind, fetch, found.seconds)) return false;
         std::sort(runs_.begin(), runs_.end());
+        std::sort(from_home_.begin(), from_home_.end());
         measure(found.bytes);
         found.held = 0;
         for (Index i = 0; i < count; ++i) found.held += s_.size[targets[i]];
@@ -71,7 +72,6 @@ public:
     bool find(Index at, Index count, const Index* targets, double limit, const Index* kind, const Index* fetch,
               Found& found) {
         if (!weigh(at, count, targets, limit, kind, fetch, found)) return false;
-        std::sort(from_home_.begin(), from_home_.end());
         list_.assign(runs_.begin(), runs_.end());
         list_.insert(list_.end(), makes_.begin(), makes_.end());
         const std::size_t before = list_.size();

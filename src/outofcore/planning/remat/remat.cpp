@@ -54,8 +54,8 @@ EXPORT int outofcore_tuner_begin(void* tuner, const Index* kind, const Index* fe
     return static_cast<Tuner*>(tuner)->begin(kind, fetch, home, spared, slack, passes);
 }
 
-EXPORT void outofcore_tuner_tune(void* tuner, Index tries, std::uint64_t seed) {
-    static_cast<Tuner*>(tuner)->tune(tries, seed);
+EXPORT void outofcore_tuner_tune(void* tuner, Index tries, double recomputes, std::uint64_t seed) {
+    static_cast<Tuner*>(tuner)->tune(tries, recomputes, seed);
 }
 
 EXPORT void outofcore_tuner_view(void* tuner, View* view) { *view = static_cast<Tuner*>(tuner)->view(); }

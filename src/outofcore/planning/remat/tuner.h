@@ -50,17 +50,20 @@ struct View {
 class Tuner : public Search {
 public:
     Tuner(const Step& step, const Gaps& gaps, const Transfers& transfers)
-        : Search(step, gaps), t_(transfers), home_(gaps.count, kNever), spared_(step.ops), left_(step.ops), room_(step.ops),
+        : Search(step, gaps), t_(transfers), home_(gaps.count, kNever), spared_(step.ops), room_(step.ops),
           delta_(step.ops + 1), spare_(step.ops), end_(gaps.count), open_(gaps.count), is_dirty_(gaps.count),
-          by_start_(gaps.count), by_start_from_(step.ops + 1), due_(gaps.count), due_from_(step.ops + 2),
-          op_seconds_(step.ops), soonest_(gaps.count), arrived_(gaps.count), at_home_(transfers.homes),
-          lanes_(transfers.homes), can_recompute_(gaps.count) {
+          by_start_(gaps.count), by_start_from_(step.ops + 1), first_of_(gaps.count), copying_(gaps.count),
+          op_seconds_(step.seconds, step.seconds + step.ops), soonest_(gaps.count), arrived_(gaps.count),
+          at_home_(transfers.homes), lanes_(transfers.homes), can_recompute_(gaps.count), counted_(gaps.count),
+          held_for_chains_(step.ops), kept_(step.ops), is_stale_(gaps.count) {
         counts_overload_ = false;
         for (Schedule* each : {&now_, &next_}) {
             each->starts.resize(step.ops + 1), each->waited.resize(gaps.count), each->flowing.resize(step.ops);
             each->release.resize(gaps.count), each->arrival.resize(gaps.count);
         }
         for (Index g = 0; g < g_.count; ++g) {
+            first_of_[g] = g > 0 && t_.storage[g - 1] == t_.storage[g] ? first_of_[g - 1] : g;
+            if (first_of_[g] == g) storages_.push_back(g);
             if (t_.arriving[g])
                 home_[g] = 0;
             else
@@ -70,6 +73,8 @@ public:
         std::vector<Index> at(by_start_from_);
         for (const Index g : movable_) by_start_[at[s_.start[g]]++] = g;
         for (const Index g : free_) can_recompute_[g] = true;
+        for (Index g = 0; g < g_.count; ++g) count(g);
+        for (const Index first : storages_) find_copies(first);
     }
 
     // Go to a state in which everything is offloaded that is not recomputed. False if it cannot be made to fit.
@@ -80,7 +85,7 @@ public:
         for (Index g = 0; g < g_.count; ++g) home[g] = usual_home(g);
         go_to(kind, fetch, home.data());
         start_trial();
-        return repair(kNever);
+        return repair(kNever, kRepairs);
     }
 
     // Go to a state, with more offloaded, copied in for chains or recomputed later where it does not fit, and schedule
@@ -92,7 +97,7 @@ public:
         slack_ = slack, random_ = Random(0);
         go_to(kind, fetch, home);
         start_trial();
-        if (!repair(kNever) || !fits_homes()) return false;
+        if (!repair(kNever, kRepairs) || !fits_homes()) return false;
         has_before_ = false;
         std::fill(now_.flowing.begin(), now_.flowing.end(), 0);
         schedule(kAnyTime);
@@ -107,13 +112,13 @@ public:
         return true;
     }
 
-    // Change gaps at random, and keep what is no slower.
-    void tune(Index tries, std::uint64_t seed) {
-        random_ = Random(seed);
+    // Change gaps at random, and keep what is no slower. A share of the changes is about what is recomputed.
+    void tune(Index tries, double recomputes, std::uint64_t seed) {
+        random_ = Random(seed), recomputes_ = recomputes;
         double value = value_of(now_);
         for (Index tried = 0; tried < tries && !movable_.empty(); ++tried) {
             start_trial();
-            if (change() && repair(changed_) && fits_homes() && schedule(value)) {
+            if (change() && repair(changed_, kTrialRepairs) && fits_homes() && schedule(value)) {
                 std::swap(now_, next_);
                 value = value_of(now_);
             } else {
@@ -124,7 +129,8 @@ public:
 
     View view() {
         measure();
-        for (Index op = 0; op < s_.ops; ++op) op_seconds_[op] = seconds_of(op);
+        left_.resize(s_.ops);
+        for (Index op = 0; op < s_.ops; ++op) left_[op] = room_[op] + kept_[op];
         return {value_of(now_), now_.seconds, now_.copied, kind_.data(), fetch_.data(), home_.data(), end_.data(),
                 open_.data(), now_.release.data(), now_.arrival.data(), left_.data(), now_.flowing.data(),
                 op_seconds_.data(), now_.starts.data(), now_.waited.data()};
@@ -136,46 +142,65 @@ private:
     static constexpr double kShorter = 0.9999;
     // How often a gap to change is drawn from those that ops waited for.
     static constexpr double kWaited = 0.6;
-    // How often a change is about what is recomputed; of what is not: how often it goes to another home, if there is one,
-    // and how often a chain copies in for itself what it reads early, or no longer does.
-    static constexpr double kRecomputes = 0.5, kElsewhere = 0.3, kThrough = 0.2;
-    // After so many changes a state that does not fit is given up.
-    static constexpr int kRepairs = 200;
+    // Of what is offloaded: how often it goes to another home, if there is one; and how often a chain copies in for itself
+    // what it reads early, or no longer does.
+    static constexpr double kElsewhere = 0.3, kThrough = 0.2;
+    // After so many changes a state that does not fit is given up; and in a trial.
+    static constexpr int kRepairs = 500, kTrialRepairs = 500;
 
     double value_of(const Schedule& found) const { return found.seconds + t_.weight * found.copied; }
-    double seconds_of(Index op) const { return s_.seconds[op] + chain_[op].seconds + chain_[op].copying; }
 
     // States
 
     void go_to(const Index* kind, const Index* fetch, const Index* home) {
         // What is kept makes more chains possible, so everything that will change is kept first.
-        for (const Index g : movable_)
-            if (kind_[g] != kKept && (kind[g] != kind_[g] || fetch[g] != fetch_[g])) set(g, kKept, g_.end[g]);
         for (const Index g : movable_) {
-            if (kind_[g] != kind[g]) set(g, kind[g], fetch[g]);
-            home_[g] = kind[g] == kAway && home[g] == kNever ? usual_home(g) : home[g];
+            start_trial();
+            if (kind_[g] != kKept && (kind[g] != kind_[g] || fetch[g] != fetch_[g])) alter(g, kKept, g_.end[g]);
+        }
+        for (const Index g : movable_) {
+            start_trial();
+            if (kind_[g] != kind[g]) alter(g, kind[g], fetch[g]);
+            put(g, kind[g] == kAway && home[g] == kNever ? usual_home(g) : home[g]);
         }
     }
 
     void start_trial() { homes_before_.clear(), change_count_ = 0; }
 
     void take_back() {
-        for (; !homes_before_.empty(); homes_before_.pop_back())
+        for (; !homes_before_.empty(); homes_before_.pop_back()) {
             home_[homes_before_.back().first] = homes_before_.back().second;
-        while (change_count_ > 0) apply(trial_[--change_count_]);
+            recount(homes_before_.back().first);
+        }
+        while (change_count_ > 0) make(trial_[--change_count_]);
     }
 
     void put(Index g, Index home) {
         if (home == home_[g]) return;
         homes_before_.push_back({g, home_[g]});
         home_[g] = home;
+        recount(g);
     }
 
     bool alter(Index g, Index kind, Index fetch) {
         if (change_count_ == trial_.size()) trial_.emplace_back();
         if (!weigh(g, kind, fetch, kAnyTime, trial_[change_count_])) return false;
-        apply(trial_[change_count_++]);
+        make(trial_[change_count_++]);
         return true;
+    }
+
+    // Make a change, or undo it.
+    void make(Change& change) {
+        apply(change);
+        recount(change.gap);
+        for (std::size_t i = 0; i < change.count; ++i) {
+            const Replacement& each = change.replacements[i];
+            const Chain& chain = chain_[each.at];
+            op_seconds_[each.at] = s_.seconds[each.at] + chain.seconds + chain.copying;
+            for (const std::vector<Index>* reads : {&each.chain.reads, &chain.reads})
+                for (const Index content : *reads)
+                    for (Index j = s_.gaps_from[content]; j < s_.gaps_from[content + 1]; ++j) recount(s_.gaps[j]);
+        }
     }
 
     // Keep a gap, or offload it.
@@ -202,7 +227,7 @@ private:
     // Changes
 
     bool change() {
-        const bool is_recomputation = !free_.empty() && random_.unit() < kRecomputes;
+        const bool is_recomputation = !free_.empty() && random_.unit() < recomputes_;
         Index g = waited_gap();
         changed_ = kNever;
         if (is_recomputation) return change_recomputation(g != kNever && can_recompute_[g] ? g : random_.any_of(free_));
@@ -246,17 +271,16 @@ private:
     }
 
     // Change gaps until all ops have the bytes that they need; one gap stays as it is.
-    bool repair(Index but) {
-        for (int turn = 0; turn < kRepairs; ++turn) {
-            measure();
-            const auto worst = std::min_element(room_.begin(), room_.end());
-            if (worst == room_.end() || *worst >= 0) return true;
-            const Index op = worst - room_.begin();
+    bool repair(Index but, int most) {
+        for (int turn = 0; turn <= most; ++turn) {
+            const Index worst = measure();
+            if (worst >= 0) return true;
+            const Index op = std::find(room_.begin(), room_.end(), worst) - room_.begin();
             helpful_.clear(), enough_.clear();
             for (const Index g : movable_) {
                 if (g == but || !can_help(g, op)) continue;
                 helpful_.push_back(g);
-                if (g_.bytes[g] >= -*worst) enough_.push_back(g);
+                if (g_.bytes[g] >= -worst) enough_.push_back(g);
             }
             if (helpful_.empty() || !help(random_.any_of(enough_.empty() ? helpful_ : enough_), op)) return false;
         }
@@ -287,50 +311,89 @@ private:
 
     // Room
 
-    // Find when gaps end, about which of them there is something to choose, and the room that is left at each op.
-    void measure() {
-        const Index n = s_.ops;
-        std::fill(delta_.begin(), delta_.end(), 0);
-        const auto hold = [this](Index first, Index last, Index bytes) {
-            if (first < last) delta_[first] += bytes, delta_[last] -= bytes;
+    // What is counted of a gap.
+    struct Counted {
+        Index held_from = 0;   // held for chains that read it, or once it is recomputed, from here on
+        Index end = 0;         // when it ends, at the latest when a chain reads it
+        Index lane = kNever;   // the home that it is copied in from
+        bool is_open = false;  // whether it can leave before that
+        bool is_kept = false;
+    };
+
+    Counted counted(Index g) const {
+        const Index start = s_.start[g], end = g_.end[g];
+        Counted found;
+        found.held_from = found.end = end;
+        if (t_.arriving[g]) {
+            found.is_open = true;
+        } else if (kind_[g] == kAgain) {
+            found.held_from = fetch_[g];
+        } else if (t_.cyclic[g]) {
+            found.end = end - s_.ops;
+            found.is_open = !is_read_inside(g);
+        } else {
+            if (kind_[g] == kKept)
+                for (const Index at : readers_[g_.content[g]])
+                    if (start < at && at < found.end) found.end = at;
+            found.held_from = found.end;
+            found.is_open = found.end > start + 1;
+        }
+        found.is_kept = found.is_open && home_[g] == kNever;
+        const bool comes_back = t_.fetched[g] || (!t_.cyclic[g] && found.end < end);
+        found.lane = found.is_open && !found.is_kept && comes_back ? home_[g] : kNever;
+        return found;
+    }
+
+    void count(Index g) {
+        const Counted& now = counted_[g] = counted(g);
+        end_[g] = now.end, open_[g] = now.is_open;
+        add(g, g_.bytes[g]);
+        if (now.lane != kNever) lanes_[now.lane].insert(place_in_lane(g), g);
+    }
+
+    // Count a gap anew, after a change to it or to the chains that read it.
+    void recount(Index g) {
+        if (!is_stale_[first_of_[g]]) is_stale_[first_of_[g]] = true, stale_.push_back(first_of_[g]);
+        const Counted &was = counted_[g], now = counted(g);
+        if (was.held_from == now.held_from && was.end == now.end && was.lane == now.lane &&
+            was.is_open == now.is_open && was.is_kept == now.is_kept)
+            return;
+        add(g, -g_.bytes[g]);
+        if (was.lane != kNever) lanes_[was.lane].erase(place_in_lane(g));
+        count(g);
+    }
+
+    std::vector<Index>::iterator place_in_lane(Index g) {
+        std::vector<Index>& lane = lanes_[counted_[g].lane];
+        const auto comes_first = [this](Index a, Index b) { return std::pair(end_[a], a) < std::pair(end_[b], b); };
+        return std::lower_bound(lane.begin(), lane.end(), g, comes_first);
+    }
+
+    void add(Index g, Index bytes) {
+        const auto hold = [bytes](std::vector<Index>& held, Index first, Index last) {
+            for (Index op = first; op < last; ++op) held[op] += bytes;
         };
-        kept_.clear();
-        for (Index g = 0; g < g_.count; ++g) {
-            const Index start = s_.start[g], end = g_.end[g], bytes = g_.bytes[g];
-            open_[g] = 0, end_[g] = end;
-            if (t_.arriving[g]) {
-                open_[g] = 1;
-            } else if (kind_[g] == kAgain) {
-                hold(fetch_[g], end, bytes);
-            } else if (t_.cyclic[g]) {
-                end_[g] = end - n;
-                open_[g] = !is_read_inside(g);
-                if (!open_[g]) hold(start + 1, n, bytes), hold(0, end - n, bytes);
-            } else {
-                if (kind_[g] == kKept)
-                    for (const Index at : readers_[g_.content[g]])
-                        if (start < at && at < end_[g]) end_[g] = at;
-                hold(end_[g], end, bytes);
-                open_[g] = end_[g] > start + 1;
-            }
-            if (open_[g] && home_[g] == kNever) kept_.push_back(g);
+        const Counted& found = counted_[g];
+        if (t_.arriving[g] || (t_.cyclic[g] && found.is_open && !found.is_kept)) return;
+        if (t_.cyclic[g]) {
+            std::vector<Index>& held = found.is_open ? kept_ : held_for_chains_;
+            hold(held, s_.start[g] + 1, s_.ops), hold(held, 0, found.end);
+            return;
         }
-        // An op that fits by itself still does if bytes are spared.
-        Index held = 0;
-        for (Index op = 0; op < n; ++op) {
-            held += delta_[op];
-            const Index left = t_.limit - need_[op] - held;
-            left_[op] = left > 0 ? std::max(left - spared_[op], Index{0}) : left;
+        hold(held_for_chains_, found.held_from, g_.end[g]);
+        if (found.is_kept) hold(kept_, s_.start[g] + 1, found.end);
+    }
+
+    // Find the room that is left at each op; the least.
+    Index measure() {
+        Index least = std::numeric_limits<Index>::max();
+        for (Index op = 0; op < s_.ops; ++op) {
+            // An op that fits by itself still does if bytes are spared.
+            const Index left = t_.limit - need_[op] - held_for_chains_[op];
+            room_[op] = (left > 0 ? std::max(left - spared_[op], Index{0}) : left) - kept_[op];
+            least = std::min(least, room_[op]);
         }
-        std::fill(delta_.begin(), delta_.end(), 0);
-        for (const Index g : kept_) {
-            if (t_.cyclic[g])
-                hold(s_.start[g] + 1, n, g_.bytes[g]), hold(0, end_[g], g_.bytes[g]);
-            else
-                hold(s_.start[g] + 1, end_[g], g_.bytes[g]);
-        }
-        held = 0;
-        for (Index op = 0; op < n; ++op) held += delta_[op], room_[op] = left_[op] - held;
+        return least;
     }
 
     // Whether a chain reads the content of a cyclic gap in it.
@@ -338,7 +401,7 @@ private:
         for (const Index at : readers_[g_.content[g]])
             if (at > s_.start[g]) return true;
         for (const Index at : readers_[t_.first_content[g]])
-            if (at < end_[g]) return true;
+            if (at < g_.end[g] - s_.ops) return true;
         return false;
     }
 
@@ -379,43 +442,35 @@ private:
     double in_seconds(Index g) const { return t_.in_seconds[g * t_.homes + home_[g]]; }
     double out_seconds(Index g) const { return t_.out_seconds[g * t_.homes + home_[g]]; }
 
-    // Find which gaps leave with a copy out, as their homes are out of date by then, and when copies in are due.
-    void find_copies() {
-        copied_ = 0.0;
-        std::fill(due_from_.begin(), due_from_.end(), 0);
-        for (Index first = 0, last; first < g_.count; first = last) {
-            last = end_of_storage(first);
-            std::fill(at_home_.begin(), at_home_.end(), kNever);
-            Index leaves = last;
-            bool is_cyclic = false;
-            for (Index g = first; g < last; ++g) {
-                is_dirty_[g] = false;
-                if (t_.arriving[g]) {
-                    at_home_[0] = 0;
-                } else if (is_offloaded(g)) {
-                    leaves = std::min(leaves, g);
-                    if (t_.cyclic[g]) at_home_[home_[g]] = 0, is_cyclic = true;
-                }
-            }
-            if (leaves < last && t_.arrives[first])
+    // Find which gaps of a storage leave with a copy out, as their homes are out of date by then, and the seconds of all
+    // its copies.
+    void find_copies(Index first) {
+        const Index last = end_of_storage(first);
+        std::fill(at_home_.begin(), at_home_.end(), kNever);
+        Index leaves = last;
+        bool is_cyclic = false;
+        for (Index g = first; g < last; ++g) {
+            is_dirty_[g] = false;
+            if (t_.arriving[g]) {
                 at_home_[0] = 0;
-            else if (leaves < last && t_.frozen[first] && !is_cyclic)
-                at_home_[home_[leaves]] = 0;
-            for (Index g = first; g < last; ++g) {
-                if (!is_offloaded(g)) continue;
-                if (is_fetched(g)) ++due_from_[end_[g] + 2], copied_ += in_seconds(g);
-                if (t_.arriving[g] || at_home_[home_[g]] == t_.segment[g]) continue;
-                is_dirty_[g] = true, at_home_[home_[g]] = t_.segment[g], copied_ += out_seconds(g);
+            } else if (is_offloaded(g)) {
+                leaves = std::min(leaves, g);
+                if (t_.cyclic[g]) at_home_[home_[g]] = 0, is_cyclic = true;
             }
         }
-        for (Index op = 0; op < s_.ops; ++op) due_from_[op + 2] += due_from_[op + 1];
-        for (Index g = 0; g < g_.count; ++g)
-            if (is_offloaded(g) && is_fetched(g)) due_[due_from_[end_[g] + 1]++] = g;
-        for (std::vector<Index>& lane : lanes_) lane.clear();
-        for (Index i = 0; i < due_from_[s_.ops]; ++i) lanes_[home_[due_[i]]].push_back(due_[i]);
+        if (leaves < last && t_.arrives[first])
+            at_home_[0] = 0;
+        else if (leaves < last && t_.frozen[first] && !is_cyclic)
+            at_home_[home_[leaves]] = 0;
+        copying_[first] = 0.0;
+        for (Index g = first; g < last; ++g) {
+            if (!is_offloaded(g)) continue;
+            if (counted_[g].lane != kNever) copying_[first] += in_seconds(g);
+            if (t_.arriving[g] || at_home_[home_[g]] == t_.segment[g]) continue;
+            is_dirty_[g] = true, at_home_[home_[g]] = t_.segment[g], copying_[first] += out_seconds(g);
+        }
+        is_stale_[first] = false;
     }
-
-    bool is_fetched(Index g) const { return t_.fetched[g] || (!t_.cyclic[g] && end_[g] < g_.end[g]); }
 
     // When each copy in may start: just in time by the schedule before, and earlier by the slack.
     void find_soonest() {
@@ -430,7 +485,10 @@ private:
 
     // Schedule the copies of the state with the present schedule in mind; false if its value is sure to be above a limit.
     bool schedule(double limit) {
-        find_copies();
+        for (const Index first : stale_) find_copies(first);
+        stale_.clear();
+        copied_ = 0.0;
+        for (const Index first : storages_) copied_ += copying_[first];
         const double most = limit - t_.weight * copied_;
         if (has_before_) find_soonest();
         for (Index op = 0; op < s_.ops; ++op) spare_[op] = room_[op] - now_.flowing[op];
@@ -438,22 +496,24 @@ private:
         std::fill(next_.arrival.begin(), next_.arrival.end(), kNever);
         std::fill(next_.waited.begin(), next_.waited.end(), 0.0);
         out_done_.assign(t_.homes, 0.0), in_done_.assign(t_.homes, 0.0);
-        heads_.assign(t_.homes, 0), blocked_.assign(t_.homes, kNever);
+        heads_.assign(t_.homes, 0), due_.assign(t_.homes, 0), blocked_.assign(t_.homes, kNever);
         leaving_ = {};
         outgoing_ = ahead_ = 0, clock_ = 0.0;
         for (Index op = 0; op < s_.ops; ++op) {
             if (clock_ > most) return false;
             while (!leaving_.empty() && leaving_.top().first <= clock_) release(op);
             for (Index home = 0; home < t_.homes; ++home) fetch(home, op);
-            for (Index i = due_from_[op]; i < due_from_[op + 1]; ++i) {
-                const Index g = due_[i];
-                if (next_.arrival[g] < op) ahead_ -= g_.bytes[g];
-                wait(arrived_[g], g);
+            for (Index home = 0; home < t_.homes; ++home) {
+                const std::vector<Index>& lane = lanes_[home];
+                for (std::size_t& due = due_[home]; due < lane.size() && end_[lane[due]] == op; ++due) {
+                    if (next_.arrival[lane[due]] < op) ahead_ -= g_.bytes[lane[due]];
+                    wait(arrived_[lane[due]], lane[due]);
+                }
             }
             next_.flowing[op] = outgoing_;
             while (!leaving_.empty() && outgoing_ + ahead_ > room_[op]) wait_for_room(op);
             next_.starts[op] = clock_;
-            clock_ += seconds_of(op);
+            clock_ += op_seconds_[op];
             for (Index i = by_start_from_[op]; i < by_start_from_[op + 1]; ++i) send(by_start_[i], op);
         }
         next_.starts[s_.ops] = clock_;
@@ -526,18 +586,22 @@ private:
 
     const Transfers t_;
     std::vector<Index> home_;                          // by gap; kNever: kept, if it is not recomputed
-    std::vector<Index> spared_, left_, room_, delta_, spare_;  // by op: bytes to leave free; bytes left for what is kept or
-                                                               // comes and goes, and for the latter; and scratch
+    std::vector<Index> spared_, room_, delta_, spare_;  // by op: bytes to leave free, bytes left for copies, and scratch
     std::vector<Index> end_, open_;  // by gap: when it ends, at the latest when a chain reads it; whether it may leave
     std::vector<char> is_dirty_;     // by gap, whether it leaves with a copy
     std::vector<Index> by_start_, by_start_from_;  // gaps by the op that they start after
-    std::vector<Index> due_, due_from_;            // gaps by the op that needs them back
+    std::vector<Index> first_of_;                  // by gap, the first of its storage
+    std::vector<double> copying_;                  // by the first gap of a storage, the seconds of its copies
+    std::vector<Index> storages_;                  // the first gap of each
     std::vector<double> op_seconds_, soonest_, arrived_;
     std::vector<Index> at_home_;              // by home, the segment whose content is there
     std::vector<std::vector<Index>> lanes_;  // by home, gaps in the order in which they are needed back
     std::vector<char> can_recompute_;        // by gap
-    std::vector<Index> movable_, kept_, helpful_, enough_, blocked_;
-    std::vector<std::size_t> heads_;
+    std::vector<Counted> counted_;                      // by gap
+    std::vector<Index> held_for_chains_, kept_, left_;  // by op, bytes
+    std::vector<char> is_stale_;  // by the first gap of a storage, whether its copies have to be found again
+    std::vector<Index> stale_, movable_, helpful_, enough_, blocked_;
+    std::vector<std::size_t> heads_, due_;  // by home, the first of its lane that is not fetched yet, and not due yet
     std::vector<double> out_done_, in_done_;  // by home, when the last copy is done
     std::priority_queue<Leaving, std::vector<Leaving>, std::greater<Leaving>> leaving_;
     std::vector<std::pair<Index, Index>> homes_before_;  // what it takes to undo the changes of this trial
@@ -545,7 +609,7 @@ private:
     std::size_t change_count_ = 0;
     Index changed_ = kNever, outgoing_ = 0, ahead_ = 0;  // bytes that leave, and that have come for later ops
     Schedule now_, next_;
-    double slack_ = 0.0, copied_ = 0.0, clock_ = 0.0;
+    double slack_ = 0.0, recomputes_ = 0.0, copied_ = 0.0, clock_ = 0.0;
     bool has_before_ = false;
 };
 

@@ -1,0 +1,226 @@
+"""When copies run, worked out again in Python: what ``remat/tuner.h`` has to find."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from outofcore.costs import Costs
+from outofcore.plan import Decision, Gap, Residency
+from outofcore.planning.problem import KEPT, GapInfo, Ints, Problem
+from outofcore.planning.remat.chains import AGAIN, AWAY, Choices
+from outofcore.planning.remat.contents import AT_HOME
+from outofcore.planning.tuner import State
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """A step without the gaps that are recomputed; of each gap left, the one of the step; and the recomputed ones."""
+
+    problem: Problem
+    gaps: list[int]
+    whole: list[Gap]
+    again: tuple[Decision, ...]
+
+    @staticmethod
+    def of(choices: Choices) -> Remainder:
+        problem = choices.problem
+        n = len(problem.graph.ops)
+        free: Ints = problem.limit - choices.need
+        ops = list(problem.costs.ops)
+        for at, chain in choices.chains.items():
+            copying = sum(problem.homes[-1].in_seconds(count) for count in chain.links.copied)
+            ops[at] = replace(ops[at], seconds=ops[at].seconds + chain.seconds + copying)
+        left: list[GapInfo] = []
+        index: list[int] = []
+        again: list[Decision] = []
+        for g, info in enumerate(problem.gaps):
+            gap = info.gap
+            readers = [] if choices.kind[g] == AWAY else _readers(choices, choices.content[g])
+            if info.arriving:
+                left.append(info)
+                index.append(g)
+            elif choices.kind[g] == AGAIN:
+                free[choices.fetch[g] : gap.end] -= info.bytes
+                again.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, choices.fetch[g]))
+            elif info.cyclic:
+                at_first = _readers(choices, choices.contents.first[gap.storage])
+                if any(at > gap.start for at in _readers(choices, choices.content[g])) or any(
+                    at < gap.end - n for at in at_first
+                ):
+                    problem.take(free, g, info.bytes)
+                else:
+                    left.append(info)
+                    index.append(g)
+            else:
+                first = min((at for at in readers if gap.start < at < gap.end), default=gap.end)
+                free[first : gap.end] -= info.bytes
+                if first > gap.start + 1:
+                    short = replace(info, gap=Gap(gap.storage, gap.start, first), fetched=True)
+                    left.append(short if first < gap.end else info)
+                    index.append(g)
+        rest = replace(problem, costs=Costs(tuple(ops), problem.homes), gaps=tuple(left), free=free)
+        return Remainder(rest, index, [problem.gaps[g].gap for g in index], tuple(again))
+
+
+def _readers(choices: Choices, content: int) -> list[int]:
+    """Ops before which chains read a content that they do not make."""
+    if choices.contents.lasting[content] == AT_HOME:
+        return []
+    return sorted(at for at in choices.lookers.get(content, ()) if content not in choices.chains[at].links.made)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The copies of a state: the decisions, and what the step takes with them."""
+
+    decisions: tuple[Decision, ...]
+    seconds: float
+    copied: float
+    waited: dict[int, float]
+    flowing: Ints
+    starts: tuple[float, ...]
+
+
+def schedule(kept: Choices, state: State, slack: float, passes: int) -> Schedule:
+    """Schedule the copies of a state that fits, as ``Tuner.begin`` does."""
+    choices = Choices(kept.problem, kept.contents, like=kept)
+    changed = [g for g, info in enumerate(kept.problem.gaps) if not info.arriving and state.kind[g] in (AGAIN, AWAY)]
+    assert choices.begin(tuple((g, state.kind[g], state.fetch[g]) for g in changed))
+    rest = Remainder.of(choices)
+    choice = np.array([state.home[g] for g in rest.gaps], dtype=np.int64)
+    assert (rest.problem.free - rest.problem.held(choice == KEPT)).min(initial=0) >= 0
+    flowing: Ints = np.zeros(len(kept.problem.graph.ops), dtype=np.int64)
+    found = _Walk(rest, choice, flowing, None, slack).run()
+    found = best = _Walk(rest, choice, found.flowing, found.starts, slack).run()
+    for _ in range(passes - 1):
+        found = _Walk(rest, choice, best.flowing, best.starts, slack).run()
+        if found.seconds >= best.seconds * 0.9999:
+            break
+        best = found
+    return best
+
+
+@dataclass
+class _Walk:
+    """One run through the step, with the run before in mind."""
+
+    rest: Remainder
+    choice: Ints
+    reserved: Ints  # bytes that copies in leave to copies out, by op
+    begun: tuple[float, ...] | None
+    slack: float
+    release: dict[int, int] = field(default_factory=dict[int, int])
+    fetch: dict[int, int] = field(default_factory=dict[int, int])
+    waited: dict[int, float] = field(default_factory=dict[int, float])
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        problem, where = self.rest.problem, self.choice.tolist()
+        n, homes = len(problem.graph.ops), problem.homes
+        self.away = [g for g, home in enumerate(where) if home != KEPT]
+        self.where, self.dirty = where, problem.copies_needed(self.choice)
+        self.end = [info.gap.end - n if info.cyclic else info.gap.end for info in problem.gaps]
+        self.ins = {g: homes[where[g]].in_seconds(problem.gaps[g].copied) for g in self.away}
+        self.outs = {g: homes[where[g]].out_seconds(problem.gaps[g].copied) for g in self.away if self.dirty[g]}
+        self.due = {op: [g for g in self.away if problem.gaps[g].fetched and self.end[g] == op] for op in range(n)}
+        self.lines = [[g for op in range(n) for g in self.due[op] if where[g] == home] for home in range(len(homes))]
+
+    def _wait(self, until: float, g: int) -> None:
+        if until > self.now:
+            at = self.rest.gaps[g]
+            self.waited[at] = self.waited.get(at, 0.0) + until - self.now
+            self.now = until
+
+    def run(self) -> Schedule:
+        problem, release, fetch, begun = self.rest.problem, self.release, self.fetch, self.begun
+        gaps, end = problem.gaps, self.end
+        room: list[int] = (problem.free - problem.held(self.choice == KEPT)).tolist()
+        spare = np.array(room, dtype=np.int64) - self.reserved
+        lanes, soonest = [deque(line) for line in self.lines], self._soonest()
+        out_done, in_done = [0.0] * len(lanes), [0.0] * len(lanes)
+        pending: list[tuple[float, int, int]] = []  # when a copy out is done, and of which gap
+        outgoing = ahead = 0
+        arrived: dict[int, float] = {}
+        starts: list[float] = []
+        flowing: list[int] = []
+
+        def let_go(op: int) -> None:
+            nonlocal outgoing
+            g = heapq.heappop(pending)[2]
+            outgoing -= gaps[g].bytes
+            release[g] = op
+
+        for op, cost in enumerate(problem.costs.ops):
+            while pending and pending[0][0] <= self.now:
+                let_go(op)
+            for home, lane in enumerate(lanes):
+                while lane:
+                    g = lane[0]
+                    info = gaps[g]
+                    at_home = info.cyclic or info.arriving
+                    if end[g] > op:
+                        if begun is not None and begun[op + 1] <= soonest[g]:
+                            break
+                        if not at_home and (info.gap.start >= op or g not in release):
+                            break
+                        if room[op] - outgoing - ahead < info.bytes or int(spare[op : end[g]].min()) < info.bytes:
+                            break
+                        ahead += info.bytes
+                        spare[op : end[g]] -= info.bytes
+                    else:
+                        while g not in release and not at_home:
+                            self._wait(pending[0][0], pending[0][2])
+                            let_go(op)
+                    lane.popleft()
+                    fetch[g] = op
+                    arrived[g] = in_done[home] = max(in_done[home], self.now) + self.ins[g]
+            for g in self.due[op]:
+                if fetch[g] < op:
+                    ahead -= gaps[g].bytes
+                self._wait(arrived[g], g)
+            flowing.append(outgoing)
+            while pending and outgoing + ahead > room[op]:
+                self._wait(pending[0][0], pending[0][2])
+                let_go(op)
+            starts.append(self.now)
+            self.now += cost.seconds
+            for g in self.away:
+                if gaps[g].gap.start != op or gaps[g].arriving:
+                    continue
+                if not self.dirty[g]:
+                    release[g] = op + 1
+                    continue
+                home = self.where[g]
+                out_done[home] = max(out_done[home], self.now) + self.outs[g]
+                heapq.heappush(pending, (out_done[home], self.rest.gaps[g], g))
+                outgoing += gaps[g].bytes
+        starts.append(self.now)
+        copied = sum(self.ins[g] for g in self.away if gaps[g].fetched) + sum(self.outs.values())
+        return Schedule(
+            self._decisions(), max(self.now, *out_done), copied, self.waited, np.array(flowing), tuple(starts)
+        )
+
+    def _soonest(self) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for line in self.lines if self.begun is not None else ():
+            due = float("inf")
+            for g in reversed(line):
+                assert self.begun is not None
+                due = min(due, self.begun[self.end[g]]) - self.ins[g]
+                found[g] = due - self.slack * self.ins[g]
+        return found
+
+    def _decisions(self) -> tuple[Decision, ...]:
+        whole = self.rest.problem.graph
+        n = len(whole.ops)
+        found = list(self.rest.again)
+        for g in self.away:
+            info = self.rest.problem.gaps[g]
+            fetch = self.fetch[g] + (n if info.cyclic else 0) if info.fetched else info.gap.end
+            release = 0 if info.arriving else max(min(self.release.get(g, n), n, fetch), info.gap.start + 1)
+            found.append(Decision(self.rest.whole[g], Residency.OFFLOAD, release, fetch, self.where[g]))
+        return tuple(sorted(found, key=lambda decision: decision.gap))
