@@ -17,7 +17,7 @@ from outofcore.planning.parameters import QUICK, SearchParams
 
 FULL = SearchParams()
 # Any valid plan proves the same of a step that runs.
-BRIEF = replace(QUICK, relaxations=0, slacks=(1.5,), margins=(0.0,))
+BRIEF = replace(QUICK, relaxations=0, slacks=(1.5,))
 UNIT = Path(__file__).with_name("unit")
 
 

@@ -30,11 +30,11 @@ from outofcore.planning import (
     plans_of_step,
     smallest_budget,
 )
-from outofcore.planning.candidates import Candidate
 from outofcore.planning.placing import keep_all, room_for_large, worth
 from outofcore.planning.polish import polished
 from outofcore.planning.problem import Problem
 from outofcore.planning.repair import Attempts
+from outofcore.planning.tuner import Tuner
 from outofcore.policies import Auto
 from outofcore.simulator import simulate
 from outofcore.validator import validate
@@ -51,7 +51,6 @@ OFF = {
     "relaxations": 0,
     "shares": (),
     "zooms": 0,
-    "margins": (0.0,),
     "slacks": (1.5,),
     "tunings": 0,
     "tuned": 1,
@@ -122,23 +121,22 @@ def test_a_home_that_is_too_slow_to_be_used_costs_nothing() -> None:
 def test_best_candidates_are_tuned_further(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = network(24)
     tight, budget = network_costs(graph, copy=3.0), 9 * MIB
-    seeds: list[int] = []
-    tuned = Candidate.tuned
-    monkeypatch.setattr(candidates, "_FURTHER_OPS", 3000)
+    tries: list[int] = []
+    tune = Tuner.tune
     monkeypatch.setattr(
-        Candidate, "tuned", lambda self, tries, seed=0: (seeds.append(seed), tuned(self, tries, seed))[1]
+        Tuner, "tune", lambda self, count, share, seed=0: (tries.append(count), tune(self, count, share, seed))[1]
     )
 
     def further(params: SearchParams, budget: int) -> int:
-        seeds.clear()
+        tries.clear()
         plan_step(graph, tight, budget, params=params)
-        return sum(seeds)
+        return sum(count > params.tunings for count in tries)
 
-    assert further(BRIEF, budget) == BRIEF.further
+    assert further(BRIEF, budget) == BRIEF.tuned
     assert not further(replace(BRIEF, further=0), budget)
     assert not further(BRIEF, in_core_budget(graph, tight))
     with monkeypatch.context() as short:
-        short.setattr(candidates, "_FURTHER_RUNS", 0)
+        short.setattr(candidates, "_RUNS", 0)
         assert not further(BRIEF, budget)
 
 

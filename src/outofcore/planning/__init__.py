@@ -8,7 +8,7 @@ The terms, with those of the field in brackets:
 - *release, fetch* [eviction, prefetch]: the op before which a gap's room is free, and the one before which it is taken.
 - *chain*: the runs that compute something again right before one op.
 - *block* [live range]: bytes over instructions, to be given an address (``placement``).
-- *choice*: where each gap's bytes are; *schedule*: when its copies run; *candidate*: both, with what is computed again.
+- *state*: what becomes of each gap; *schedule*: when its copies run; *candidate*: both, with how it was found.
 - *room*: the bytes of the budget that are left for large blocks; *limit*: so many of them a problem may use.
 
 The modules, from the outside in:
@@ -17,11 +17,11 @@ The modules, from the outside in:
 - ``policy``, ``registry``, ``baselines``: what a policy is; how it is written; the published ones.
 - ``search``: ``auto``: which candidates are made, and which of them are placed. ``parameters``: its switches.
 - ``front``: ``auto`` where nothing can be offloaded: the least recomputation for each budget.
-- ``candidates``: one candidate: rounded, tuned, and made to leave bytes free.
+- ``candidates``: one candidate: rounded, tuned, and made to leave bytes free. ``tuner``: the local search over states,
+  and when copies run.
 - ``remat``: what to recompute: contents, chains, annealing, a greedy search.
 - ``relaxation``: the linear program that says what to keep and what goes where, and a bound for all plans
   (``linear_program`` has the solver). ``problem``: a step in arrays.
-- ``schedule``: when copies run under ``auto``.
 - ``placing``: lowered, placed, wired and simulated, and what plans are compared by. ``placement``: addresses.
 - ``repair``: which bytes to leave free where blocks stick out. ``polish``: a local search over placed plans.
 - ``resident_gradients``: which gradients stay when a step ends.

@@ -1,7 +1,7 @@
 """Candidate plans: what to keep and what to offload once it is chosen what is recomputed.
 
-In the remainder of the step (see ``Tuner.ease``) the linear program (``relaxation``) says what to keep and which home the
-rest goes to. The state that follows is tuned (``tuner``). Candidates are compared by what their schedules then say.
+In the remainder of the step (see ``Tuner.ease``) the linear program (``relaxation``) says what to keep and which home
+the rest goes to. The state that follows is tuned (``tuner``). Candidates are compared by what their schedules then say.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from outofcore.planning.relaxation import solve
 from outofcore.planning.remat.chains import Choices
 from outofcore.planning.tuner import State, Tuned, Tuner, copy_weight
 
+# The share of the limit that the linear program leaves free: copies hold whole blocks where it sees a flow of bytes.
+_MARGIN = 0.03
 # How often the copies of a state are scheduled, at most.
 _PASSES = 8
 # Ops that the schedules of one tuning may run through, for each change that may be tried.
@@ -63,8 +65,8 @@ class Candidates:
     def __init__(self, kept: Choices, params: SearchParams) -> None:
         self.problem, self.params, self._tuner = kept.problem, params, Tuner(kept)
 
-    def of(self, how: str, choices: Choices) -> Candidate | None:
-        """The candidate that the linear program suggests where it is chosen what is recomputed; None if nothing fits.
+    def of(self, how: str, choices: Choices) -> list[Candidate]:
+        """What the linear program suggests where it is chosen what is recomputed, with each slack; none if nothing fits.
 
         Args:
             how: how what is recomputed was found.
@@ -72,22 +74,22 @@ class Candidates:
         """
         eased = self._tuner.ease(choices)
         if eased is None:
-            return None
+            return []
         state, rest, index = eased
+        shares = solve(rest, {}, _MARGIN, weight=copy_weight(rest.costs))
+        choice = None if shares is None else shares.rounded(rest)
+        if choice is None:
+            return []
+        home = array("q", [KEPT]) * len(state.kind)
+        for g, where in zip(index.tolist(), choice.tolist(), strict=True):
+            home[g] = where
         found: list[Candidate] = []
-        for shares in solve(rest, {}, self.params.margins, weight=copy_weight(rest.costs)):
-            choice = shares.rounded(rest)
-            if choice is None:
-                continue
-            home = array("q", [KEPT]) * len(state.kind)
-            for g, where in zip(index.tolist(), choice.tolist(), strict=True):
-                home[g] = where
-            for slack in self.params.slacks:
-                begun = self._tuner.begin(State(state.kind, state.fetch, home), slack, _PASSES)
-                if begun is not None:
-                    found.append(Candidate(how, self.problem.limit, begun, slack))
-        best = min(found, key=lambda candidate: candidate.value, default=None)
-        return None if best is None else self.tuned(best, self.params.tunings)
+        for slack in self.params.slacks:
+            begun = self._tuner.begin(State(state.kind, state.fetch, home), slack, _PASSES)
+            if begun is not None:
+                tuned = self.tuned(Candidate(how, self.problem.limit, begun, slack), self.params.tunings)
+                found += [] if tuned is None else [tuned]
+        return found
 
     def tuned(self, candidate: Candidate, changes: int, spared: Ints | None = None, seed: int = 0) -> Candidate | None:
         """A candidate after random changes, of which those are kept that are no slower; None if it does not fit.

@@ -22,8 +22,6 @@ class SearchParams:
         shares: shares of the bytes above the limit that are offloaded, the rest being computed again, in the first
             candidates. Limited homes lower these shares to what they can hold. Empty: no candidates by share.
         zooms: how often a share between the best ones is tried; halved for steps of more than 3,000 ops.
-        margins: shares of the limit that the linear program leaves free when it says what to keep, since copies hold
-            whole blocks where it sees a flow of bytes; one candidate each, of which the schedule takes the best.
         slacks: how much earlier than just in time copies in may start, in multiples of their own seconds; each is
             tried.
         tunings: random changes to each candidate that the schedule judges (in steps of more than 1,500 ops, in
@@ -41,11 +39,10 @@ class SearchParams:
     relaxations: int = 2
     shares: tuple[float, ...] = (0.0, 0.25, 0.5)
     zooms: int = 2
-    margins: tuple[float, ...] = (0.0, 0.03, 0.1)
-    slacks: tuple[float, ...] = (1.5, 30.0)
-    tunings: int = 1500
+    slacks: tuple[float, ...] = (0.25, 1.5)
+    tunings: int = 1000
     recompute_changes: float = 0.5
-    tuned: int = 3
+    tuned: int = 2
     further: int = 8000
     placed: int = 16
     polish_ops: int = 24_000
@@ -66,6 +63,4 @@ class SearchParams:
         )
 
 
-QUICK = SearchParams(
-    relaxations=1, shares=(0.5,), zooms=0, tunings=500, further=0, placed=4, polish_ops=0, annealing=2
-)
+QUICK = SearchParams(relaxations=1, shares=(0.5,), zooms=0, tunings=500, further=0, placed=4, polish_ops=0, annealing=2)

@@ -20,7 +20,7 @@ written. It is put together in one of two forms.
 ``out_i`` and ``in_i`` are the bytes on their way to and from a home while op i runs. A step ends when all has flowed
 out and begins with nothing flowing in. The solution says what to keep, what to offload where and what to compute again,
 all at once. In truth a block's room is free when all of its bytes have left, and a chain of runs may be longer if what
-it reads is dropped too: the schedule (``schedule``) and the search over chains (``remat``) see to these. In long steps
+it reads is dropped too: the schedule (``tuner``) and the search over chains (``remat``) see to these. In long steps
 the ops of a *span* share their flows.
 
 Limits: nothing is said about addresses.
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,7 +48,7 @@ Floats = NDArray[np.float64]
 # The solver's answer may lie above the true minimum by its tolerance.
 _TOLERANCE = 1e-6
 # Spans of time that a step of more than three times as many ops is cut into: the program grows with their number.
-_SPANS = 500
+_SPANS = 100
 # A share that is so near to one is one.
 _WHOLE = 1 - 1e-6
 
@@ -180,27 +180,21 @@ class Shares:
         return problem.within_homes(choice, self.away)
 
 
-def solve(
-    problem: Problem, again: Mapping[int, float], margins: Sequence[float] = (0.0,), *, weight: float
-) -> Iterator[Shares]:
-    """Solutions of the timed program.
+def solve(problem: Problem, again: Mapping[int, float], margin: float = 0.0, *, weight: float) -> Shares | None:
+    """Solve the timed program.
 
     Args:
         problem: the step under its limit; with a home.
         again: for the gaps that may be computed again, the seconds that this takes.
-        margins: shares of the limit to leave free: copies hold whole blocks where the program sees a flow of bytes.
+        margin: share of the limit to leave free.
         weight: what a second of copying costs beside a second of the step.
 
-    Yields:
-        One for each margin with which there is a solution.
+    Returns:
+        None if there is no solution.
     """
     if not problem.homes or not problem.is_feasible:
-        return
-    program = Relaxation(problem, again, timed=True, weight=weight)
-    for margin in margins:
-        found = program.solve(margin)
-        if found is not None:
-            yield found
+        return None
+    return Relaxation(problem, again, timed=True, weight=weight).solve(margin)
 
 
 class Relaxation:

@@ -12,7 +12,6 @@ To see what is considered, log ``outofcore.planning`` at debug level, or read ``
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -97,14 +96,18 @@ class _Search:
             if not self._is_good_enough:
                 self._try_shares()
         self.candidates.sort(key=lambda candidate: candidate.value)
-        self._race([*self._tuned_further(), *self.candidates])
+        self._place_best([*self._tuned_further(), *self.candidates])
         if not self.planned:
             self._fall_back()
 
     def _tuned_further(self) -> list[Candidate]:
         if not self.params.further or self._is_good(_GOOD):
             return []
-        best = self.candidates[: self.params.tuned]
+        best = [
+            candidate
+            for slack in self.params.slacks
+            for candidate in [each for each in self.candidates if each.slack == slack][: self.params.tuned]
+        ]
         again = [self.makes.tuned(candidate, self.params.further, seed=1) for candidate in best]
         return [replace(candidate, how=f"{candidate.how}, tuned further") for candidate in again if candidate]
 
@@ -121,20 +124,20 @@ class _Search:
 
     def _consider(self, how: str, choices: Choices) -> float:
         """Add the candidate that recomputes this; returns its value."""
-        candidate = self.makes.of(how, choices)
-        if candidate is None:
+        found = self.makes.of(how, choices)
+        if not found:
             _log.debug("%s: does not fit", how)
-            return inf
-        _log.debug("%s: %.6f s scheduled", how, candidate.found.seconds)
-        if all(candidate.found.decisions != other.found.decisions for other in self.candidates):
-            self.candidates.append(candidate)
-        return candidate.value
+        for candidate in found:
+            _log.debug("%s: %.6f s scheduled", how, candidate.found.seconds)
+            if all(candidate.found.decisions != other.found.decisions for other in self.candidates):
+                self.candidates.append(candidate)
+        return min((candidate.value for candidate in found), default=inf)
 
     def _ask_relaxation(self) -> None:
         """Recompute what the linear program says, first as if all else were resident, then after its last answer."""
         seconds = _chain_seconds(self.kept)
         for turn in range(self.params.relaxations):
-            shares = next(solve(self.problem, seconds, weight=copy_weight(self.costs)), None)
+            shares = solve(self.problem, seconds, weight=copy_weight(self.costs))
             if shares is None:
                 return
             choices = self.selection.settle(g for g in self.kept.free if shares.again[g] >= 0.5)
@@ -178,7 +181,7 @@ class _Search:
         """Return the candidate with the bytes left free that attempts to place it asked for; None if there is none."""
         if not tried.spared.any():
             return candidate
-        return self.makes.tuned(candidate, self.params.tunings, tried.spared)
+        return self.makes.tuned(candidate, self.params.tunings, tried.spared, seed=tried.made)
 
     def _place(self, how: str, plan: Plan, tried: Attempts) -> Planned | None:
         planned = tried.place(plan)
@@ -198,30 +201,23 @@ class _Search:
         self.planned.append((how, planned))
         self.outcomes.append(Outcome(how, planned.plan, planned.program.arena_bytes, seconds, "slower than the best"))
 
-    def _race(self, candidates: list[Candidate]) -> None:
-        """Place what looks best, again and again; what does not fit leaves bytes free, and looks worse from then on."""
+    def _place_best(self, candidates: list[Candidate]) -> None:
+        """Place candidates, the best first, each with ever more bytes left free until it fits or another is better."""
         length = max(len(self.graph.ops), 1)
-        most = min(max(self.params.placed * _LENGTH // length, _LEAST_PLACED), self.params.placed)
-        heap: list[tuple[float, int, Candidate, Attempts, Candidate]] = []
-
-        def enter(number: int, candidate: Candidate, tried: Attempts) -> None:
-            found = None if tried.ended or tried.made >= ATTEMPTS else self._sparing(candidate, tried)
-            if found is not None:
-                heapq.heappush(heap, (found.value, number, found, tried, candidate))
-
-        for number, candidate in enumerate(candidates):
-            enter(number, candidate, Attempts(self.graph, self.costs, self.budget))
-        best, made = inf, 0
-        while heap and made < (most if self.planned else self.params.placed):
-            value, number, found, tried, candidate = heapq.heappop(heap)
-            if value >= best:
-                break
-            planned = self._place(f"{candidate.how}, attempt {tried.made + 1}", found.plan, tried)
-            made += not tried.repeated
-            if planned is None:
-                enter(number, candidate, tried)
-            else:
-                best = min(best, worth(self.costs, planned))
+        left = min(max(self.params.placed * _LENGTH // length, _LEAST_PLACED), 4 * self.params.placed)
+        best = inf
+        for candidate in sorted(candidates, key=lambda candidate: candidate.value):
+            tried = Attempts(self.graph, self.costs, self.budget)
+            found: Candidate | None = candidate
+            while found is not None and found.value < best and (left > 0 or not self.planned):
+                planned = self._place(f"{candidate.how}, attempt {tried.made + 1}", found.plan, tried)
+                left -= not tried.repeated
+                if planned is not None:
+                    best = min(best, worth(self.costs, planned))
+                    break
+                if tried.ended or tried.made >= ATTEMPTS:
+                    break
+                found = self._sparing(candidate, tried)
 
     def _fall_back(self) -> None:
         """Where nothing fits: leave more and more bytes free, and then keep nothing between two uses."""

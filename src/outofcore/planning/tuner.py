@@ -11,9 +11,9 @@ start no earlier than they need to, with some slack.
 A chain of runs reads its inputs when it runs, not at the next use in the step. So an offloaded gap has to be back when
 the first chain reads it, and is held from there on; or every chain copies it in for itself (of kind ``AWAY``).
 
-A *change* keeps, offloads or recomputes one gap, the likelier the longer ops waited for its copies. If an op lacks bytes
-then, gaps around it are offloaded, or come back later. What is no slower is kept. All of this is in ``remat/tuner.h``; a
-try takes some 10 to 100 µs.
+A *change* keeps, offloads or recomputes one gap, often one that ops waited for. If an op lacks bytes then, gaps around
+it are offloaded, or come back later. A change that makes the step no slower is kept. All of this is in ``tuner.h``;
+a change takes some 10 to 150 µs.
 """
 
 from __future__ import annotations
@@ -137,9 +137,7 @@ class Tuner:
         # The library reads them, and those of the search for what to recompute, where they are.
         self._arrays, self._search = arrays, kept.search()
         addresses = {name: values.buffer_info()[0] for name, values in arrays.items()}
-        transfers = _Transfers(
-            homes=len(homes), limit=problem.limit, weight=copy_weight(problem.costs), **addresses
-        )
+        transfers = _Transfers(homes=len(homes), limit=problem.limit, weight=copy_weight(problem.costs), **addresses)
         self._handle = library.outofcore_tuner_open(
             ctypes.byref(kept.compiled.step), ctypes.byref(self._search.gaps), ctypes.byref(transfers)
         )
@@ -168,9 +166,7 @@ class Tuner:
             if is_open[g]:
                 gap = info.gap
                 is_short = not info.cyclic and end[g] < gap.end
-                left.append(
-                    replace(info, gap=Gap(gap.storage, gap.start, end[g]), fetched=True) if is_short else info
-                )
+                left.append(replace(info, gap=Gap(gap.storage, gap.start, end[g]), fetched=True) if is_short else info)
         count = len(problem.graph.ops)
         seconds = _doubles(view.op_seconds, count)
         ops = tuple(OpCost(own, cost.workspace_bytes) for own, cost in zip(seconds, problem.costs.ops, strict=True))

@@ -43,7 +43,10 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *((name, _COUNT) for name in ("contents", "ops")),
         *((name, _POINTER) for name in (*_BY_CONTENT, "gaps_from", "gaps")),
-        *((name, _POINTER) for name in ("needs_from", "needs", "makes_from", "makes", *_BY_OP, "seconds", "home_seconds", "start")),
+        *(
+            (name, _POINTER)
+            for name in ("needs_from", "needs", "makes_from", "makes", *_BY_OP, "seconds", "home_seconds", "start")
+        ),
     ]
 
 
