@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "chain-forgets-workspace",
-        "planning/remat/remat.cpp",
+        "planning/remat/chains.h",
         "most = std::max(most, used + s_.workspace[op]);",
         "most = std::max(most, used);",
         "The native search for recomputation ignores the workspaces of the ops that run again.",

@@ -178,7 +178,7 @@ class _Walk:
                     lane.popleft()
                     fetch[g] = op
                     arrived[g] = in_done[home] = max(in_done[home], self.now) + self.ins[g]
-            for g in self.due[op]:
+            for g in sorted(self.due[op], key=self.where.__getitem__):
                 if fetch[g] < op:
                     ahead -= gaps[g].bytes
                 self._wait(arrived[g], g)

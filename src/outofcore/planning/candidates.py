@@ -66,7 +66,7 @@ class Candidates:
         self.problem, self.params, self._tuner = kept.problem, params, Tuner(kept)
 
     def of(self, how: str, choices: Choices) -> list[Candidate]:
-        """What the linear program suggests where it is chosen what is recomputed, with each slack; none if nothing fits.
+        """What the linear program suggests once it is chosen what is recomputed, with each slack; none if nothing fits.
 
         Args:
             how: how what is recomputed was found.

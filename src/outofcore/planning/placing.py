@@ -16,7 +16,7 @@ from outofcore.errors import BudgetError
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering import lower, room_at_homes, wire
 from outofcore.plan import Plan
-from outofcore.planning.placement import Packing, PlacementParams, Rectangle, pack, peak
+from outofcore.planning.placement import Packing, PlacementParams, Rectangle, pack
 from outofcore.program import Block, CopyOut, Program, Run, Timeline
 from outofcore.simulator import simulate
 from outofcore.units import PAGE_BYTES, round_up
@@ -81,48 +81,42 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
         The program with all offsets set and ``arena_bytes`` the height reached, which may lie above ``capacity``: it is
         for the caller to compare.
     """
-    end = len(program.instructions)
-    small, low = _small(program, effort)
-    large = [b for b in program.blocks if is_large(b.bytes)]
-    base = round_up(low.height, PAGE_BYTES)
-    high = _pack(large, end, None if capacity is None else max(capacity - base, 0), effort)
-    offsets = {block.id: offset for block, offset in zip(small, low.offsets, strict=True)}
-    if capacity is not None and base + high.lower_bound > capacity >= high.lower_bound:
-        # Recomputation may make too many small ones to lie below: those that live briefly lie between the large ones.
-        base = (capacity - high.lower_bound) // PAGE_BYTES * PAGE_BYTES
-        spilled = _spilled(small, base, end)
-        between = {block.id for block in spilled}
-        small = [block for block in small if block.id not in between]
-        low = _pack(small, end, base, effort)
-        offsets = {block.id: offset for block, offset in zip(small, low.offsets, strict=True)}
-        spilled += [block for block in small if offsets[block.id] + block.bytes > base]
-        large += [replace(block, bytes=round_up(block.bytes, PAGE_BYTES)) for block in spilled]
-        high = _pack(large, end, capacity - base, effort)
-    offsets |= {block.id: base + offset for block, offset in zip(large, high.offsets, strict=True)}
+    small = [block for block in program.blocks if not is_large(block.bytes)]
+    large = [block for block in program.blocks if is_large(block.bytes)]
+    offsets, height, least = _stacked(program, small, large, capacity, effort)
+    if capacity is not None and least > capacity:
+        # Small ones of recomputation, which are brief, may be too many to lie below: they lie between the large ones.
+        brief = _recomputed(program)
+        large += [replace(block, bytes=round_up(block.bytes, PAGE_BYTES)) for block in small if block.id in brief]
+        small = [block for block in small if block.id not in brief]
+        offsets, height, _ = _stacked(program, small, large, capacity, effort)
     blocks = tuple(Block(b.id, b.storage, b.bytes, b.born, b.dies, b.wraps, offsets[b.id]) for b in program.blocks)
-    return replace(program, blocks=blocks, arena_bytes=base + high.height)
+    return replace(program, blocks=blocks, arena_bytes=height)
 
 
-def _small(program: Program, effort: int) -> tuple[list[Block], Packing]:
-    small = [b for b in program.blocks if not is_large(b.bytes)]
-    return small, _pack(small, len(program.instructions), None, effort)
+def _stacked(
+    program: Program, low: Sequence[Block], high: Sequence[Block], capacity: int | None, effort: int
+) -> tuple[dict[int, int], int, int]:
+    """Place blocks above others; return the offsets, the height, and the least that it could be above those others."""
+    end = len(program.instructions)
+    below = _pack(low, end, None, effort)
+    base = round_up(below.height, PAGE_BYTES)
+    above = _pack(high, end, None if capacity is None else max(capacity - base, 0), effort)
+    offsets = {block.id: offset for block, offset in zip(low, below.offsets, strict=True)}
+    offsets |= {block.id: base + offset for block, offset in zip(high, above.offsets, strict=True)}
+    return offsets, base + above.height, base + above.lower_bound
 
 
-def _spilled(small: Sequence[Block], base: int, end: int) -> list[Block]:
-    """The briefest of small blocks without which no more than so many bytes of them are held at once."""
-    left, found = {block.id: rectangle_of(block, end) for block in small}, set[int]()
-
-    def lifetime(block: int) -> int:
-        return sum(last - first for first, last in left[block].segments)
-
-    while (most := peak(list(left.values()))).bytes > base:
-        over = most.bytes - base
-        for block in sorted((int(block) for block in most.ids), key=lifetime):
-            over -= left.pop(block).size
-            found.add(block)
-            if over <= 0:
-                break
-    return [block for block in small if block.id in found]
+def _recomputed(program: Program) -> set[int]:
+    """Return the blocks that only runs of recomputation touch."""
+    found, others = set[int](), set[int]()
+    for instruction in program.instructions:
+        if isinstance(instruction, Run):
+            touched = {*instruction.blocks, *(() if instruction.workspace is None else (instruction.workspace,))}
+            (found if instruction.again else others).update(touched)
+        else:
+            others.add(instruction.block)
+    return found - others
 
 
 def _pack(blocks: Sequence[Block], end: int, capacity: int | None, effort: int) -> Packing:
@@ -141,7 +135,9 @@ def rectangle_of(block: Block, end: int) -> Rectangle:
 
 def small_region_bytes(graph: StepGraph, costs: Costs) -> int:
     """Arena bytes below the large blocks: for small blocks, which never leave."""
-    return round_up(_small(lower(graph, costs, keep_all(0)), EFFORT)[1].height, PAGE_BYTES)
+    program = lower(graph, costs, keep_all(0))
+    small = [block for block in program.blocks if not is_large(block.bytes)]
+    return round_up(_pack(small, len(program.instructions), None, EFFORT).height, PAGE_BYTES)
 
 
 def room_for_large(graph: StepGraph, costs: Costs, budget: int) -> int:

@@ -380,10 +380,13 @@ protected:
         }
         if (kind == kAgain) replacement(change, fetch).targets.push_back(g);
         // The chains for which it matters whether its content is there.
-        Index was = old_kind == kAgain ? old_fetch : start, now = kind == kAgain ? fetch : start;
-        if (old_kind == kAway || kind == kAway) was = start, now = g_.end[g];
+        const Index was = old_kind == kAgain ? old_fetch : start, now = kind == kAgain ? fetch : start;
         for (const Index at : lookers_[g_.content[g]])
             if (std::min(was, now) <= at && at <= std::max(was, now) && at > start) replacement(change, at);
+        // Those that find it copy it in from home, or no longer do.
+        if (old_kind == kAway || kind == kAway)
+            for (const Index at : readers_[g_.content[g]])
+                if (start < at && at <= g_.end[g]) replacement(change, at);
         std::sort(change.replacements.begin(), change.replacements.begin() + static_cast<std::ptrdiff_t>(change.count),
                   [](const Replacement& one, const Replacement& other) { return one.at < other.at; });
         change.seconds = seconds_;
