@@ -70,7 +70,8 @@ def _readers(choices: Choices, content: int) -> list[int]:
     """Ops before which chains read a content that they do not make."""
     if choices.contents.lasting[content] == AT_HOME:
         return []
-    return sorted(at for at in choices.lookers.get(content, ()) if content not in choices.chains[at].links.made)
+    chains = choices.chains.items()
+    return sorted(at for at, chain in chains if content in chain.links.seen - chain.links.made)
 
 
 @dataclass(frozen=True)

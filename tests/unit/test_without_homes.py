@@ -20,7 +20,7 @@ from outofcore.planning import QUICK, Planned, in_core_budget, plan_step, smalle
 from outofcore.planning.baselines import DTR
 from outofcore.planning.baselines.dtr import evict_online
 from outofcore.planning.problem import Problem
-from outofcore.planning.remat.chains import AGAIN, Choices
+from outofcore.planning.remat.chains import Choices
 from outofcore.planning.remat.contents import Contents
 from outofcore.validator import validate
 
@@ -141,25 +141,6 @@ def test_greedy_eviction_has_no_plan_where_an_op_does_not_fit() -> None:
     choices = choices_of(graph, network_costs(graph, copy=None))
     assert evict_online(choices, MIB) is None
     assert evict_online(choices, 64 * MIB) == ()
-
-
-@settings(LIMITS, max_examples=examples(25))
-@given(steps(), st.randoms(use_true_random=False))
-def test_beginning_with_a_snapshot_is_setting_its_gaps(step: tuple[StepGraph, Costs], draw: object) -> None:
-    graph, costs = step
-    one = choices_of(graph, costs)
-    picked = [g for g in one.free if draw.random() < 0.5]  # type: ignore[attr-defined]
-    for g in picked:
-        one.set(g, AGAIN, one.end[g])
-    snapshot = one.snapshot()
-    other = Choices(one.problem, one.contents, like=one)
-    assert other.begin(snapshot)
-    assert other.snapshot() == snapshot
-    assert other.seconds == pytest.approx(one.seconds)
-    assert (other.held == one.held).all() and (other.need == one.need).all()
-    assert {at: (chain.seconds, chain.links) for at, chain in other.chains.items()} == {
-        at: (chain.seconds, chain.links) for at, chain in one.chains.items()
-    }
 
 
 def test_the_policy_works_with_homes_and_only_computes_again() -> None:

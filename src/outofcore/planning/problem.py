@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,11 +146,6 @@ class Problem:
         np.add.at(delta, again, -np.where(again > 0, kept, 0))
         return np.cumsum(delta)[:-1]
 
-    def around(self, op: int) -> NDArray[np.bool_]:
-        """Which gaps have an op inside, of shape (gaps,)."""
-        first, last, again, _ = self._ranges
-        return ((first <= op) & (op < last)) | (op < again)
-
     def take(self, room: Ints, g: int, count: int) -> None:
         """Take ``count`` bytes of ``room``, of shape (ops,), over the ops within a gap."""
         for first, last in self.inside(self.gaps[g]):
@@ -188,9 +182,7 @@ class Problem:
                     at_home[key] = segment
         return needed
 
-    def within_homes(
-        self, choice: Ints, shares: NDArray[np.float64] | None = None, but: int | None = None
-    ) -> Ints | None:
+    def within_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
         """The choice with storages moved to other homes where a limited one would be given more than it holds.
 
         Those stay whose share was the largest, and of these the ones that are copied the most for each op over which
@@ -199,7 +191,6 @@ class Problem:
         Args:
             choice: shape (gaps,).
             shares: shape (gaps, homes), how much of each gap had best go where; None: all alike.
-            but: a gap whose storage stays where the choice has it, as long as that home can hold it at all.
 
         Returns:
             Shape (gaps,); None if the homes cannot hold what leaves.
@@ -221,7 +212,7 @@ class Problem:
             gaps, home = stays[key], key[1]
             first, last = self._span(gaps)
             share = 0.0 if shares is None else float(shares[gaps, home].mean())
-            return (-inf if but in gaps else -share), -len(gaps) / max(last - first, 1)
+            return -share, -len(gaps) / max(last - first, 1)
 
         for storage, wanted in sorted(stays, key=lambda key: (rank(key), key)):
             gaps = stays[storage, wanted]
@@ -257,20 +248,6 @@ class Problem:
     def lasting_at_first(self) -> int:
         """Bytes that inputs and outputs take at the first home."""
         return sum(slot_bytes(s.bytes) for s in self.graph.storages if self.is_first_homed(s.id))
-
-    @cached_property
-    def columns(self) -> tuple[list[int], list[int], list[int], list[bool]]:
-        """By gap: the op that it starts after, the op that needs it, its bytes, and whether it begins a step at home.
-
-        A cyclic gap ends in the next step.
-        """
-        count = len(self.graph.ops)
-        return (
-            [info.gap.start for info in self.gaps],
-            [info.gap.end - count if info.cyclic else info.gap.end for info in self.gaps],
-            [info.bytes for info in self.gaps],
-            [info.cyclic or info.arriving for info in self.gaps],
-        )
 
     @cached_property
     def _arriving(self) -> NDArray[np.bool_]:

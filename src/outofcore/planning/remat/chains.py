@@ -1,9 +1,8 @@
-"""Which gaps are computed again (rematerialized) and what that takes: a state that a search changes gap by gap.
+"""Which gaps are recomputed (rematerialized), and what that takes.
 
-The state says of each gap: kept, offloaded, or computed again right before the op ``fetch`` and held from there to its
-next use. Everything fetched before one op is made by one *chain* of runs, as the lowering does it. A chain depends on
-what else is there at its time. So the state remembers which contents each chain looked at, and a change to a gap
-changes the chains that looked at its content and no others.
+Each gap is kept, offloaded, or recomputed right before the op ``fetch`` and held from there to its next use. Everything
+fetched before one op is made by one *chain* of runs, as the lowering does it. A chain depends on what else is there at
+its time. The searches of ``compiled`` begin with such choices, and change them gap by gap.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from outofcore.planning.remat.contents import Contents
 KEPT, AWAY, AGAIN = 0, 1, 2
 # Gaps that are recomputed, each with its kind and the op before which it comes back.
 Snapshot = tuple[tuple[int, int, int], ...]
-_NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +108,11 @@ class Choices:
             if info.cyclic:
                 self.gaps_of[contents.first[info.gap.storage]].append(g)
         self.compiled = CompiledChains(contents, self.gaps_of, self.start) if like is None else like.compiled
-        self.lookers: dict[int, set[int]] = {}  # content -> ops whose chains depend on its presence
-        self.targets: dict[int, set[int]] = {}  # op -> gaps that are fetched there
         self.limit = problem.limit if self.limit < 0 else self.limit
         # What each op takes by itself, or its chain if that takes more.
         self.alone: Ints = problem.limit - problem.free
         self.need: Ints = self.alone.copy()
         self.held: Ints = problem.held(problem.nothing_leaves() == -1)
-        # Chains for single gaps while everything else is kept: by gap and the op before which they run.
-        self.single: dict[tuple[int, int], Chain | None] = {} if like is None else like.single
-        self.sent = False  # whether any gap has been offloaded
         self.can: list[bool] = (
             like.can
             if like is not None
@@ -128,7 +121,7 @@ class Choices:
                 and not info.arriving
                 and info.segment > 0
                 and contents.maker[self.content[g]] >= 0
-                and self._single(g, info.gap.end) is not None
+                and self.chain(info.gap.end, (g,)) is not None
                 for g, info in enumerate(gaps)
             ]
         )
@@ -139,34 +132,26 @@ class Choices:
         """The gaps that are computed again, each with its kind and the op before which it comes back."""
         return tuple((g, self.kind[g], self.fetch[g]) for g in self.free if self.kind[g] == AGAIN)
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot of this state."""
-        wanted = {g: (kind, fetch) for g, kind, fetch in snapshot}
-        # Whatever is kept makes more chains possible, so everything that will change is kept first.
-        for g in self.free:
-            if self.kind[g] == AGAIN and wanted.get(g) != (AGAIN, self.fetch[g]):
-                self.set(g, KEPT, self.end[g])
-        for g, (kind, fetch) in wanted.items():
-            if self.kind[g] != kind:
-                self.set(g, kind, fetch)
-
     def begin(self, snapshot: Snapshot) -> bool:
-        """Go from choices in which nothing is computed again to a snapshot, each chain looked at once.
+        """Go from choices in which all gaps are kept to a snapshot.
 
         False, with these choices of no more use, if something cannot be computed again that way.
         """
+        targets: dict[int, list[int]] = {}
         for g, kind, fetch in snapshot:
-            self._hold(g, self.kind[g], self.fetch[g], kind, fetch)
+            self.problem.take(self.held, g, self.bytes[g])
             self.kind[g], self.fetch[g] = kind, fetch
             if kind == AGAIN:
-                self.targets.setdefault(fetch, set()).add(g)
-        made: dict[int, Chain | None] = {}
-        for at in sorted(self.targets):
-            made[at] = chain = self.chain(at, sorted(self.targets[at]))
+                self.held[fetch : self.end[g]] += self.bytes[g]
+                targets.setdefault(fetch, []).append(g)
+        for at in sorted(targets):
+            chain = self.chain(at, sorted(targets[at]))
             if chain is None:
                 return False
+            self.chains[at] = chain
             self.seconds += chain.seconds
-        self._install(made, {})
+            # Beside what is held over the op.
+            self.need[at] = max(int(self.alone[at]), self.contents.before[at] - chain.held + chain.bytes)
         return True
 
     def search(self) -> CompiledSearch:
@@ -193,118 +178,6 @@ class Choices:
         self.work += lists.ops
         return Chain(seconds, most, held, partial(_links, lists, self.contents.size))
 
-    def _single(self, g: int, at: int) -> Chain | None:
-        """The chain for one gap where nothing else is computed again."""
-        if (g, at) not in self.single:
-            self.single[g, at] = self.chain(at, (g,))
-        return self.single[g, at]
-
-    def _after(self, at: int, chain: Chain | None) -> int:
-        """Bytes that op ``at`` needs with its chain, beside what is held over it."""
-        alone = int(self.alone[at])
-        if chain is None:
-            return alone
-        return max(alone, self.contents.before[at] - chain.held + chain.bytes)
-
-    def set(self, g: int, kind: int, fetch: int) -> Change | None:
-        """Change one gap; None, with nothing changed, if that cannot be."""
-        old_kind, old_fetch = self.kind[g], self.fetch[g]
-        changed = self._changed(g, kind, fetch)
-        if changed is None:
-            return None
-        again, made, total = changed
-        self.sent |= kind == AWAY
-        self.kind[g], self.fetch[g] = kind, fetch
-        undo = Change(g, old_kind, old_fetch, self.seconds, {at: self.chains.get(at) for at in made}, {})
-        # Members that change at the ops that are fetched at.
-        for at in (old_fetch if old_kind == AGAIN else None, fetch if kind == AGAIN else None):
-            if at is not None and at not in undo.targets:
-                undo.targets[at] = self.targets.get(at)
-        self._install(made, {at: again[at] for at in undo.targets})
-        self._hold(g, old_kind, old_fetch, kind, fetch)
-        self.seconds = total
-        return undo
-
-    def _changed(
-        self, g: int, kind: int, fetch: int
-    ) -> tuple[dict[int, set[int]], dict[int, Chain | None], float] | None:
-        """Of a change to a gap: what is fetched where chains change, those chains, and the seconds of all chains."""
-        old_kind, old_fetch = self.kind[g], self.fetch[g]
-        content, start = self.content[g], self.start[g]
-        again: dict[int, set[int]] = {}
-        if old_kind == AGAIN:
-            again[old_fetch] = self.targets[old_fetch] - {g}
-        if kind == AGAIN:
-            again[fetch] = again.get(fetch, self.targets.get(fetch, set())) | {g}
-        # Chains that depend on whether its content is there.
-        was = old_fetch if old_kind == AGAIN else start
-        now = fetch if kind == AGAIN else start
-        lo, hi = min(was, now), max(was, now)
-        if AWAY in (old_kind, kind):
-            lo, hi = start, self.end[g]
-        for at in self.lookers.get(content, ()):
-            if lo <= at <= hi and at > start and at not in again:
-                again[at] = self.targets[at]
-        total = self.seconds
-        made: dict[int, Chain | None] = {}
-        order = sorted(again)
-        for at in order:
-            before = self.chains.get(at)
-            total -= before.seconds if before else 0.0
-        self.kind[g], self.fetch[g] = kind, fetch
-        try:
-            for at in order:
-                if not again[at]:
-                    made[at] = None
-                    continue
-                alone = not self.chains and not self.sent and kind == AGAIN and at == fetch
-                chain = self._single(g, at) if alone else self.chain(at, tuple(again[at]))
-                if chain is None:
-                    return None
-                total += chain.seconds
-                made[at] = chain
-        finally:
-            self.kind[g], self.fetch[g] = old_kind, old_fetch
-        return again, made, total
-
-    def undo(self, undo: Change) -> None:
-        """Take the last change back."""
-        g = undo.gap
-        self._hold(g, self.kind[g], self.fetch[g], undo.kind, undo.fetch)
-        self.kind[g], self.fetch[g] = undo.kind, undo.fetch
-        self._install(undo.chains, undo.targets)
-        self.seconds = undo.seconds
-
-    def _install(self, chains: dict[int, Chain | None], targets: dict[int, set[int] | None]) -> None:
-        for at, members in targets.items():
-            if members:
-                self.targets[at] = members
-            else:
-                self.targets.pop(at, None)
-        for at, chain in chains.items():
-            old = self.chains.get(at)
-            before = _NOTHING if old is None else old.links.seen
-            now = _NOTHING if chain is None else chain.links.seen
-            for content in before - now:
-                self.lookers[content].discard(at)
-            for content in now - before:
-                self.lookers.setdefault(content, set()).add(at)
-            if chain is None:
-                self.chains.pop(at, None)
-            else:
-                self.chains[at] = chain
-            self.need[at] = self._after(at, chain)
-
-    def _hold(self, g: int, old_kind: int, old_fetch: int, kind: int, fetch: int) -> None:
-        """Count the bytes of a gap where it is held now, and no longer where it was."""
-        for k, f, sign in ((old_kind, old_fetch, -1), (kind, fetch, 1)):
-            count = sign * self.bytes[g]
-            if k == KEPT:
-                for first, last in self.problem.inside(self.problem.gaps[g]):
-                    self.held[first:last] += count
-            elif k == AGAIN:
-                self.held[f : self.end[g]] += count
-
     def over(self) -> Ints:
         """Bytes above the limit at each op, of shape (ops,); an op and its chain alone must keep to the problem's."""
         found = self.held + self.need
@@ -313,27 +186,10 @@ class Choices:
             np.maximum(found, self.need - self.problem.limit, out=found)
         return np.maximum(found, 0, out=found)
 
-    def meetings(self, g: int) -> list[int]:
-        """Ops before which chains run that make or use a gap's content while it is open."""
-        first, last = self.start[g], self.end[g]
-        return sorted(at for at in self.lookers.get(self.content[g], ()) if first < at < last)
-
 
 def _links(lists: Lists, size: Sequence[int]) -> Links:
     ops, made, seen, home = lists.unpacked()
     return Links(tuple(ops), frozenset(made), frozenset(seen), tuple(size[x] for x in home), frozenset(home))
-
-
-@dataclass(slots=True)
-class Change:
-    """The state before a change."""
-
-    gap: int
-    kind: int
-    fetch: int
-    seconds: float
-    chains: dict[int, Chain | None]
-    targets: dict[int, set[int] | None]
 
 
 def decisions_again(choices: Choices) -> tuple[Decision, ...]:
