@@ -103,8 +103,8 @@ MUTANTS = (
     Mutant(
         "large-blocks-off-page",
         "planning/placing.py",
-        "base = round_up(low.height, PAGE_BYTES)",
-        "base = low.height",
+        "base = round_up(below.height, PAGE_BYTES)",
+        "base = below.height",
         "Large blocks do not start on a page, so direct I/O cannot use them in place.",
         ("tests/unit/test_lowering.py",),
     ),

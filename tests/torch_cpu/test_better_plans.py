@@ -24,7 +24,7 @@ from outofcore.units import MIB
 
 WIDTH, BATCH, LAYERS = 192, 512, 6
 # Without the search over placed plans, which takes seconds for steps as short as these.
-QUICKLY = "auto:polish_ops=0,tunings=20,further=0"
+QUICKLY = "auto:polish_ops=0,tunings=20,further=0,placed=8"
 
 
 def make() -> tuple[Callable[[torch.Tensor], torch.Tensor], nn.Module, torch.optim.Optimizer]:

@@ -6,13 +6,14 @@ from collections import ChainMap, defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from outofcore.analysis.gaps import gaps_of, is_fetched, is_large, placed_bytes, renewals_of
+from outofcore.analysis.gaps import gaps_of, is_fetched, placed_bytes, renewals_of
 from outofcore.analysis.recipes import Content, History, replay
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
 from outofcore.graph import Op, StepGraph, StorageKind
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.program import Block, CopyIn, CopyOut, Instruction, Lodging, Program, Run
+from outofcore.units import PAGE_BYTES
 
 
 @dataclass
@@ -133,7 +134,7 @@ class _Lowering:
                 if (storage in outputs or changed_input) and homes[storage].get(0) != version[storage]:
                     self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
                     homes[storage][0] = version[storage]
-                    if not is_large(graph.storages[storage].bytes):
+                    if graph.storages[storage].bytes <= PAGE_BYTES:
                         # Its bytes are few, and whoever takes them over would wait for all copies out before this one.
                         self.dying[storage] = self.block_of.pop(storage)
                         continue
