@@ -1,8 +1,4 @@
-"""Candidate plans: what to keep and what to offload once it is chosen what is recomputed.
-
-In the remainder of the step (see ``Tuner.ease``) the linear program (``relaxation``) says what to keep and which home
-the rest goes to. The state that follows is tuned (``tuner``). Candidates are compared by what their schedules then say.
-"""
+"""Candidate plans: states of a step, tuned (``tuner``), that are compared by what their schedules say."""
 
 from __future__ import annotations
 
@@ -11,13 +7,10 @@ from dataclasses import dataclass
 
 from outofcore.plan import Plan
 from outofcore.planning.parameters import SearchParams
-from outofcore.planning.problem import KEPT, Ints, Problem
-from outofcore.planning.relaxation import solve
+from outofcore.planning.problem import Ints, Problem
 from outofcore.planning.remat.chains import Choices
-from outofcore.planning.tuner import State, Tuned, Tuner, copy_weight
+from outofcore.planning.tuner import State, Tuned, Tuner
 
-# The share of the limit that the linear program leaves free: copies hold whole blocks where it sees a flow of bytes.
-_MARGIN = 0.03
 # How often the copies of a state are scheduled, at most.
 _PASSES = 8
 # Ops that the schedules of one tuning may run through, for each change that may be tried.
@@ -65,27 +58,18 @@ class Candidates:
     def __init__(self, kept: Choices, params: SearchParams) -> None:
         self.problem, self.params, self._tuner = kept.problem, params, Tuner(kept)
 
-    def of(self, how: str, choices: Choices) -> list[Candidate]:
-        """What the linear program suggests once it is chosen what is recomputed, with each slack; none if nothing fits.
+    def of(self, how: str, choices: Choices, homes: Ints) -> list[Candidate]:
+        """The candidates, one for each slack, in which this is recomputed; those that can be made to fit.
 
         Args:
-            how: how what is recomputed was found.
-            choices: what is recomputed. Less is where that takes too much room.
+            how: how they were found.
+            choices: what is recomputed.
+            homes: shape (gaps,), of the rest the index of a home or ``KEPT``. More is offloaded if that does not fit.
         """
-        eased = self._tuner.ease(choices)
-        if eased is None:
-            return []
-        state, rest, index = eased
-        shares = solve(rest, {}, _MARGIN, weight=copy_weight(rest.costs))
-        choice = None if shares is None else shares.rounded(rest)
-        if choice is None:
-            return []
-        home = array("q", [KEPT]) * len(state.kind)
-        for g, where in zip(index.tolist(), choice.tolist(), strict=True):
-            home[g] = where
+        state = State(choices.kind, choices.fetch, array("q", homes.tolist()))
         found: list[Candidate] = []
         for slack in self.params.slacks:
-            begun = self._tuner.begin(State(state.kind, state.fetch, home), slack, _PASSES)
+            begun = self._tuner.begin(state, slack, _PASSES)
             if begun is not None:
                 tuned = self.tuned(Candidate(how, self.problem.limit, begun, slack), self.params.tunings)
                 found += [] if tuned is None else [tuned]

@@ -26,7 +26,7 @@ from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import ATTEMPTS, Outcome, Planned, fit, room_for_large, worth
 from outofcore.planning.polish import polished
 from outofcore.planning.problem import Problem
-from outofcore.planning.relaxation import solve
+from outofcore.planning.relaxation import Shares, solve
 from outofcore.planning.remat.chains import Choices
 from outofcore.planning.remat.contents import Contents
 from outofcore.planning.remat.selection import Selection
@@ -45,6 +45,8 @@ _GOOD, _NEARLY_GOOD = 1.0005, 1.01
 # A plan that is no slower than its candidate promised, times this, ends the rounds; each leaves at least this fraction
 # of the limit free.
 _KEPT_PROMISE, _LEAST_FREED = 1.02, 64
+# The share of the limit that the linear program leaves free: copies hold whole blocks where it sees a flow of bytes.
+_MARGIN = 0.03
 # How much of limited homes the bytes above the limit may fill: each part is tried if the one before has no candidate.
 _FILLED = (0.9, 0.75, 0.6)
 # Candidates whose value is no worse, times this, are looked for again in later rounds.
@@ -87,14 +89,23 @@ class _Search:
         self.kept = Choices(self.problem, Contents.of(self.graph, self.costs))
         self.selection = Selection(self.kept)
         self.makes = Candidates(self.kept, self.params)
+        self.shares: Shares | None = None
+        self.homes = self.problem.nothing_leaves()
 
     def mix(self) -> None:
         """What does not stay is offloaded or recomputed."""
+        seconds = _chain_seconds(self.kept)
+        self._ask_relaxation(seconds)
         self._consider("nothing recomputed", self.kept)
-        if not self._is_good(_GOOD):
-            self._ask_relaxation()
-            if not self._is_good_enough:
-                self._try_shares()
+        for turn in range(self.params.relaxations):
+            if turn:
+                self._ask_relaxation(_chain_seconds(choices))
+            if self.shares is None or self._is_good_enough:
+                break
+            choices = self.selection.settle(g for g in self.kept.free if self.shares.again[g] >= 0.5)
+            self._consider(f"relaxation {turn + 1}", choices)
+        if not self._is_good_enough:
+            self._try_shares()
         self.candidates.sort(key=lambda candidate: candidate.value)
         self._place_best([*self._tuned_further(), *self.candidates])
         if not self.planned:
@@ -124,7 +135,7 @@ class _Search:
 
     def _consider(self, how: str, choices: Choices) -> float:
         """Add the candidate that recomputes this; returns its value."""
-        found = self.makes.of(how, choices)
+        found = self.makes.of(how, choices, self.homes)
         if not found:
             _log.debug("%s: does not fit", how)
         for candidate in found:
@@ -133,19 +144,11 @@ class _Search:
                 self.candidates.append(candidate)
         return min((candidate.value for candidate in found), default=inf)
 
-    def _ask_relaxation(self) -> None:
-        """Recompute what the linear program says, first as if all else were resident, then after its last answer."""
-        seconds = _chain_seconds(self.kept)
-        for turn in range(self.params.relaxations):
-            shares = solve(self.problem, seconds, weight=copy_weight(self.costs))
-            if shares is None:
-                return
-            choices = self.selection.settle(g for g in self.kept.free if shares.again[g] >= 0.5)
-            self._consider(f"relaxation {turn + 1}", choices)
-            if self._is_good_enough:
-                return
-            if turn + 1 < self.params.relaxations:
-                seconds = _chain_seconds(choices)
+    def _ask_relaxation(self, seconds: Mapping[int, float]) -> None:
+        """Ask the linear program what to keep, where the rest goes, and what to recompute in so many seconds."""
+        self.shares = solve(self.problem, seconds, _MARGIN, weight=copy_weight(self.costs))
+        homes = None if self.shares is None else self.shares.rounded(self.problem)
+        self.homes = self.problem.nothing_leaves() if homes is None else homes
 
     def _try_shares(self) -> None:
         """Offload a share of the bytes that are too many, and recompute the rest."""

@@ -22,14 +22,14 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from outofcore.costs import Costs, OpCost
+from outofcore.costs import Costs
 from outofcore.lowering.slots import slot_bytes
-from outofcore.plan import Decision, Gap, Residency
-from outofcore.planning.problem import KEPT, GapInfo, Ints, Problem
+from outofcore.plan import Decision, Residency
+from outofcore.planning.problem import KEPT, Ints
 from outofcore.planning.remat.chains import AGAIN, Choices
 from outofcore.planning.remat.compiled import load_library
 
@@ -54,8 +54,7 @@ class _Transfers(ctypes.Structure):
 class _View(ctypes.Structure):
     _fields_ = [
         *((name, _REAL) for name in ("value", "seconds", "copied")),
-        *((name, _POINTER) for name in ("kind", "fetch", "home", "end", "open", "release", "arrival")),
-        *((name, _POINTER) for name in ("free", "flowing", "op_seconds", "starts", "waited")),
+        *((name, _POINTER) for name in ("kind", "fetch", "home", "open", "release", "arrival", "starts", "waited")),
     ]
 
 
@@ -143,36 +142,6 @@ class Tuner:
         )
         weakref.finalize(self, library.outofcore_tuner_close, self._handle)
         self._view = _View()
-
-    def ease(self, choices: Choices) -> tuple[State, Problem, Ints] | None:
-        """The state in which what is not recomputed is offloaded, and the problem of what to keep instead.
-
-        In that problem, the *remainder*, ops take as long as they and the chains before them, what is held for chains
-        takes room, and an offloaded gap ends where the first chain reads it.
-
-        Args:
-            choices: what is recomputed. Less is, or later, where that takes too much room.
-
-        Returns:
-            The state, the remainder, and of each gap of the remainder the index in the whole step; None if no such
-            state fits.
-        """
-        if not self._library.outofcore_tuner_ease(self._handle, _address(choices.kind), _address(choices.fetch)):
-            return None
-        problem, view = self._problem, self._look()
-        end, is_open = self._ints(view.end), self._ints(view.open)
-        left: list[GapInfo] = []
-        for g, info in enumerate(problem.gaps):
-            if is_open[g]:
-                gap = info.gap
-                is_short = not info.cyclic and end[g] < gap.end
-                left.append(replace(info, gap=Gap(gap.storage, gap.start, end[g]), fetched=True) if is_short else info)
-        count = len(problem.graph.ops)
-        seconds = _doubles(view.op_seconds, count)
-        ops = tuple(OpCost(own, cost.workspace_bytes) for own, cost in zip(seconds, problem.costs.ops, strict=True))
-        free = np.array(_ints(view.free, count), dtype=np.int64)
-        rest = replace(problem, costs=Costs(ops, problem.homes), gaps=tuple(left), free=free)
-        return self._state(view), rest, np.flatnonzero(np.array(is_open))
 
     def begin(self, state: State, slack: float, passes: int, spared: Ints | None = None) -> Tuned | None:
         """Go to a state, with less kept or recomputed where it does not fit.

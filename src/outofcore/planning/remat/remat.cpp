@@ -45,10 +45,6 @@ EXPORT void* outofcore_tuner_open(const Step* step, const Gaps* gaps, const Tran
 
 EXPORT void outofcore_tuner_close(void* tuner) { delete static_cast<Tuner*>(tuner); }
 
-EXPORT int outofcore_tuner_ease(void* tuner, const Index* kind, const Index* fetch) {
-    return static_cast<Tuner*>(tuner)->ease(kind, fetch);
-}
-
 EXPORT int outofcore_tuner_begin(void* tuner, const Index* kind, const Index* fetch, const Index* home,
                                  const Index* spared, double slack, Index passes) {
     return static_cast<Tuner*>(tuner)->begin(kind, fetch, home, spared, slack, passes);

@@ -41,10 +41,8 @@ struct Schedule {
 // A tuner's present state, for those who read it.
 struct View {
     double value, seconds, copied;
-    const Index *kind, *fetch, *home;           // by gap
-    const Index *end, *open, *release, *arrival;  // by gap
-    const Index *free, *flowing;                // by op
-    const double *op_seconds, *starts, *waited;   // by op, by op and the end, by gap
+    const Index *kind, *fetch, *home, *open, *release, *arrival;  // by gap
+    const double *starts, *waited;                                // by op and the end, by gap
 };
 
 class Tuner : public Search {
@@ -77,17 +75,6 @@ public:
         for (const Index first : storages_) find_copies(first);
     }
 
-    // Go to a state in which everything is offloaded that is not recomputed. False if it cannot be made to fit.
-    bool ease(const Index* kind, const Index* fetch) {
-        std::fill(spared_.begin(), spared_.end(), 0);
-        random_ = Random(0);
-        std::vector<Index> home(g_.count);
-        for (Index g = 0; g < g_.count; ++g) home[g] = usual_home(g);
-        go_to(kind, fetch, home.data());
-        start_trial();
-        return repair(kNever, kRepairs);
-    }
-
     // Go to a state, with more offloaded, copied in for chains or recomputed later where it does not fit, and schedule
     // its copies, again and again with the last schedule in mind for as long as it gets shorter. False if the state can
     // not be made to fit; then the tuner has no state.
@@ -97,7 +84,7 @@ public:
         slack_ = slack, random_ = Random(0);
         go_to(kind, fetch, home);
         start_trial();
-        if (!repair(kNever, kRepairs) || !fits_homes()) return false;
+        if (!repair(kNever) || !fits_homes()) return false;
         has_before_ = false;
         std::fill(now_.flowing.begin(), now_.flowing.end(), 0);
         schedule(kAnyTime);
@@ -118,7 +105,7 @@ public:
         double value = value_of(now_);
         for (Index tried = 0; tried < tries && !movable_.empty(); ++tried) {
             start_trial();
-            if (change() && repair(changed_, kTrialRepairs) && fits_homes() && schedule(value)) {
+            if (change() && repair(changed_) && fits_homes() && schedule(value)) {
                 std::swap(now_, next_);
                 value = value_of(now_);
             } else {
@@ -127,13 +114,9 @@ public:
         }
     }
 
-    View view() {
-        measure();
-        left_.resize(s_.ops);
-        for (Index op = 0; op < s_.ops; ++op) left_[op] = room_[op] + kept_[op];
-        return {value_of(now_), now_.seconds, now_.copied, kind_.data(), fetch_.data(), home_.data(), end_.data(),
-                open_.data(), now_.release.data(), now_.arrival.data(), left_.data(), now_.flowing.data(),
-                op_seconds_.data(), now_.starts.data(), now_.waited.data()};
+    View view() const {
+        return {value_of(now_), now_.seconds, now_.copied, kind_.data(), fetch_.data(), home_.data(), open_.data(),
+                now_.release.data(), now_.arrival.data(), now_.starts.data(), now_.waited.data()};
     }
 
 private:
@@ -145,8 +128,8 @@ private:
     // Of what is offloaded: how often it goes to another home, if there is one; and how often a chain copies in for itself
     // what it reads early, or no longer does.
     static constexpr double kElsewhere = 0.3, kThrough = 0.2;
-    // After so many changes a state that does not fit is given up; and in a trial.
-    static constexpr int kRepairs = 500, kTrialRepairs = 500;
+    // After so many repairs a state that does not fit is given up.
+    static constexpr int kRepairs = 500;
 
     double value_of(const Schedule& found) const { return found.seconds + t_.weight * found.copied; }
 
@@ -271,8 +254,8 @@ private:
     }
 
     // Change gaps until all ops have the bytes that they need; one gap stays as it is.
-    bool repair(Index but, int most) {
-        for (int turn = 0; turn <= most; ++turn) {
+    bool repair(Index but) {
+        for (int turn = 0; turn < kRepairs; ++turn) {
             const Index worst = measure();
             if (worst >= 0) return true;
             const Index op = std::find(room_.begin(), room_.end(), worst) - room_.begin();
@@ -598,7 +581,7 @@ private:
     std::vector<std::vector<Index>> lanes_;  // by home, gaps in the order in which they are needed back
     std::vector<char> can_recompute_;        // by gap
     std::vector<Counted> counted_;                      // by gap
-    std::vector<Index> held_for_chains_, kept_, left_;  // by op, bytes
+    std::vector<Index> held_for_chains_, kept_;         // by op, bytes
     std::vector<char> is_stale_;  // by the first gap of a storage, whether its copies have to be found again
     std::vector<Index> stale_, movable_, helpful_, enough_, blocked_;
     std::vector<std::size_t> heads_, due_;  // by home, the first of its lane that is not fetched yet, and not due yet
