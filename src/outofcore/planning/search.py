@@ -37,7 +37,7 @@ from outofcore.units import format_bytes
 _log = logging.getLogger("outofcore.planning")
 
 # In steps of more ops fewer candidates are tried: each takes longer.
-_LONG = 3000
+_LONG = 5000
 # A step that takes no longer than this, in multiples of its ops, is not worth more search; a long one, which takes much
 # longer to search, is worth no more than a first answer of the linear program where it takes no longer than the second;
 # and no step that does is worth a further look at its best candidates.
@@ -55,6 +55,8 @@ _AMONG_BEST = 1.05
 _FALLEN_BACK = 4
 # Steps of no more ops have the most candidates placed; of longer ones fewer, down to the least.
 _LENGTH, _LEAST_PLACED = 2000, 4
+# With how many seeds the best candidates are tuned further, where none is placed that is about as quick as promised.
+_SEEDS = 4
 
 
 def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams) -> list[Planned]:
@@ -89,6 +91,9 @@ class _Search:
         self.kept = Choices(self.problem, Contents.of(self.graph, self.costs))
         self.selection = Selection(self.kept)
         self.makes = Candidates(self.kept, self.params)
+        length = max(len(self.graph.ops), 1)
+        self.left = min(max(self.params.placed * _LENGTH // length, _LEAST_PLACED), 4 * self.params.placed)
+        self.best = inf  # of what is placed
         self.shares: Shares | None = None
         self.homes = self.problem.nothing_leaves()
 
@@ -104,14 +109,19 @@ class _Search:
                 break
             choices = self.selection.settle(g for g in self.kept.free if self.shares.again[g] >= 0.5)
             self._consider(f"relaxation {turn + 1}", choices)
-        if not self._is_good_enough:
+        if not self._is_good_enough and (not self._is_long or not self.candidates):
             self._try_shares()
         self.candidates.sort(key=lambda candidate: candidate.value)
-        self._place_best([*self._tuned_further(), *self.candidates])
+        rest = self.candidates
+        for seed in range(1, _SEEDS + 1):
+            self._place_best([*self._tuned_further(seed), *rest])
+            rest = []
+            if self.left <= 0 or self.best <= self.candidates[0].value * _KEPT_PROMISE:
+                break
         if not self.planned:
             self._fall_back()
 
-    def _tuned_further(self) -> list[Candidate]:
+    def _tuned_further(self, seed: int) -> list[Candidate]:
         if not self.params.further or self._is_good(_GOOD):
             return []
         best = [
@@ -119,7 +129,7 @@ class _Search:
             for slack in self.params.slacks
             for candidate in [each for each in self.candidates if each.slack == slack][: self.params.tuned]
         ]
-        again = [self.makes.tuned(candidate, self.params.further, seed=1) for candidate in best]
+        again = [self.makes.tuned(candidate, self.params.further, seed=seed) for candidate in best]
         return [replace(candidate, how=f"{candidate.how}, tuned further") for candidate in again if candidate]
 
     @property
@@ -206,17 +216,14 @@ class _Search:
 
     def _place_best(self, candidates: list[Candidate]) -> None:
         """Place candidates, the best first, each with ever more bytes left free until it fits or another is better."""
-        length = max(len(self.graph.ops), 1)
-        left = min(max(self.params.placed * _LENGTH // length, _LEAST_PLACED), 4 * self.params.placed)
-        best = inf
         for candidate in sorted(candidates, key=lambda candidate: candidate.value):
             tried = Attempts(self.graph, self.costs, self.budget)
             found: Candidate | None = candidate
-            while found is not None and found.value < best and (left > 0 or not self.planned):
+            while found is not None and found.value < self.best and (self.left > 0 or not self.planned):
                 planned = self._place(f"{candidate.how}, attempt {tried.made + 1}", found.plan, tried)
-                left -= not tried.repeated
+                self.left -= not tried.repeated
                 if planned is not None:
-                    best = min(best, worth(self.costs, planned))
+                    self.best = min(self.best, worth(self.costs, planned))
                     break
                 if tried.ended or tried.made >= ATTEMPTS:
                     break
