@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Set
 from dataclasses import dataclass
 
 from outofcore.plan import Plan
@@ -75,16 +76,24 @@ class Candidates:
                 found += [] if tuned is None else [tuned]
         return found
 
-    def tuned(self, candidate: Candidate, changes: int, spared: Ints | None = None, seed: int = 0) -> Candidate | None:
+    def tuned(
+        self,
+        candidate: Candidate,
+        changes: int,
+        spared: Ints | None = None,
+        leaving: Set[int] = frozenset(),
+        seed: int = 0,
+    ) -> Candidate | None:
         """A candidate after random changes, of which those are kept that are no slower; None if it does not fit.
 
         Args:
             candidate: to begin with.
             changes: that are tried.
             spared: shape (ops,), bytes to leave free at each op, as far as the op by itself does.
+            leaving: storages that are not kept between two uses.
             seed: of the changes.
         """
-        begun = self._tuner.begin(candidate.found.state, candidate.slack, _PASSES, spared)
+        begun = self._tuner.begin(candidate.found.state, candidate.slack, _PASSES, spared, leaving)
         if begun is None:
             return None
         tries = tuning_tries(self.problem, changes)

@@ -29,7 +29,10 @@ _WIDER = 4
 # Over how many ops a block that sticks out may be held for its neighbours to leave between ops in a row.
 _BRIEF = 12
 
-_Stuck = list[tuple[int, int, int]]
+# A block that sticks out by at least this share of its bytes, and did so before, leaves altogether.
+_MOSTLY = 0.5
+
+_Stuck = list[tuple[int, int, int, int]]
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Attempts:
         costs: measured or assumed.
         budget: bytes of the arena.
         spared: shape (ops,), bytes that the next plan should leave free.
+        leaving: storages that the next plan should not keep between two uses.
         made: how many plans were tried.
         ended: whether no plan will do: the homes cannot hold what leaves, or blocks come no lower any more.
         generous: spare the more bytes the more blocks stick out together.
@@ -52,6 +56,7 @@ class Attempts:
     costs: Costs
     budget: int
     spared: Ints = field(init=False)
+    leaving: set[int] = field(default_factory=set[int])
     made: int = 0
     ended: bool = False
     generous: bool = False
@@ -61,6 +66,7 @@ class Attempts:
     def __post_init__(self) -> None:
         self.spared = np.zeros(len(self.graph.ops), dtype=np.int64)
         self._apart: set[int] = set()
+        self._mostly: set[int] = set()
         self._last: tuple[Plan, _Stuck] | None = None
         self._lowest, self._stale, self._repeats = float("inf"), 0, 0
 
@@ -89,8 +95,12 @@ class Attempts:
             stuck = _stuck(program, self.budget, n)
             self._last, self._repeats = (plan, stuck), 0
         self.ended = self._stale >= _STALE
+        mostly = {storage for *_, storage in stuck if storage >= 0}
         more = np.zeros(n, dtype=np.int64)
-        for first, last, over in stuck:
+        for first, last, over, storage in stuck:
+            if storage in self._mostly and storage not in self.leaving and not self.generous:
+                self.leaving.add(storage)
+                continue
             # Ever more ops around them: what is in the way of a block need not be so over all of its life.
             wider = _WIDER * self.made
             around = more[max(first - wider, 0) : last + wider]
@@ -99,10 +109,11 @@ class Attempts:
                 around += max(over // 2, PAGE_BYTES)
             else:
                 np.maximum(around, max(over, PAGE_BYTES), out=around)
+        self._mostly = mostly
         # That the plan has not changed says that more has to be asked for, not again as much.
         self.spared += more << self._repeats
         if self.made >= _PATIENCE:
-            for first, last, _ in stuck:
+            for first, last, *_ in stuck:
                 if last - first <= _BRIEF:
                     self._apart.update(range(max(first - 1, 0), min(last + 1, n)))
         self.made += 1
@@ -110,7 +121,7 @@ class Attempts:
 
 
 def _stuck(program: Program, budget: int, n: int) -> _Stuck:
-    """The ranges of ops over which blocks stick out of the budget, and by how many bytes."""
+    """The ranges of ops over which blocks stick out, by how many bytes, and their storage if most of it does, or -1."""
     op_at: list[int] = []  # for each instruction, the op that runs first at it or after it
     upcoming = n
     for instruction in reversed(program.instructions):
@@ -128,7 +139,9 @@ def _stuck(program: Program, budget: int, n: int) -> _Stuck:
         if block.wraps:
             end = len(program.instructions)
             spans = [(0, end)] if block.born == block.dies == 0 else [(0, block.dies), (block.born, end)]
-        found += [(op_at[first], max(op_at[last], op_at[first] + 1), over) for first, last in spans if first < last]
+        storage = block.storage if block.storage is not None and over >= _MOSTLY * block.bytes else -1
+        ranges = ((op_at[first], max(op_at[last], op_at[first] + 1)) for first, last in spans if first < last)
+        found += [(first, last, over, storage) for first, last in ranges]
     return found
 
 

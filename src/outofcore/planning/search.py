@@ -99,13 +99,12 @@ class _Search:
 
     def mix(self) -> None:
         """What does not stay is offloaded or recomputed."""
-        seconds = _chain_seconds(self.kept)
-        self._ask_relaxation(seconds)
-        self._consider("nothing recomputed", self.kept)
-        for turn in range(self.params.relaxations):
-            if turn:
-                self._ask_relaxation(_chain_seconds(choices))
-            if self.shares is None or self._is_good_enough:
+        choices = self.kept
+        for turn in range(max(self.params.relaxations, 1)):
+            self._ask_relaxation(choices)
+            if not turn:
+                self._consider("nothing recomputed", self.kept)
+            if self.shares is None or self._is_good_enough or turn >= self.params.relaxations:
                 break
             choices = self.selection.settle(g for g in self.kept.free if self.shares.again[g] >= 0.5)
             self._consider(f"relaxation {turn + 1}", choices)
@@ -154,9 +153,9 @@ class _Search:
                 self.candidates.append(candidate)
         return min((candidate.value for candidate in found), default=inf)
 
-    def _ask_relaxation(self, seconds: Mapping[int, float]) -> None:
-        """Ask the linear program what to keep, where the rest goes, and what to recompute in so many seconds."""
-        self.shares = solve(self.problem, seconds, _MARGIN, weight=copy_weight(self.costs))
+    def _ask_relaxation(self, choices: Choices) -> None:
+        """Ask the linear program what to keep, to recompute at what it costs here, and where the rest goes."""
+        self.shares = solve(self.problem, _chain_seconds(choices), _MARGIN, weight=copy_weight(self.costs))
         homes = None if self.shares is None else self.shares.rounded(self.problem)
         self.homes = self.problem.nothing_leaves() if homes is None else homes
 
@@ -192,9 +191,9 @@ class _Search:
 
     def _sparing(self, candidate: Candidate, tried: Attempts) -> Candidate | None:
         """Return the candidate with the bytes left free that attempts to place it asked for; None if there is none."""
-        if not tried.spared.any():
+        if not tried.spared.any() and not tried.leaving:
             return candidate
-        return self.makes.tuned(candidate, self.params.tunings, tried.spared, seed=tried.made)
+        return self.makes.tuned(candidate, self.params.tunings, tried.spared, tried.leaving, seed=tried.made)
 
     def _place(self, how: str, plan: Plan, tried: Attempts) -> Planned | None:
         planned = tried.place(plan)

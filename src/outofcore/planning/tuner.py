@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,7 +143,9 @@ class Tuner:
         weakref.finalize(self, library.outofcore_tuner_close, self._handle)
         self._view = _View()
 
-    def begin(self, state: State, slack: float, passes: int, spared: Ints | None = None) -> Tuned | None:
+    def begin(
+        self, state: State, slack: float, passes: int, spared: Ints | None = None, leaving: Set[int] = frozenset()
+    ) -> Tuned | None:
         """Go to a state, with less kept or recomputed where it does not fit.
 
         Args:
@@ -151,13 +153,15 @@ class Tuner:
             slack: how much earlier than just in time a copy in may start, in multiples of its own seconds.
             passes: how often copies are scheduled, at most, each time with the last schedule in mind.
             spared: shape (ops,), bytes to leave free at each op, as far as the op by itself does; None: none.
+            leaving: storages that are not kept between two uses.
 
         Returns:
             None if it cannot be made to fit; then there is no state to tune.
         """
         count = len(self._problem.graph.ops)
         left = array("q", bytes(8 * count) if spared is None else spared.astype(np.int64).tobytes())
-        lists = (_address(values) for values in (state.kind, state.fetch, state.home, left))
+        leaves = array("q", [info.gap.storage in leaving and bool(info.homes) for info in self._problem.gaps])
+        lists = (_address(values) for values in (state.kind, state.fetch, state.home, left, leaves))
         return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
 
     def tune(self, tries: int, recomputes: float = 0.5, seed: int = 0) -> Tuned:

@@ -29,7 +29,7 @@ _FUNCTIONS = {
     "search_restore": ((_POINTER, _POINTER, _COUNT), None),
     "tuner_open": ((_POINTER, _POINTER, _POINTER), _POINTER),
     "tuner_close": ((_POINTER,), None),
-    "tuner_begin": ((*(_POINTER,) * 5, ctypes.c_double, _COUNT), ctypes.c_int),
+    "tuner_begin": ((*(_POINTER,) * 6, ctypes.c_double, _COUNT), ctypes.c_int),
     "tuner_tune": ((_POINTER, _COUNT, ctypes.c_double, ctypes.c_uint64), None),
     "tuner_view": ((_POINTER, _POINTER), None),
 }

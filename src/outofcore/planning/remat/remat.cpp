@@ -46,8 +46,8 @@ EXPORT void* outofcore_tuner_open(const Step* step, const Gaps* gaps, const Tran
 EXPORT void outofcore_tuner_close(void* tuner) { delete static_cast<Tuner*>(tuner); }
 
 EXPORT int outofcore_tuner_begin(void* tuner, const Index* kind, const Index* fetch, const Index* home,
-                                 const Index* spared, double slack, Index passes) {
-    return static_cast<Tuner*>(tuner)->begin(kind, fetch, home, spared, slack, passes);
+                                 const Index* spared, const Index* leaving, double slack, Index passes) {
+    return static_cast<Tuner*>(tuner)->begin(kind, fetch, home, spared, leaving, slack, passes);
 }
 
 EXPORT void outofcore_tuner_tune(void* tuner, Index tries, double recomputes, std::uint64_t seed) {

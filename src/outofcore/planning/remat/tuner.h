@@ -78,9 +78,11 @@ public:
     // Go to a state, with more offloaded, copied in for chains or recomputed later where it does not fit, and schedule
     // its copies, again and again with the last schedule in mind for as long as it gets shorter. False if the state can
     // not be made to fit; then the tuner has no state.
-    bool begin(const Index* kind, const Index* fetch, const Index* home, const Index* spared, double slack,
-               Index passes) {
+    // Gaps that have to leave are not kept, now or later.
+    bool begin(const Index* kind, const Index* fetch, const Index* home, const Index* spared, const Index* leaving,
+               double slack, Index passes) {
         spared_.assign(spared, spared + s_.ops);
+        leaves_.assign(leaving, leaving + g_.count);
         slack_ = slack, random_ = Random(0);
         go_to(kind, fetch, home);
         start_trial();
@@ -144,7 +146,7 @@ private:
         for (const Index g : movable_) {
             start_trial();
             if (kind_[g] != kind[g]) alter(g, kind[g], fetch[g]);
-            put(g, kind[g] == kAway && home[g] == kNever ? usual_home(g) : home[g]);
+            put(g, (kind[g] == kAway || leaves_[g]) && home[g] == kNever ? usual_home(g) : home[g]);
         }
     }
 
@@ -188,6 +190,7 @@ private:
 
     // Keep a gap, or offload it.
     bool move(Index g, Index home) {
+        if (home == kNever && leaves_[g]) return false;
         put(g, home);
         const bool is_done = kind_[g] == kKept || (kind_[g] == kAway && home != kNever);
         return is_done || alter(g, kKept, g_.end[g]);
@@ -583,6 +586,7 @@ private:
     std::vector<Counted> counted_;                      // by gap
     std::vector<Index> held_for_chains_, kept_;         // by op, bytes
     std::vector<char> is_stale_;  // by the first gap of a storage, whether its copies have to be found again
+    std::vector<Index> leaves_;  // by gap, whether it has to leave
     std::vector<Index> stale_, movable_, helpful_, enough_, blocked_;
     std::vector<std::size_t> heads_, due_;  // by home, the first of its lane that is not fetched yet, and not due yet
     std::vector<double> out_done_, in_done_;  // by home, when the last copy is done
