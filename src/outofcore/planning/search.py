@@ -112,7 +112,7 @@ class _Search:
             self._try_shares()
         self.candidates.sort(key=lambda candidate: candidate.value)
         rest = self.candidates
-        for seed in range(1, _SEEDS + 1):
+        for seed in range(1, _SEEDS + 1) if rest else ():
             self._place_best([*self._tuned_further(seed), *rest])
             rest = []
             if self.left <= 0 or self.best <= self.candidates[0].value * _KEPT_PROMISE:
