@@ -1,11 +1,13 @@
 """The best plan that is found: ``policy="auto"``.
 
-Candidates differ in what is computed again: nothing; what the linear program says (``relaxation``), asked again with
-the seconds that chains then really take; and what the greedy search (``remat.selection``) finds if only a share of the
-bytes above the limit is to be computed again, on a grid of shares and then between the best of them. For each it is
-decided what to offload (``candidates``). The best are tuned, placed within the budget, repaired where blocks stick out
-(``repair``) and simulated; in small steps the best plan of all is then polished (``polish``). All this is for steps
-with a home; without one, everything that does not stay is recomputed (``front``).
+A linear program (``relaxation``) says what to keep, where the rest goes, and what to recompute; asked again, with the
+seconds that chains of runs then really take. Candidates differ in what is recomputed to begin with: nothing; what the
+program says; and what the greedy search (``remat.selection``) finds if a share of the bytes above the limit is to be
+offloaded, on a grid of shares and then between the best of them. What is not recomputed begins where the program has
+it. Each candidate is tuned (``tuner``): that decides the most, and changes all of this. The best are tuned further,
+placed within the budget, repaired where blocks stick out (``repair``) and simulated; in small steps the best plan is
+then polished (``polish``). All this is for steps with a home; without one, everything that does not stay is recomputed
+(``front``).
 
 To see what is considered, log ``outofcore.planning`` at debug level, or read ``Planned.candidates``.
 """
