@@ -33,7 +33,9 @@ def chain(choices: Choices, at: int, gaps: Sequence[int], limit: float = float("
                 continue
             seen.add(need)
             if lasting[need]:
-                if lasting[need] == AT_HOME and not born[need] < at <= gone[need]:
+                opened = [g for g in gaps_of[need] if start[g] < at < fetch[g]]
+                there = born[need] < at <= gone[need] and not any(kind[g] in (AWAY, AGAIN) for g in opened)
+                if lasting[need] == AT_HOME and not there:
                     home.add(need)
                 continue
             if born[need] < at <= gone[need]:

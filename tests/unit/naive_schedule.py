@@ -12,7 +12,6 @@ from outofcore.costs import Costs
 from outofcore.plan import Decision, Gap, Residency
 from outofcore.planning.problem import KEPT, GapInfo, Ints, Problem
 from outofcore.planning.remat.chains import AGAIN, AWAY, Choices
-from outofcore.planning.remat.contents import AT_HOME
 from outofcore.planning.tuner import State
 
 
@@ -68,8 +67,6 @@ class Remainder:
 
 def _readers(choices: Choices, content: int) -> list[int]:
     """Ops before which chains read a content that they do not make."""
-    if choices.contents.lasting[content] == AT_HOME:
-        return []
     chains = choices.chains.items()
     return sorted(at for at, chain in chains if content in chain.links.seen - chain.links.made)
 

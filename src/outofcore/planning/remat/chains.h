@@ -127,7 +127,8 @@ private:
                 seen_.push_back(need);
                 const bool is_held = s_.born[need] < at && at <= s_.gone[need];
                 if (s_.lasting[need]) {
-                    if (s_.lasting[need] == kAtHome && !is_held) comes_from_home(need);
+                    if (s_.lasting[need] == kAtHome && (!is_held || !is_there(need, at, kind, fetch)))
+                        comes_from_home(need);
                     continue;
                 }
                 if (is_held && is_there(need, at, kind, fetch)) continue;

@@ -430,8 +430,7 @@ protected:
 
     // Whether the chain found last finds the content of a gap that could be elsewhere.
     bool is_read(Index content) const {
-        return s_.gaps_from[content] < s_.gaps_from[content + 1] && s_.lasting[content] != kAtHome &&
-               !chains_.makes(content);
+        return s_.gaps_from[content] < s_.gaps_from[content + 1] && !chains_.makes(content);
     }
 
     // The range of ops over which a change holds more, or fewer, bytes of its gap.
