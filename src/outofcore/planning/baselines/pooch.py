@@ -36,7 +36,7 @@ class PoocH(Checked):
 
         forward    A1 A2 A3 A4 A5 | turn      A4, A5  keep: used soonest, and they fit
         home       A1 ->   A3 ->              A1, A3  swap: their copies hide behind the convolutions
-        backward   A5 A4 [A3 in] [A2 again] [A1 in]   A2  recompute: dearer to copy than to run again
+        backward   A5 A4 (A3 in) (A2 again) (A1 in)   A2  recompute: dearer to copy than to run again
 
     Different from the paper (the authors' code is ``optimize_swap_targets`` in ``chainer/training/trainer.py`` of
     their fork of Chainer, in which the tree search is switched off): a feature map is any storage that waits over the
