@@ -14,10 +14,10 @@ from outofcore.planning.tuner import State, Tuned, Tuner
 
 # How often the copies of a state are scheduled, at most.
 _PASSES = 8
-# Ops that the schedules of one tuning may run through, for each change that may be tried.
+# In steps of more ops, tuning tries fewer changes, in proportion.
 _TUNING_OPS = 1500
-# What it takes to schedule an op, about; and how many runs of the step a tuning may take as long as, since the plan has
-# to win that back.
+# About how long it takes to schedule an op; and tuning may take no longer than so many runs of the step, since the plan
+# has to win that time back.
 _OP_SECONDS, _RUNS = 5e-8, 20
 
 
@@ -60,12 +60,12 @@ class Candidates:
         self.problem, self.params, self._tuner = kept.problem, params, Tuner(kept)
 
     def of(self, how: str, choices: Choices, homes: Ints) -> list[Candidate]:
-        """The candidates, one for each slack, in which this is recomputed; those that can be made to fit.
+        """Return a tuned candidate for each slack with which the state can be made to fit.
 
         Args:
             how: how they were found.
-            choices: what is recomputed.
-            homes: shape (gaps,), of the rest the index of a home or ``KEPT``. More is offloaded if that does not fit.
+            choices: says which gaps are recomputed.
+            homes: shape (gaps,), the home of each other gap, or ``KEPT``. More is offloaded if that does not fit.
         """
         state = State(choices.kind, choices.fetch, array("q", homes.tolist()))
         found: list[Candidate] = []
@@ -84,11 +84,11 @@ class Candidates:
         leaving: Set[int] = frozenset(),
         seed: int = 0,
     ) -> Candidate | None:
-        """A candidate after random changes, of which those are kept that are no slower; None if it does not fit.
+        """Return a candidate after random changes that made it no slower; None if it does not fit.
 
         Args:
             candidate: to begin with.
-            changes: that are tried.
+            changes: how many to try, at most.
             spared: shape (ops,), bytes to leave free at each op, as far as the op by itself does.
             leaving: storages that are not kept between two uses.
             seed: of the changes.
@@ -102,6 +102,6 @@ class Candidates:
 
 
 def tuning_tries(problem: Problem, changes: int) -> int:
-    """How many of so many changes a tuning tries: fewer in long steps, and in steps that are soon over."""
+    """Return how many changes tuning tries: fewer in steps of many ops, and in steps that take little time."""
     ops = max(len(problem.graph.ops), 1)
     return int(min(changes, changes * _TUNING_OPS // ops, _RUNS * problem.costs.compute_seconds / (ops * _OP_SECONDS)))

@@ -26,10 +26,11 @@ class SearchParams:
             tried.
         tunings: random changes to each candidate that the schedule judges (in steps of more than 1,500 ops, in
             proportion fewer).
-        recompute_changes: share of the changes that are about what is recomputed.
-        tuned: how many of the best candidates are tuned further.
-        further: changes of which.
-        placed: candidates placed at addresses at most (of steps with more than 2,000 ops, in proportion fewer).
+        recompute_changes: share of the changes that recompute a gap, recompute it elsewhere, or no longer do.
+        tuned: how many of the best candidates of each slack are tuned further.
+        further: random changes to each of these.
+        placed: candidates placed at addresses at most in steps of 2,000 ops; in longer steps fewer, in proportion, and
+            in shorter ones up to four times as many.
         polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
             search.
         annealing: where nothing can be offloaded, random changes to what is recomputed that are tried on each of a

@@ -38,26 +38,22 @@ from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore.planning")
 
-# In steps of more ops fewer candidates are tried: each takes longer.
+# In longer steps the greedy search is asked only where the linear program has no candidate: it takes long there.
 _LONG = 5000
-# A step that takes no longer than this, in multiples of its ops, is not worth more search; a long one, which takes much
-# longer to search, is worth no more than a first answer of the linear program where it takes no longer than the second;
-# and no step that does is worth a further look at its best candidates.
+# The search for candidates ends with one that takes no longer than the first, in multiples of the ops; in long steps
+# the second is enough.
 _GOOD, _NEARLY_GOOD = 1.0005, 1.01
-# A plan that is no slower than its candidate promised, times this, ends the rounds; each leaves at least this fraction
-# of the limit free.
-_KEPT_PROMISE, _LEAST_FREED = 1.02, 64
+# No more is searched if a placed plan takes no longer than this, times what the schedule of the best candidate says.
+_KEPT_PROMISE = 1.02
 # The share of the limit that the linear program leaves free: copies hold whole blocks where it sees a flow of bytes.
 _MARGIN = 0.03
 # How much of limited homes the bytes above the limit may fill: each part is tried if the one before has no candidate.
 _FILLED = (0.9, 0.75, 0.6)
-# Candidates whose value is no worse, times this, are looked for again in later rounds.
-_AMONG_BEST = 1.05
 # How many candidates are repaired more generously where none fits.
 _FALLEN_BACK = 4
-# Steps of no more ops have the most candidates placed; of longer ones fewer, down to the least.
+# How many candidates are placed is in proportion to this over the number of ops, and at least the second number.
 _LENGTH, _LEAST_PLACED = 2000, 4
-# With how many seeds the best candidates are tuned further, where none is placed that is about as quick as promised.
+# How often the best candidates are tuned further, each time with another seed, unless a plan is as quick as promised.
 _SEEDS = 4
 
 
@@ -177,7 +173,7 @@ class _Search:
         # Recomputation takes most of a step in which nothing is offloaded: its value says little about nearby shares.
         values[0.0] = inf
         values.setdefault(min(capacity, 1.0), inf)
-        for _ in range(self.params.zooms // (2 if self._is_long else 1)):
+        for _ in range(self.params.zooms):
             shares = sorted(values)
             at = min(range(len(shares)), key=lambda i: (values[shares[i]], -i))
             for near in (at - 1, at + 1):
@@ -192,7 +188,7 @@ class _Search:
     # Placing
 
     def _sparing(self, candidate: Candidate, tried: Attempts) -> Candidate | None:
-        """Return the candidate with the bytes left free that attempts to place it asked for; None if there is none."""
+        """Return the candidate, tuned with as many bytes left free as placing it lacked; None if it does not fit."""
         if not tried.spared.any() and not tried.leaving:
             return candidate
         return self.makes.tuned(candidate, self.params.tunings, tried.spared, tried.leaving, seed=tried.made)

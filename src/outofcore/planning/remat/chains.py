@@ -150,7 +150,7 @@ class Choices:
                 return False
             self.chains[at] = chain
             self.seconds += chain.seconds
-            # Beside what is held over the op.
+            # The bytes of the op and its chain, without those of gaps held over the op.
             self.need[at] = max(int(self.alone[at]), self.contents.before[at] - chain.held + chain.bytes)
         return True
 
@@ -193,7 +193,7 @@ def _links(lists: Lists, size: Sequence[int]) -> Links:
 
 
 def decisions_again(choices: Choices) -> tuple[Decision, ...]:
-    """The decisions of what is computed again."""
+    """Return the decisions to recompute gaps."""
     gaps = choices.problem.gaps
     return tuple(
         Decision(gaps[g].gap, Residency.RECOMPUTE, choices.start[g] + 1, choices.fetch[g])

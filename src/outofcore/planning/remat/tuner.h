@@ -1,6 +1,6 @@
 // Tuning: a local search over what becomes of each gap, judged by when copies run.
 //
-// tuner.py says what a state is, and what the schedule of copies minds. tests/unit/naive_schedule.py adds times up in the
+// tuner.py says what a state is and how copies are scheduled. tests/unit/naive_schedule.py adds times up in the
 // same order, so that both give the same to the last bit.
 
 #pragma once
@@ -75,10 +75,9 @@ public:
         for (const Index first : storages_) find_copies(first);
     }
 
-    // Go to a state, with more offloaded, copied in for chains or recomputed later where it does not fit, and schedule
-    // its copies, again and again with the last schedule in mind for as long as it gets shorter. False if the state can
-    // not be made to fit; then the tuner has no state.
-    // Gaps that have to leave are not kept, now or later.
+    // Go to a state and schedule its copies, again with the last schedule in mind for as long as it gets shorter. A state
+    // that does not fit is repaired. False if it cannot be; then there is nothing to tune. Gaps that must leave are not
+    // kept, now or later.
     bool begin(const Index* kind, const Index* fetch, const Index* home, const Index* spared, const Index* leaving,
                double slack, Index passes) {
         spared_.assign(spared, spared + s_.ops);
@@ -586,7 +585,7 @@ private:
     std::vector<Counted> counted_;                      // by gap
     std::vector<Index> held_for_chains_, kept_;         // by op, bytes
     std::vector<char> is_stale_;  // by the first gap of a storage, whether its copies have to be found again
-    std::vector<Index> leaves_;  // by gap, whether it has to leave
+    std::vector<Index> leaves_;  // by gap, whether it must leave
     std::vector<Index> stale_, movable_, helpful_, enough_, blocked_;
     std::vector<std::size_t> heads_, due_;  // by home, the first of its lane that is not fetched yet, and not due yet
     std::vector<double> out_done_, in_done_;  // by home, when the last copy is done
