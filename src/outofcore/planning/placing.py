@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
+import numpy as np
+
 from outofcore.analysis.gaps import constant_bytes, is_large, placed_bytes
 from outofcore.costs import Costs
 from outofcore.errors import BudgetError
@@ -81,34 +83,35 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
         The program with all offsets set and ``arena_bytes`` the height reached, which may lie above ``capacity``: it is
         for the caller to compare.
     """
-    small = [block for block in program.blocks if not is_large(block.bytes)]
-    large = [block for block in program.blocks if is_large(block.bytes)]
-    offsets, height, least = _stacked(program, small, large, capacity, effort)
-    if capacity is not None and least > capacity:
-        # Small ones of recomputation, which are brief, may be too many to lie below: they lie between the large ones.
-        brief = _recomputed(program)
-        large += [replace(block, bytes=round_up(block.bytes, PAGE_BYTES)) for block in small if block.id in brief]
-        small = [block for block in small if block.id not in brief]
-        offsets, height, _ = _stacked(program, small, large, capacity, effort)
-    blocks = tuple(Block(b.id, b.storage, b.bytes, b.born, b.dies, b.wraps, offsets[b.id]) for b in program.blocks)
-    return replace(program, blocks=blocks, arena_bytes=height)
-
-
-def _stacked(
-    program: Program, low: Sequence[Block], high: Sequence[Block], capacity: int | None, effort: int
-) -> tuple[dict[int, int], int, int]:
-    """Place blocks above others; return the offsets, the height, and the least that it could be above those others."""
+    low = [block for block in program.blocks if not is_large(block.bytes)]
+    high = [block for block in program.blocks if is_large(block.bytes)]
     end = len(program.instructions)
     below = _pack(low, end, None, effort)
     base = round_up(below.height, PAGE_BYTES)
     above = _pack(high, end, None if capacity is None else max(capacity - base, 0), effort)
+    if capacity is not None and base + above.lower_bound > capacity:
+        # Recomputation may make more small blocks than fit below: where there is room, they lie between the large ones.
+        lifted = _lifted(program, low, high, above.lower_bound)
+        high += [replace(block, bytes=round_up(block.bytes, PAGE_BYTES)) for block in low if block.id in lifted]
+        low = [block for block in low if block.id not in lifted]
+        below = _pack(low, end, None, effort)
+        base = round_up(below.height, PAGE_BYTES)
+        above = _pack(high, end, max(capacity - base, 0), effort)
     offsets = {block.id: offset for block, offset in zip(low, below.offsets, strict=True)}
     offsets |= {block.id: base + offset for block, offset in zip(high, above.offsets, strict=True)}
-    return offsets, base + above.height, base + above.lower_bound
+    blocks = tuple(Block(b.id, b.storage, b.bytes, b.born, b.dies, b.wraps, offsets[b.id]) for b in program.blocks)
+    return replace(program, blocks=blocks, arena_bytes=base + above.height)
 
 
-def _recomputed(program: Program) -> set[int]:
-    """Return the blocks that only runs of recomputation touch."""
+def _lifted(program: Program, low: Sequence[Block], high: Sequence[Block], peak: int) -> set[int]:
+    """Return the small blocks that recomputation alone touches, and only while the large ones are a page below their peak."""
+    end = len(program.instructions)
+    change = np.zeros(end + 1, dtype=np.int64)
+    for block in high:
+        for first, last in rectangle_of(block, end).segments:
+            change[first] += block.bytes
+            change[last] -= block.bytes
+    is_full = np.cumsum(change) > peak - PAGE_BYTES
     found, others = set[int](), set[int]()
     for instruction in program.instructions:
         if isinstance(instruction, Run):
@@ -116,7 +119,8 @@ def _recomputed(program: Program) -> set[int]:
             (found if instruction.again else others).update(touched)
         else:
             others.add(instruction.block)
-    return found - others
+    brief = found - others
+    return {block.id for block in low if block.id in brief and not is_full[block.born : block.dies].any()}
 
 
 def _pack(blocks: Sequence[Block], end: int, capacity: int | None, effort: int) -> Packing:

@@ -90,9 +90,10 @@ class Attempts:
             self.height = program.arena_bytes
             if program.arena_bytes <= self.budget:
                 return finish(graph, costs, plan, program)
-            self._stale = 0 if self.height < self._lowest else self._stale + 1
-            self._lowest = min(self._lowest, self.height)
             stuck = _stuck(program, self.budget, n)
+            area = sum(over * (last - first) for first, last, over, _ in stuck)
+            self._stale = 0 if area < self._lowest else self._stale + 1
+            self._lowest = min(self._lowest, area)
             self._last, self._repeats = (plan, stuck), 0
         self.ended = self._stale >= _STALE
         mostly = {storage for *_, storage in stuck if storage >= 0}
@@ -104,14 +105,11 @@ class Attempts:
             # Ever more ops around them: what is in the way of a block need not be so over all of its life.
             wider = _WIDER * self.made
             around = more[max(first - wider, 0) : last + wider]
-            # Of blocks that stick out one above the other, the highest says by how much.
-            if self.generous:
-                around += max(over // 2, PAGE_BYTES)
-            else:
-                np.maximum(around, max(over, PAGE_BYTES), out=around)
+            # Where it is not the first time, twice as much.
+            around += max(over, PAGE_BYTES, int(self.spared[first:last].max()))
         self._mostly = mostly
         # That the plan has not changed says that more has to be asked for, not again as much.
-        self.spared += more << self._repeats
+        self.spared += more
         if self.made >= _PATIENCE:
             for first, last, *_ in stuck:
                 if last - first <= _BRIEF:
@@ -139,9 +137,10 @@ def _stuck(program: Program, budget: int, n: int) -> _Stuck:
         if block.wraps:
             end = len(program.instructions)
             spans = [(0, end)] if block.born == block.dies == 0 else [(0, block.dies), (block.born, end)]
-        storage = block.storage if block.storage is not None and over >= _MOSTLY * block.bytes else -1
+        is_mostly = is_large(block.bytes) and over >= _MOSTLY * block.bytes
+        storage = block.storage if block.storage is not None and is_mostly else -1
         ranges = ((op_at[first], max(op_at[last], op_at[first] + 1)) for first, last in spans if first < last)
-        found += [(first, last, over, storage) for first, last in ranges]
+        found += [(first, last, min(over, block.bytes), storage) for first, last in ranges]
     return found
 
 
