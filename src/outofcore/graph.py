@@ -141,6 +141,11 @@ class StepGraph:
         return frozenset(s for s in left if s in self.creator)
 
     @cached_property
+    def changed_inputs(self) -> frozenset[int]:
+        """Inputs that the step writes: they go home at its end."""
+        return frozenset(s for op in self.ops for s in op.mutates if self.storages[s].arrives)
+
+    @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
         """For each storage the ops that touch it, in order."""
         found: list[list[int]] = [[] for _ in self.storages]

@@ -44,6 +44,18 @@ def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
     return tuple(found)
 
 
+def final_gap(graph: StepGraph, storage: int) -> Gap | None:
+    """Return the gap from the last use of an output, or of an input that the step changes, to the end of the step.
+
+    Over it the bytes go to the first home, or, if it is a gradient that the step leaves, may stay on the device.
+    """
+    uses = graph.uses[storage]
+    is_output = storage in graph.outputs and storage in graph.creator
+    if not uses or not (is_output or storage in graph.changed_inputs):
+        return None
+    return Gap(storage, uses[-1], len(graph.ops))
+
+
 def renewals_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
     """Return the ops that overwrite a large storage as a whole, in order, and so may find it in another place.
 

@@ -6,7 +6,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from outofcore.analysis.gaps import gaps_of, is_fetched, placed_bytes, renewals_of
+from outofcore.analysis.gaps import final_gap, gaps_of, is_fetched, placed_bytes, renewals_of
 from outofcore.analysis.recipes import Content, History, replay
 from outofcore.costs import Costs
 from outofcore.errors import GraphError
@@ -58,6 +58,7 @@ class _Lowering:
         last_stay: dict[int, int] = {}  # the use with which the last stay of a storage starts, if it is not the first
         first_leave: dict[int, Decision] = {}  # of each storage, within the step
         cyclic: set[int] = set()  # at home when the step ends
+        held: set[int] = set()  # what goes home after its last use, until the plan says that it has left
         renewed: dict[int, list[int]] = defaultdict(list)  # by op, what it overwrites as a whole in a stay of its own
         vacated: dict[int, list[int]] = defaultdict(list)  # by op, whose next use does so
         for storage in graph.storages:
@@ -77,6 +78,10 @@ class _Lowering:
                 continue
             if gap.start >= 0:
                 releases[decision.release_by].append(decision)
+            if gap == final_gap(graph, gap.storage):
+                held.add(gap.storage)
+                continue
+            if gap.start >= 0:
                 leaving[gap.start].append(decision)
             if is_fetched(graph, gap):
                 fetches[decision.fetch_at - n if gap.end >= n else decision.fetch_at].append(decision)
@@ -114,10 +119,10 @@ class _Lowering:
             for decision in sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end % n, d.gap.storage)):
                 storage = decision.gap.storage
                 self._begin_stay(storage, is_last=decision.gap.end == last_stay.get(storage))
-                held = homes[storage].get(decision.home)
-                if held is None:
+                present = homes[storage].get(decision.home)
+                if present is None:
                     raise GraphError(f"the plan fetches storage {storage} before anything was copied out: {decision}")
-                self.instructions.append(CopyIn(self.block_of[storage], held, home=decision.home))
+                self.instructions.append(CopyIn(self.block_of[storage], present, home=decision.home))
             if op.id in replays:
                 self._materialise([decision.gap.storage for decision in replays.pop(op.id)])
             for storage in renewed.pop(op.id, ()):
@@ -134,7 +139,7 @@ class _Lowering:
                 if (storage in outputs or changed_input) and homes[storage].get(0) != version[storage]:
                     self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
                     homes[storage][0] = version[storage]
-                    if graph.storages[storage].bytes <= PAGE_BYTES:
+                    if storage in held or graph.storages[storage].bytes <= PAGE_BYTES:
                         # An op that reused these few bytes would wait for every copy out queued before this one.
                         self.dying[storage] = self.block_of.pop(storage)
                         continue
@@ -167,13 +172,15 @@ class _Lowering:
             gap = decision.gap
             if decision.residency is Residency.KEEP:
                 continue
-            if gap not in gaps_of(self.graph, gap.storage):
+            if gap not in gaps_of(self.graph, gap.storage) and gap != final_gap(self.graph, gap.storage):
                 raise GraphError(f"the plan decides about a gap that the graph has not: {gap}")
             latest_release = min(decision.fetch_at, n) if gap.end >= n else decision.fetch_at
             if not gap.start < decision.release_by <= latest_release <= decision.fetch_at <= gap.end or (
                 gap.end >= n > decision.fetch_at
             ):
                 raise GraphError(f"the times of a decision are out of order: {decision}")
+            if gap == final_gap(self.graph, gap.storage) and (decision.residency is Residency.RECOMPUTE or decision.home):
+                raise GraphError(f"what the user sees after the step goes to the first home: {decision}")
             if decision.residency is Residency.RECOMPUTE:
                 self._check_recompute(decision)
             if not 0 <= decision.home < max(len(self.costs.homes), 1):

@@ -45,7 +45,7 @@ class Candidate:
     @property
     def plan(self) -> Plan:
         """What it comes to for the whole step."""
-        return Plan("auto", self.limit, self.found.decisions)
+        return Plan("auto", self.limit, self.found.decisions, self.found.staying)
 
 
 class Candidates:

@@ -30,8 +30,6 @@ from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore.planning")
 
-# Plans that are slower than the best by no more than this may be the best once gradients stay on the device.
-_NEARLY = 1.1
 # How many storages an error message names.
 _NAMED = 8
 
@@ -189,10 +187,7 @@ def plans_of_step(
             f"little{advice}",
             smallest,
         )
-    near = (
-        [p for p in found if worth(costs, p) <= worth(costs, found[0]) * _NEARLY] if graph.gradients_left else found[:1]
-    )
-    best = min((let_stay(graph, costs, budget, p) for p in near), key=lambda planned: worth(costs, planned))
+    best = found[0] if isinstance(policy, Auto) else let_stay(graph, costs, budget, found[0])
     _log.info(
         "%s: %.6f s a step predicted, %d candidates", policy.name, best.timeline.step_seconds, len(found[0].candidates)
     )

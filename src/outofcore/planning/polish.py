@@ -80,9 +80,7 @@ class _Polish:
     problem: Problem
     budget: int
     goal: float  # seconds of a step that are good enough
-    seen: dict[tuple[Decision, ...], Planned | None] = field(
-        default_factory=dict[tuple[Decision, ...], Planned | None], repr=False
-    )
+    seen: dict[Plan, Planned | None] = field(default_factory=dict[Plan, Planned | None], repr=False)
 
     def __post_init__(self) -> None:
         graph = self.problem.graph
@@ -93,10 +91,11 @@ class _Polish:
         self.again = frozenset(
             info.gap
             for info in infos
-            if not info.arriving and not info.cyclic and can_recompute(history, info.gap.storage, info.gap.end)
+            if not info.arriving and not info.cyclic and not info.final and can_recompute(history, info.gap.storage, info.gap.end)
         )
         # An input has to come.
-        self.gaps = [i.gap for i in infos if not i.arriving and (i.homes or i.gap in self.again)]
+        self.gaps = [i.gap for i in infos if not i.arriving and not i.final and (i.homes or i.gap in self.again)]
+        self.final = frozenset(i.gap for i in infos if i.final)
 
     def value(self, planned: Planned) -> float:
         """What is minimised: seconds, and more where blocks stick out of the budget."""
@@ -105,36 +104,41 @@ class _Polish:
 
     def improve(self, start: Plan, tries: int, seed: int) -> Planned | None:
         """The best plan after so many changes; it may not fit."""
-        draw = random.Random(seed)
-        best = self._try({d.gap: d for d in start.decisions}, inf)
+        draw, staying = random.Random(seed), start.staying
+        best = self._try({d.gap: d for d in start.decisions}, staying, inf)
         if best is None:
             return None
         value = self.value(best)
         for _ in range(tries):
             if value <= self.goal:
                 break
-            found = self._try(self._changed({d.gap: d for d in best.plan.decisions}, draw), value)
+            found = self._try(self._changed({d.gap: d for d in best.plan.decisions}, draw), staying, value)
             if found is not None and (made := self.value(found)) <= value:
                 best, value = found, made
         return best
 
-    def _try(self, decisions: _Decisions, most: float) -> Planned | None:
+    def _try(self, decisions: _Decisions, staying: tuple[int, ...], most: float) -> Planned | None:
         """The plan, placed; None if the homes cannot hold what leaves, or it is sure to take more than ``most``."""
-        key = tuple(decisions[gap] for gap in sorted(decisions))
-        if key not in self.seen:
-            plan = Plan("auto", self.budget, key)
+        decided = {gap.storage for gap in decisions}
+        plan = Plan(
+            "auto",
+            self.budget,
+            tuple(decisions[gap] for gap in sorted(decisions)),
+            tuple(storage for storage in staying if storage not in decided),
+        )
+        if plan not in self.seen:
             lowered = lower(self.graph, self.costs, plan)
             if busiest_seconds(self.graph, self.costs, lowered) > most:
                 return None  # not remembered: it may do where more time is allowed
             fits = room_at_homes(self.graph, self.costs, lowered) is not None
             placed = place(lowered, self.budget, effort=0) if fits else None
-            self.seen[key] = None if placed is None else finish(self.graph, self.costs, plan, placed)
-        return self.seen[key]
+            self.seen[plan] = None if placed is None else finish(self.graph, self.costs, plan, placed)
+        return self.seen[plan]
 
     def _changed(self, decisions: _Decisions, draw: random.Random) -> _Decisions:
         for _ in range(draw.choice(_AT_ONCE)):
             kind = draw.random()
-            decided = [decisions[gap] for gap in sorted(decisions)]
+            decided = [decisions[gap] for gap in sorted(decisions) if gap not in self.final]
             if decided and kind < _DECIDED:
                 self._change(decisions, draw.choice(decided), draw)
             elif decided and kind < _SWAPPED:

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from outofcore.analysis.gaps import gaps_of, is_fetched, is_large, large_needs, placed_bytes
+from outofcore.analysis.gaps import final_gap, gaps_of, is_fetched, is_large, large_needs, placed_bytes
 from outofcore.costs import Costs, Home
 from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering.slots import slot_bytes
@@ -39,6 +39,8 @@ class GapInfo:
         cyclic: it lasts over the end of the step.
         arriving: it lies before an input's first use, so there is nothing to keep.
         fetched: the use at its end needs the bytes.
+        final: it lies behind the last use of what the user sees after the step.
+        leaves: its bytes may not be kept: they must be at home when the step ends.
         homes: indices of the homes that its bytes may go to, the nearest first.
     """
 
@@ -49,6 +51,8 @@ class GapInfo:
     cyclic: bool
     arriving: bool
     fetched: bool
+    final: bool
+    leaves: bool
     homes: tuple[int, ...]
 
 
@@ -89,8 +93,9 @@ class Problem:
             first = storage.arrives or storage.id in graph.outputs
             homes = everywhere[:1] if first else everywhere
             writes = written.get(storage.id, [])
-            for gap in gaps_of(graph, storage.id):
-                if gap.end == gap.start + 1:
+            last = final_gap(graph, storage.id) if homes else None
+            for gap in (*gaps_of(graph, storage.id), *((last,) if last else ())):
+                if gap.end == gap.start + 1 and gap != last:
                     continue
                 segment = sum(1 for w in writes if w <= gap.start)
                 found.append(
@@ -99,9 +104,11 @@ class Problem:
                         placed_bytes(storage.bytes),
                         storage.bytes,
                         segment,
-                        cyclic=gap.end >= n,
+                        cyclic=gap.end >= n and gap != last,
                         arriving=gap.start < 0,
-                        fetched=is_fetched(graph, gap),
+                        fetched=gap != last and is_fetched(graph, gap),
+                        final=gap == last,
+                        leaves=gap == last and storage.id not in graph.gradients_left,
                         homes=homes,
                     )
                 )
@@ -121,12 +128,12 @@ class Problem:
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
-        """The gaps about which there is something to choose: all but those of arriving inputs."""
+        """The gaps before which their bytes are on the device: all but those of arriving inputs."""
         return tuple(g for g, info in enumerate(self.gaps) if not info.arriving)
 
     def nothing_leaves(self) -> Ints:
-        """The choice, of shape (gaps,), that keeps everything; inputs arrive from the first home."""
-        return np.where(self._arriving, 0, KEPT)
+        """The choice, of shape (gaps,), that keeps everything; inputs arrive from the first home, outputs go there."""
+        return np.where(self._moving, 0, KEPT)
 
     def inside(self, info: GapInfo) -> tuple[tuple[int, int], ...]:
         """The ranges of ops within a gap, half-open; a cyclic gap has two."""
@@ -250,8 +257,8 @@ class Problem:
         return sum(slot_bytes(s.bytes) for s in self.graph.storages if self.is_first_homed(s.id))
 
     @cached_property
-    def _arriving(self) -> NDArray[np.bool_]:
-        return np.array([info.arriving for info in self.gaps], dtype=np.bool_)
+    def _moving(self) -> NDArray[np.bool_]:
+        return np.array([info.arriving or info.leaves for info in self.gaps], dtype=np.bool_)
 
     @cached_property
     def _ranges(self) -> tuple[Ints, Ints, Ints, Ints]:

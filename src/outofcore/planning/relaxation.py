@@ -90,7 +90,7 @@ def _copies_can_hide(problem: Problem) -> bool:
         for g in problem.movable
         if problem.gaps[g].homes
     }
-    longest = sorted(idle, key=lambda g: -idle[g])
+    longest = sorted((g for g in idle if not problem.gaps[g].leaves), key=lambda g: -idle[g])
 
     def chosen(count: int) -> Ints:
         choice = problem.nothing_leaves()
@@ -136,7 +136,7 @@ def _writers(problem: Problem) -> dict[int, Op]:
     return {
         g: problem.graph.ops[writers[info.gap.storage][info.segment - 1]]
         for g, info in gaps.items()
-        if info.segment != 0 and not info.cyclic
+        if info.segment != 0 and not info.cyclic and not info.final
     }
 
 
@@ -277,7 +277,7 @@ class Relaxation:
     def _gap(self, g: int) -> None:
         info, n = self.problem.gaps[g], len(self.problem.graph.ops)
         if not info.arriving:
-            self.kept[g] = self.program.variable(0.0, 1.0)
+            self.kept[g] = self.program.variable(0.0, 0.0 if info.leaves else 1.0)
             if g in self.again:
                 self.repeated[g] = self.program.variable(0.0, 1.0, self.again[g] if self.timed else 0.0)
                 if self.timed:
@@ -318,7 +318,7 @@ class Relaxation:
             info = problem.gaps[g]
             storage = info.gap.storage
             unchanged = (info.cyclic and storage not in problem.changed) or storage in problem.graph.frozen
-            if unchanged or problem.graph.storages[storage].arrives:
+            if unchanged or (problem.graph.storages[storage].arrives and not info.final):
                 continue  # its home is up to date
             for home in info.homes:
                 copy = self.program.variable(0.0, 1.0)

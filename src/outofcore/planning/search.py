@@ -33,6 +33,7 @@ from outofcore.planning.remat.chains import Choices
 from outofcore.planning.remat.contents import Contents
 from outofcore.planning.remat.selection import Selection
 from outofcore.planning.repair import Attempts
+from outofcore.planning.resident_gradients import let_stay
 from outofcore.planning.tuner import copy_weight
 from outofcore.units import format_bytes
 
@@ -147,7 +148,7 @@ class _Search:
             _log.debug("%s: does not fit", how)
         for candidate in found:
             _log.debug("%s: %.6f s scheduled", how, candidate.found.seconds)
-            if all(candidate.found.decisions != other.found.decisions for other in self.candidates):
+            if all(candidate.plan != other.plan for other in self.candidates):
                 self.candidates.append(candidate)
         return min((candidate.value for candidate in found), default=inf)
 
@@ -243,6 +244,7 @@ class _Search:
 
             planned = fit(self.graph, self.costs, self.budget, everything_leaves)
             if planned is not None:
+                planned = let_stay(self.graph, self.costs, self.budget, planned)
                 self._note("everything leaves between two uses", planned)
                 return
 

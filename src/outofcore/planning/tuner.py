@@ -40,7 +40,7 @@ _COPY_WEIGHT = 0.002
 _NEVER = -1
 
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_INTS = ("storage", "segment", "first_content", "slot", "cyclic", "arriving", "fetched", "fixed", "frozen", "arrives")
+_INTS = ("storage", "segment", "first_content", "slot", "cyclic", "arriving", "fetched", "final", "fixed", "frozen", "arrives")
 
 
 class _Transfers(ctypes.Structure):
@@ -81,6 +81,7 @@ class Tuned:
     Attributes:
         state: that it is of.
         decisions: for the gaps that are not kept.
+        staying: the gradients that stay on the device until the next step begins.
         seconds: of the step.
         copied: seconds of all copies.
         value: seconds by which states are compared: of the step, and a little for copies.
@@ -90,6 +91,7 @@ class Tuned:
 
     state: State
     decisions: tuple[Decision, ...]
+    staying: tuple[int, ...]
     seconds: float
     copied: float
     value: float
@@ -123,6 +125,7 @@ class Tuner:
             "cyclic": [info.cyclic for info in infos],
             "arriving": [info.arriving for info in infos],
             "fetched": [info.fetched for info in infos],
+            "final": [info.final for info in infos],
             "fixed": [problem.is_first_homed(storage.id) for storage in storages],
             "frozen": [storage.id in graph.frozen for storage in storages],
             "arrives": [storage.arrives for storage in storages],
@@ -160,7 +163,9 @@ class Tuner:
         """
         count = len(self._problem.graph.ops)
         left = array("q", bytes(8 * count) if spared is None else spared.astype(np.int64).tobytes())
-        leaves = array("q", [info.gap.storage in leaving and bool(info.homes) for info in self._problem.gaps])
+        leaves = array(
+            "q", [info.leaves or (info.gap.storage in leaving and bool(info.homes)) for info in self._problem.gaps]
+        )
         lists = (_address(values) for values in (state.kind, state.fetch, state.home, left, leaves))
         return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
 
@@ -179,9 +184,12 @@ class Tuner:
         """The present state and its schedule."""
         view, count = self._look(), len(self._problem.graph.ops)
         waited = _doubles(view.waited, len(self._problem.gaps))
+        state, decisions = self._state(view), self._decisions(view)
+        decided = {decision.gap.storage for decision in decisions}
         return Tuned(
-            self._state(view),
-            self._decisions(view),
+            state,
+            decisions,
+            tuple(info.gap.storage for info in self._problem.gaps if info.final and info.gap.storage not in decided),
             view.seconds,
             view.copied,
             view.value,

@@ -119,6 +119,7 @@ class Choices:
             else [
                 info.gap.storage not in problem.graph.persistent
                 and not info.arriving
+                and not info.final
                 and info.segment > 0
                 and contents.maker[self.content[g]] >= 0
                 and self.chain(info.gap.end, (g,)) is not None

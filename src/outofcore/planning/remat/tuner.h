@@ -23,7 +23,7 @@ struct Transfers {
     Index homes, limit;  // how many homes there are, and the bytes that large blocks may take
     double weight;       // seconds of a step that a second of copying counts for
     const Index *storage, *segment, *first_content, *slot;                  // by gap
-    const Index *cyclic, *arriving, *fetched, *fixed, *frozen, *arrives;    // by gap, whether it is so
+    const Index *cyclic, *arriving, *fetched, *final, *fixed, *frozen, *arrives;    // by gap, whether it is so
     const Index *homes_from, *homes_of;                                     // by gap
     const double *in_seconds, *out_seconds;                                 // by gap and home
     const Index* capacity;                                                  // by home; negative: not limited
@@ -321,7 +321,7 @@ private:
                 for (const Index at : readers_[g_.content[g]])
                     if (start < at && at < found.end) found.end = at;
             found.held_from = found.end;
-            found.is_open = found.end > start + 1;
+            found.is_open = found.end > start + 1 || t_.final[g];
         }
         found.is_kept = found.is_open && home_[g] == kNever;
         const bool comes_back = t_.fetched[g] || (!t_.cyclic[g] && found.end < end);
