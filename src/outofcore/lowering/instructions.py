@@ -116,15 +116,17 @@ class _Lowering:
                 if decision.gap.storage in self.dying:
                     self._end(self.dying.pop(decision.gap.storage))
             # What is used first comes first; what left in the step before counts like the rest.
-            for decision in sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end % n, d.gap.storage)):
-                storage = decision.gap.storage
-                self._begin_stay(storage, is_last=decision.gap.end == last_stay.get(storage))
-                present = homes[storage].get(decision.home)
-                if present is None:
-                    raise GraphError(f"the plan fetches storage {storage} before anything was copied out: {decision}")
-                self.instructions.append(CopyIn(self.block_of[storage], present, home=decision.home))
-            if op.id in replays:
-                self._materialise([decision.gap.storage for decision in replays.pop(op.id)])
+            coming = sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end % n, d.gap.storage))
+            again = [decision.gap.storage for decision in replays.pop(op.id, ())]
+            chain = self._chain(again, {decision.gap.storage for decision in coming})
+            # A chain waits for what it copies in itself, so what is fetched ahead comes after it.
+            ahead = [d for d in coming if chain and d.gap.end % n != op.id and not self._is_read(d.gap.storage, chain)]
+            for decision in coming:
+                if decision not in ahead:
+                    self._fetch(decision, last_stay)
+            self._materialise(again, chain)
+            for decision in ahead:
+                self._fetch(decision, last_stay)
             for storage in renewed.pop(op.id, ()):
                 self._begin_stay(storage, is_last=op.id == last_stay.get(storage))
             self._run_op(op)
@@ -234,14 +236,41 @@ class _Lowering:
         if decision.release_by != gap.start + 1:
             raise GraphError(f"what is to be computed again is dropped after its last use: {decision}")
 
-    def _materialise(self, storages: list[int]) -> None:
-        """Recompute these storages at their current versions, and give each its block.
+    def _fetch(self, decision: Decision, last_stay: dict[int, int]) -> None:
+        storage = decision.gap.storage
+        self._begin_stay(storage, is_last=decision.gap.end == last_stay.get(storage))
+        version = self.homes[storage].get(decision.home)
+        if version is None:
+            raise GraphError(f"the plan fetches storage {storage} before anything was copied out: {decision}")
+        self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
+
+    def _chain(self, storages: list[int], coming: Set[int]) -> list[int]:
+        """Return the ops that make these storages at their current versions, with what comes before them there."""
+        if self.history is None or not storages:
+            return []
+        version, homes = self.version, self.homes
+        present = ChainMap(self.block_of, self.dying)  # not merged: chains are many, and what is there is a lot
+
+        def is_there(content: Content) -> bool:
+            storage, wanted = content
+            on_device = version[storage] == wanted and (storage in present or storage in coming)
+            return on_device or wanted in homes[storage].values()
+
+        return replay(self.history, {(storage, version[storage]) for storage in storages}, is_there)
+
+    def _is_read(self, storage: int, chain: list[int]) -> bool:
+        """Return whether a chain reads the current version of a storage."""
+        content = (storage, self.version[storage])
+        return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
+
+    def _materialise(self, storages: list[int], runs: list[int]) -> None:
+        """Recompute these storages at their current versions by running ops again, and give each its block.
 
         Intermediates that are neither on the device nor targets get blocks of their own, held from the run or copy-in
         that brings them to the last run that reads them. What is on the device is read in place: it is at the current
         version, so no op that runs again writes it.
         """
-        graph, history, version, homes = self.graph, self.history, self.version, self.homes
+        graph, history, version = self.graph, self.history, self.version
         if history is None:
             return
         targets = {(storage, version[storage]) for storage in storages}
@@ -251,10 +280,6 @@ class _Lowering:
         def on_device(content: Content) -> bool:
             return content[0] in present and version[content[0]] == content[1]
 
-        def at_home(content: Content) -> bool:
-            return content[1] in homes[content[0]].values()
-
-        runs = replay(history, targets, lambda content: on_device(content) or at_home(content))
         let_go = _let_go(history, runs, targets)
         blocks: dict[Content, int] = {}
         for index, gone in zip(runs, let_go, strict=True):

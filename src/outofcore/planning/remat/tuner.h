@@ -180,7 +180,7 @@ private:
         for (std::size_t i = 0; i < change.count; ++i) {
             const Replacement& each = change.replacements[i];
             const Chain& chain = chain_[each.at];
-            op_seconds_[each.at] = s_.seconds[each.at] + chain.seconds + chain.copying;
+            op_seconds_[each.at] = s_.seconds[each.at] + chain.seconds;
             for (const std::vector<Index>* reads : {&each.chain.reads, &chain.reads})
                 for (const Index content : *reads)
                     for (Index j = s_.gaps_from[content]; j < s_.gaps_from[content + 1]; ++j) recount(s_.gaps[j]);
@@ -487,7 +487,14 @@ private:
         for (Index op = 0; op < s_.ops; ++op) {
             if (clock_ > most) return false;
             while (!leaving_.empty() && leaving_.top().first <= clock_) release(op);
-            for (Index home = 0; home < t_.homes; ++home) fetch(home, op);
+            // A chain waits for what it copies in itself, so what is fetched ahead comes after it.
+            const Index last = t_.homes - 1;
+            for (Index home = 0; home < t_.homes; ++home) fetch(home, op, home < last || chain_[op].copying == 0.0);
+            double for_chain = 0.0;
+            if (chain_[op].copying > 0.0) {
+                for_chain = in_done_[last] = std::max(in_done_[last], clock_) + chain_[op].copying;
+                fetch(last, op, true);
+            }
             for (Index home = 0; home < t_.homes; ++home) {
                 const std::vector<Index>& lane = lanes_[home];
                 for (std::size_t& due = due_[home]; due < lane.size() && end_[lane[due]] == op; ++due) {
@@ -498,7 +505,7 @@ private:
             next_.flowing[op] = outgoing_;
             while (!leaving_.empty() && outgoing_ + ahead_ > room_[op]) wait_for_room(op);
             next_.starts[op] = clock_;
-            clock_ += op_seconds_[op];
+            clock_ = std::max(clock_ + op_seconds_[op], for_chain + s_.seconds[op]);
             for (Index i = by_start_from_[op]; i < by_start_from_[op + 1]; ++i) send(by_start_[i], op);
         }
         next_.starts[s_.ops] = clock_;
@@ -526,13 +533,14 @@ private:
         release(op);
     }
 
-    // Start the copies in from a home that there is room for; those that an op needs wait for room.
-    void fetch(Index home, Index op) {
+    // Start the copies in from a home that an op needs, which wait for room; and, ahead, others that there is room for.
+    void fetch(Index home, Index op, bool ahead) {
         const std::vector<Index>& lane = lanes_[home];
         for (std::size_t& head = heads_[home]; head < lane.size(); ++head) {
             const Index g = lane[head];
             const bool begins_at_home = t_.cyclic[g] || t_.arriving[g];
             if (end_[g] > op) {
+                if (!ahead) return;
                 if (has_before_ && now_.starts[op + 1] <= soonest_[g]) return;
                 if (!begins_at_home && next_.release[g] == kNever) return;  // it has not left yet
                 if (op <= blocked_[home] || room_[op] - outgoing_ - ahead_ < g_.bytes[g]) return;
