@@ -187,7 +187,7 @@ def plans_of_step(
             f"little{advice}",
             smallest,
         )
-    best = found[0] if isinstance(policy, Auto) else let_stay(graph, costs, budget, found[0])
+    best = let_stay(graph, costs, budget, found[0])
     _log.info(
         "%s: %.6f s a step predicted, %d candidates", policy.name, best.timeline.step_seconds, len(found[0].candidates)
     )

@@ -19,8 +19,8 @@ _TRIES = 6
 
 
 def candidates(graph: StepGraph, plan: Plan) -> list[int]:
-    """The gradients that could stay, those used last first."""
-    decided = {decision.gap.storage for decision in plan.decisions}
+    """The gradients about which a plan says nothing, those used last first."""
+    decided = {decision.gap.storage for decision in plan.decisions}.union(plan.staying)
     return sorted(graph.gradients_left - decided, key=lambda storage: (-graph.uses[storage][-1], storage))
 
 
@@ -36,7 +36,7 @@ def let_stay(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> P
         graph: the step.
         costs: measured or assumed.
         budget: bytes of the arena.
-        planned: a plan within the budget, in which none stays.
+        planned: a plan within the budget.
     """
     order = candidates(graph, planned.plan)
     best, most = planned, worth(costs, planned)
@@ -44,7 +44,7 @@ def let_stay(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> P
     for _ in range(_TRIES):
         if not fits < count < too_many:
             break
-        plan = replace(planned.plan, staying=tuple(sorted(order[:count])))
+        plan = replace(planned.plan, staying=tuple(sorted((*planned.plan.staying, *order[:count]))))
         found = fit_once(graph, costs, budget, plan, effort=0)
         if found is not None and worth(costs, found) <= most:
             best, most, fits = replace(found, candidates=planned.candidates), worth(costs, found), count

@@ -33,7 +33,6 @@ from outofcore.planning.remat.chains import Choices
 from outofcore.planning.remat.contents import Contents
 from outofcore.planning.remat.selection import Selection
 from outofcore.planning.repair import Attempts
-from outofcore.planning.resident_gradients import let_stay
 from outofcore.planning.tuner import copy_weight
 from outofcore.units import format_bytes
 
@@ -244,7 +243,6 @@ class _Search:
 
             planned = fit(self.graph, self.costs, self.budget, everything_leaves)
             if planned is not None:
-                planned = let_stay(self.graph, self.costs, self.budget, planned)
                 self._note("everything leaves between two uses", planned)
                 return
 
