@@ -19,7 +19,6 @@ _FUNCTIONS = {
     "best_fit": ((_POINTER, _POINTER, ctypes.c_double, _POINTER), None),
     "first_fit": ((_POINTER, _POINTER, _POINTER), None),
     "eject": ((_POINTER, _COUNT, _COUNT, _POINTER, _POINTER), None),
-    "fit": ((_POINTER, _COUNT, _COUNT, _POINTER, _POINTER), None),
     "canonical": ((_POINTER, _COUNT, _POINTER, _COUNT, _COUNT, _POINTER, _POINTER, _POINTER), ctypes.c_int),
 }
 
@@ -103,21 +102,6 @@ def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: 
     """
     offsets = offsets.copy()
     load_library().outofcore_eject(_layout(rectangles), goal, effort, watch.callback, offsets.ctypes.data)
-    return offsets
-
-
-def fit(rectangles: Rectangles, offsets: Ints, ceiling: int, effort: int, watch: Watch) -> Ints:
-    """Return offsets below a ceiling, or those that leave the least above it, in bytes times slots of time.
-
-    Args:
-        rectangles: what is placed.
-        offsets: a placement.
-        ceiling: bytes that would do.
-        effort: how many rectangles may be looked at, about.
-        watch: asked now and then whether to stop.
-    """
-    offsets = offsets.copy()
-    load_library().outofcore_fit(_layout(rectangles), ceiling, effort, watch.callback, offsets.ctypes.data)
     return offsets
 
 

@@ -128,6 +128,8 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
     """Offsets, and the lower bound that is known after it."""
     watch = Watch(params.seconds)
     goal = bound if capacity is None else max(bound, capacity)
+    # Where even the bound does not fit, how far above it things end matters little.
+    hopeless = capacity is not None and bound > capacity
     best: Ints | None = None
     height = 0
     for rule in _rules(layout, params):
@@ -135,11 +137,11 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
         reached = layout.height(offsets)
         if best is None or reached < height:
             best, height = offsets, reached
-        if height <= goal or watch.over:
+        if height <= goal or (hopeless and not params.effort) or watch.over:
             return best, bound
     if best is None:
         raise InputError("there is nothing to place")
-    if not params.effort:
+    if hopeless or not params.effort:
         return best, bound
     if params.canonical and len(layout) <= canonical.MOST:
         # Half of the seconds, if they are counted, so that some are left for ejection.
@@ -151,10 +153,7 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
         if answer is Answer.NONE:
             bound = goal + 1
     if params.ejection and height > bound:
-        if capacity is None:
-            best = compiled.eject(layout, best, bound, params.effort, watch)
-        else:
-            best = compiled.fit(layout, best, capacity, params.effort, watch)
+        best = compiled.eject(layout, best, max(goal, bound), params.effort, watch)
         _log.debug("placing %d rectangles: from %d by ejection to %d", len(layout), height, layout.height(best))
     return best, bound
 

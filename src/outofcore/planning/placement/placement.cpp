@@ -181,23 +181,21 @@ bool share_a_moment(const Layout& l, std::int64_t a, std::int64_t b) {
            (l.over[a] <= l.slots && l.again[a] < l.over[b] && l.again[b] < l.over[a]);
 }
 
-// Place a rectangle at the lowest offset where none of those placed, in order of their offsets, is in its way.
-void place_lowest(const Layout& l, Index index, std::vector<Index>& placed, Bytes* offsets) {
-    Bytes at = round_up(l.base, l.alignments[index]);
-    for (const Index other : placed) {
-        if (offsets[other] >= at + l.sizes[index]) break;
-        const Bytes top = offsets[other] + l.sizes[other];
-        if (top > at && share_a_moment(l, index, other)) at = round_up(top, l.alignments[index]);
-    }
-    offsets[index] = at;
-    const auto where = std::upper_bound(placed.begin(), placed.end(), at,
-                                        [&](Bytes value, Index other) { return value < offsets[other]; });
-    placed.insert(where, index);
-}
-
 void first_fit(const Layout& l, const std::int64_t* order, Bytes* offsets) {
-    std::vector<Index> placed;
-    for (std::int64_t k = 0; k < l.count; ++k) place_lowest(l, static_cast<Index>(order[k]), placed, offsets);
+    std::vector<Index> placed;  // in order of their offsets
+    for (std::int64_t k = 0; k < l.count; ++k) {
+        const std::int64_t index = order[k];
+        Bytes at = round_up(l.base, l.alignments[index]);
+        for (const Index other : placed) {
+            if (offsets[other] >= at + l.sizes[index]) break;
+            const Bytes top = offsets[other] + l.sizes[other];
+            if (top > at && share_a_moment(l, index, other)) at = round_up(top, l.alignments[index]);
+        }
+        offsets[index] = at;
+        const auto where = std::upper_bound(placed.begin(), placed.end(), at,
+                                            [&](Bytes value, Index other) { return value < offsets[other]; });
+        placed.insert(where, static_cast<Index>(index));
+    }
 }
 
 // ------------------------------------------------------------------------------------------------------ ejection
@@ -235,7 +233,7 @@ public:
         for (int rounds = 0; height > goal && effort_ > 0 && rounds < kRounds;) {
             const Bytes ceiling = std::max(goal, height - std::max<Bytes>(1, (height - goal) * step));
             lower(ceiling);
-            if (settle(patience, [] {})) {
+            if (settle(patience)) {
                 std::copy(offsets_.begin(), offsets_.end(), best);
                 height = height_of(best);
                 step = std::min(2 * step, kFirstStep);
@@ -247,24 +245,6 @@ public:
                 ++rounds;
             }
         }
-    }
-
-    // Moves what stands above a ceiling below it. Where not all of it fits, writes the placement that left out the least,
-    // with what is left out as low as it fits.
-    void fit(Bytes ceiling, Bytes* best) {
-        lower(ceiling);
-        double least = area_;
-        std::copy(offsets_.begin(), offsets_.end(), best);
-        settle(effort_, [&] {
-            if (area_ >= least) return;
-            least = area_;
-            std::copy(offsets_.begin(), offsets_.end(), best);
-        });
-        std::vector<Index> order, out;
-        for (std::int64_t i = 0; i < l_.count; ++i) (best[i] < kFar ? order : out).push_back(static_cast<Index>(i));
-        std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return best[a] < best[b]; });
-        std::stable_sort(out.begin(), out.end(), [&](Index a, Index b) { return area_of(a) > area_of(b); });
-        for (const Index index : out) place_lowest(l_, index, order, best);
     }
 
 private:
@@ -287,15 +267,8 @@ private:
         }
     }
 
-    // What it costs to leave one out: its bytes, for as long as they are held.
-    double area_of(std::int64_t i) const {
-        const std::int64_t held = l_.end[i] - l_.begin[i] + (l_.over[i] <= l_.slots ? l_.over[i] - l_.again[i] : 0);
-        return static_cast<double>(l_.sizes[i]) * static_cast<double>(held);
-    }
-
     // Move until everything is placed: false if that takes more effort than there is.
-    template <typename Seen>
-    bool settle(std::int64_t patience, const Seen& seen) {
+    bool settle(std::int64_t patience) {
         const std::int64_t last = std::max<std::int64_t>(effort_ - patience, 0);
         while (!out_.empty()) {
             if (effort_ <= last) return false;
@@ -310,7 +283,6 @@ private:
             const Index index = out_.back();
             out_.pop_back();
             push_in(index);
-            seen();
         }
         return true;
     }
@@ -325,7 +297,6 @@ private:
             out_.push_back(index);
             return;
         }
-        area_ -= area_of(index);
         std::int64_t in_the_way = 0, least = INT64_MAX, equals = 0;
         Bytes chosen = 0;
         auto reached = by_offset_.begin(), passed = by_top_.begin();  // what begins below the top, what ends below
@@ -365,13 +336,12 @@ private:
         remove(by_top_, {offsets_[index] + l_.sizes[index], which});
         offsets_[index] = kFar;
         out_.push_back(which);
-        area_ += area_of(index);
     }
 
     // Start from offsets at which everything is placed.
     void start_from(const Bytes* offsets) {
         offsets_.assign(offsets, offsets + l_.count);
-        out_.clear(), area_ = 0.0;
+        out_.clear();
         by_offset_.clear();
         by_top_.clear();
         for (std::int64_t i = 0; i < l_.count; ++i) {
@@ -404,7 +374,6 @@ private:
     std::vector<char> near_;  // whether each shares a moment with the one that is placed next
     Order by_offset_, by_top_;
     std::vector<Index> out_;  // what is not placed
-    double area_ = 0.0;       // of all that is not placed
     std::int64_t effort_;
     Stop stop_;
     std::int64_t glance_;
@@ -749,10 +718,6 @@ EXPORT void outofcore_first_fit(const Layout* layout, const std::int64_t* order,
 
 EXPORT void outofcore_eject(const Layout* layout, Bytes goal, std::int64_t effort, Stop stop, Bytes* offsets) {
     Ejection(*layout, offsets, effort, stop).improve(goal, offsets);
-}
-
-EXPORT void outofcore_fit(const Layout* layout, Bytes ceiling, std::int64_t effort, Stop stop, Bytes* offsets) {
-    Ejection(*layout, offsets, effort, stop).fit(ceiling, offsets);
 }
 
 // 0: there is no placement; 1: found; 2: stopped. ``effort`` is that allowed, and then that left.
