@@ -23,6 +23,8 @@ class Remainder:
     gaps: list[int]
     whole: list[Gap]
     again: tuple[Decision, ...]
+    copying: dict[int, float]  # seconds of what the chain before an op copies in for itself, if anything
+    own: list[float]  # seconds of each op without its chain
 
     @staticmethod
     def of(choices: Choices) -> Remainder:
@@ -30,9 +32,11 @@ class Remainder:
         n = len(problem.graph.ops)
         free: Ints = problem.limit - choices.need
         ops = list(problem.costs.ops)
+        copying: dict[int, float] = {}
         for at, chain in choices.chains.items():
-            copying = sum(problem.homes[-1].in_seconds(count) for count in chain.links.copied)
-            ops[at] = replace(ops[at], seconds=ops[at].seconds + chain.seconds + copying)
+            ops[at] = replace(ops[at], seconds=ops[at].seconds + chain.seconds)
+            if chain.links.copied:
+                copying[at] = sum(problem.homes[-1].in_seconds(count) for count in chain.links.copied)
         left: list[GapInfo] = []
         index: list[int] = []
         again: list[Decision] = []
@@ -57,12 +61,19 @@ class Remainder:
             else:
                 first = min((at for at in readers if gap.start < at < gap.end), default=gap.end)
                 free[first : gap.end] -= info.bytes
-                if first > gap.start + 1:
+                if first > gap.start + 1 or info.final:
                     short = replace(info, gap=Gap(gap.storage, gap.start, first), fetched=True)
                     left.append(short if first < gap.end else info)
                     index.append(g)
         rest = replace(problem, costs=Costs(tuple(ops), problem.homes), gaps=tuple(left), free=free)
-        return Remainder(rest, index, [problem.gaps[g].gap for g in index], tuple(again))
+        return Remainder(
+            rest,
+            index,
+            [problem.gaps[g].gap for g in index],
+            tuple(again),
+            copying,
+            [op.seconds for op in problem.costs.ops],
+        )
 
 
 def _readers(choices: Choices, content: int) -> list[int]:
@@ -152,30 +163,39 @@ class _Walk:
             outgoing -= gaps[g].bytes
             release[g] = op
 
+        def bring(home: int, op: int, *, is_ahead: bool) -> None:
+            nonlocal ahead
+            lane = lanes[home]
+            while lane:
+                g = lane[0]
+                info = gaps[g]
+                at_home = info.cyclic or info.arriving
+                if end[g] > op:
+                    if not is_ahead or (begun is not None and begun[op + 1] <= soonest[g]):
+                        break
+                    if not at_home and (info.gap.start >= op or g not in release):
+                        break
+                    if room[op] - outgoing - ahead < info.bytes or int(spare[op : end[g]].min()) < info.bytes:
+                        break
+                    ahead += info.bytes
+                    spare[op : end[g]] -= info.bytes
+                else:
+                    while g not in release and not at_home:
+                        self._wait(pending[0][0], pending[0][2])
+                        let_go(op)
+                lane.popleft()
+                fetch[g] = op
+                arrived[g] = in_done[home] = max(in_done[home], self.now) + self.ins[g]
+
         for op, cost in enumerate(problem.costs.ops):
             while pending and pending[0][0] <= self.now:
                 let_go(op)
-            for home, lane in enumerate(lanes):
-                while lane:
-                    g = lane[0]
-                    info = gaps[g]
-                    at_home = info.cyclic or info.arriving
-                    if end[g] > op:
-                        if begun is not None and begun[op + 1] <= soonest[g]:
-                            break
-                        if not at_home and (info.gap.start >= op or g not in release):
-                            break
-                        if room[op] - outgoing - ahead < info.bytes or int(spare[op : end[g]].min()) < info.bytes:
-                            break
-                        ahead += info.bytes
-                        spare[op : end[g]] -= info.bytes
-                    else:
-                        while g not in release and not at_home:
-                            self._wait(pending[0][0], pending[0][2])
-                            let_go(op)
-                    lane.popleft()
-                    fetch[g] = op
-                    arrived[g] = in_done[home] = max(in_done[home], self.now) + self.ins[g]
+            for home in range(len(lanes)):
+                bring(home, op, is_ahead=home < len(lanes) - 1 or op not in self.rest.copying)
+            for_chain = 0.0
+            if op in self.rest.copying:
+                for_chain = in_done[-1] = max(in_done[-1], self.now) + self.rest.copying[op]
+                bring(len(lanes) - 1, op, is_ahead=True)
             for g in sorted(self.due[op], key=self.where.__getitem__):
                 if fetch[g] < op:
                     ahead -= gaps[g].bytes
@@ -185,7 +205,7 @@ class _Walk:
                 self._wait(pending[0][0], pending[0][2])
                 let_go(op)
             starts.append(self.now)
-            self.now += cost.seconds
+            self.now = max(self.now + cost.seconds, for_chain + self.rest.own[op])
             for g in self.away:
                 if gaps[g].gap.start != op or gaps[g].arriving:
                     continue

@@ -300,9 +300,10 @@ def deep_graphs(draw: st.DrawFn, max_layers: int = 12) -> StepGraph:
     """Valid chains whose activations take most of the memory, so that keeping parameters leaves room to plan.
 
     With ops in place, activations that are overwritten as a whole, skip connections, joins, dropout, ops that may run
-    once only, and outputs among the activations.
+    once only, outputs among the activations, and gradients that the step leaves.
     """
     draft = _Draft(draw)
+    left: list[int] = []
     weight = draft.storage(StorageKind.PARAMETER, "weight", 70_000)
     flow = [draft.storage(StorageKind.INPUT, "input", draw(st.sampled_from([100, 200_000])))]
     saved: list[tuple[int, ...]] = []
@@ -331,9 +332,12 @@ def deep_graphs(draw: st.DrawFn, max_layers: int = 12) -> StepGraph:
     for needed in reversed(saved):
         above, below = below, draft.storage(StorageKind.ACTIVATION, "d_in", 65_536)
         draft.op("backward", [above, *needed], creates=(below,))
+        if draw(st.integers(0, 3)) == 0:
+            left.append(draft.storage(StorageKind.GRADIENT, f"grad{len(left)}", draw(st.sampled_from([100, 131_072]))))
+            draft.op("backward_weight", [above], creates=(left[-1],))
     draft.op("update", [weight, below], mutates=(weight,), rerunnable=False)
     visible = [below, draw(st.sampled_from(flow[1:]))] if draft.chance() else [below]
-    graph = StepGraph(tuple(draft.storages), tuple(draft.ops), tuple(dict.fromkeys(visible)))
+    graph = StepGraph(tuple(draft.storages), tuple(draft.ops), tuple(dict.fromkeys((*visible, *left))))
     graph.check()
     return graph
 

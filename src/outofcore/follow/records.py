@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
+from outofcore.analysis import final_gap
 from outofcore.costs import Costs, Home, OpCost
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Plan, Residency
@@ -219,6 +220,8 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
         if decision.residency is not Residency.OFFLOAD:
             continue
         gap = decision.gap
+        if gap == final_gap(record.graph, gap.storage):
+            continue  # nobody sees it after the loop has freed it
         if gap.start >= 0:
             start = record.places[gap.start] - (record.graph.ops[gap.start].name == FREED)
             write.append((start % ops, gap.storage))

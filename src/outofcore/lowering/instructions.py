@@ -181,9 +181,10 @@ class _Lowering:
                 gap.end >= n > decision.fetch_at
             ):
                 raise GraphError(f"the times of a decision are out of order: {decision}")
-            if gap == final_gap(self.graph, gap.storage) and (decision.residency is Residency.RECOMPUTE or decision.home):
+            is_again = decision.residency is Residency.RECOMPUTE
+            if (is_again or decision.home) and gap == final_gap(self.graph, gap.storage):
                 raise GraphError(f"what the user sees after the step goes to the first home: {decision}")
-            if decision.residency is Residency.RECOMPUTE:
+            if is_again:
                 self._check_recompute(decision)
             if not 0 <= decision.home < max(len(self.costs.homes), 1):
                 raise GraphError(
@@ -244,10 +245,10 @@ class _Lowering:
             raise GraphError(f"the plan fetches storage {storage} before anything was copied out: {decision}")
         self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
 
-    def _chain(self, storages: list[int], coming: Set[int]) -> list[int]:
+    def _chain(self, storages: list[int], coming: Set[int]) -> Sequence[int]:
         """Return the ops that make these storages at their current versions, with what comes before them there."""
         if self.history is None or not storages:
-            return []
+            return ()
         version, homes = self.version, self.homes
         present = ChainMap(self.block_of, self.dying)  # not merged: chains are many, and what is there is a lot
 
@@ -258,12 +259,12 @@ class _Lowering:
 
         return replay(self.history, {(storage, version[storage]) for storage in storages}, is_there)
 
-    def _is_read(self, storage: int, chain: list[int]) -> bool:
+    def _is_read(self, storage: int, chain: Sequence[int]) -> bool:
         """Return whether a chain reads the current version of a storage."""
         content = (storage, self.version[storage])
         return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
 
-    def _materialise(self, storages: list[int], runs: list[int]) -> None:
+    def _materialise(self, storages: list[int], runs: Sequence[int]) -> None:
         """Recompute these storages at their current versions by running ops again, and give each its block.
 
         Intermediates that are neither on the device nor targets get blocks of their own, held from the run or copy-in

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outofcore.analysis.gaps import constant_bytes, is_large, placed_bytes
 from outofcore.costs import Costs
@@ -87,40 +88,44 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
     high = [block for block in program.blocks if is_large(block.bytes)]
     end = len(program.instructions)
     below = _pack(low, end, None, effort)
+    if capacity is not None:
+        # Recomputation may make more small blocks than fit below: where there is room, they lie between the large ones.
+        held = _held(high, end)
+        peak = int(held.max(initial=0))
+        if round_up(below.height, PAGE_BYTES) + peak > capacity:
+            lifted = _lifted(program, low, held > peak - PAGE_BYTES)
+            high += [replace(block, bytes=round_up(block.bytes, PAGE_BYTES)) for block in low if block.id in lifted]
+            low = [block for block in low if block.id not in lifted]
+            below = _pack(low, end, None, effort)
     base = round_up(below.height, PAGE_BYTES)
     above = _pack(high, end, None if capacity is None else max(capacity - base, 0), effort)
-    if capacity is not None and base + above.lower_bound > capacity:
-        # Recomputation may make more small blocks than fit below: where there is room, they lie between the large ones.
-        lifted = _lifted(program, low, high, above.lower_bound)
-        high += [replace(block, bytes=round_up(block.bytes, PAGE_BYTES)) for block in low if block.id in lifted]
-        low = [block for block in low if block.id not in lifted]
-        below = _pack(low, end, None, effort)
-        base = round_up(below.height, PAGE_BYTES)
-        above = _pack(high, end, max(capacity - base, 0), effort)
     offsets = {block.id: offset for block, offset in zip(low, below.offsets, strict=True)}
     offsets |= {block.id: base + offset for block, offset in zip(high, above.offsets, strict=True)}
     blocks = tuple(Block(b.id, b.storage, b.bytes, b.born, b.dies, b.wraps, offsets[b.id]) for b in program.blocks)
     return replace(program, blocks=blocks, arena_bytes=base + above.height)
 
 
-def _lifted(program: Program, low: Sequence[Block], high: Sequence[Block], peak: int) -> set[int]:
-    """Return the small blocks that recomputation alone touches, and only while the large ones are a page below their peak."""
-    end = len(program.instructions)
+def _held(blocks: Sequence[Block], end: int) -> NDArray[np.int64]:
+    """Return the bytes that blocks take at each of ``end`` instructions."""
     change = np.zeros(end + 1, dtype=np.int64)
-    for block in high:
+    for block in blocks:
         for first, last in rectangle_of(block, end).segments:
             change[first] += block.bytes
             change[last] -= block.bytes
-    is_full = np.cumsum(change) > peak - PAGE_BYTES
-    found, others = set[int](), set[int]()
+    return np.cumsum(change)[:-1]
+
+
+def _lifted(program: Program, small: Sequence[Block], is_full: NDArray[np.bool_]) -> set[int]:
+    """Return the small blocks that recomputation alone touches, and only at instructions that are not full."""
+    again, others = set[int](), set[int]()
     for instruction in program.instructions:
         if isinstance(instruction, Run):
             touched = {*instruction.blocks, *(() if instruction.workspace is None else (instruction.workspace,))}
-            (found if instruction.again else others).update(touched)
+            (again if instruction.again else others).update(touched)
         else:
             others.add(instruction.block)
-    brief = found - others
-    return {block.id for block in low if block.id in brief and not is_full[block.born : block.dies].any()}
+    brief = again - others
+    return {block.id for block in small if block.id in brief and not is_full[block.born : block.dies].any()}
 
 
 def _pack(blocks: Sequence[Block], end: int, capacity: int | None, effort: int) -> Packing:

@@ -20,7 +20,6 @@ from outofcore.planning.placing import (
     keep_all,
     place,
     small_region_bytes,
-    worth,
 )
 from outofcore.planning.policy import Auto, OffloadAll, Policy, PolicyLike, first_of, plans_of
 from outofcore.planning.registry import policy_of

@@ -91,7 +91,8 @@ class _Polish:
         self.again = frozenset(
             info.gap
             for info in infos
-            if not info.arriving and not info.cyclic and not info.final and can_recompute(history, info.gap.storage, info.gap.end)
+            if not (info.arriving or info.cyclic or info.final)
+            and can_recompute(history, info.gap.storage, info.gap.end)
         )
         # An input has to come.
         self.gaps = [i.gap for i in infos if not i.arriving and not i.final and (i.homes or i.gap in self.again)]

@@ -49,8 +49,6 @@ _KEPT_PROMISE = 1.02
 _MARGIN = 0.03
 # How much of limited homes the bytes above the limit may fill: each part is tried if the one before has no candidate.
 _FILLED = (0.9, 0.75, 0.6)
-# How many candidates are repaired more generously where none fits.
-_FALLEN_BACK = 4
 # How many candidates are placed is in proportion to this over the number of ops, and at least the second number.
 _LENGTH, _LEAST_PLACED = 2000, 4
 # How often the best candidates are tuned further, each time with another seed, unless a plan is as quick as promised.
@@ -227,15 +225,7 @@ class _Search:
                 found = self._sparing(candidate, tried)
 
     def _fall_back(self) -> None:
-        """Where nothing fits: leave more and more bytes free, and then keep nothing between two uses."""
-        for candidate in self.candidates[:_FALLEN_BACK]:
-            tried = Attempts(self.graph, self.costs, self.budget, generous=True)
-            while tried.made < ATTEMPTS and not tried.ended:
-                found = self._sparing(candidate, tried)
-                if found is None:
-                    break
-                if self._place(f"{candidate.how}, generous attempt {tried.made + 1}", found.plan, tried) is not None:
-                    break
+        """Where nothing fits: keep nothing between two uses."""
         for strict in (False, True):
 
             def everything_leaves(room: int, strict: bool = strict) -> Plan:

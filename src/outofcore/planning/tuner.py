@@ -40,7 +40,10 @@ _COPY_WEIGHT = 0.002
 _NEVER = -1
 
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-_INTS = ("storage", "segment", "first_content", "slot", "cyclic", "arriving", "fetched", "final", "fixed", "frozen", "arrives")
+_INTS = (
+    "storage", "segment", "first_content", "slot",
+    "cyclic", "arriving", "fetched", "final", "fixed", "frozen", "arrives",
+)  # fmt: skip
 
 
 class _Transfers(ctypes.Structure):

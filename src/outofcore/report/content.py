@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from outofcore.analysis import is_large
+from outofcore.analysis import final_gap, is_large
 from outofcore.graph import StepGraph, Storage, StorageKind
 from outofcore.plan import Decision, Plan, Residency
 from outofcore.program import CopyIn, CopyOut, Program, Queue, Run, Timeline, lane_of
@@ -171,7 +171,8 @@ def _storages(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Obje
     for data in sorted(graph.storages, key=lambda s: (-s.bytes, s.id)):
         if not is_large(data.bytes) and data.id not in copies:
             continue
-        fate = _fate(data, decisions[data.id])
+        returning = [d for d in decisions[data.id] if d.gap != final_gap(graph, data.id)]
+        fate = _fate(data, returning) if returning or not decisions[data.id] else "goes home"
         fates[fate] += data.bytes
         made = graph.creator.get(data.id)
         uses = graph.uses[data.id]
