@@ -64,6 +64,22 @@ def test_only_gradients_that_are_left_stay() -> None:
         lower(graph, costs(), Plan("test", 0, (offload(G, 2, 3, 3, 3),), staying=(G,)))
 
 
+@pytest.mark.parametrize("release", [3, 4])
+def test_what_goes_home_holds_its_room_until_the_plan_lets_go(release: int) -> None:
+    graph = replace(step(), outputs=(LOSS, A))
+    program = lower(graph, costs(), Plan("test", 0, (offload(A, 2, 4, release, 4),)))
+    [leaves] = [i for i, x in enumerate(program.instructions) if isinstance(x, CopyOut) and x.block == 2]
+    assert program.blocks[2].dies == (leaves + 1 if release == 3 else len(program.instructions))
+
+
+def test_what_the_user_sees_goes_to_the_first_home() -> None:
+    graph = replace(step(), outputs=(LOSS, A))
+    decision = offload(A, 2, 4, 3, 4)
+    for wrong in (replace(decision, home=1), replace(decision, residency=Residency.RECOMPUTE)):
+        with pytest.raises(GraphError, match="what the user sees after the step goes to the first home"):
+            lower(graph, costs(), Plan("test", 0, (wrong,)))
+
+
 def test_an_input_leaves_free_and_comes_back_without_a_copy_out() -> None:
     assert program_of(step(), offload(X, 0, 2, 1, 2)) == (
         CopyIn(1, 0),

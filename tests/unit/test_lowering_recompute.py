@@ -92,6 +92,20 @@ def test_what_is_on_the_device_is_read_in_place() -> None:
     assert recompute_seconds(costs(step()), program) == 4.0
 
 
+def test_a_chain_copies_in_before_what_is_fetched_ahead() -> None:
+    program = program_of(recompute(A, 4, 10, 8), offload(MASK, 4, 9, 5, 8))
+    found = [x for x in backward(program) if not isinstance(x, CopyOut)]
+    assert [type(x).__name__ + (f" {x.op}" if isinstance(x, Run) else "") for x in found[2:7]] == [
+        "CopyIn",
+        "Run 0",
+        "Run 1",
+        "CopyIn",
+        "Run 8",
+    ]
+    blocks = [program.blocks[x.block].storage for x in found if isinstance(x, CopyIn)]
+    assert blocks == [X, MASK]
+
+
 def test_a_rerun_of_batch_norm_works_on_scratch() -> None:
     program = program_of(recompute(C, 6, 8, 8), graph=_with_idle_op(7))
     # The scratch block of the running mean is 8, that of c is 9.

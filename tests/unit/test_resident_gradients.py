@@ -56,6 +56,17 @@ def test_all_stay_where_there_is_room() -> None:
         validate(GRAPH, planned.program, budget, COSTS)
 
 
+def test_tuning_decides_which_stay_and_when_the_others_have_left() -> None:
+    budget = in_core_budget(GRAPH, COSTS) * 9 // 10
+    planned = plan_step(GRAPH, COSTS, budget, params=QUICK)
+    validate(GRAPH, planned.program, budget, COSTS)
+    leaving = {d.gap.storage for d in planned.plan.decisions if d.gap.end == len(GRAPH.ops)}
+    assert planned.plan.staying
+    assert leaving
+    assert leaving.isdisjoint(planned.plan.staying)
+    assert leaving.union(planned.plan.staying) == set(GRAPH.outputs)
+
+
 def test_what_is_used_last_stays_first() -> None:
     everything = in_core_budget(GRAPH, COSTS)
     planned = plan_in_core(GRAPH, COSTS, everything)
