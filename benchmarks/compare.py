@@ -2,6 +2,7 @@
 
 The models are captured once each, in a process of their own, and kept as graph files. Nothing is run: the costs are
 estimates for devices that are not here (``--gpu``, the presets of ``outofcore.presets``), and marked so in the results.
+``--model`` takes others as well: bert, gpt2, llama, qwen, t5 and vit, of transformers (``_transformers.py``).
 The budgets are those of ``outofcore plan --compare``. With ``--graphs`` the graph files are kept and used again.
 """
 
@@ -38,6 +39,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "unet3d": {"batch": 2, "size": 64},
     "gpt": {"batch": 8, "layers": 6, "width": 512, "context": 512},
 }
+# Makes the steps of other models, each with a function of its name.
+_OTHERS = Path(__file__).with_name("_transformers.py")
 _GPUS = ("v100-16gb-pcie3",)
 # Two times that differ by less than this share are the same.
 _SAME = 1e-9
@@ -68,7 +71,8 @@ def capture(model: str, gpu: str, path: Path) -> None:
     """Capture a step and write its graph file."""
     from outofcore.cli.subjects import find_step, subject_of  # noqa: PLC0415 - the one place that needs PyTorch
 
-    write_graph(path, subject_of(find_step(model, MODELS[model]), device=gpu).file)
+    where, options = (model, MODELS[model]) if model in MODELS else (f"{_OTHERS}:{model}", {})
+    write_graph(path, subject_of(find_step(where, options), device=gpu).file)
 
 
 def compared(step: Step, name: str, budget: int, policies: Sequence[str]) -> Answer:

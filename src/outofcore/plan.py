@@ -65,8 +65,10 @@ class Plan:
     What is computed again right before one op is made by a chain that runs each op that it takes once, in the step's
     order.
 
-    Outputs go to the first home after their last use. Those in ``staying`` stay on the device instead until the next
-    step begins: gradients that the step creates and leaves, about which nothing else is decided.
+    Outputs, and inputs that the step changes, go to the first home after their last use. A decision to offload the gap
+    from there to the end of the step says by when they have left (``release_by``); without one, their room is given on
+    at once, and whoever takes it waits. Those in ``staying`` stay on the device instead until the next step begins:
+    gradients that the step creates and leaves, about which nothing else is decided.
     """
 
     policy: str

@@ -192,9 +192,10 @@ class _Walk:
                 let_go(op)
             for home in range(len(lanes)):
                 bring(home, op, is_ahead=home < len(lanes) - 1 or op not in self.rest.copying)
-            for_chain = 0.0
+            chain_begins = for_chain = 0.0
             if op in self.rest.copying:
-                for_chain = in_done[-1] = max(in_done[-1], self.now) + self.rest.copying[op]
+                chain_begins = max(in_done[-1], self.now)
+                for_chain = in_done[-1] = chain_begins + self.rest.copying[op]
                 bring(len(lanes) - 1, op, is_ahead=True)
             for g in sorted(self.due[op], key=self.where.__getitem__):
                 if fetch[g] < op:
@@ -204,6 +205,7 @@ class _Walk:
             while pending and outgoing + ahead > room[op]:
                 self._wait(pending[0][0], pending[0][2])
                 let_go(op)
+            self.now = max(self.now, chain_begins)
             starts.append(self.now)
             self.now = max(self.now + cost.seconds, for_chain + self.rest.own[op])
             for g in self.away:

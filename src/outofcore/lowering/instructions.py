@@ -117,15 +117,17 @@ class _Lowering:
                     self._end(self.dying.pop(decision.gap.storage))
             # What is used first comes first; what left in the step before counts like the rest.
             coming = sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end % n, d.gap.storage))
-            again = [decision.gap.storage for decision in replays.pop(op.id, ())]
-            chain = self._chain(again, {decision.gap.storage for decision in coming})
-            # A chain waits for what it copies in itself, so what is fetched ahead comes after it.
-            ahead = [d for d in coming if chain and d.gap.end % n != op.id and not self._is_read(d.gap.storage, chain)]
+            if op.id in replays:
+                again = [decision.gap.storage for decision in replays.pop(op.id)]
+                chain = self._chain(again, {decision.gap.storage for decision in coming})
+                # A chain waits for what it copies in itself, so what is fetched ahead comes after it.
+                ahead = [d for d in coming if d.gap.end % n != op.id and not self._is_read(d.gap.storage, chain)]
+                for decision in coming:
+                    if decision not in ahead:
+                        self._fetch(decision, last_stay)
+                self._materialise(again, chain)
+                coming = ahead
             for decision in coming:
-                if decision not in ahead:
-                    self._fetch(decision, last_stay)
-            self._materialise(again, chain)
-            for decision in ahead:
                 self._fetch(decision, last_stay)
             for storage in renewed.pop(op.id, ()):
                 self._begin_stay(storage, is_last=op.id == last_stay.get(storage))
@@ -247,7 +249,7 @@ class _Lowering:
 
     def _chain(self, storages: list[int], coming: Set[int]) -> Sequence[int]:
         """Return the ops that make these storages at their current versions, with what comes before them there."""
-        if self.history is None or not storages:
+        if self.history is None:
             return ()
         version, homes = self.version, self.homes
         present = ChainMap(self.block_of, self.dying)  # not merged: chains are many, and what is there is a lot

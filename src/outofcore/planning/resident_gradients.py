@@ -1,5 +1,5 @@
-"""Gradients that a step leaves in ``.grad``: as many as there is room for stay on the device until the next step
-begins.
+"""Gradients that a step leaves in ``.grad`` and about which a plan says nothing: as many as there is room for stay on
+the device until the next step begins. The search for plans decides about large ones itself (``tuner``).
 
 The others go home after their last use, where the user sees them as well. Nothing needs those copies: the next step
 makes all of these gradients anew. Those used last stay first, since they hold their room for the shortest time.

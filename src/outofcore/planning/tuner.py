@@ -9,7 +9,11 @@ flows out then, is not known before the end. So a step is run through with the l
 start no earlier than they need to, with some slack.
 
 A chain of runs reads its inputs when it runs, not at the next use in the step. So an offloaded gap has to be back when
-the first chain reads it, and is held from there on; or every chain copies it in for itself (of kind ``AWAY``).
+the first chain reads it, and is held from there on; or every chain copies it in for itself (of kind ``AWAY``). Such a
+copy comes before what is fetched ahead, and beside the runs of the chain; the op waits for both.
+
+What the user sees after the step goes home after its last use, in turn with the other copies out. A gradient that the
+step leaves may instead be kept until the step ends: the gap after its last use is a gap like any other.
 
 A *change* keeps, offloads or recomputes one gap, often one that ops waited for. If an op lacks bytes then, gaps around
 it are offloaded, or come back later. A change that makes the step no slower is kept. All of this is in ``tuner.h``;

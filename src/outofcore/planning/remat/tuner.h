@@ -490,9 +490,10 @@ private:
             // A chain waits for what it copies in itself, so what is fetched ahead comes after it.
             const Index last = t_.homes - 1;
             for (Index home = 0; home < t_.homes; ++home) fetch(home, op, home < last || chain_[op].copying == 0.0);
-            double for_chain = 0.0;
+            double chain_begins = 0.0, for_chain = 0.0;
             if (chain_[op].copying > 0.0) {
-                for_chain = in_done_[last] = std::max(in_done_[last], clock_) + chain_[op].copying;
+                chain_begins = std::max(in_done_[last], clock_);
+                for_chain = in_done_[last] = chain_begins + chain_[op].copying;
                 fetch(last, op, true);
             }
             for (Index home = 0; home < t_.homes; ++home) {
@@ -504,6 +505,7 @@ private:
             }
             next_.flowing[op] = outgoing_;
             while (!leaving_.empty() && outgoing_ + ahead_ > room_[op]) wait_for_room(op);
+            clock_ = std::max(clock_, chain_begins);
             next_.starts[op] = clock_;
             clock_ = std::max(clock_ + op_seconds_[op], for_chain + s_.seconds[op]);
             for (Index i = by_start_from_[op]; i < by_start_from_[op + 1]; ++i) send(by_start_[i], op);
