@@ -96,6 +96,33 @@ def test_a_state_that_does_not_fit_has_more_offloaded() -> None:
     assert len(schedule(problem(4, 2, home(2.0)), {}, slack=0.0).decisions) >= 2
 
 
+@pytest.mark.parametrize("home_of_gradient", [KEPT, 0])
+def test_a_chain_may_read_a_gradient_after_its_last_use(home_of_gradient: int) -> None:
+    """Op 3 needs the room of what op 1 makes of the gradient, which is made again for op 4."""
+    activation, gradient = StorageKind.ACTIVATION, StorageKind.GRADIENT
+    storages = (Storage(0, SIZE, gradient, "w.grad"), Storage(1, SIZE, activation), Storage(2, SIZE, activation))
+    ops = (
+        Op(0, "backward", (), (), (0,)),
+        Op(1, "scale", (0,), (), (1,)),
+        Op(2, "idle", (), (), ()),
+        Op(3, "other", (), (), (2,)),
+        Op(4, "norm", (1, 2), (), ()),
+    )
+    graph = StepGraph(storages, ops, (0,))
+    given_ = Problem.of(graph, costs(graph, home(0.5)), 3 * SIZE)
+    again = [info.gap == Gap(1, 1, 4) for info in given_.gaps]
+    state = State(
+        array("q", [AGAIN if each else 0 for each in again]),
+        array("q", [info.gap.end for info in given_.gaps]),
+        array("q", [home_of_gradient if info.final else KEPT for info in given_.gaps]),
+    )
+    found = Tuner(kept(given_)).begin(state, 0.25, 8)
+    assert found is not None
+    assert found.staying == ((0,) if home_of_gradient == KEPT else ())
+    program = wire(graph, place(lower(graph, given_.costs, Plan("test", 0, found.decisions, found.staying))))
+    validate(graph, program, program.arena_bytes, given_.costs)
+
+
 def test_passes_never_make_a_schedule_longer() -> None:
     for layers in (4, 8, 12):
         for seconds in (0.5, 1.5, 3.0):

@@ -144,7 +144,7 @@ class _Lowering:
                     self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
                     homes[storage][0] = version[storage]
                     if storage in held or graph.storages[storage].bytes <= PAGE_BYTES:
-                        # An op that reused these few bytes would wait for every copy out queued before this one.
+                        # An op that reused a few bytes would wait for every copy out queued before this one.
                         self.dying[storage] = self.block_of.pop(storage)
                         continue
                 self._end(self.block_of.pop(storage))

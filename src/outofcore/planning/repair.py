@@ -96,7 +96,7 @@ class Attempts:
             # Where it is not the first time, twice as much.
             around += max(over, PAGE_BYTES, int(self.spared[first:last].max()))
         self._mostly = mostly
-        self.spared += more
+        self.spared = np.minimum(self.spared + more, self.budget)
         self.made += 1
         return None
 

@@ -9,8 +9,9 @@ flows out then, is not known before the end. So a step is run through with the l
 start no earlier than they need to, with some slack.
 
 A chain of runs reads its inputs when it runs, not at the next use in the step. So an offloaded gap has to be back when
-the first chain reads it, and is held from there on; or every chain copies it in for itself (of kind ``AWAY``). Such a
-copy comes before what is fetched ahead, and beside the runs of the chain; the op waits for both.
+the first chain reads it, and is held from there on; or every chain copies it in for itself (of kind ``AWAY``). Such
+copies come before what is fetched ahead. The chain begins when the link is free and runs beside them; the op waits for
+both.
 
 What the user sees after the step goes home after its last use, in turn with the other copies out. A gradient that the
 step leaves may instead be kept until the step ends: the gap after its last use is a gap like any other.
@@ -196,7 +197,11 @@ class Tuner:
         return Tuned(
             state,
             decisions,
-            tuple(info.gap.storage for info in self._problem.gaps if info.final and info.gap.storage not in decided),
+            tuple(
+                info.gap.storage
+                for info in self._problem.gaps
+                if info.final and not info.leaves and info.gap.storage not in decided
+            ),
             view.seconds,
             view.copied,
             view.value,

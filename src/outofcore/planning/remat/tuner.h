@@ -23,7 +23,7 @@ struct Transfers {
     Index homes, limit;  // how many homes there are, and the bytes that large blocks may take
     double weight;       // seconds of a step that a second of copying counts for
     const Index *storage, *segment, *first_content, *slot;                  // by gap
-    const Index *cyclic, *arriving, *fetched, *final, *fixed, *frozen, *arrives;    // by gap, whether it is so
+    const Index *cyclic, *arriving, *fetched, *final, *fixed, *frozen, *arrives;  // by gap, whether it is so
     const Index *homes_from, *homes_of;                                     // by gap
     const double *in_seconds, *out_seconds;                                 // by gap and home
     const Index* capacity;                                                  // by home; negative: not limited
