@@ -1,6 +1,6 @@
 """Training steps of models of ``transformers``, as users write them: gradients are cleared when the next step begins.
 
-Weights are random. Sizes are those that models are published with; batches are 16 texts of 512 tokens, or 32 images.
+Weights are random and sizes are the published ones. A batch is 16 texts of 512 tokens, or 32 images.
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ class Plan:
     order.
 
     Outputs, and inputs that the step changes, go to the first home after their last use. A decision to offload the gap
-    from there to the end of the step says by when they have left (``release_by``); without one, their room is given on
-    at once, and whoever takes it waits. Those in ``staying`` stay on the device instead until the next step begins:
-    gradients that the step creates and leaves, about which nothing else is decided.
+    from there to the end of the step says by when they have left (``release_by``); without one, the room may be reused
+    at once, and an op that reuses it waits for the copy. Those in ``staying`` stay on the device instead until the next
+    step begins: gradients that the step creates and leaves, about which nothing else is decided.
     """
 
     policy: str

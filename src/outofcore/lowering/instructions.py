@@ -120,7 +120,7 @@ class _Lowering:
             if op.id in replays:
                 again = [decision.gap.storage for decision in replays.pop(op.id)]
                 chain = self._chain(again, {decision.gap.storage for decision in coming})
-                # A chain waits for what it copies in itself, so what is fetched ahead comes after it.
+                # The chain's own copies in come first, since its runs wait for them; prefetches for later ops follow.
                 ahead = [d for d in coming if d.gap.end % n != op.id and not self._is_read(d.gap.storage, chain)]
                 for decision in coming:
                     if decision not in ahead:
@@ -144,7 +144,8 @@ class _Lowering:
                     self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
                     homes[storage][0] = version[storage]
                     if storage in held or graph.storages[storage].bytes <= PAGE_BYTES:
-                        # An op that reused a few bytes would wait for every copy out queued before this one.
+                        # The plan says until when. Small ones are held to the end: an op that reused their few bytes
+                        # would wait for every copy out queued before this one.
                         self.dying[storage] = self.block_of.pop(storage)
                         continue
                 self._end(self.block_of.pop(storage))
@@ -248,11 +249,11 @@ class _Lowering:
         self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
 
     def _chain(self, storages: list[int], coming: Set[int]) -> Sequence[int]:
-        """Return the ops that make these storages at their current versions, with what comes before them there."""
+        """Return the ops to run again, in order, for these storages; those in ``coming`` are copied in before."""
         if self.history is None:
             return ()
         version, homes = self.version, self.homes
-        present = ChainMap(self.block_of, self.dying)  # not merged: chains are many, and what is there is a lot
+        present = ChainMap(self.block_of, self.dying)  # not merged into one dict: there are many chains
 
         def is_there(content: Content) -> bool:
             storage, wanted = content
@@ -278,7 +279,7 @@ class _Lowering:
             return
         targets = {(storage, version[storage]) for storage in storages}
 
-        present = ChainMap(self.block_of, self.dying)  # not merged: chains are many, and what is there is a lot
+        present = ChainMap(self.block_of, self.dying)  # not merged into one dict: there are many chains
 
         def on_device(content: Content) -> bool:
             return content[0] in present and version[content[0]] == content[1]

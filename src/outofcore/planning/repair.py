@@ -20,7 +20,7 @@ from outofcore.planning.problem import Ints
 from outofcore.program import Program, Run
 from outofcore.units import PAGE_BYTES
 
-# After so many attempts in a row in which no less stuck out than in the best, no more are made.
+# After so many attempts in a row that were no better than the best before, no more are made.
 _STALE = 6
 # By how many ops the stretch in which blocks stick out is widened each time.
 _WIDER = 4
@@ -41,7 +41,7 @@ class Attempts:
         spared: shape (ops,), bytes that the next plan should leave free.
         leaving: storages that the next plan should not keep between two uses.
         made: how many plans were tried.
-        ended: whether no plan will do: the homes cannot hold what leaves, or no less sticks out any more.
+        ended: whether no plan will do: the homes cannot hold what leaves, or attempts get no better.
         height: how high the blocks of the last plan reached, in bytes.
         repeated: whether the last plan was the one before, so that there was nothing to place.
     """

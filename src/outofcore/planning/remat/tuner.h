@@ -487,7 +487,7 @@ private:
         for (Index op = 0; op < s_.ops; ++op) {
             if (clock_ > most) return false;
             while (!leaving_.empty() && leaving_.top().first <= clock_) release(op);
-            // A chain waits for what it copies in itself, so what is fetched ahead comes after it.
+            // The chain's own copies in come first, since its runs wait for them; prefetches for later ops follow.
             const Index last = t_.homes - 1;
             for (Index home = 0; home < t_.homes; ++home) fetch(home, op, home < last || chain_[op].copying == 0.0);
             double chain_begins = 0.0, for_chain = 0.0;
