@@ -1,4 +1,4 @@
-"""What choices cost at least: the lower bound of ``planning.relaxation`` and its reduced costs."""
+"""What choices cost at least: the lower bound of ``planning.bound`` and its reduced costs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Gap, Residency
+from outofcore.planning.bound import Bound
 from outofcore.planning.placing import room_for_large
 from outofcore.planning.problem import Problem
-from outofcore.planning.relaxation import Relaxation, least_seconds_again
-
-# The solver's answer may lie above the true minimum by its tolerance.
-_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -44,25 +41,25 @@ def prices(graph: StepGraph, costs: Costs, budget: int) -> Prices | None:
     problem = Problem.of(graph, costs, room_for_large(graph, costs, budget))
     if not problem.is_feasible:
         return None
-    relaxation = Relaxation(problem, least_seconds_again(problem), timed=False)
-    program = relaxation.program
-    if program.minimise() is None:
+    bound = Bound(problem)
+    least = bound.seconds_at_least()
+    if least is None:
         return None
-    columns, rows = program.duals()
+    columns, rows = bound.program.duals()
     penalties: dict[Gap, dict[Residency, float]] = {}
-    for g, kept in relaxation.kept.items():
-        repeated = relaxation.repeated.get(g)
+    for g, kept in bound.kept.items():
+        repeated = bound.repeated.get(g)
         found = {Residency.KEEP: {kept}, Residency.OFFLOAD: set[int]()}
         if repeated is not None:
             found[Residency.RECOMPUTE] = {repeated}
         own = [column for column in (kept, repeated) if column is not None]
         # Without homes the row is an equation, and every choice fulfils it.
-        row = rows[relaxation.share_rows[g]] if costs.homes and g in relaxation.share_rows else 0.0
+        row = rows[bound.share_rows[g]] if costs.homes and g in bound.share_rows else 0.0
         penalties[problem.gaps[g].gap] = {
             choice: sum(_beyond(columns[c], float(c in chosen)) for c in own) + _beyond(row, float(len(chosen)))
             for choice, chosen in found.items()
         }
-    return Prices(max(costs.compute_seconds, program.least() * (1 - _TOLERANCE)), penalties)
+    return Prices(least, penalties)
 
 
 def _beyond(dual: float, value: float) -> float:

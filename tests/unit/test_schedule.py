@@ -18,9 +18,9 @@ from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.lowering import lower, wire
 from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning import in_core_budget, smallest_budget
+from outofcore.planning.guide import solve
 from outofcore.planning.placing import place, room_for_large
 from outofcore.planning.problem import KEPT, Problem
-from outofcore.planning.relaxation import solve
 from outofcore.planning.remat.chains import AGAIN, AWAY, Choices
 from outofcore.planning.remat.contents import Contents
 from outofcore.planning.tuner import State, Tuned, Tuner

@@ -31,6 +31,7 @@ schedule promises, then each attempt to place one, with the seconds that are sim
 same is in ``Planned.candidates``, with the reason why each lost.
 """
 
+from outofcore.planning.bound import lower_bound_seconds
 from outofcore.planning.parameters import QUICK, SearchParams
 from outofcore.planning.placing import Outcome, Planned, fit, fit_once, keep_all, place, resimulated
 from outofcore.planning.planner import (
@@ -43,7 +44,6 @@ from outofcore.planning.planner import (
 )
 from outofcore.planning.policy import Policy, PolicyLike
 from outofcore.planning.registry import POLICIES, policy_of
-from outofcore.planning.relaxation import lower_bound_seconds
 
 __all__ = [
     "POLICIES",

@@ -14,10 +14,10 @@ from math import inf
 from outofcore.analysis.recipes import History, can_recompute
 from outofcore.lowering import lower, room_at_homes
 from outofcore.plan import Decision, Gap, Plan, Residency
+from outofcore.planning.bound import lower_bound_seconds
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import Planned, finish, place, worth
 from outofcore.planning.problem import Problem
-from outofcore.planning.relaxation import lower_bound_seconds
 from outofcore.simulator import busiest_seconds
 
 # In steps of more ops it finds nothing for most of planning's time.

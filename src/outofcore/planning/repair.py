@@ -85,18 +85,19 @@ class Attempts:
             self._last = (plan, stuck)
         self.ended = self._stale >= _STALE
         mostly = {storage for *_, storage in stuck if storage >= 0}
-        more = np.zeros(n, dtype=np.int64)
+        more, again = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         for first, last, over, storage in stuck:
             if storage in self._mostly and storage not in self.leaving:
                 self.leaving.add(storage)
                 continue
             # Ever more ops around them: what is in the way of a block need not be so over all of its life.
             wider = _WIDER * self.made
-            around = more[max(first - wider, 0) : last + wider]
-            # Where it is not the first time, twice as much.
-            around += max(over, PAGE_BYTES, int(self.spared[first:last].max()))
+            around = slice(max(first - wider, 0), last + wider)
+            more[around] += max(over, PAGE_BYTES)
+            again[around] = np.maximum(again[around], self.spared[first:last].max())
         self._mostly = mostly
-        self.spared = np.minimum(self.spared + more, self.budget)
+        # Where it is not the first time, at least twice as much.
+        self.spared = np.minimum(self.spared + np.maximum(more, again), self.budget)
         self.made += 1
         return None
 

@@ -23,12 +23,12 @@ from outofcore.costs import Costs
 from outofcore.graph import StepGraph
 from outofcore.plan import Plan
 from outofcore.planning.candidates import Candidate, Candidates
+from outofcore.planning.guide import Shares, solve
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import ATTEMPTS, Outcome, Planned, fit, room_for_large, worth
 from outofcore.planning.polish import polished
 from outofcore.planning.problem import Problem
-from outofcore.planning.relaxation import Shares, solve
 from outofcore.planning.remat.chains import Choices
 from outofcore.planning.remat.contents import Contents
 from outofcore.planning.remat.selection import Selection

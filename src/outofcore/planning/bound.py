@@ -1,0 +1,214 @@
+"""How long a step takes at least under a budget: the least of a linear program of which every plan is a point.
+
+Beside the shares of ``relaxation``, with the moments at which each op begins and ends:
+
+    minimise  T
+    where     T  >=  seconds of all ops + sum of waits,  T >= seconds of all copies of a link
+              sum of waits  >=  sum of again_g * (seconds of its writer / storages that this op writes)
+              queue(t)  >=  queue(t') + (written between t' and t) - rate * (t - t')
+              left(t)  >=  queue(t) - (copies of what is still used at t)
+              early(t')  >=  early(t) + (needed back between t' and t) - rate * (t - t')
+              early(t)  <=  what is away at t
+              held(t) + sum of left(t) and early(t) over all homes  <=  free bytes at t
+
+``queue`` are the bytes that have been written and are yet to be copied out, ``left`` those of them that only wait to
+leave, ``early`` those that are back before their use. A wait is before an op or, where the ops of a *span* share their
+moments, somewhere in the span. Collectives run on a queue of their own, whose seconds T exceeds, too.
+
+Limits: nothing is said about addresses, about blocks that are held until all of their bytes have left, or about what a
+chain of runs reads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, zip_longest
+
+from outofcore.analysis.gaps import is_large
+from outofcore.costs import Costs
+from outofcore.graph import StepGraph
+from outofcore.planning.linear_program import UNIT, binding_ops, levels
+from outofcore.planning.placing import room_for_large
+from outofcore.planning.problem import Problem
+from outofcore.planning.relaxation import Relaxation
+
+# The solver's answer may lie above the true minimum by its tolerance.
+_TOLERANCE = 1e-6
+# In a step of more than six times as many ops, only so many have a span of their own: the program grows with their
+# number, and more find next to nothing more.
+_OWN = 100
+
+
+def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | None:
+    """Seconds that a step takes at least under a budget, whatever is kept, offloaded and computed again.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena.
+
+    Returns:
+        None if no plan can hold the step within the budget.
+    """
+    problem = Problem.of(graph, costs, room_for_large(graph, costs, budget))
+    return Bound(problem).seconds_at_least() if problem.is_feasible else None
+
+
+class Bound(Relaxation):
+    """The program, put together.
+
+    Args:
+        problem: the step under its limit.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        ops, costs = problem.graph.ops, problem.costs
+        self.writers = _writers(problem)
+        again = _least_seconds_again(problem, self.writers)
+        super().__init__(problem, again, _spans(problem.free.tolist()))
+        # The ops at whose begin or end there is a moment: the first and the last of each span, which may be the same.
+        last = {span: i for i, span in enumerate(self.spans)}
+        self.moments = [i for span in last for i in (bisect_left(self.spans, span), last[span])]
+        # Before each moment and the end, what passes: waits and the seconds of ops.
+        slows = any(home.compute_slowdown for home in problem.homes)
+        self.passing: list[tuple[list[int], float]] = []
+        for wait, seconds in zip_longest(self.waits, self.seconds):
+            self.passing.append(([wait], 0.0))
+            if seconds is not None:
+                self.passing.append(
+                    ([self.program.variable(cost=1.0)] if slows or len(last) < len(ops) else [], seconds)
+                )
+        self.waiting = dict.fromkeys([wait for waits, _ in self.passing for wait in waits], 1.0)
+        self.queues = [
+            sum(cost.seconds for op, cost in zip(ops, costs.ops, strict=True) if op.communicates == communicates)
+            for communicates in (False, True)
+        ]
+        for communicates in (False, True):
+            terms = {
+                self.repeated[g]: -s for g, s in again.items() if ops[self.writers[g]].communicates == communicates
+            }
+            self.program.row(self.waiting | terms, low=self.queues[communicates] - self.queues[0])
+        # For each moment, the variables of what is on its way. A block may wait for a collective, and for its address
+        # to be free, while later ops run: what there is at a moment is not what there is at an op, then.
+        self.flows: list[list[int]] = [[] for _ in self.moments]
+        for home in range(len(problem.homes)):
+            self._busy(home)
+            if not any(op.communicates for op in ops):
+                self._flow_out(home)
+                self._flow_in(home)
+        self._memory()
+        self.limit_homes()
+
+    def seconds_at_least(self) -> float | None:
+        """The bound; None if there is none."""
+        if self.program.minimise() is None:
+            return None
+        return max(*self.queues, (self.queues[0] + self.program.least()) * (1 - _TOLERANCE))
+
+    def _busy(self, home: int) -> None:
+        """Demand that the step takes as long as all copies of a link."""
+        place = self.problem.homes[home]
+        out, back, low = dict(self.waiting), dict(self.waiting), -self.queues[0]
+        for g, info in enumerate(self.problem.gaps):
+            if (g, home) in self.copied:
+                out[self.copied[g, home]] = -place.out_seconds(info.copied)
+            if info.fetched and home in info.homes:
+                constant, terms = self.away(g, home)
+                low += constant * place.in_seconds(info.copied)
+                for column, factor in terms.items():
+                    back[column] = back.get(column, 0.0) - factor * place.in_seconds(info.copied)
+        self.program.row(out, low=-self.queues[0])
+        self.program.row(back, low=low)
+
+    def _flow_out(self, home: int) -> None:
+        program, rate = self.program, self.problem.homes[home].bytes_per_s_out / UNIT
+        written: list[dict[int, float]] = [{} for _ in self.passing]
+        used: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
+        for (g, at), copy in self.copied.items():
+            if at == home:
+                info, writer = self.problem.gaps[g], self.writers.get(g, -1)
+                written[bisect_right(self.moments, writer)][copy] = -info.copied / UNIT
+                used.append((copy, info.copied / UNIT, ((writer + 1, info.gap.start + 1),)))
+        queue = [program.variable() for _ in self.moments]
+        for m, (waits, seconds) in enumerate(self.passing):
+            row = written[m] | dict.fromkeys(waits, rate)
+            row |= {queue[m]: 1.0} if m < len(queue) else {}
+            row |= {queue[m - 1]: -1.0} if m else {}
+            program.row(row, low=-rate * seconds)
+        for m, level in enumerate(levels(program, self.moments, used)):
+            left = queue[m] if level is None else program.variable()
+            if level is not None:
+                program.row({left: 1.0, queue[m]: -1.0, level: 1.0}, low=0.0)
+            self.flows[m].append(left)
+
+    def _flow_in(self, home: int) -> None:
+        program, rate, n = self.program, self.problem.homes[home].bytes_per_s_in / UNIT, len(self.spans)
+        due: list[dict[int, float]] = [{} for _ in self.passing]
+        due_always, there = [0.0] * len(self.passing), [0.0] * len(self.passing)
+        away: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
+        for g, info in enumerate(self.problem.gaps):
+            if info.fetched and home in info.homes:
+                constant, terms = self.away(g, home)
+                size, end = info.copied / UNIT, info.gap.end % n
+                at = bisect_left(self.moments, end)
+                since = 0 if info.cyclic else info.gap.start + 1
+                due_always[at] += constant * size
+                for m in range(bisect_left(self.moments, since), at):
+                    there[m] += constant * size
+                for column, factor in terms.items():
+                    due[at][column] = due[at].get(column, 0.0) - factor * size
+                    away.append((column, factor * size, ((since, end),)))
+        early = [program.variable() for _ in self.moments]
+        for m, (waits, seconds) in enumerate(self.passing):
+            row = due[m] | dict.fromkeys(waits, rate)
+            row |= {early[m]: -1.0} if m < len(early) else {}
+            row |= {early[m - 1]: 1.0} if m else {}
+            program.row(row, low=due_always[m] - rate * seconds)
+        for m, level in enumerate(levels(program, self.moments, away)):
+            program.row({early[m]: 1.0} | ({} if level is None else {level: -1.0}), high=there[m])
+            self.flows[m].append(early[m])
+
+    def _memory(self) -> None:
+        """Demand that what is held and on its way fits at each moment, and what is held beside each op."""
+        problem, stays = self.problem, self.stays()
+        binding = binding_ops(problem.free.tolist(), [stay[1:] for stay in stays])
+        rows = sorted([*zip(self.moments, self.flows, strict=True), *((i, []) for i in binding)])
+        held = levels(self.program, [i for i, _ in rows], [(column, size / UNIT, at) for column, size, at in stays])
+        for (i, flows), level in zip(rows, held, strict=True):
+            terms = dict.fromkeys(flows if level is None else [*flows, level], 1.0)
+            if terms:
+                self.program.row(terms, high=float(problem.free[i]) / UNIT)
+
+
+def _writers(problem: Problem) -> dict[int, int]:
+    """For each gap of what an op has written in this step, that op."""
+    written: dict[int, list[int]] = defaultdict(list)
+    for op in problem.graph.ops:
+        for storage in dict.fromkeys(op.mutates + op.creates):
+            written[storage].append(op.id)
+    gaps = {g: problem.gaps[g] for g in problem.movable}
+    return {g: written[info.gap.storage][info.segment - 1] for g, info in gaps.items() if info.segment}
+
+
+def _least_seconds_again(problem: Problem, writers: Mapping[int, int]) -> dict[int, float]:
+    """For each gap that may be computed again, the seconds that this takes at least.
+
+    One run of the op that wrote the value serves at most one gap of each storage that the op writes.
+    """
+    found: dict[int, float] = {}
+    for g, writer in writers.items():
+        op, info = problem.graph.ops[writer], problem.gaps[g]
+        if op.rerunnable and not info.cyclic and not info.final:
+            served = sum(is_large(problem.graph.storages[s].bytes) for s in dict.fromkeys(op.mutates + op.creates))
+            found[g] = problem.costs.ops[writer].seconds / max(served, 1)
+    return found
+
+
+def _spans(free: Sequence[int]) -> list[int]:
+    """Return for each op the number of its span: where they are many, those with the least room have their own."""
+    width = 1 if len(free) <= 6 * _OWN else -(-len(free) // _OWN)
+    tight = {min(range(i, min(i + width, len(free))), key=free.__getitem__) for i in range(0, len(free), width)}
+    begins = [i in tight or i - 1 in tight for i in range(len(free))]
+    return list(accumulate(begins[1:], initial=0))[: len(free)]

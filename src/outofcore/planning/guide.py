@@ -1,0 +1,199 @@
+"""The linear program that guides planning: what to keep, to send to which home and to compute again, all at once.
+
+Copies flow beside the ops, and hold memory while they do:
+
+    minimise  sum of waits w_i + sum of seconds_g * again_g + weight * (seconds of copies)
+    where     out_i  >=  out_{i-1} + (leaving after op i-1) - rate * (seconds of op i-1 + w_i + (run again before i))
+              in_{i-1}  >=  in_i + (needed back by op i) - rate * (seconds of op i + w_i + (run again before i))
+              held_i + sum of out_i and in_i over all homes  <=  free bytes at op i
+
+``out_i`` and ``in_i`` are the bytes on their way to and from a home while op i runs. A step ends when all has flowed
+out and begins with nothing flowing in. In truth a block's room is free when all of its bytes have left, and a chain of
+runs may be longer if what it reads is dropped too: the schedule (``tuner``) and the search over chains (``remat``) see
+to these. In long steps the ops of a *span* share their flows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outofcore.planning.linear_program import UNIT, binding_ops, levels
+from outofcore.planning.problem import KEPT, GapInfo, Ints, Problem
+from outofcore.planning.relaxation import Relaxation
+
+Floats = NDArray[np.float64]
+
+# Spans of time that a step of more than three times as many ops is cut into: the program grows with their number.
+_SPANS = 100
+# A share that is so near to one is one.
+_WHOLE = 1 - 1e-6
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A solution of the timed program.
+
+    Attributes:
+        kept: shape (gaps,), the share that stays.
+        away: shape (gaps, homes), the share that goes to each home.
+        again: shape (gaps,), the share that is computed again.
+        flowing: shape (ops,), bytes that are on their way.
+    """
+
+    kept: Floats
+    away: Floats
+    again: Floats
+    flowing: Floats
+
+    def rounded(self, problem: Problem) -> Ints | None:
+        """A choice of shape (gaps,): what is kept whole, then the largest fractions that still fit.
+
+        Returns:
+            None if the homes cannot hold what leaves.
+        """
+        choice = np.where(self.kept >= _WHOLE, KEPT, self.away.argmax(axis=1))
+        room: Ints = problem.free - np.ceil(self.flowing).astype(np.int64) - problem.held(choice == KEPT)
+        parts = [g for g in problem.movable if choice[g] != KEPT and self.kept[g] > 1 - _WHOLE]
+        for g in sorted(parts, key=lambda g: (-self.kept[g], problem.gaps[g].bytes, g)):
+            if problem.has_room(room, g):
+                choice[g] = KEPT
+                problem.take(room, g, problem.gaps[g].bytes)
+        return problem.within_homes(choice, self.away)
+
+
+def solve(problem: Problem, again: Mapping[int, float], margin: float = 0.0, *, weight: float) -> Shares | None:
+    """Solve the program.
+
+    Args:
+        problem: the step under its limit; with a home.
+        again: for the gaps that may be computed again, the seconds that this takes.
+        margin: share of the limit to leave free.
+        weight: what a second of copying costs beside a second of the step.
+
+    Returns:
+        None if there is no solution.
+    """
+    if not problem.homes or not problem.is_feasible:
+        return None
+    return _Guide(problem, again, margin, weight).shares()
+
+
+class _Guide(Relaxation):
+    def __init__(self, problem: Problem, again: Mapping[int, float], margin: float, weight: float) -> None:
+        super().__init__(problem, again, _spans([cost.seconds for cost in problem.costs.ops]))
+        self.weight = weight
+        # Time that passes before each span, and after the last: waits and what runs again.
+        self.passing: list[dict[int, float]] = [{wait: 1.0} for wait in self.waits]
+        for g, column in self.repeated.items():
+            self.program.charge(column, again[g])
+            self.passing[self.spans[problem.gaps[g].gap.end]][column] = again[g]
+        self.flows: list[int] = []  # variables of all flows, span by span
+        for home in range(len(problem.homes)):
+            self._flows(home)
+        self._memory(np.maximum(problem.free - int(problem.limit * margin), 0))
+        self.limit_homes()
+
+    def shares(self) -> Shares | None:
+        """The shares of a solution; None if there is none."""
+        problem = self.problem
+        values = self.program.minimise()
+        if values is None:
+            return None
+        kept, again = np.zeros(len(problem.gaps)), np.zeros(len(problem.gaps))
+        kept[list(self.kept)] = values[list(self.kept.values())]
+        again[list(self.repeated)] = values[list(self.repeated.values())]
+        away = np.zeros((len(problem.gaps), len(problem.homes)))
+        for g, info in enumerate(problem.gaps):
+            for home in info.homes:
+                constant, terms = self.away(g, home)
+                away[g, home] = constant + sum(values[column] * factor for column, factor in terms.items())
+        flowing = values[self.flows].reshape(len(self.seconds), -1).sum(axis=1)[self.spans] * UNIT
+        return Shares(np.clip(kept, 0, 1), np.clip(away, 0, 1), np.clip(again, 0, 1), flowing)
+
+    def _moved(self, info: GapInfo, home: int, *, arriving: bool) -> float:
+        """Units of bytes that the link could move in the time of a copy, latency included."""
+        place = self.problem.homes[home]
+        if arriving:
+            return place.in_seconds(info.copied) * place.bytes_per_s_in / UNIT
+        return place.out_seconds(info.copied) * place.bytes_per_s_out / UNIT
+
+    def _flows(self, home: int) -> None:
+        """Demand room for what is on its way while each span lasts."""
+        program, count, place, n = self.program, len(self.seconds), self.problem.homes[home], len(self.spans)
+        # What is to leave after each span, and what has to be back before it, in units of bytes.
+        leaving, due = ([defaultdict[int, float](float) for _ in range(count)] for _ in range(2))
+        due_always = [0.0] * count
+        for g, info in enumerate(self.problem.gaps):
+            if home not in info.homes:
+                continue
+            if (g, home) in self.copied:
+                copy = self.copied[g, home]
+                program.charge(copy, self.weight * place.out_seconds(info.copied))
+                leaving[self.spans[info.gap.start]][copy] += self._moved(info, home, arriving=False)
+            if info.fetched:
+                at, moved = self.spans[info.gap.end % n], self._moved(info, home, arriving=True)
+                constant, terms = self.away(g, home)
+                due_always[at] += constant * moved
+                for column, factor in terms.items():
+                    due[at][column] += factor * moved
+                    program.charge(column, self.weight * factor * place.in_seconds(info.copied))
+        out_rate, in_rate = place.bytes_per_s_out / UNIT, place.bytes_per_s_in / UNIT
+        # On its way when a span begins, and of that: still to leave when it is over, arrived before it starts.
+        outs, after, ins, ahead = ([program.variable() for _ in range(count)] for _ in range(4))
+        for i, seconds in enumerate(self.seconds):
+            program.row({after[i]: 1.0, outs[i]: -1.0}, low=-out_rate * seconds)
+            program.row({ahead[i]: 1.0, ins[i]: -1.0}, low=-in_rate * seconds)
+        for i in range(count + 1):
+            row = {column: out_rate * factor for column, factor in self.passing[i].items()}
+            if i:
+                row[after[i - 1]] = -1.0
+                for column, size in leaving[i - 1].items():
+                    row[column] = row.get(column, 0.0) - size
+            if i < count:
+                row[outs[i]] = 1.0
+            program.row(row, low=0.0)
+            if i == count:
+                break
+            row = {column: in_rate * factor for column, factor in self.passing[i].items()}
+            if i:
+                row[ins[i - 1]] = 1.0
+            row[ahead[i]] = -1.0
+            for column, size in due[i].items():
+                row[column] = row.get(column, 0.0) - size
+            program.row(row, low=due_always[i])
+        homes = len(self.problem.homes)
+        self.flows = self.flows or [0] * (2 * homes * count)
+        for i in range(count):
+            self.flows[2 * (homes * i + home) : 2 * (homes * i + home) + 2] = outs[i], ins[i]
+
+    def _memory(self, free: Ints) -> None:
+        """Demand that what is held and what is on its way fits beside each op."""
+        stays = self.stays()
+        ops = binding_ops(self.problem.free.tolist(), [stay[1:] for stay in stays], self.spans)
+        held = levels(self.program, ops, [(column, size / UNIT, ranges) for column, size, ranges in stays])
+        width = 2 * len(self.problem.homes)
+        for i, level in zip(ops, held, strict=True):
+            terms = dict.fromkeys(self.flows[width * self.spans[i] : width * (self.spans[i] + 1)], 1.0)
+            if level is not None:
+                terms[level] = 1.0
+            self.program.row(terms, high=float(free[i]) / UNIT)
+
+
+def _spans(seconds: Sequence[float]) -> list[int]:
+    """Return for each op the number of its span of time."""
+    if len(seconds) <= 3 * _SPANS:
+        return list(range(len(seconds)))
+    longest, most = sum(seconds) / _SPANS, -(-len(seconds) // _SPANS)
+    found: list[int] = []
+    span, passed, ops = -1, 0.0, 0
+    for own in seconds:
+        if not ops or ops == most or passed + own > longest:
+            span, passed, ops = span + 1, 0.0, 0
+        passed, ops = passed + own, ops + 1
+        found.append(span)
+    return found
