@@ -18,8 +18,9 @@ from outofcore.analysis.gaps import constant_bytes, gaps_of, is_large, placed_by
 from outofcore.analysis.recipes import Content, History, can_recompute, replay
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
+from outofcore.lowering import lower
 from outofcore.plan import Gap, Residency
-from outofcore.planning.placing import small_region_bytes
+from outofcore.planning.placing import keep_all, small_region_bytes
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Fluid:
             graph,
             costs,
             history,
-            budget - small_region_bytes(graph, costs) - constant_bytes(graph),
+            budget - small_region_bytes(lower(graph, costs, keep_all(0))) - constant_bytes(graph),
             tuple(placed_bytes(s.bytes) * large[s.id] for s in graph.storages),
             tuple(home.in_seconds(s.bytes) if home else 0.0 for s in graph.storages),
             tuple(home.out_seconds(s.bytes) if home else 0.0 for s in graph.storages),

@@ -146,6 +146,11 @@ class StepGraph:
         return frozenset(s for op in self.ops for s in op.mutates if self.storages[s].arrives)
 
     @cached_property
+    def seen_after(self) -> frozenset[int]:
+        """What the user sees after the step: outputs that an op creates, and inputs that one changes."""
+        return self.changed_inputs.union(s for s in self.outputs if s in self.creator)
+
+    @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
         """For each storage the ops that touch it, in order."""
         found: list[list[int]] = [[] for _ in self.storages]
@@ -164,6 +169,11 @@ class StepGraph:
     def overwrites(self) -> frozenset[tuple[int, int]]:
         """Pairs of an op and a storage that it overwrites as a whole: nothing of the former contents is used."""
         return frozenset((op.id, s) for op in self.ops for s in op.mutates if s not in op.reads)
+
+    @cached_property
+    def overwritten(self) -> frozenset[int]:
+        """Storages, but for constants, that an op overwrites as a whole."""
+        return frozenset(s for _, s in self.overwrites if self.storages[s].kind is not StorageKind.CONSTANT)
 
     def content(self, *, families: bool = True) -> tuple[object, ...]:
         """Return all that tells it from another step, as plain values; lines and classes of the user's code do not."""

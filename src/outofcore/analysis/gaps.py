@@ -50,8 +50,7 @@ def final_gap(graph: StepGraph, storage: int) -> Gap | None:
     Over it the bytes go to the first home, or, if it is a gradient that the step leaves, may stay on the device.
     """
     uses = graph.uses[storage]
-    is_output = storage in graph.outputs and storage in graph.creator
-    if not uses or not (is_output or storage in graph.changed_inputs):
+    if not uses or storage not in graph.seen_after:
         return None
     return Gap(storage, uses[-1], len(graph.ops))
 
@@ -62,7 +61,7 @@ def renewals_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
     One that comes right after another use is not among them: no op in between could use the bytes. A storage below 64
     KiB has none: it stays where it is.
     """
-    if not is_large(graph.storages[storage].bytes) or graph.storages[storage].kind is StorageKind.CONSTANT:
+    if storage not in graph.overwritten or not is_large(graph.storages[storage].bytes):
         return ()
     uses = graph.uses[storage]
     return tuple(b for a, b in pairwise((-2, *uses)) if (b, storage) in graph.overwrites and b > a + 1)

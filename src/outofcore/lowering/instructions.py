@@ -16,7 +16,7 @@ from outofcore.program import Block, CopyIn, CopyOut, Instruction, Lodging, Prog
 from outofcore.units import PAGE_BYTES
 
 
-@dataclass
+@dataclass(slots=True)
 class _Stay:
     """A block while its lifetime is not yet known."""
 

@@ -89,8 +89,9 @@ class Front:
 
     def __post_init__(self) -> None:
         graph, costs = self.graph, self.costs
-        self.in_core = place(lower(graph, costs, keep_all(0))).arena_bytes
-        self.beside = small_region_bytes(graph, costs) + constant_bytes(graph)
+        whole = lower(graph, costs, keep_all(0))
+        self.in_core = place(whole).arena_bytes
+        self.beside = small_region_bytes(whole) + constant_bytes(graph)
         self.choices = Choices(Problem.of(graph, costs, self.in_core), Contents.of(graph, costs))
         kept, needed = self.choices.held.copy(), self.choices.alone
         highest = int((kept + needed).max(initial=0))

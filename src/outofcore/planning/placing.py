@@ -142,20 +142,30 @@ def rectangle_of(block: Block, end: int) -> Rectangle:
     return Rectangle(block.id, 0, end, block.bytes, gap=gap)
 
 
-def small_region_bytes(graph: StepGraph, costs: Costs) -> int:
-    """Arena bytes below the large blocks: for small blocks, which never leave."""
-    program = lower(graph, costs, keep_all(0))
-    small = [block for block in program.blocks if not is_large(block.bytes)]
-    return round_up(_pack(small, len(program.instructions), None, EFFORT).height, PAGE_BYTES)
+def small_region_bytes(whole: Program) -> int:
+    """Arena bytes below the large blocks, for small ones, which never leave; of a program in which nothing does."""
+    small = [block for block in whole.blocks if not is_large(block.bytes)]
+    return round_up(_pack(small, len(whole.instructions), None, EFFORT).height, PAGE_BYTES)
 
 
-def room_for_large(graph: StepGraph, costs: Costs, budget: int) -> int:
+def room_for_large(graph: StepGraph, costs: Costs, budget: int, whole: Program | None = None) -> int:
     """Bytes of a budget that large blocks may take, which are all that a plan decides about.
 
     Where all of these are multiples of some size, as in recurrent networks, what is left over is of no use to any plan.
+
+    Args:
+        graph: the step.
+        costs: measured or assumed.
+        budget: bytes of the arena.
+        whole: the program in which nothing leaves, if it is there already.
     """
-    room = budget - small_region_bytes(graph, costs) - constant_bytes(graph)
+    room = budget - small_region_bytes(whole or lower(graph, costs, keep_all(0))) - constant_bytes(graph)
     return room - room % _common_size(graph, costs)
+
+
+def most_held(program: Program) -> int:
+    """The most bytes that blocks take at once: no arena for the program is smaller."""
+    return int(_held(program.blocks, len(program.instructions)).max(initial=0))
 
 
 def _common_size(graph: StepGraph, costs: Costs) -> int:

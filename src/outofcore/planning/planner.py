@@ -14,17 +14,12 @@ from outofcore.lowering.slots import slot_bytes
 from outofcore.planning.baselines.profile_guided import ProfileGuided
 from outofcore.planning.front import Front
 from outofcore.planning.parameters import SearchParams
-from outofcore.planning.placing import (
-    Planned,
-    fit_once,
-    keep_all,
-    place,
-    small_region_bytes,
-)
+from outofcore.planning.placing import Planned, fit_once, keep_all, most_held, place, small_region_bytes
 from outofcore.planning.policy import Auto, OffloadAll, Policy, PolicyLike, first_of, plans_of
 from outofcore.planning.registry import policy_of
 from outofcore.planning.resident_gradients import all_staying, let_stay
 from outofcore.planning.search import search
+from outofcore.program import Program
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore.planning")
@@ -39,12 +34,14 @@ def smallest_budget(graph: StepGraph, costs: Costs) -> int:
     With homes that is the need of the op that needs the most. Without, what lasts has to stay, and so has what it takes
     to compute the rest again: then it is the least for which ``auto`` finds a plan, which takes some seconds to find.
     """
-    return _neediest(graph, costs) if costs.homes else Front(graph, costs).smallest
+    if not costs.homes:
+        return Front(graph, costs).smallest
+    return _neediest(graph, costs, lower(graph, costs, keep_all(0)))
 
 
-def _neediest(graph: StepGraph, costs: Costs) -> int:
-    """Bytes below which no plan is possible."""
-    return small_region_bytes(graph, costs) + constant_bytes(graph) + max(large_needs(graph, costs), default=0)
+def _neediest(graph: StepGraph, costs: Costs, whole: Program) -> int:
+    """Bytes below which no plan is possible; ``whole`` is the program in which nothing leaves."""
+    return small_region_bytes(whole) + constant_bytes(graph) + max(large_needs(graph, costs), default=0)
 
 
 def in_core_budget(graph: StepGraph, costs: Costs) -> int:
@@ -85,7 +82,7 @@ def explain_too_small(
             lines.append(f"  {format_bytes(rest):>10}  {len(largest) - _NAMED} more")
         if costs.ops[worst].workspace_bytes:
             lines.append(f"  {format_bytes(placed_bytes(costs.ops[worst].workspace_bytes)):>10}  workspace of the op")
-        neediest = _neediest(graph, costs)
+        neediest = _neediest(graph, costs, lower(graph, costs, keep_all(0)))
         fixed = neediest - needs[worst]
         if fixed:
             lines.append(f"  {format_bytes(fixed):>10}  constants and tensors below 64 KiB, which stay on the device")
@@ -156,16 +153,17 @@ def plans_of_step(
             step.
     """
     policy = policy_of(policy)
-    if budget < _neediest(graph, costs):
+    whole = lower(graph, costs, keep_all(budget))
+    if budget < _neediest(graph, costs, whole):
         raise explain_too_small(graph, costs, budget, describe)
     if not isinstance(policy, OffloadAll | ProfileGuided):
-        in_core = plan_in_core(graph, costs, budget)
+        in_core = plan_in_core(graph, costs, budget) if most_held(whole) <= budget else None
         if in_core is not None:
             yield in_core
             return
     _check_first_home(graph, costs)
     if isinstance(policy, Auto) and costs.homes:
-        found = search(graph, costs, budget, params or policy.params)
+        found = search(graph, costs, budget, params or policy.params, whole)
     elif isinstance(policy, Auto):
         front = Front(graph, costs, params or policy.params)
         planned = front.plan(budget)

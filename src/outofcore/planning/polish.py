@@ -21,7 +21,7 @@ from outofcore.planning.problem import Problem
 from outofcore.simulator import busiest_seconds
 
 # In steps of more ops it finds nothing for most of planning's time.
-_LONGEST = 100
+LONGEST = 100
 # Changes tried from each start at most; starts, taken in turn with other draws; and how many runs of the step the
 # changes may take as long as, since the plan has to win their time back.
 _TRIES, _ROUNDS, _RUNS = 800, 4, 200
@@ -61,8 +61,6 @@ def polished(
         starts: plans to start from in turn; they need not fit.
         params: how hard to search.
     """
-    if len(problem.graph.ops) > _LONGEST:
-        return None
     worthwhile = int(_RUNS * problem.costs.compute_seconds / _TRY_SECONDS)
     tries = min(params.polish_ops // max(len(problem.graph.ops), 1), _TRIES, worthwhile)
     goal = (lower_bound_seconds(problem.graph, problem.costs, budget) or 0.0) * _GOOD

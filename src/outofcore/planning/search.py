@@ -27,13 +27,14 @@ from outofcore.planning.guide import Shares, solve
 from outofcore.planning.offload_all import offload_all
 from outofcore.planning.parameters import SearchParams
 from outofcore.planning.placing import ATTEMPTS, Outcome, Planned, fit, room_for_large, worth
-from outofcore.planning.polish import polished
+from outofcore.planning.polish import LONGEST, polished
 from outofcore.planning.problem import Problem
 from outofcore.planning.remat.chains import Choices
 from outofcore.planning.remat.contents import Contents
 from outofcore.planning.remat.selection import Selection
 from outofcore.planning.repair import Attempts
 from outofcore.planning.tuner import copy_weight
+from outofcore.program import Program
 from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore.planning")
@@ -55,7 +56,7 @@ _LENGTH, _LEAST_PLACED = 2000, 4
 _SEEDS = 4
 
 
-def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams) -> list[Planned]:
+def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams, whole: Program) -> list[Planned]:
     """Plans within the budget, the best first; the first has all candidates.
 
     Args:
@@ -63,11 +64,12 @@ def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams) ->
         costs: measured or assumed, with a home or several.
         budget: bytes of the arena.
         params: what to try, and how hard.
+        whole: the program in which nothing leaves, not placed.
 
     Returns:
         Empty if no plan was found.
     """
-    found = _Search(graph, costs, budget, params)
+    found = _Search(graph, costs, budget, params, room_for_large(graph, costs, budget, whole))
     found.mix()
     return found.ranked()
 
@@ -78,12 +80,13 @@ class _Search:
     costs: Costs
     budget: int
     params: SearchParams
+    room: int  # for large blocks
     planned: list[tuple[str, Planned]] = field(default_factory=list[tuple[str, Planned]])
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     candidates: list[Candidate] = field(default_factory=list[Candidate])
 
     def __post_init__(self) -> None:
-        self.problem = Problem.of(self.graph, self.costs, room_for_large(self.graph, self.costs, self.budget))
+        self.problem = Problem.of(self.graph, self.costs, self.room)
         self.kept = Choices(self.problem, Contents.of(self.graph, self.costs))
         self.selection = Selection(self.kept)
         self.makes = Candidates(self.kept, self.params)
@@ -250,7 +253,7 @@ class _Search:
 
     def ranked(self) -> list[Planned]:
         """The plans, the best first."""
-        if self.params.polish_ops:
+        if self.params.polish_ops and len(self.graph.ops) <= LONGEST:
             self._polish()
         ranked = sorted((planned for _, planned in self.planned), key=lambda planned: worth(self.costs, planned))
         if ranked:
