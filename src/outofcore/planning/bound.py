@@ -4,19 +4,22 @@ Beside the shares of ``relaxation``, with the moments at which each op begins an
 
     minimise  T
     where     T  >=  seconds of all ops + sum of waits,  T >= seconds of all copies of a link
-              sum of waits  >=  sum of again_g * (seconds of its writer / storages that this op writes)
+              sum of waits  >=  sum of times_o * seconds of op o
+              times_o  >=  sum of again_g over the gaps of any one storage for which op o has to run
               queue(t)  >=  queue(t') + (written between t' and t) - rate * (t - t')
               left(t)  >=  queue(t) - (copies of what is still used at t)
               early(t')  >=  early(t) + (needed back between t' and t) - rate * (t - t')
               early(t)  <=  what is away at t
               held(t) + sum of left(t) and early(t) over all homes  <=  free bytes at t
 
-``queue`` are the bytes that have been written and are yet to be copied out, ``left`` those of them that only wait to
-leave, ``early`` those that are back before their use. A wait is before an op or, where the ops of a *span* share their
-moments, somewhere in the span. Collectives run on a queue of their own, whose seconds T exceeds, too.
+To compute a gap's contents again, their writer has to run, and so on for what that one reads, unless it may be on the
+device or at home by then: nothing is held beyond its last use. ``queue`` are the bytes that have been written and are
+yet to be copied out, ``left`` those of them that only wait to leave, ``early`` those that are back before their use. A
+wait is before an op or, where the ops of a *span* share their moments, somewhere in the span. Collectives run on a
+queue of their own, whose seconds T exceeds, too.
 
-Limits: nothing is said about addresses, about blocks that are held until all of their bytes have left, or about what a
-chain of runs reads.
+Limits: nothing is said about addresses, about blocks that are held until all of their bytes have left, or about the
+room that runs take which compute something again.
 """
 
 from __future__ import annotations
@@ -24,10 +27,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import accumulate, zip_longest
 
-from outofcore.analysis.gaps import is_large
+from outofcore.analysis.recipes import Content, History, replay
 from outofcore.costs import Costs
+from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 from outofcore.planning.linear_program import UNIT, binding_ops, levels
 from outofcore.planning.placing import room_for_large
@@ -65,9 +71,9 @@ class Bound(Relaxation):
 
     def __init__(self, problem: Problem) -> None:
         ops, costs = problem.graph.ops, problem.costs
-        self.writers = _writers(problem)
-        again = _least_seconds_again(problem, self.writers)
-        super().__init__(problem, again, _spans(problem.free.tolist()))
+        history = History.of(problem.graph)
+        self.writers, runs = _writers(problem, history), _runs(problem, history)
+        super().__init__(problem, runs, _spans(problem.free.tolist()))
         # The ops at whose begin or end there is a moment: the first and the last of each span, which may be the same.
         last = {span: i for i, span in enumerate(self.spans)}
         self.moments = [i for span in last for i in (bisect_left(self.spans, span), last[span])]
@@ -81,15 +87,10 @@ class Bound(Relaxation):
                     ([self.program.variable(cost=1.0)] if slows or len(last) < len(ops) else [], seconds)
                 )
         self.waiting = dict.fromkeys([wait for waits, _ in self.passing for wait in waits], 1.0)
-        self.queues = [
-            sum(cost.seconds for op, cost in zip(ops, costs.ops, strict=True) if op.communicates == communicates)
-            for communicates in (False, True)
-        ]
-        for communicates in (False, True):
-            terms = {
-                self.repeated[g]: -s for g, s in again.items() if ops[self.writers[g]].communicates == communicates
-            }
-            self.program.row(self.waiting | terms, low=self.queues[communicates] - self.queues[0])
+        self.queues = [0.0, 0.0]
+        for op, cost in zip(ops, costs.ops, strict=True):
+            self.queues[op.communicates] += cost.seconds
+        self._again(runs)
         # For each moment, the variables of what is on its way. A block may wait for a collective, and for its address
         # to be free, while later ops run: what there is at a moment is not what there is at an op, then.
         self.flows: list[list[int]] = [[] for _ in self.moments]
@@ -106,6 +107,22 @@ class Bound(Relaxation):
         if self.program.minimise() is None:
             return None
         return max(*self.queues, (self.queues[0] + self.program.least()) * (1 - _TOLERANCE))
+
+    def _again(self, runs: Mapping[int, tuple[int, ...]]) -> None:
+        """Demand time for what runs again: ops run for each gap of a storage, but one run may serve many storages."""
+        ops, costs = self.problem.graph.ops, self.problem.costs
+        served: dict[int, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+        for g, needed in runs.items():
+            for op in needed:
+                served[op][self.problem.gaps[g].gap.storage][self.repeated[g]] = -1.0
+        took: list[dict[int, float]] = [{}, {}]
+        for op, storages in served.items():
+            times = self.program.variable()
+            took[ops[op].communicates][times] = -costs.ops[op].seconds
+            for terms in storages.values():
+                self.program.row({times: 1.0} | terms, low=0.0)
+        for seconds, terms in zip(self.queues, took, strict=True):
+            self.program.row(self.waiting | terms, low=seconds - self.queues[0])
 
     def _busy(self, home: int) -> None:
         """Demand that the step takes as long as all copies of a link."""
@@ -182,27 +199,37 @@ class Bound(Relaxation):
                 self.program.row(terms, high=float(problem.free[i]) / UNIT)
 
 
-def _writers(problem: Problem) -> dict[int, int]:
+def _writers(problem: Problem, history: History) -> dict[int, int]:
     """For each gap of what an op has written in this step, that op."""
-    written: dict[int, list[int]] = defaultdict(list)
-    for op in problem.graph.ops:
-        for storage in dict.fromkeys(op.mutates + op.creates):
-            written[storage].append(op.id)
     gaps = {g: problem.gaps[g] for g in problem.movable}
-    return {g: written[info.gap.storage][info.segment - 1] for g, info in gaps.items() if info.segment}
+    return {g: history.writes[info.gap.storage][info.segment - 1] for g, info in gaps.items() if info.segment}
 
 
-def _least_seconds_again(problem: Problem, writers: Mapping[int, int]) -> dict[int, float]:
-    """For each gap that may be computed again, the seconds that this takes at least.
+def _runs(problem: Problem, history: History) -> dict[int, tuple[int, ...]]:
+    """For each gap over which something may be computed again, the ops that this takes to run at least."""
+    graph = problem.graph
+    last_use: dict[Content, int] = {}
+    for storage, uses in enumerate(graph.uses):
+        writes = history.writes[storage]
+        for op in uses:
+            # A use that writes finds the version before, and leaves the next.
+            version = bisect_left(writes, op)
+            last_use[storage, version] = op
+            if version < len(writes) and writes[version] == op:
+                last_use[storage, version + 1] = op
+    at_home = {(info.gap.storage, info.segment) for info in problem.gaps if info.homes}
+    lasting = {s.id for s in graph.storages if s.id not in graph.creator} | set(graph.outputs)
 
-    One run of the op that wrote the value serves at most one gap of each storage that the op writes.
-    """
-    found: dict[int, float] = {}
-    for g, writer in writers.items():
-        op, info = problem.graph.ops[writer], problem.gaps[g]
-        if op.rerunnable and not info.cyclic and not info.final:
-            served = sum(is_large(problem.graph.storages[s].bytes) for s in dict.fromkeys(op.mutates + op.creates))
-            found[g] = problem.costs.ops[writer].seconds / max(served, 1)
+    def may_be_held(content: Content, start: int) -> bool:
+        return content[0] in lasting or content in at_home or last_use.get(content, -1) > start
+
+    found: dict[int, tuple[int, ...]] = {}
+    for g in problem.movable:
+        info = problem.gaps[g]
+        if info.segment and not info.cyclic and not info.final:
+            held = partial(may_be_held, start=info.gap.start)
+            with suppress(GraphError):
+                found[g] = replay(history, [(info.gap.storage, info.segment)], held)
     return found
 
 
