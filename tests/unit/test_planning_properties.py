@@ -106,7 +106,7 @@ def test_broken_programs_are_caught(name: str, task: Task, policy: str, random: 
 
 
 @settings(LIMITS, max_examples=examples(150))
-@given(task=tasks(), policy=ANY, own=st.integers(1, 5))
+@given(task=tasks(), policy=ANY, own=st.integers(1, 3))
 def test_no_plan_takes_less_than_the_bound(task: Task, policy: str, own: int) -> None:
     planned = plan_of(task, policy)
     if planned is None:

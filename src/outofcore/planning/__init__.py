@@ -20,8 +20,8 @@ The modules, from the outside in:
 - ``candidates``: one candidate: rounded, tuned, and made to leave bytes free. ``tuner``: the local search over states,
   and when copies run.
 - ``remat``: what to recompute: contents, chains, annealing, a greedy search.
-- ``relaxation``: the linear program that says what to keep and what goes where, and a bound for all plans
-  (``linear_program`` has the solver). ``problem``: a step in arrays.
+- ``guide``: the linear program that says what to keep and what goes where. ``bound``: the one that says what no plan
+  beats. ``relaxation``: what the two share; ``linear_program`` has the solver. ``problem``: a step in arrays.
 - ``placing``: lowered, placed, wired and simulated, and what plans are compared by. ``placement``: addresses.
 - ``repair``: which bytes to leave free where blocks stick out. ``polish``: a local search over placed plans.
 - ``resident_gradients``: which gradients stay when a step ends.

@@ -42,9 +42,9 @@ from outofcore.planning.relaxation import Relaxation
 
 # The solver's answer may lie above the true minimum by its tolerance.
 _TOLERANCE = 1e-6
-# In a step of more than six times as many ops, only so many have a span of their own: the program grows with their
+# In a step of more than twelve times as many ops, only so many have a span of their own: the program grows with their
 # number, and more find next to nothing more.
-_OWN = 100
+_OWN = 50
 
 
 def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | None:
@@ -73,7 +73,7 @@ class Bound(Relaxation):
         ops, costs = problem.graph.ops, problem.costs
         history = History.of(problem.graph)
         self.writers, runs = _writers(problem, history), _runs(problem, history)
-        super().__init__(problem, runs, _spans(problem.free.tolist()))
+        super().__init__(problem, runs, _spans(problem.free.tolist()), interior=True)
         # The ops at whose begin or end there is a moment: the first and the last of each span, which may be the same.
         last = {span: i for i, span in enumerate(self.spans)}
         self.moments = [i for span in last for i in (bisect_left(self.spans, span), last[span])]
@@ -235,7 +235,7 @@ def _runs(problem: Problem, history: History) -> dict[int, tuple[int, ...]]:
 
 def _spans(free: Sequence[int]) -> list[int]:
     """Return for each op the number of its span: where they are many, those with the least room have their own."""
-    width = 1 if len(free) <= 6 * _OWN else -(-len(free) // _OWN)
+    width = 1 if len(free) <= 12 * _OWN else -(-len(free) // _OWN)
     tight = {min(range(i, min(i + width, len(free))), key=free.__getitem__) for i in range(0, len(free), width)}
     begins = [i in tight or i - 1 in tight for i in range(len(free))]
     return list(accumulate(begins[1:], initial=0))[: len(free)]

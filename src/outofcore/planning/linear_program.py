@@ -35,9 +35,15 @@ class _SilentHighs(highspy.Highs):
 
 
 class LinearProgram:
-    """A linear program to be minimised."""
+    """A linear program to be minimised.
 
-    def __init__(self) -> None:
+    Args:
+        interior: by an interior-point method, which then goes on to a vertex, instead of the simplex method: quicker
+            where very many vertices are equally good.
+    """
+
+    def __init__(self, *, interior: bool = False) -> None:
+        self._method = "ipm" if interior else "simplex"
         self._costs: list[float] = []
         self._lower: list[float] = []
         self._upper: list[float] = []
@@ -76,6 +82,9 @@ class LinearProgram:
         """
         solver = self._solver = self._solver or self._loaded()
         solver.run()
+        if self._method != "simplex" and solver.getModelStatus() == highspy.HighsModelStatus.kUnknown:
+            solver.setOptionValue("solver", "simplex")
+            solver.run()
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
         return np.array(solver.getSolution().col_value)
@@ -110,7 +119,7 @@ class LinearProgram:
         solver = _SilentHighs()
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("random_seed", 0)
-        solver.setOptionValue("solver", "simplex")
+        solver.setOptionValue("solver", self._method)
         solver.passModel(lp)
         return solver
 

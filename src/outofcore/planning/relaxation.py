@@ -23,6 +23,7 @@ class Relaxation:
         problem: the step under its limit.
         again: gaps that may be computed again.
         spans: for each op the number of its span of time.
+        interior: how it is solved (see ``LinearProgram``).
 
     Attributes:
         seconds: shape (spans,), the seconds of the ops of each.
@@ -33,9 +34,9 @@ class Relaxation:
         share_rows: for each gap with more than one variable, the row that adds them up.
     """
 
-    def __init__(self, problem: Problem, again: Iterable[int], spans: Sequence[int]) -> None:
+    def __init__(self, problem: Problem, again: Iterable[int], spans: Sequence[int], *, interior: bool = False) -> None:
         self.problem, self.spans = problem, spans
-        self.program = LinearProgram()
+        self.program = LinearProgram(interior=interior)
         self.seconds = [0.0] * (spans[-1] + 1 if spans else 0)
         for at, cost in zip(spans, problem.costs.ops, strict=True):
             self.seconds[at] += cost.seconds

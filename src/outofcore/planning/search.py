@@ -1,6 +1,6 @@
 """The best plan that is found: ``policy="auto"``.
 
-A linear program (``relaxation``) says what to keep, where the rest goes, and what to recompute; asked again, with the
+A linear program (``guide``) says what to keep, where the rest goes, and what to recompute; asked again, with the
 seconds that chains of runs then really take. Candidates differ in what is recomputed to begin with: nothing; what the
 program says; and what the greedy search (``remat.selection``) finds if a share of the bytes above the limit is to be
 offloaded, on a grid of shares and then between the best of them. What is not recomputed begins where the program has

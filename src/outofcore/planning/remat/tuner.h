@@ -53,7 +53,7 @@ public:
           by_start_(gaps.count), by_start_from_(step.ops + 1), first_of_(gaps.count), copying_(gaps.count),
           op_seconds_(step.seconds, step.seconds + step.ops), soonest_(gaps.count), arrived_(gaps.count),
           at_home_(transfers.homes), lanes_(transfers.homes), can_recompute_(gaps.count), counted_(gaps.count),
-          held_for_chains_(step.ops), kept_(step.ops), is_stale_(gaps.count) {
+          held_for_chains_(step.ops), kept_(step.ops), is_stale_(gaps.count), is_put_off_(gaps.count) {
         counts_overload_ = false;
         for (Schedule* each : {&now_, &next_}) {
             each->starts.resize(step.ops + 1), each->waited.resize(gaps.count), each->flowing.resize(step.ops);
@@ -137,6 +137,7 @@ private:
     // States
 
     void go_to(const Index* kind, const Index* fetch, const Index* home) {
+        puts_off_ = true;
         // What is kept makes more chains possible, so everything that will change is kept first.
         for (const Index g : movable_) {
             start_trial();
@@ -147,6 +148,9 @@ private:
             if (kind_[g] != kind[g]) alter(g, kind[g], fetch[g]);
             put(g, (kind[g] == kAway || leaves_[g]) && home[g] == kNever ? usual_home(g) : home[g]);
         }
+        puts_off_ = false;
+        for (const Index g : put_off_) is_put_off_[g] = false, recount(g);
+        put_off_.clear();
     }
 
     void start_trial() { homes_before_.clear(), change_count_ = 0; }
@@ -336,8 +340,12 @@ private:
         if (now.lane != kNever) lanes_[now.lane].insert(place_in_lane(g), g);
     }
 
-    // Count a gap anew, after a change to it or to the chains that read it.
+    // Count a gap anew, after a change to it or to the chains that read it; once for many changes if that is put off.
     void recount(Index g) {
+        if (puts_off_) {
+            if (!is_put_off_[g]) is_put_off_[g] = true, put_off_.push_back(g);
+            return;
+        }
         if (!is_stale_[first_of_[g]]) is_stale_[first_of_[g]] = true, stale_.push_back(first_of_[g]);
         const Counted &was = counted_[g], now = counted(g);
         if (was.held_from == now.held_from && was.end == now.end && was.lane == now.lane &&
@@ -607,6 +615,9 @@ private:
     Schedule now_, next_;
     double slack_ = 0.0, recomputes_ = 0.0, copied_ = 0.0, clock_ = 0.0;
     bool has_before_ = false;
+    bool puts_off_ = false;  // whether gaps are counted anew later, once each
+    std::vector<char> is_put_off_;  // by gap
+    std::vector<Index> put_off_;
 };
 
 }  // namespace remat
