@@ -31,18 +31,15 @@ from outofcore.errors import BudgetError, CaptureError, InputError, OutOfCoreErr
 from outofcore.estimation.costing import estimated_step
 from outofcore.estimation.repeating import KEPT, Step, deepened, same_step
 from outofcore.graph import StepGraph, StorageKind
-from outofcore.planning import QUICK, PolicyLike
+from outofcore.planning import PolicyLike, SearchParams
 from outofcore.presets import Device, device
 from outofcore.progress import Tell, following, silent
 from outofcore.report import columns, step_report
 from outofcore.units import format_bytes, format_seconds
 
-# What is planned for here is to be known in seconds: one linear program, and few attempts to place what it says. A plan
-# for training is made anyway, with more effort.
-SWIFT = replace(QUICK, placed=2, tunings=100)
-# In steps of more ops nothing but the linear program says what to compute again, unless the plan takes so many times as
-# long as no plan beats: other searches take longer than all else.
-_LONG, _FAR = 3000, 2.0
+# What is planned for here is to be known in seconds: candidates are not tuned further, and few are placed. A plan for
+# training is made anyway, with more effort.
+SWIFT = SearchParams(further=0, placed=2, polish_ops=0)
 # Into how many pieces logits and loss are cut where that is asked about.
 _PIECES = 8
 
@@ -379,14 +376,10 @@ def _planned(
     bounds: dict[int, float],
 ) -> Planned:
     try:
-        params = replace(SWIFT, shares=()) if len(graph.ops) > _LONG else SWIFT
-        planned = planning.plan_step(graph, costs, budget, policy, params=params)
+        planned = planning.plan_step(graph, costs, budget, policy, params=SWIFT)
         if card is None:
             return Planned(budget, True)
         bound = bounds.get(budget) or _bound(graph, costs, budget)
-        if params is not SWIFT and planned.timeline.step_seconds > _FAR * bound:
-            other = planning.plan_step(graph, costs, budget, policy, params=SWIFT)
-            planned = min(planned, other, key=lambda found: found.timeline.step_seconds)
     except BudgetError as error:
         return Planned(budget, False, reason=str(error))
     seconds = planned.timeline.step_seconds
