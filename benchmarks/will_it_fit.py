@@ -30,8 +30,10 @@ from outofcore.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent
 NAME = "will-it-fit"
-# What is asked about each folder of ``configs``: flags of ``outofcore plan``.
+# What is asked about a folder of ``configs``: flags of ``outofcore plan``. A second question about a folder says after a
+# colon what it is about.
 ASKED: dict[str, list[str]] = {
+    "llama-3.1-8b: all parameters": ["--batch", "1", "--gpu", "rtx4090-24gb"],
     "llama-3.1-8b": ["--batch", "4", "--sequence", "4096", "--lora", "32", "--gpu", "rtx4090-24gb"],
     "qwen3-32b": ["--batch", "1", "--sequence", "4096", "--lora", "16", "--checkpointing", "--gpu", "a100-80gb-pcie4"],
     "mixtral-8x7b": ["--batch", "1", "--sequence", "4096", "--lora", "16", "--gpu", "h100-80gb-pcie5"],
@@ -40,9 +42,13 @@ ASKED: dict[str, list[str]] = {
 }
 
 
+def _folder(name: str) -> str:
+    return name.partition(":")[0]
+
+
 def _asked(name: str) -> dict[str, Any]:
     """The answer for a configuration, with the time and the memory of the process that gave it."""
-    command = [sys.executable, "-m", "outofcore", "plan", f"configs/{name}", *ASKED[name], "--json"]
+    command = [sys.executable, "-m", "outofcore", "plan", f"configs/{_folder(name)}", *ASKED[name], "--json"]
     start = perf_counter()
     # From there, so that what is told names no folder of this machine.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE)
@@ -66,7 +72,7 @@ def _asked(name: str) -> dict[str, Any]:
 
 def _accelerate(name: str) -> dict[str, Any]:
     """What accelerate's own estimate says of the model in the dtype that it is configured in."""
-    found = read_config(str(HERE / "configs" / name))
+    found = read_config(str(HERE / "configs" / _folder(name)))
     dtype = dtype_of(found, Training())
     # As its command does: from the sizes in float32, whatever the model is configured in.
     model = configured_step(found, Training(batch=1, dtype="fp32")).user.models[0]
@@ -91,7 +97,7 @@ def _check(name: str) -> None:
         checkpointing="--checkpointing" in flags,
         amp="--amp" in flags,
     )
-    found, card = read_config(str(HERE / "configs" / name)), device(flags["--gpu"])
+    found, card = read_config(str(HERE / "configs" / _folder(name))), device(flags["--gpu"])
     made, exact = (Captures(found, card, repeats=repeats).of(training) for repeats in (None, False))
     alike = made[0].content(families=False) == exact[0].content(families=False)
     seconds = [[cost.seconds for cost in costs.ops] for _, costs in (made, exact)]
