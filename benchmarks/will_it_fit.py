@@ -30,7 +30,7 @@ from outofcore.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent
 NAME = "will-it-fit"
-# What is asked about a folder of ``configs``: flags of ``outofcore plan``. A second question about a folder says after a
+# What is asked about a folder of ``configs``: flags of ``outofcore plan``. A second question about one says after a
 # colon what it is about.
 ASKED: dict[str, list[str]] = {
     "llama-3.1-8b: all parameters": ["--batch", "1", "--gpu", "rtx4090-24gb"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from random import Random
 
@@ -11,7 +12,7 @@ from effort import examples
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS
-from strategies import LIMITS, Task, deep_graphs, graphs, tasks
+from strategies import LIMITS, Task, deep_graphs, graphs, talking_graphs, tasks
 
 from outofcore.errors import BudgetError, ValidationError
 from outofcore.planning import POLICIES, QUICK, Planned, bound, lower_bound_seconds, plan_step, smallest_budget
@@ -106,8 +107,11 @@ def test_broken_programs_are_caught(name: str, task: Task, policy: str, random: 
 
 
 @settings(LIMITS, max_examples=examples(150))
-@given(task=tasks(), policy=ANY, own=st.integers(1, 3))
-def test_no_plan_takes_less_than_the_bound(task: Task, policy: str, own: int) -> None:
+@given(st.one_of(tasks(), tasks(talking_graphs())), ANY, st.integers(1, 3), st.sampled_from([0.0, 0.3]))
+def test_no_plan_takes_less_than_the_bound(task: Task, policy: str, own: int, slowdown: float) -> None:
+    graph, costs, budget = task
+    homes = tuple(replace(home, contention=slowdown, compute_slowdown=slowdown) for home in costs.homes)
+    task = graph, replace(costs, homes=homes), budget
     planned = plan_of(task, policy)
     if planned is None:
         return
