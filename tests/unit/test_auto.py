@@ -174,6 +174,17 @@ def test_a_plan_that_is_proposed_again_is_asked_for_ever_more() -> None:
         assert tried.spared.max() == times * 8192
 
 
+def test_a_block_that_mostly_sticks_out_twice_leaves_but_none_that_lies_above_it() -> None:
+    """Of four blocks on each other two fit, one sticks out by three quarters, and one lies wholly above."""
+    graph = stack(4)
+    given_ = costs(graph, home(1.0))
+    budget = 2 * SIZE + SIZE // 4
+    tried = Attempts(graph, given_, budget)
+    for count in (0, 1):
+        assert tried.place(keep_all(budget)) is None
+        assert len(tried.leaving) == count
+
+
 def test_what_a_full_home_cannot_hold_goes_to_the_other() -> None:
     graph = stack(8)
     given_ = costs(graph, home(0.5, 2 * SIZE), home(0.6))

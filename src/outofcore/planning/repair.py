@@ -24,7 +24,7 @@ from outofcore.units import PAGE_BYTES
 _STALE = 6
 # By how many ops the stretch in which blocks stick out is widened each time.
 _WIDER = 4
-# A block that sticks out by at least this share of its bytes, and did so before, leaves altogether.
+# A block that sticks out by at least this share of its bytes, but not wholly, and did so before, leaves altogether.
 _MOSTLY = 0.5
 
 _Stuck = list[tuple[int, int, int, int]]
@@ -121,7 +121,8 @@ def _stuck(program: Program, budget: int, n: int) -> _Stuck:
         if block.wraps:
             end = len(program.instructions)
             spans = [(0, end)] if block.born == block.dies == 0 else [(0, block.dies), (block.born, end)]
-        is_mostly = is_large(block.bytes) and over >= _MOSTLY * block.bytes
+        # What lies wholly above is so for what lies beneath it.
+        is_mostly = is_large(block.bytes) and _MOSTLY * block.bytes <= over <= block.bytes
         storage = block.storage if block.storage is not None and is_mostly else -1
         ranges = ((op_at[first], max(op_at[last], op_at[first] + 1)) for first, last in spans if first < last)
         found += [(first, last, min(over, block.bytes), storage) for first, last in ranges]
