@@ -85,11 +85,11 @@ MUTANTS = (
         ("tests/unit/test_contention.py",),
     ),
     Mutant(
-        "row-bound-not-updated",
+        "row-upper-bound-ignored",
         "planning/linear_program.py",
-        "self._solver.changeRowBounds(row, low, high)",
-        "self._solver.changeRowBounds(row, low, INFINITY)",
-        "A linear program that is solved again ignores the new upper bound of a row.",
+        "self._row_upper.append(high)",
+        "self._row_upper.append(INFINITY)",
+        "A linear program ignores the upper bound of a row.",
         ("tests/unit/test_linear_program.py",),
     ),
     Mutant(

@@ -37,8 +37,8 @@ from outofcore.progress import Tell, following, silent
 from outofcore.report import columns, step_report
 from outofcore.units import format_bytes, format_seconds
 
-# What is planned for here is to be known in seconds: candidates are not tuned further, and few are placed. A plan for
-# training is made anyway, with more effort.
+# An answer is wanted within seconds, so candidates are not tuned further, and few are placed. Training plans again,
+# with more effort.
 SWIFT = SearchParams(further=0, placed=2, polish_ops=0)
 # Into how many pieces logits and loss are cut where that is asked about.
 _PIECES = 8

@@ -77,8 +77,7 @@ class LinearProgram:
     def minimise(self) -> NDArray[np.float64] | None:
         """The values, of shape (variables,), at which the cost is least; None if no values satisfy all rows.
 
-        The same program gives the same values. Solved again with other bounds, it starts from the last solution;
-        variables and rows added since are not seen.
+        The same program gives the same values. Variables and rows added after the first time are not seen.
         """
         solver = self._solver = self._solver or self._loaded()
         solver.run()
@@ -99,12 +98,6 @@ class LinearProgram:
             return [], []
         solution = self._solver.getSolution()
         return list(solution.col_dual), list(solution.row_dual)
-
-    def bound_row(self, row: int, low: float = -INFINITY, high: float = INFINITY) -> None:
-        """Change the bounds of a row."""
-        self._row_lower[row], self._row_upper[row] = low, high
-        if self._solver is not None:
-            self._solver.changeRowBounds(row, low, high)
 
     def _loaded(self) -> highspy.Highs:
         lp = highspy.HighsLp()
