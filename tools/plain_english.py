@@ -70,22 +70,28 @@ class Passage:
     text: str
 
 
-def documented(tree: ast.AST) -> Iterator[ast.Constant]:
-    for node in ast.walk(tree):
+def parsed(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
+def documented(nodes: list[ast.AST]) -> Iterator[ast.Constant]:
+    """Yield the docstrings."""
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             match node.body[0]:
                 case ast.Expr(value=ast.Constant(value=str()) as docstring):
                     yield docstring
 
 
-def python_prose(source: str, tree: ast.AST) -> Iterator[Passage]:
+def python_prose(source: str, nodes: list[ast.AST]) -> Iterator[Passage]:
     """Yield docstrings, comments, and strings of at least three words."""
-    docstrings = list(documented(tree))
+    docstrings = list(documented(nodes))
     for node in docstrings:
         yield Passage(node.lineno, node.value)
-    strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    ids = {id(node) for node in docstrings}
+    strings = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     for node in strings:
-        if node not in docstrings and node.value.strip().count(" ") >= 2 and "\n" not in node.value.strip():
+        if id(node) not in ids and node.value.strip().count(" ") >= 2 and "\n" not in node.value.strip():
             yield Passage(node.lineno, node.value)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -122,8 +128,8 @@ def phrases_in(path: str, passages: Iterator[Passage]) -> Iterator[Finding]:
                     yield Finding(kind, path, passage.line + offset, f"{match[0]}: {around}")
 
 
-def names_in(path: str, tree: ast.AST) -> Iterator[Finding]:
-    for node in ast.walk(tree):
+def names_in(path: str, nodes: list[ast.AST]) -> Iterator[Finding]:
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and VALUES.fullmatch(node.id):
             yield Finding("value named by a pronoun or participle", path, node.lineno, node.id)
         if isinstance(node, ast.arg) and VALUES.fullmatch(node.arg):
@@ -154,10 +160,10 @@ def inspected(path: Path) -> Iterator[Finding]:
     name = path.relative_to(ROOT).as_posix()
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        tree = ast.parse(source)
-        yield from phrases_in(name, python_prose(source, tree))
-        yield from names_in(name, tree)
-        yield from long_sentences(name, documented(tree))
+        nodes = parsed(source)
+        yield from phrases_in(name, python_prose(source, nodes))
+        yield from names_in(name, nodes)
+        yield from long_sentences(name, documented(nodes))
     elif path.suffix == ".md":
         yield from phrases_in(name, page_prose(source))
     else:
@@ -168,20 +174,18 @@ def files_below(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder]
     paths = [path for path in folder.rglob("*") if path.suffix in {".py", ".md", ".cpp", ".h"}]
-    return sorted(path for path in paths if "results" not in path.parts and path != Path(__file__).resolve())
+    return sorted(
+        path for path in paths if "results" not in path.parts and path.stem.removeprefix("test_") != "plain_english"
+    )
 
 
-def classes_twice(folder: Path) -> int:
-    """Count the classes of a tree whose name another class has."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files_below(folder) if path.suffix == ".py"]
-    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    return sum(count - 1 for count in names.values())
-
-
-def documentation_lines(folder: Path) -> int:
-    """Count the lines of docstrings."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files_below(folder) if path.suffix == ".py"]
-    return sum((node.end_lineno or 0) - node.lineno + 1 for tree in trees for node in documented(tree))
+def counts_of_source(folder: Path) -> dict[str, int]:
+    """Count classes whose name another class of the tree has, and lines of docstrings."""
+    paths = [path for path in files_below(folder) if path.suffix == ".py"]
+    nodes = [node for path in paths for node in parsed(path.read_text(encoding="utf-8"))]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    lines = sum((node.end_lineno or 0) - node.lineno + 1 for node in documented(nodes))
+    return {"class name used twice": sum(count - 1 for count in names.values()), "lines of docstrings": lines}
 
 
 def counts() -> dict[str, dict[str, int]]:
@@ -191,8 +195,7 @@ def counts() -> dict[str, dict[str, int]]:
         paths = files_below(ROOT / tree) + ([ROOT / page for page in PAGES] if tree == "docs" else [])
         kinds = Counter(finding.kind for path in paths for finding in inspected(path))
         if tree == "src":
-            kinds["class name used twice"] = classes_twice(ROOT / tree)
-            kinds["lines of docstrings"] = documentation_lines(ROOT / tree)
+            kinds.update(counts_of_source(ROOT / tree))
         result[tree] = dict(sorted(kinds.items()))
     return result
 
