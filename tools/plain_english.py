@@ -34,7 +34,7 @@ PHRASES = {
     "relative clause as a noun": r"\b(what|whatever|whoever|whose|whichever)\b(?![^.?]*\?)"
     r"|\bthose (that|which|who|whose|of|in|with)\b|\b(the|each|every|any) (one|ones) (that|which|who)\b",
     "a program that tells": r"\b(tell|tells|told|telling|say|says|said|saying|know|knows|knew)\b",
-    "particle": r"\b(so many|so much|beside|besides|anew|likewise|by then|altogether|thereby|whence|nor)\b"
+    "particle": r"\b(so many|so much|beside|besides|anew|likewise|by then|altogether|thereby|whence)\b"
     r"|\bas (it is|they are|it stands|they stand)\b|\bas (many|much) as\b|\bonce and for good\b",
     "negated noun": r"\b(nobody|nothing|nowhere|(?-i:none))\b|\bno \w+ but\b",
     "duty": r"\b(has|have|had) to (have )?be(en)?\b|\b(is|are|was|were) to (be|have)\b|\bshall\b",
