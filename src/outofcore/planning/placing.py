@@ -1,7 +1,7 @@
-"""From a plan to a placed program: lowered, given addresses, wired, simulated; and what programs are compared by.
+"""From a plan to a placed program: lower it, give its blocks addresses, wire and simulate it.
 
-A block is a rectangle: its bytes by the instructions over which it is held (see ``placement``). Small blocks (below 64
-KiB) lie below all large ones, so that large ones stay aligned to pages; where that does not fit, some take whole pages.
+Small blocks (below 64 KiB) are placed below all large ones, so that large blocks stay aligned to pages. Where they do
+not fit there, some take whole pages between the large ones.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from outofcore.program import Block, CopyOut, Program, Run, Timeline
 from outofcore.simulator import simulate
 from outofcore.units import PAGE_BYTES, round_up
 
-# How much to search for a placement, in rectangles looked at (see ``placement``): plans are placed many times, so some
-# hundredths of a second at most.
+# Effort of one placement, in rectangles inspected (see ``placement``). Plans are placed many times, so one may take
+# some hundredths of a second.
 EFFORT = 4_000_000
-# How often a policy is asked again for less, because its blocks could not be placed closely enough.
+# How often a policy is asked for a plan with less room because its blocks did not fit.
 ATTEMPTS = 16
-# What a second of copying counts for beside a second of the step: of equally quick plans, the one that moves less wins.
+# The cost of a second of copying, in seconds of the step. Of equally fast plans, the one that copies less wins.
 _COPY_WEIGHT = 0.002
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a candidate plan.
+    """The result of placing a candidate plan.
 
     Attributes:
-        how: how it was found.
-        plan: its decisions.
-        arena_bytes: how high its blocks reach; infinity where the homes cannot hold what leaves.
-        seconds: of a step, simulated; None where it could not be placed within the budget.
-        verdict: in words, why it was chosen or lost.
+        how: how the candidate was found.
+        arena_bytes: the height of its blocks; infinity if the homes are too small.
+        seconds: simulated seconds of the step; None if it does not fit the budget.
+        verdict: why it was chosen or lost, in words.
     """
 
     how: str
@@ -54,13 +53,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with its program, wired and placed, and the simulated timeline.
+    """A plan with its wired and placed program and the simulated timeline.
 
     Attributes:
         plan: the decisions.
-        program: that carries them out.
+        program: the instructions that carry them out.
         timeline: of the program under the costs that it was planned for.
-        candidates: every plan that was placed, this one among them, in the order in which they were tried.
+        candidates: every plan that was placed, including this one, in the order of their trials.
     """
 
     plan: Plan
@@ -73,23 +72,17 @@ class Planned:
 
 
 def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -> Program:
-    """Give each block an offset.
+    """Give each block an offset, and set ``arena_bytes``, which may exceed ``capacity``.
 
-    Args:
-        program: as lowered.
-        capacity: bytes that would do; the search stops at the first placement that stays within them.
-        effort: see ``placement.pack``; 0: the quick rules only.
-
-    Returns:
-        The program with all offsets set and ``arena_bytes`` the height reached, which may lie above ``capacity``: it is
-        for the caller to compare.
+    The search stops at the first placement within ``capacity``. ``effort`` is that of ``placement.pack``; 0: quick
+    rules only.
     """
     low = [block for block in program.blocks if not is_large(block.bytes)]
     high = [block for block in program.blocks if is_large(block.bytes)]
     end = len(program.instructions)
     below = _pack(low, end, None, effort)
     if capacity is not None:
-        # Recomputation may make more small blocks than fit below: where there is room, they lie between the large ones.
+        # Recomputation may create more small blocks than fit below the large ones; place those between large ones.
         held = _held(high, end)
         peak = int(held.max(initial=0))
         if round_up(below.height, PAGE_BYTES) + peak > capacity:
@@ -106,7 +99,7 @@ def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -
 
 
 def _held(blocks: Sequence[Block], end: int) -> NDArray[np.int64]:
-    """Return the bytes that blocks take at each of ``end`` instructions."""
+    """Return the bytes of blocks at each of ``end`` instructions."""
     change = np.zeros(end + 1, dtype=np.int64)
     for block in blocks:
         for first, last in rectangle_of(block, end).segments:
@@ -116,7 +109,7 @@ def _held(blocks: Sequence[Block], end: int) -> NDArray[np.int64]:
 
 
 def _lifted(program: Program, small: Sequence[Block], is_full: NDArray[np.bool_]) -> set[int]:
-    """Return the small blocks that recomputation alone touches, and only at instructions that are not full."""
+    """Return the small blocks that only recomputation touches, and only at instructions that are not full."""
     again, others = set[int](), set[int]()
     for instruction in program.instructions:
         if isinstance(instruction, Run):
@@ -135,7 +128,7 @@ def _pack(blocks: Sequence[Block], end: int, capacity: int | None, effort: int) 
 
 
 def rectangle_of(block: Block, end: int) -> Rectangle:
-    """A block of a program with ``end`` instructions, as what is placed."""
+    """Return the rectangle of a block in a program with ``end`` instructions."""
     if not block.wraps:
         return Rectangle(block.id, block.born, block.dies, block.bytes)
     gap = None if block.born == block.dies == 0 else (block.dies, block.born)
@@ -143,33 +136,28 @@ def rectangle_of(block: Block, end: int) -> Rectangle:
 
 
 def small_region_bytes(whole: Program) -> int:
-    """Arena bytes below the large blocks, for small ones, which never leave; of a program in which nothing does."""
+    """Return the arena bytes below the large blocks, for the small blocks of an in-core program."""
     small = [block for block in whole.blocks if not is_large(block.bytes)]
     return round_up(_pack(small, len(whole.instructions), None, EFFORT).height, PAGE_BYTES)
 
 
 def room_for_large(graph: StepGraph, costs: Costs, budget: int, whole: Program | None = None) -> int:
-    """Bytes of a budget that large blocks may take, which are all that a plan decides about.
+    """Return the bytes of a budget that large blocks may take: what a plan decides about.
 
-    Where all of these are multiples of some size, as in recurrent networks, what is left over is of no use to any plan.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-        whole: the program in which nothing leaves, if it is there already.
+    The room is rounded down to the common divisor of all large sizes, since plans cannot use the remainder. ``whole``
+    is the in-core program, if the caller has it.
     """
     room = budget - small_region_bytes(whole or lower(graph, costs, keep_all(0))) - constant_bytes(graph)
     return room - room % _common_size(graph, costs)
 
 
 def most_held(program: Program) -> int:
-    """The most bytes that blocks take at once: no arena for the program is smaller."""
+    """Return the most bytes that blocks take at once, a lower bound of the arena."""
     return int(_held(program.blocks, len(program.instructions)).max(initial=0))
 
 
 def _common_size(graph: StepGraph, costs: Costs) -> int:
-    """The largest size that the bytes of all large blocks are multiples of."""
+    """Return the greatest common divisor of the bytes of all large blocks."""
     sizes = {placed_bytes(s.bytes) for s in graph.storages if is_large(s.bytes) and s.kind is not StorageKind.CONSTANT}
     sizes |= {placed_bytes(cost.workspace_bytes) for cost in costs.ops if is_large(cost.workspace_bytes)}
     return gcd(*sizes) or 1
@@ -179,12 +167,12 @@ def _common_size(graph: StepGraph, costs: Costs) -> int:
 
 
 def keep_all(budget: int) -> Plan:
-    """The plan in which nothing ever leaves: in-core training."""
+    """Return the plan in which everything stays on the device: in-core training."""
     return Plan("keep-all", budget, ())
 
 
 def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan, effort: int = EFFORT) -> Planned | None:
-    """Lower, place and simulate one plan; None if its blocks cannot be placed within the budget."""
+    """Lower, place and simulate one plan; return None if its blocks do not fit the budget."""
     lowered = lower(graph, costs, plan)
     if room_at_homes(graph, costs, lowered) is None:
         return None
@@ -199,26 +187,18 @@ def finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Plan
 
 
 def resimulated(graph: StepGraph, costs: Costs, planned: Planned) -> Planned:
-    """A plan with its timeline under other costs."""
+    """Return a plan with its timeline under other costs."""
     return replace(planned, timeline=simulate(graph, costs, planned.program))
 
 
 def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
-    """Ask a policy for plans with less and less room, until its blocks can be placed within the budget.
+    """Ask a policy for plans with less and less room until one can be placed within the budget.
 
-    Where it has none for so little any more, it is asked for something in between.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-        policy: makes a plan within a number of bytes of large blocks; may raise ``BudgetError``.
-
-    Returns:
-        None if no plan of the policy could be placed.
+    If the policy has no plan for a room, the next room is between that and the last one that was too large. Return None
+    if no plan could be placed.
     """
     room = room_for_large(graph, costs, budget)
-    most, least = room, 0  # the least room whose plan could not be placed; the most for which there is none
+    most, least = room, 0  # the smallest room whose plan does not fit; the largest room without a plan
     before, over = None, 0
     for attempt in range(ATTEMPTS):
         if room <= least:
@@ -247,9 +227,9 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
 
 
 def worth(costs: Costs, planned: Planned) -> float:
-    """Seconds by which programs are compared: of the step, and a little for copies.
+    """Return the seconds by which programs are compared: of the step, and a small share of copying.
 
-    What copies take from the ops beside them is in the simulated time already where a home says how much that is.
+    If a home has a compute slowdown, the simulated time already contains the cost of copies.
     """
     if costs.homes and costs.homes[0].compute_slowdown:
         return planned.timeline.step_seconds

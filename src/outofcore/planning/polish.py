@@ -1,7 +1,7 @@
-"""A local search over placed plans: change a plan a little, place and simulate it, and keep what is no slower.
+"""A local search over placed plans: change a plan slightly, simulate it, keep it if it is no slower.
 
-The address of a block decides what it has to wait for, and only the simulator knows that. So this finds what is lost
-between a plan on paper and its placed program. It is slow, and made for small steps; effort is counted in ops lowered.
+Only the simulator accounts for waits that addresses cause, so this regains time lost in placement. It is slow, for
+small steps only; effort is counted in ops lowered.
 """
 
 from __future__ import annotations
@@ -20,30 +20,28 @@ from outofcore.planning.placing import Planned, finish, place, worth
 from outofcore.planning.problem import Problem
 from outofcore.simulator import busiest_seconds
 
-# In steps of more ops it finds nothing for most of planning's time.
+# In steps of more ops it would take most of planning's time and improve no plan.
 LONGEST = 100
-# Changes tried from each start at most; starts, taken in turn with other draws; and how many runs of the step the
-# changes may take as long as, since the plan has to win their time back.
+# Maximum changes from each start; rounds over the starts; and the number of steps that the changes may take as long as,
+# because the plan must save that time again.
 _TRIES, _ROUNDS, _RUNS = 800, 4, 200
-# By how many ops times are moved.
+# Shifts of release and fetch, in ops.
 _SHIFTS = (-5, -3, -2, -1, -1, 1, 1, 2, 3, 5)
-# How many changes are made at once.
+# Number of simultaneous changes.
 _AT_ONCE = (1, 1, 2, 3)
-# How often a gap is changed that is decided already, up to how often it changes places with one that is kept; otherwise
-# a gap that is kept is drawn.
+# Cumulative probabilities: change a decision; swap it with a resident gap; otherwise a resident gap is drawn.
 _DECIDED, _SWAPPED = 0.65, 0.8
-# Of gaps that are offloaded: how often one is kept instead, comes back at another time, leaves at another time, or goes
-# to another home; otherwise it is computed again. Of gaps that are computed again: how often one is kept instead, or
-# comes back at another time; otherwise it is offloaded.
+# Cumulative probabilities for an offloaded gap: keep it, fetch it at another time, release it at another time, use
+# another home; otherwise recompute it. For a recomputed gap: keep it, fetch it at another time; otherwise offload it.
 _OFFLOADED = (0.25, 0.6, 0.85, 0.9)
 _COMPUTED = (0.3, 0.7)
-# How often a gap that could be either is offloaded rather than computed again.
+# Probability that a gap is offloaded if it could be recomputed, too.
 _OFFLOADS = 0.7
-# Seconds that a change is taken to cost, of whatever machine.
+# Assumed seconds of one change, the same on every machine.
 _TRY_SECONDS = 0.0015
-# A plan that is no further above the lower bound is good enough.
+# The search ends at this ratio of step time to lower bound.
 _GOOD = 1.0005
-# How much slower a plan counts for each budget's worth of bytes by which its blocks stick out.
+# Penalty, in multiples of the step time, for blocks that exceed the budget by 100 %.
 _OVER = 10.0
 
 _Decisions = dict[Gap, Decision]
@@ -52,15 +50,7 @@ _Decisions = dict[Gap, Decision]
 def polished(
     problem: Problem, budget: int, best: Planned | None, starts: Sequence[Plan], params: SearchParams
 ) -> Planned | None:
-    """The best plan found near given ones; None where no better one than the best so far is found.
-
-    Args:
-        problem: the step.
-        budget: bytes of the arena.
-        best: the best plan so far.
-        starts: plans to start from in turn; they need not fit.
-        params: how hard to search.
-    """
+    """Return the best plan found near the ``starts``, which need not fit; None if ``best`` is no slower."""
     worthwhile = int(_RUNS * problem.costs.compute_seconds / _TRY_SECONDS)
     tries = min(params.polish_ops // max(len(problem.graph.ops), 1), _TRIES, worthwhile)
     goal = (lower_bound_seconds(problem.graph, problem.costs, budget) or 0.0) * _GOOD
@@ -92,17 +82,17 @@ class _Polish:
             if not (info.arriving or info.cyclic or info.final)
             and can_recompute(history, info.gap.storage, info.gap.end)
         )
-        # An input has to come.
+        # Inputs must be fetched.
         self.gaps = [i.gap for i in infos if not i.arriving and not i.final and (i.homes or i.gap in self.again)]
         self.final = frozenset(i.gap for i in infos if i.final)
 
     def value(self, planned: Planned) -> float:
-        """What is minimised: seconds, and more where blocks stick out of the budget."""
+        """Return the objective: seconds of the step, and a penalty for blocks above the budget."""
         over = max(planned.program.arena_bytes - self.budget, 0) / self.budget
         return worth(self.costs, planned) * (1 + _OVER * over)
 
     def improve(self, start: Plan, tries: int, seed: int) -> Planned | None:
-        """The best plan after so many changes; it may not fit."""
+        """Return the best plan after ``tries`` changes; it may exceed the budget."""
         draw, staying = random.Random(seed), start.staying
         best = self._try({d.gap: d for d in start.decisions}, staying, inf)
         if best is None:
@@ -117,7 +107,7 @@ class _Polish:
         return best
 
     def _try(self, decisions: _Decisions, staying: tuple[int, ...], most: float) -> Planned | None:
-        """The plan, placed; None if the homes cannot hold what leaves, or it is sure to take more than ``most``."""
+        """Place a plan; return None if the homes are too small, or it surely takes more than ``most`` seconds."""
         decided = {gap.storage for gap in decisions}
         plan = Plan(
             "auto",
@@ -128,7 +118,7 @@ class _Polish:
         if plan not in self.seen:
             lowered = lower(self.graph, self.costs, plan)
             if busiest_seconds(self.graph, self.costs, lowered) > most:
-                return None  # not remembered: it may do where more time is allowed
+                return None  # not cached: another call may allow more time
             fits = room_at_homes(self.graph, self.costs, lowered) is not None
             placed = place(lowered, self.budget, effort=0) if fits else None
             self.seen[plan] = None if placed is None else finish(self.graph, self.costs, plan, placed)
@@ -149,7 +139,7 @@ class _Polish:
         return decisions
 
     def _swap(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
-        """Keep what is away, and let another storage leave at about that time."""
+        """Keep an offloaded or recomputed gap, and offload or recompute another one that overlaps it."""
         gap = decision.gap
         others = [o for o in self.gaps if o not in decisions and o.start < gap.end and gap.start < o.end]
         if others and gap.start >= 0:

@@ -1,4 +1,4 @@
-"""The policies by name, and what users write for one: ``"window"``, or ``"window:reach=2"``."""
+"""The policies by name, and the parser for texts such as ``"window:reach=2"``."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _BY_NAME = {
     for kind in (Auto, KeepAll, OffloadAll, DTR, PoocH, ProfileGuided, SqrtCheckpoint, SuperNeurons, TFLMS, Window)
 }
 
-# The names that are known; a text may give fields besides.
+# The names of all policies.
 POLICIES = tuple(_BY_NAME)
 
 _WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 
 
 def policy_of(given: PolicyLike) -> Policy:
-    """The policy that a user means.
+    """Return the policy that a user has named or given.
 
     Args:
-        given: a policy; a function of graph, costs and bytes of room that makes a plan; or a text: a name of
-            ``POLICIES``, with values for its fields after a colon. Values are numbers, words,
-            ``true``, ``false``, ``none`` and lists of numbers; ``auto`` takes the fields of ``SearchParams``.
+        given: a policy; a function from graph, costs and bytes of room to a plan; or a text. A text is a name of
+        ``POLICIES``, with values for its fields after a colon. Values are numbers, words, ``true``, ``false``,
+        ``none`` and lists of numbers; ``auto`` takes the fields of ``SearchParams``.
 
     Raises:
         InputError: there is no such policy or field, or a value has the wrong type.
@@ -82,7 +82,7 @@ def _unreadable(text: str) -> InputError:
 
 
 def _values(text: str, given: str) -> dict[str, Any]:
-    """Return the values after the colon, written as a call's keyword arguments; they are read as data, never run."""
+    """Parse the text after the colon as the keyword arguments of a call, without running it."""
     try:
         call = ast.parse(f"f({given})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -105,7 +105,7 @@ def _values(text: str, given: str) -> dict[str, Any]:
 
 
 def _known(name: str, kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The values, all of them for fields that there are, and those of ``SearchParams`` with its types."""
+    """Return the values after checking that their fields exist, and for ``SearchParams`` their types."""
     names = [field.name for field in fields(kind)]
     for key in values:
         if key not in names:

@@ -1,10 +1,8 @@
-"""What the linear programs of planning share: how much of each gap stays, goes to which home, and is computed again.
+"""The common part of the linear programs of planning: shares of gaps, copies, and capacities of homes.
 
-For each gap g the shares kept_g, away_gh (for each home h) and again_g add up to one. What is away is copied out once
-for each home and stretch in which it is not written. ``guide`` and ``bound`` add when copies flow, and what fits
-beside each op.
-
-Limits: nothing is said about addresses.
+The shares of a gap that are resident, at each home, and recomputed add up to one. An offloaded share is copied out once
+for each home and each interval without writes. ``guide`` and ``bound`` add the flow of copies and the memory of each
+op. Addresses are not modelled.
 """
 
 from __future__ import annotations
@@ -17,21 +15,20 @@ from outofcore.planning.problem import Problem
 
 
 class Relaxation:
-    """A linear program of which every plan is a point, as far as shares, copies and what homes hold are concerned.
+    """A linear program of which every plan is a feasible point, as far as shares, copies and homes go.
 
     Args:
-        problem: the step under its limit.
-        again: gaps that may be computed again.
+        again: gaps that may be recomputed.
         spans: for each op the number of its span of time.
-        interior: how it is solved (see ``LinearProgram``).
+        interior: see ``LinearProgram``.
 
     Attributes:
-        seconds: shape (spans,), the seconds of the ops of each.
-        waits: variables, shape (spans + 1,): seconds that pass before each span and after the last.
-        kept: for each gap that may stay, the variable of the share that does.
-        repeated: for each gap that may be computed again, likewise.
-        copied: for each gap and home to which a copy out may be needed, the variable of the share that is copied.
-        share_rows: for each gap with more than one variable, the row that adds them up.
+        seconds: shape (spans,), seconds of the ops of each span.
+        waits: variables, shape (spans + 1,): seconds of waiting before each span and after the last.
+        kept: by gap that may be resident, the variable of its resident share.
+        repeated: by gap that may be recomputed, the variable of its recomputed share.
+        copied: by gap and home to which a copy out may be needed, the variable of the copied share.
+        share_rows: by gap with more than one variable, the row that adds them up.
     """
 
     def __init__(self, problem: Problem, again: Iterable[int], spans: Sequence[int], *, interior: bool = False) -> None:
@@ -45,7 +42,7 @@ class Relaxation:
         self.repeated: dict[int, int] = {}
         self.copied: dict[tuple[int, int], int] = {}
         self.share_rows: dict[int, int] = {}
-        self._sent: dict[tuple[int, int], int] = {}  # of a gap and a home, where that is a variable of its own
+        self._sent: dict[tuple[int, int], int] = {}  # share at a home, by gap and home, if it has a variable
         again = set(again)
         for g in problem.movable:
             info = problem.gaps[g]
@@ -60,12 +57,12 @@ class Relaxation:
         self._copies_out()
 
     def _own(self, g: int) -> list[int]:
-        """The variables of a gap."""
+        """Return the variables of a gap."""
         sent = [self._sent[g, home] for home in self.problem.gaps[g].homes[:-1]]
         return [self.kept[g], *([self.repeated[g]] if g in self.repeated else []), *sent]
 
     def away(self, g: int, home: int) -> tuple[float, dict[int, float]]:
-        """The share of a gap that goes to a home, as a constant and terms; the last home has what nobody else has."""
+        """Return the share of a gap at a home, as a constant and terms; the last home has the remainder."""
         info = self.problem.gaps[g]
         if (g, home) in self._sent:
             return 0.0, {self._sent[g, home]: 1.0}
@@ -74,7 +71,7 @@ class Relaxation:
         return 1.0, dict.fromkeys(self._own(g), -1.0)
 
     def _copies_out(self) -> None:
-        """A copy out is needed where a gap is away and its home is out of date."""
+        """Require a copy out for an offloaded gap whose home is out of date."""
         problem = self.problem
         cyclic = {problem.gaps[g].gap.storage: g for g in problem.movable if problem.gaps[g].cyclic}
         earlier: dict[tuple[int, int, int], list[int]] = defaultdict(list)
@@ -86,7 +83,7 @@ class Relaxation:
                 continue  # its home is up to date
             for home in info.homes:
                 self.copied[g, home] = self.program.variable(0.0, 1.0)
-                # All copies to this home in this stretch so far are at least what is away there.
+                # All copies to this home in this segment so far add up to at least the share that is there.
                 copies = earlier[storage, info.segment, home]
                 copies.append(self.copied[g, home])
                 constant, terms = self.away(g, home)
@@ -100,12 +97,12 @@ class Relaxation:
                 self.program.row(row, low=constant)
 
     def stays(self) -> list[tuple[int, int, tuple[tuple[int, int], ...]]]:
-        """What may be kept: its variable, its bytes, and the ranges of ops, half-open, over which it is."""
+        """Return for each gap that may be resident its variable, bytes, and half-open ranges of ops."""
         gaps = self.problem.gaps
         return [(column, gaps[g].bytes, self.problem.inside(gaps[g])) for g, column in self.kept.items()]
 
     def limit_homes(self) -> None:
-        """Demand that limited homes hold, inputs and outputs included, what is there at each op."""
+        """Limit the bytes at each op in homes of limited capacity, inputs and outputs included."""
         problem, n = self.problem, len(self.problem.graph.ops)
         for home, place in enumerate(problem.homes):
             if place.bytes is None:

@@ -1,4 +1,4 @@
-"""Every feature map is kept, swapped or computed again, as a simulation finds best: PoocH (arXiv 1907.05013)."""
+"""Keep, swap or recompute each feature map by simulation: PoocH (arXiv 1907.05013)."""
 
 from __future__ import annotations
 
@@ -18,40 +18,38 @@ from outofcore.planning.policy import Asked, Checked
 
 @dataclass(frozen=True)
 class PoocH(Checked):
-    """Each feature map is kept, swapped or computed again, by a simulated timeline.
+    """Keeps, swaps or recomputes each feature map, by a simulated timeline.
 
     Ito, Imai, Le, Negishi, Kawachiya, Matsumiya & Endo, "Profiling based Out-of-core Hybrid Method for Large Neural
-    Networks" (arXiv 1907.05013), section 4. An iteration in which everything is swapped is profiled; then the feature
-    maps, which the forward pass leaves for the backward pass, are classified with a simulation of the timeline:
+    Networks" (arXiv 1907.05013), section 4. It profiles an iteration in which everything is swapped. Then a simulation
+    classifies the feature maps, which the forward pass leaves for the backward pass:
 
-    1. Keep or swap: all are swapped at first. Of those whose copy-in held the backward pass up, a tree search tries
-       to keep one after the other. At each node of it, those whose copy-out held the forward pass up, the last made
-       first, are kept up to the first that does not fit; then of all others, in the same order, what fits.
-    2. Swap or recompute: for each that is still swapped, the seconds that computing it again adds, against those that
-       swapping it adds, each beside keeping it for nothing. What adds nothing by being swapped, or no less by being
-       computed again, stays swapped for good; of the others that with the least ratio is computed again, the
-       simulation is asked anew, and so on until none is left.
-    3. Copies-in: hoisted to the earliest op from which on their room is free, then delayed as far as that leaves them
-       hidden. Both timings are simulated, and the better one is taken.
+    1. Keep or swap: all are swapped at first. A tree search tries to keep, one after the other, those whose copy-in
+    stalled the backward pass. At each node, maps whose copy-out stalled the forward pass are kept, the last made first,
+    up to the first that does not fit; then all others that fit, in the same order.
+
+    2. Swap or recompute: for each swapped map, the ratio of the seconds that recomputing it adds to those that swapping
+    it adds, both against keeping it for free. Maps with a ratio of 1 or more stay swapped. The map with the smallest
+    ratio is recomputed, the ratios are simulated again, and so on until no map is left.
+
+    3. Copies-in: hoisted to the earliest op from which their room is free, then delayed as far as they stay hidden.
+    Both timings are simulated; the better one is used.
 
         forward    A1 A2 A3 A4 A5 | turn      A4, A5  keep: used soonest, and they fit
         home       A1 ->   A3 ->              A1, A3  swap: their copies hide behind the convolutions
-        backward   A5 A4 (A3 in) (A2 again) (A1 in)   A2  recompute: dearer to copy than to run again
+        backward   A5 A4 (A3 in) (A2 again) (A1 in)   A2  recompute: slower to copy than to run again
 
-    Different from the paper (the authors' code is ``optimize_swap_targets`` in ``chainer/training/trainer.py`` of
-    their fork of Chainer, in which the tree search is switched off): a feature map is any storage that waits over the
-    turn, with several uses beyond it if it has them, and what a chain makes on its way to one recomputed map serves
-    the others too. In step 2 ratios that an earlier choice has made old are computed anew when they come up as the
-    least, which gives the same choices as long as ratios only grow. In networks of so many maps that this would take
-    more than ``effort``, neighbours in rank are judged together, and the tree search ends with it. Copies are timed
-    with the links' rates, not by a profiled iteration. Storages below 64 KiB stay. Of several homes the farthest is
-    used. Without homes there is no plan unless everything fits: the search starts where all maps are swapped. As in
-    the paper parameters, gradients, optimizer states and what lives in one pass only stay, and inputs are there from
-    the start.
+    Different from the paper (the authors' code is ``optimize_swap_targets`` in ``chainer/training/trainer.py`` of their
+    fork of Chainer, with the tree search switched off): a feature map is any storage that waits over the turn. A
+    chain's intermediate results serve other recomputed maps, too. Ratios are updated only when they come up as the
+    smallest, which gives the same choices as long as ratios only grow. If step 2 would exceed ``effort``, maps of
+    neighbouring rank are judged together, and the tree search stops at it. Copies are timed by the links' rates.
+    Storages below 64 KiB stay. Of several homes the farthest is used; without homes there is no plan unless everything
+    fits. As in the paper, parameters, gradients, optimizer states and storages of one pass stay, and inputs are there
+    from the start.
 
     Attributes:
-        effort: ops that the simulations of step 2 may run through for one plan, and a quarter as many for the tree
-            search.
+        effort: ops that the simulations of step 2 may run for one plan; the tree search may run a quarter of it.
 
     >>> PoocH(effort=100_000)
     PoocH(effort=100000)
@@ -61,12 +59,11 @@ class PoocH(Checked):
     effort: int = 500_000
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         super().__post_init__()
         self.require("effort", self.effort >= 0, "0 or more")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """The one plan for each number of bytes."""
+        """Return the only variant; none without homes."""
 
         def plan(one: Costs, room: int) -> Plan:
             return pooch(graph, one, room, effort=self.effort)
@@ -75,16 +72,10 @@ class PoocH(Checked):
 
 
 def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000) -> Plan:
-    """Plan a step by classification.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of large blocks that may be resident.
-        effort: see ``PoocH``.
+    """Plan a step by classification; see ``PoocH``.
 
     Raises:
-        BudgetError: it does not fit even with every feature map away.
+        BudgetError: the step does not fit even with every feature map swapped.
     """
     trials = Trials.of(graph, costs, budget)
     in_core = trials.run([Class.KEEP] * len(trials.maps))
@@ -105,11 +96,9 @@ class _Search:
     visited: int = field(default=0)  # nodes of the tree search
 
     def keep(self, classes: list[Class], settled: frozenset[int]) -> tuple[float, list[Class]]:
-        """Step 1, from a node of the tree on; returns seconds and classes of the best that was found.
+        """Run step 1 from a node of the tree; return the seconds and classes of the best result.
 
-        Args:
-            classes: at this node.
-            settled: maps that need not be tried, since a node before did.
+        ``settled`` are maps that an earlier node has tried.
         """
         self.visited += 1
         trial = self.trials.run(classes)
@@ -125,7 +114,7 @@ class _Search:
         return best
 
     def _filled(self, classes: list[Class], stalling: frozenset[int]) -> tuple[float, list[Class]]:
-        """What is in the way of the forward pass stays, then whatever fits."""
+        """Keep the maps that stall the forward pass, then whatever fits."""
         found, room = list(classes), self.trials.least_room(classes)
         order = sorted(range(len(found)), key=lambda m: (-self.trials.maps[m].start, m))
         for maps, stops in (([m for m in order if m in stalling], True), (order, False)):
@@ -139,18 +128,14 @@ class _Search:
         return (inf if trial is None else trial.seconds), found
 
     def recompute(self, classes: list[Class]) -> Trial:
-        """Step 2: what has the least ratio is computed again, as long as one is below 1.
-
-        Args:
-            classes: that fit.
-        """
+        """Run step 2: recompute the map with the smallest ratio, as long as one is below 1."""
         trials, classes, now = self.trials, list(classes), self._run(classes)
         swapped = [m for m, found in enumerate(classes) if found is Class.SWAP and trials.can_recompute(m)]
         together = 3 * len(swapped) * trials.ops // max(self.effort, 1) + 1
         if together > 1:
             swapped.sort(key=lambda m: (trials.chain_seconds(m, classes) / (trials.copy_seconds(m) or 1e-12), m))
         groups = [tuple(swapped[i : i + together]) for i in range(0, len(swapped), together)]
-        queue = [(0.0, g, -1) for g in range(len(groups))]  # the ratio, the group, how many choices it knows of
+        queue = [(0.0, g, -1) for g in range(len(groups))]  # ratio, group, number of choices when it was computed
         chosen = 0
         while queue:
             _, g, known = heappop(queue)
@@ -171,7 +156,7 @@ class _Search:
         return trial
 
     def _ratio(self, classes: list[Class], group: tuple[int, ...], now: Trial) -> float:
-        """Seconds that computing a group again adds, over those that swapping it adds; none, or no fit: infinity."""
+        """Return the seconds of recomputing a group over those of swapping it; infinity if it does not fit."""
 
         def classed(how: Class) -> list[Class]:
             return [how if m in group else found for m, found in enumerate(classes)]

@@ -1,4 +1,4 @@
-"""Checkpoints at the borders of segments, everything between them computed again (arXiv 1604.06174)."""
+"""Checkpoints at the borders of segments, with everything between recomputed (arXiv 1604.06174)."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.baselines.waiting import waiting_gaps
 from outofcore.planning.policy import Asked, Checked
 
-# How far from an equal cut a border may lie, as a share of a segment.
+# Maximum distance of a border from an equal cut, as a share of a segment.
 _REACH = 1 / 3
 
 
 @dataclass(frozen=True)
 class SqrtCheckpoint(Checked):
-    """Segments of which only the borders are kept.
+    """Keeps the borders of segments and recomputes the rest of each segment.
 
-    Chen, Xu, Zhang & Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174), section 4: a chain
-    of n layers is cut into segments; only what crosses a border is kept, and when the backward pass comes to a
-    segment, the segment's forward ops run again, once, for all that it needs. With sqrt(n) segments of equal size,
-    O(sqrt(n)) memory does for one more forward pass.
+    Chen, Xu, Zhang & Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174), section 4. A chain
+    of n layers is cut into segments, and only tensors that cross a border are kept. When the backward pass reaches a
+    segment, its forward ops run again once. With sqrt(n) segments of equal size, one more forward pass needs O(sqrt(n))
+    memory.
 
         forward    |--- segment 1 ---|--- segment 2 ---|--- segment 3 ---| turn
-        backward                                         <-- as it is -- |
+        backward                                         <- kept as is -- |
                      <- 1 runs again   <- 2 runs again
 
     Different from the paper, adapted to a graph of ops: the forward pass ends at the *turn*, the op over which most
-    bytes wait for later uses. Segments are equal in the bytes that wait in them (4.2 searches a budget for each
-    segment instead; here numbers of segments are tried); within reach of an equal cut, a border lies where what
-    crosses it is there for the backward pass anyway (what is not, a later segment would have to make again from
-    further up), and where it is smallest. What is to be kept is found from the graph, not named by the user. The last
-    segment is not computed again.
+    bytes wait for later uses. Segments are equal in waiting bytes; numbers of segments are tried instead of budgets
+    (4.2). Near an equal cut, a border is where the crossing tensors are kept for the backward pass anyway, and where
+    they are smallest; a tensor that is not kept would be recomputed from further up. The tensors to keep are found from
+    the graph, not named by the user. The last segment is not recomputed.
 
     Left out: the recursive form (section 4.3), with O(log n) memory for O(n log n) time; and automatic in-place ops,
-    since a captured step runs the ops that PyTorch runs. Parameters, gradients and optimizer states always stay, so the
-    smallest budget is far above that of policies that offload. Nothing is copied but inputs and outputs.
+    since a captured step runs PyTorch's ops. Parameters, gradients and optimizer states stay, so the smallest budget is
+    far above that of policies that offload. Only inputs and outputs are copied.
 
     Attributes:
-        segments: how many; None: the root of the number of storages that wait over the turn, and some numbers up to
-            four times more and fewer, of which the quickest plan is taken.
+        segments: number of segments. None: the root of the number of waiting storages, and some numbers up to four
+            times
+        more and fewer, of which the fastest plan is used.
 
     >>> SqrtCheckpoint(segments=4)
     SqrtCheckpoint(segments=4)
@@ -57,24 +57,20 @@ class SqrtCheckpoint(Checked):
     segments: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         super().__post_init__()
         self.require("segments", self.segments is None or self.segments >= 1, "1 or more")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """One plan for each number of segments, whatever the room."""
+        """Return one plan for each number of segments; they do not depend on the room."""
         counts = segment_counts(graph) if self.segments is None else (self.segments,)
         plans = [sqrt_checkpoint(graph, budget, segments=count) for count in counts]
         return [lambda room, plan=plan: plan for plan in plans]
 
 
 def sqrt_checkpoint(graph: StepGraph, budget: int, *, segments: int | None = None) -> Plan:
-    """Plan a step by checkpoints.
+    """Plan a step by checkpoints; see ``SqrtCheckpoint``.
 
-    Args:
-        graph: the step.
-        budget: bytes, noted in the plan; this policy does the same whatever the budget.
-        segments: how many; by default the root of the number of storages that wait over the turn.
+    ``budget`` is only recorded in the plan. By default ``segments`` is the root of the number of waiting storages.
     """
     waiting = waiting_gaps(graph)
     count = max(isqrt(len(waiting)), 1) if segments is None else segments
@@ -83,7 +79,7 @@ def sqrt_checkpoint(graph: StepGraph, budget: int, *, segments: int | None = Non
 
 
 def segment_counts(graph: StepGraph) -> tuple[int, ...]:
-    """Numbers of segments worth trying, the published one first (the paper's search over budgets, section 4.2)."""
+    """Return the numbers of segments to try, the published one first."""
     root = max(isqrt(len(waiting_gaps(graph))), 1)
     tries = [root, *(round(root * 2**step) for step in (-0.5, 0.5, -1, 1, -2, 2))]
     return tuple(dict.fromkeys(max(count, 1) for count in tries))
@@ -95,7 +91,7 @@ class _Checkpoints:
     history: History
     waiting: tuple[Gap, ...]  # in order of their storages
     turn: int
-    borders: tuple[int, ...]  # ops that begin a segment, without the first; beyond the last all is kept
+    borders: tuple[int, ...]  # ops that begin a segment, without the first; after the last everything is kept
 
     @staticmethod
     def of(graph: StepGraph, waiting: tuple[Gap, ...], count: int) -> _Checkpoints:
@@ -114,7 +110,7 @@ class _Checkpoints:
         return _Checkpoints(graph, History.of(graph), waiting, turn, tuple(borders))
 
     def decisions(self) -> Iterator[Decision]:
-        """The gaps to recompute, all of one segment at once when the first of them ends."""
+        """Yield the gaps to recompute: all of one segment when the first of them ends."""
         graph, history = self.graph, self.history
         kept: set[int] = set()
         for border in self.borders:
@@ -134,7 +130,7 @@ class _Checkpoints:
                 continue
             fetch = min(gap.end for gap in gaps)
             is_held = self._held_at(fetch, dropped)
-            made: set[Content] = set()  # of these it is known that they can be made, so no chain is followed twice
+            made: set[Content] = set()  # contents that can be recomputed, so that no chain is followed twice
 
             def at_hand(
                 content: Content, is_held: Callable[[Content], bool] = is_held, made: set[Content] = made
@@ -146,13 +142,13 @@ class _Checkpoints:
                 try:
                     replay(history, [wanted], at_hand)
                 except GraphError:
-                    dropped.discard(gap.storage)  # it stays, and others may be made from it
+                    dropped.discard(gap.storage)  # it stays resident, so others may be recomputed from it
                     continue
                 made.add(wanted)
                 yield Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch)
 
     def _held_at(self, op: int, dropped: set[int]) -> Callable[[Content], bool]:
-        """Which contents are surely on the device or at home right before an op."""
+        """Return a predicate for contents that are surely on the device or at home right before an op."""
         graph, history = self.graph, self.history
         always_held = history.always_held(op)
 
@@ -166,9 +162,9 @@ class _Checkpoints:
 
 
 def _crossing(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:
-    """For a border before each op: the bytes that cross it and do not wait for the backward pass, and all that cross.
+    """For a border before each op, return the crossing bytes that do not wait over the turn, and all.
 
-    What waits, but is written once more after the border, does not wait as it crosses.
+    A storage that waits but is written again after the border does not wait as it crosses.
     """
     writes = History.of(graph).writes
     lost = [0] * (turn + 2)

@@ -1,4 +1,4 @@
-"""What the forward pass of a step leaves for the backward pass, found from the graph alone."""
+"""The storages that the forward pass leaves for the backward pass, found from the graph alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from outofcore.plan import Gap
 
 
 def waiting_gaps(graph: StepGraph) -> tuple[Gap, ...]:
-    """Gaps over the *turn*, of large storages that the step creates, in order of storages.
+    """Return the gaps over the *turn* of large storages that the step creates, by storage.
 
-    The turn is the op over which most bytes wait for later uses: in a training step, where the forward pass ends.
+    The turn is the op over which most bytes wait for later uses: in a training step the end of the forward pass.
     """
     gaps = [
         gap

@@ -14,9 +14,9 @@ from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.baselines.one_home import for_one_home
 from outofcore.planning.policy import Asked, Checked
 
-# How often the step is replayed until residency at its end agrees with that at its start.
+# Replays of the step, after which residency at its end agrees with that at its start.
 _CYCLES = 3
-# In how many places the replay can be taken up again.
+# Number of points at which the replay can resume.
 _SNAPSHOTS = 256
 
 
@@ -24,28 +24,27 @@ _SNAPSHOTS = 256
 class Window(Checked):
     """The adaptive window schedule: Hayakawa & Narihira, arXiv 2010.14109, section 3.
 
-    Two byte budgets rule it: what may be resident, and how far ahead copies-in may run, the *window*.
-    Before each op the window is extended over the coming uses until either is full, so that it reaches
-    far over small ops and not far over large ones. After an op, what has no use within the window leaves;
-    room is waited for oldest copy-out first, and only when it is needed. A copy-out that nobody has
-    waited for yet is cancelled if its storage enters the window again. Where there is no room for what an op makes,
-    the latest prefetches are cancelled: they may not start before the next op, and the schedule is made again.
+    It has two byte budgets: for resident bytes, and for how far ahead copies-in may run, the *window*. Before each op
+    the window is extended over the next uses until either budget is full. So it reaches far over small ops and not far
+    over large ones. After an op, storages without a use in the window are evicted. Room is waited for only when it is
+    needed, oldest copy-out first. If a storage enters the window again, its pending copy-out is cancelled. If an op's
+    results do not fit, the latest prefetches are cancelled: they may not start before the next op, and the schedule is
+    made again.
 
-    Different from the paper (the authors' code, ``src/nbla/lms/swap_in_out_scheduler.cpp`` of nnabla, says more):
+    Different from the paper (see the authors' code, ``src/nbla/lms/swap_in_out_scheduler.cpp`` of nnabla):
 
-    - What is up to date at home leaves without a copy, and what is resident when a step ends may stay, as far as
-      the window reaches; with ``persist=False`` everything leaves there, as in the paper.
-    - The workspace of an op takes room like what it makes.
-    - The schedule is made again from shortly before the first prefetch that was cancelled; what lies before does not
-    change.
-    - Parameters and storages are not told apart; storages below 64 KiB stay. Of several homes the farthest is used.
+    - Clean storages are evicted without a copy. Storages in the window at the end of a step stay resident; with
+    ``persist=False`` everything is evicted there, as in the paper.
+    - The workspace of an op takes room like its results.
+    - The schedule is made again from shortly before the first cancelled prefetch; the part before does not change.
+    - Parameters are treated like other storages; storages below 64 KiB stay. Of several homes the farthest is used.
 
-    Left out: virtual addressing, since blocks have planned addresses; type casts, of which a graph knows nothing;
-    and "preclear", since every program drops what has no further use.
+    Left out: virtual addressing, since blocks have planned addresses; type casts, which a graph does not have; and
+    "preclear", since every program drops storages without a further use.
 
     Attributes:
-        reach: the window in multiples of the bytes that may be resident; the paper's implementation takes 1.5.
-        persist: whether what is resident when a step ends may stay for the next.
+        reach: the window in multiples of the bytes that may be resident; the paper's implementation uses 1.5.
+        persist: whether storages that are resident when a step ends may stay for the next.
 
     >>> Window(reach=2.0)
     Window(reach=2.0, persist=True)
@@ -59,12 +58,11 @@ class Window(Checked):
     persist: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         super().__post_init__()
         self.require("reach", self.reach > 0, "above 0")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """The one plan for each number of bytes."""
+        """Return the only variant; none without homes."""
 
         def plan(one: Costs, room: int) -> Plan:
             return window(graph, one, room, reach=self.reach, persist=self.persist)
@@ -76,16 +74,16 @@ class Window(Checked):
 class _Order:
     """The uses of large storages over several steps.
 
-    What is used under one *name* is on the device or at home with the same contents: storages that do not persist have
-    another name in each step, and so has what an op overwrites as a whole where nothing is held before.
+    A *name* stands for one lifetime of a storage's contents. Storages that do not persist have another name in each
+    step, and so have storages that an op overwrites as a whole while they are not held.
 
     Attributes:
-        uses: when, and which name.
+        uses: time and name of each use.
         at: for each op of all steps the names that it touches.
-        fresh: for each the names of which it needs no bytes: what it creates or overwrites as a whole.
-        dying: for each the names that it uses last.
-        storage: of each name.
-        final: of each storage its name at the end of the last step.
+        fresh: for each op the names that it creates or overwrites as a whole, without reading them.
+        dying: for each op the names that it uses last.
+        storage: the storage of each name.
+        final: by storage, its name at the end of the last step.
     """
 
     uses: tuple[tuple[int, int], ...]
@@ -128,20 +126,20 @@ class _Order:
 
 @dataclass
 class _State:
-    """Where everything is when an op begins."""
+    """The state of memory when an op begins."""
 
-    used: int = 0  # bytes on the device, with what is still copied out
+    used: int = 0  # bytes on the device, pending copies-out included
     ahead: int = 0  # bytes of the window
     head: int = 0  # the first use that is not in the window yet
     counts: dict[int, int] = field(default_factory=dict[int, int])  # by name, its uses in the window
     resident: set[int] = field(default_factory=set[int])
-    pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])  # copies-out not waited for
+    pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])  # copies-out not awaited yet
     leaving: int = 0  # bytes of these
     dirty: set[int] = field(default_factory=set[int])
     last: dict[int, int] = field(default_factory=dict[int, int])  # by name, its last use so far
-    left: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room was free
+    left: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room became free
     taken: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room was last taken
-    entered: list[int] = field(default_factory=list[int])  # for each use in the window or before, when it got there
+    entered: list[int] = field(default_factory=list[int])  # by use up to the window's end, when it entered
     decided: dict[Gap, Decision] = field(default_factory=dict[Gap, Decision])
 
     def copy(self) -> _State:
@@ -163,7 +161,7 @@ class _State:
 
 
 class _Window:
-    """The replay of some steps, of which the last is the plan."""
+    """The replay of several steps, of which the last is the plan."""
 
     def __init__(self, graph: StepGraph, costs: Costs, limit: int, reach: int, steps: int) -> None:
         self.graph, self.costs, self.limit, self.reach, self.steps = graph, costs, limit, reach, steps
@@ -189,7 +187,7 @@ class _Window:
         return tuple(map(self._settled, sorted(self.state.decided)))
 
     def _settled(self, gap: Gap) -> Decision:
-        """A decision; what leaves at the end of the only step does so when its copy was waited for."""
+        """Return a decision; an eviction at the end of the only step ends when its copy was waited for."""
         decision, n = self.state.decided[gap], len(self.graph.ops)
         if gap.end < n or self.steps > 1:
             return decision
@@ -197,7 +195,7 @@ class _Window:
         return replace(decision, release_by=min(max(left, gap.start + 1), n))
 
     def _run_op(self, now: int) -> int | None:
-        """Do what happens before, at and after an op; or else the op from which on all is to be done again."""
+        """Replay one op; if its results do not fit, return the op from which to replay again."""
         state = self.state
         self._extend(now)
         op = self.graph.ops[now % len(self.graph.ops)]
@@ -214,7 +212,7 @@ class _Window:
         return None
 
     def _extend(self, now: int) -> None:
-        """Let uses into the window, and fetch what they need."""
+        """Extend the window over the next uses, and fetch their storages."""
         state, uses = self.state, self.order.uses
         while state.head < len(uses):
             when, s = uses[state.head]
@@ -259,7 +257,7 @@ class _Window:
         self.state.left[s] = when
 
     def _cancel(self, now: int, missing: int) -> int:
-        """Bar the latest uses from the window until after this op; returns when the first of them came into it."""
+        """Bar the latest uses from the window until after this op; return when the first of them entered it."""
         state, counts = self.state, dict(self.state.counts)
         first, at = now, state.head
         while missing > 0:
@@ -279,7 +277,7 @@ class _Window:
         return BudgetError(f"op {op.id} ({op.name}) needs more than the {self.limit} bytes that the window may use")
 
     def _leave(self, now: int) -> None:
-        """After an op: note what was decided about the gaps that end here, and let go."""
+        """Record decisions about gaps that end here, and evict storages without a use in the window."""
         state = self.state
         op = self.graph.ops[now % len(self.graph.ops)]
         for s in self.order.at[now]:
@@ -299,7 +297,7 @@ class _Window:
                 self._free(s, now + 1)
 
     def _decide(self, s: int, now: int) -> None:
-        """Record the decision about the gap that ends with this use, if it is one of the last step."""
+        """Record the decision about the gap that ends with this use, if it is in the last step."""
         n, state = len(self.graph.ops), self.state
         storage, before, taken = self.order.storage[s], state.last.get(s), state.taken[s]
         base = (self.steps - 1) * n
@@ -311,7 +309,7 @@ class _Window:
                 gap = Gap(storage, -1, now - base)
                 state.decided[gap] = Decision(gap, Residency.OFFLOAD, 0, fetch)
             elif storage in self.graph.persistent and now == self.graph.uses[storage][0]:
-                # There is but one step: it begins with nothing on the device, and ends with nothing there.
+                # The only step begins and ends with an empty device.
                 gap = Gap(storage, self.graph.uses[storage][-1], n + now)
                 state.decided[gap] = Decision(gap, Residency.OFFLOAD, n, n + fetch)
         elif taken > before:
@@ -329,13 +327,13 @@ def window(graph: StepGraph, costs: Costs, budget: int, *, reach: float = 1.5, p
 
     Args:
         graph: the step.
-        costs: of which only the workspaces matter here.
+        costs: only the workspaces are used.
         budget: bytes of large blocks (64 KiB and more) that may be resident.
-        reach: the window in multiples of ``budget``; the paper's implementation takes 1.5.
-        persist: let residency persist over the end of a step.
+        reach: the window in multiples of ``budget``.
+        persist: see ``Window``.
 
     Raises:
-        BudgetError: an op needs more than the budget by itself.
+        BudgetError: an op by itself exceeds the budget.
     """
     replay = _Window(graph, costs, budget, int(budget * reach), _CYCLES if persist else 1)
     return Plan("window", budget, replay.run())

@@ -1,1 +1,1 @@
-"""What to compute again (rematerialization): numbered contents, chains of runs, and the search over them."""
+"""What to recompute (rematerialization): numbered contents, chains of runs, and searches over them."""

@@ -1,8 +1,8 @@
-"""Which gaps are recomputed (rematerialized), and what that takes.
+"""Which gaps are recomputed (rematerialized), and the chains of runs that this takes.
 
-Each gap is kept, offloaded, or recomputed right before the op ``fetch`` and held from there to its next use. Everything
-fetched before one op is made by one *chain* of runs, as the lowering does it. A chain depends on what else is there at
-its time. The searches of ``compiled`` begin with such choices, and change them gap by gap.
+A recomputed gap is made right before the op ``fetch`` and held to its next use. One *chain* of runs makes everything
+that is fetched before the same op, as in lowering; it depends on what is resident then. The searches of ``compiled``
+start from such choices and change them gap by gap.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from outofcore.planning.remat.compiled import CompiledChains, CompiledSearch, Li
 from outofcore.planning.remat.contents import Contents
 
 KEPT, AWAY, AGAIN = 0, 1, 2
-# Gaps that are recomputed, each with its kind and the op before which it comes back.
+# The recomputed gaps, each with its kind and the op before which it is fetched.
 Snapshot = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What a chain is made of.
+    """The ops and contents of a chain.
 
     Attributes:
-        ops: that run, in that order.
+        ops: the ops that run, in order.
         made: contents that it makes.
-        seen: contents that it makes, or found and needs: what it depends on.
-        copied: bytes of each content that it reads from home.
-        home: those contents.
+        seen: contents that it makes or reads: what it depends on.
+        home: contents that it copies in from home.
+        copied: bytes of each of these.
     """
 
     ops: tuple[int, ...]
@@ -44,12 +44,11 @@ class Links:
 
 
 class Chain:
-    """What runs again right before one op.
+    """The ops that run again right before one op.
 
     Attributes:
-        seconds: of all its runs.
-        bytes: the most that it holds beside what is there already.
-        held: bytes of what it was run for, which stay.
+        bytes: the most that it holds in addition to what is resident.
+        held: bytes of its targets, which stay.
     """
 
     __slots__ = ("_links", "bytes", "held", "seconds")
@@ -60,7 +59,7 @@ class Chain:
 
     @property
     def links(self) -> Links:
-        """What it is made of; put together when it is first asked for, as most chains are only weighed."""
+        """Its ops and contents, built lazily because most chains are only weighed."""
         if not isinstance(self._links, Links):
             self._links = self._links()
         return self._links
@@ -71,15 +70,13 @@ class Choices:
     """Residencies of all gaps of a problem, and the chains that follow from them.
 
     Attributes:
-        problem: the step under its limit.
-        contents: of the step.
-        limit: bytes of large blocks that may be held; by default those of the problem.
+        limit: bytes of large blocks that may be held; by default the problem's.
         kind: by gap, KEPT, AWAY or AGAIN.
-        fetch: by gap, the op before which it comes back if it is computed again.
+        fetch: by gap, the op before which it is fetched if it is recomputed.
         chains: by the op before which they run.
         seconds: of all chains.
-        work: ops in all chains looked at so far; effort is counted in these.
-        like: other choices for the same problem, with which what never changes is shared.
+        work: ops in all chains inspected so far, the unit of effort.
+        like: other choices for the same problem, whose constant parts are shared.
     """
 
     problem: Problem
@@ -109,7 +106,7 @@ class Choices:
                 self.gaps_of[contents.first[info.gap.storage]].append(g)
         self.compiled = CompiledChains(contents, self.gaps_of, self.start) if like is None else like.compiled
         self.limit = problem.limit if self.limit < 0 else self.limit
-        # What each op takes by itself, or its chain if that takes more.
+        # Bytes of each op by itself, or of its chain if that needs more.
         self.alone: Ints = problem.limit - problem.free
         self.need: Ints = self.alone.copy()
         self.held: Ints = problem.held(problem.nothing_leaves() == -1)
@@ -130,13 +127,13 @@ class Choices:
         self.free: list[int] = [g for g, can in enumerate(self.can) if can]
 
     def snapshot(self) -> Snapshot:
-        """The gaps that are computed again, each with its kind and the op before which it comes back."""
+        """Return the recomputed gaps, each with its kind and the op before which it is fetched."""
         return tuple((g, self.kind[g], self.fetch[g]) for g in self.free if self.kind[g] == AGAIN)
 
     def begin(self, snapshot: Snapshot) -> bool:
-        """Go from choices in which all gaps are kept to a snapshot.
+        """Go from choices with every gap resident to a snapshot.
 
-        False, with these choices of no more use, if something cannot be computed again that way.
+        Return False if a gap cannot be recomputed that way; these choices are then unusable.
         """
         targets: dict[int, list[int]] = {}
         for g, kind, fetch in snapshot:
@@ -151,12 +148,12 @@ class Choices:
                 return False
             self.chains[at] = chain
             self.seconds += chain.seconds
-            # The bytes of the op and its chain, without those of gaps held over the op.
+            # Bytes of the op and its chain, without gaps that are held over the op.
             self.need[at] = max(int(self.alone[at]), self.contents.before[at] - chain.held + chain.bytes)
         return True
 
     def search(self) -> CompiledSearch:
-        """A compiled search that begins with these choices, in which nothing may be recomputed or offloaded yet."""
+        """Return a compiled search that begins with these choices, in which every gap must be resident."""
         return CompiledSearch(
             self.compiled,
             end=self.end,
@@ -170,7 +167,10 @@ class Choices:
         )
 
     def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
-        """The chain before op ``at`` that makes what these gaps hold; None if none takes ``limit`` seconds at most."""
+        """Return the chain before op ``at`` that makes the contents of these gaps, or None.
+
+        None: it is impossible, or takes more than ``limit`` seconds.
+        """
         targets = sorted({self.content[g] for g in gaps})
         found = self.compiled.once(at, targets, limit, self.kind, self.fetch)
         if found is None:
@@ -180,7 +180,10 @@ class Choices:
         return Chain(seconds, most, held, partial(_links, lists, self.contents.size))
 
     def over(self) -> Ints:
-        """Bytes above the limit at each op, of shape (ops,); an op and its chain alone must keep to the problem's."""
+        """Return the bytes above the limit at each op, of shape (ops,).
+
+        An op and its chain alone must stay within the problem's limit.
+        """
         found = self.held + self.need
         found -= self.limit
         if self.limit > self.problem.limit:
@@ -204,9 +207,9 @@ def decisions_again(choices: Choices) -> tuple[Decision, ...]:
 
 
 def arrivals(choices: Choices) -> tuple[Decision, ...]:
-    """When inputs come that cannot be there from the start of the step: as early as there is room for them.
+    """Return decisions to fetch inputs that have no room at the start of the step, as early as there is room.
 
-    Inputs about which nothing is said come before the first op.
+    Inputs without a decision are fetched before the first op.
     """
     room = choices.limit - (choices.held + choices.need)
     found: list[Decision] = []

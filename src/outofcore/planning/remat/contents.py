@@ -1,8 +1,4 @@
-"""The contents of a step, numbered, for searches that ask many times what making one again takes.
-
-A content is a storage at a version (see ``analysis.recipes``). Each has a number, and what a search needs to know of it
-is in a list at that index.
-"""
+"""The contents of a step (storages at a version, see ``analysis.recipes``), numbered for fast searches."""
 
 from __future__ import annotations
 
@@ -23,20 +19,19 @@ class Contents:
 
     Attributes:
         first: by storage, the number of its version 0.
-        storage: by content, its storage.
-        size: by content, the bytes that it takes among large blocks; 0 if it is small.
+        size: by content, its bytes among large blocks; 0 if it is small.
         maker: by content, the op that writes it; -1 if no op may do so again.
-        born: by content, the op after which the storage is at that version; -1: when the step begins.
+        born: by content, the op after which the storage has that version; -1: at the start of the step.
         gone: by content, the last op that finds it on the device.
-        lasting: by content, whether it is there when its last use is over: no (FLEETING), at home (AT_HOME: an input
-            that is not written), or on the device (ALWAYS: a constant).
-        needs: by op, the contents that it must find when it runs again.
+        lasting: by content, where it is after its last use: FLEETING (nowhere), AT_HOME (an unwritten input), or ALWAYS
+            (a
+        constant on the device).
+        needs: by op, the contents that it reads when it runs again.
         makes: by op, the contents that it leaves when it runs again.
-        fresh: by op, bytes of large blocks that running it again takes beside what it needs.
-        scratch: by op, those of them that are thrown away after the run.
+        fresh: by op, bytes of large blocks that running it again allocates.
+        scratch: by op, those of them that are freed after the run.
         workspace: by op, bytes of its workspace, if that is large.
-        before: by op, bytes of large blocks that it finds on the device and needs.
-        seconds: by op.
+        before: by op, bytes of large blocks of its inputs on the device.
         home_seconds: by content, of a copy in from the last home.
     """
 
@@ -58,7 +53,7 @@ class Contents:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Contents:
-        """The contents of a step."""
+        """Number the contents of a step."""
         history = History.of(graph)
         n = len(graph.ops)
         size = [placed_bytes(s.bytes) if is_large(s.bytes) else 0 for s in graph.storages]
