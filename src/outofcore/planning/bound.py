@@ -46,16 +46,7 @@ _OWN = 50
 
 
 def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | None:
-    """Return a lower bound of the seconds of a step under a budget, over all possible plans.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-
-    Returns:
-        None if no plan fits the budget.
-    """
+    """Return a lower bound of the seconds of a step over all plans; None if no plan fits the budget."""
     problem = Problem.of(graph, costs, room_for_large(graph, costs, budget))
     return Bound(problem).seconds_at_least() if problem.is_feasible else None
 
@@ -97,7 +88,6 @@ class Bound(Relaxation):
         self.limit_homes()
 
     def seconds_at_least(self) -> float | None:
-        """Return the bound; None if the program has no solution."""
         if self.program.minimise() is None:
             return None
         return max(*self.queues, (self.queues[0] + self.program.least()) * (1 - _TOLERANCE))

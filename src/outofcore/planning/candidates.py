@@ -23,18 +23,12 @@ _OP_SECONDS, _RUNS = 5e-8, 20
 
 @dataclass(frozen=True)
 class Candidate:
-    """A state of a step with the schedule of its copies.
+    """A state of a step with the schedule of its copies."""
 
-    Attributes:
-        how: how it was found, for logs and reports.
-        limit: bytes that large blocks may take.
-        slack: how much earlier than just in time copies in may start, in multiples of their own seconds.
-    """
-
-    how: str
-    limit: int
+    how: str  # how it was found, for logs and reports
+    limit: int  # bytes that large blocks may take
     found: Tuned
-    slack: float
+    slack: float  # how much earlier than just in time copies in may start, in multiples of their own seconds
 
     @property
     def value(self) -> float:
@@ -43,7 +37,6 @@ class Candidate:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the whole step."""
         return Plan("auto", self.limit, self.found.decisions, self.found.staying)
 
 
@@ -54,11 +47,7 @@ class Candidates:
         self.problem, self.params, self._tuner = kept.problem, params, Tuner(kept)
 
     def of(self, how: str, choices: Choices, homes: Ints) -> list[Candidate]:
-        """Return a tuned candidate for each slack with which the state can be made to fit.
-
-        ``choices`` are the recomputed gaps. ``homes``, of shape (gaps,), is the home of each other gap or ``KEPT``;
-        more is offloaded if that does not fit.
-        """
+        """Return a tuned candidate for each slack with which the state can be made to fit."""
         state = State(choices.kind, choices.fetch, array("q", homes.tolist()))
         found: list[Candidate] = []
         for slack in self.params.slacks:

@@ -56,17 +56,12 @@ _KEEP_ALL: array[int] = array("q")
 
 @dataclass(frozen=True)
 class State:
-    """A state of the front: the most ``bytes`` of large blocks, and the ``seconds`` of recomputation.
+    """A state of the front: the most ``bytes`` of large blocks, and the ``seconds`` of recomputation."""
 
-    Attributes:
-        how: the walk and the limit that found it.
-        pairs: the recomputed gaps, each followed by the op before which it is fetched.
-    """
-
-    how: str
+    how: str  # the walk and the limit that found it
     bytes: int
     seconds: float
-    pairs: array[int]
+    pairs: array[int]  # the recomputed gaps, each followed by the op before which it is fetched
 
 
 @dataclass
@@ -101,7 +96,6 @@ class Front:
         )
 
     def _drop(self, k: int) -> State | None:
-        """Search greedily within limit k, from the in-core state."""
         limit = self.limits[k]
         self.search.restore(_KEEP_ALL)
         return self._state("greedy search", k, self.search.drop(limit, limit, patience(self.choices)))

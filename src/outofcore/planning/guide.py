@@ -35,25 +35,15 @@ _WHOLE = 1 - 1e-6
 
 @dataclass(frozen=True)
 class Shares:
-    """A solution of the linear program.
+    """A solution of the linear program."""
 
-    Attributes:
-        kept: shape (gaps,), the resident share.
-        away: shape (gaps, homes), the share at each home.
-        again: shape (gaps,), the recomputed share.
-        flowing: shape (ops,), bytes in flight.
-    """
-
-    kept: Floats
-    away: Floats
-    again: Floats
-    flowing: Floats
+    kept: Floats  # shape (gaps,), the resident share
+    away: Floats  # shape (gaps, homes), the share at each home
+    again: Floats  # shape (gaps,), the recomputed share
+    flowing: Floats  # shape (ops,), bytes in flight
 
     def rounded(self, problem: Problem) -> Ints | None:
-        """Return a choice of shape (gaps,): whole resident gaps, then the largest fractions that still fit.
-
-        Return None if the homes are too small.
-        """
+        """Return a choice: whole resident gaps, then the largest fractions that fit; None if homes overflow."""
         choice = np.where(self.kept >= _WHOLE, KEPT, self.away.argmax(axis=1))
         room: Ints = problem.free - np.ceil(self.flowing).astype(np.int64) - problem.held(choice == KEPT)
         parts = [g for g in problem.movable if choice[g] != KEPT and self.kept[g] > 1 - _WHOLE]
@@ -67,11 +57,8 @@ class Shares:
 def solve(problem: Problem, again: Mapping[int, float], margin: float = 0.0, *, weight: float) -> Shares | None:
     """Solve the linear program; return None if it has no solution.
 
-    Args:
-        problem: must have a home.
-        again: for the gaps that may be recomputed, the seconds that this takes.
-        margin: share of the limit to leave free.
-        weight: cost of a second of copying, in seconds of the step.
+    ``again`` are the seconds of recomputing each gap that may be, ``margin`` is the share of the limit to leave free,
+    and ``weight`` the cost of a second of copying in seconds of the step.
     """
     if not problem.homes or not problem.is_feasible:
         return None
@@ -94,7 +81,6 @@ class _Guide(Relaxation):
         self.limit_homes()
 
     def shares(self) -> Shares | None:
-        """Return the shares of a solution; None if there is none."""
         problem = self.problem
         values = self.program.minimise()
         if values is None:
@@ -180,7 +166,6 @@ class _Guide(Relaxation):
 
 
 def _spans(seconds: Sequence[float]) -> list[int]:
-    """Return the number of each op's span of time."""
     if len(seconds) <= 3 * _SPANS:
         return list(range(len(seconds)))
     longest, most = sum(seconds) / _SPANS, -(-len(seconds) // _SPANS)

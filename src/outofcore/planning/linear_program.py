@@ -35,8 +35,7 @@ class _SilentHighs(highspy.Highs):
 class LinearProgram:
     """A linear program to minimise.
 
-    ``interior`` selects an interior-point method with crossover to a vertex instead of the simplex method. It is faster
-    if very many vertices are equally good.
+    ``interior`` selects an interior-point method with crossover, faster if very many vertices are equally good.
     """
 
     def __init__(self, *, interior: bool = False) -> None:
@@ -59,7 +58,6 @@ class LinearProgram:
         return len(self._costs) - 1
 
     def charge(self, column: int, cost: float) -> None:
-        """Add to the cost of a variable."""
         self._costs[column] += cost
 
     def row(self, terms: Terms, low: float = -INFINITY, high: float = INFINITY) -> int:
@@ -72,10 +70,7 @@ class LinearProgram:
         return len(self._row_upper) - 1
 
     def minimise(self) -> NDArray[np.float64] | None:
-        """Return the optimal values, of shape (variables,); None if the program is infeasible.
-
-        The same program gives the same values. Variables and rows added after the first call are ignored.
-        """
+        """Return the optimal values, of shape (variables,), or None; later variables and rows are ignored."""
         solver = self._solver = self._solver or self._loaded()
         solver.run()
         if self._method != "simplex" and solver.getModelStatus() == highspy.HighsModelStatus.kUnknown:
@@ -86,7 +81,6 @@ class LinearProgram:
         return np.array(solver.getSolution().col_value)
 
     def least(self) -> float:
-        """Return the cost of the values that ``minimise`` found."""
         return 0.0 if self._solver is None else float(self._solver.getInfo().objective_function_value)
 
     def duals(self) -> tuple[list[float], list[float]]:
@@ -119,12 +113,7 @@ def levels(
 ) -> list[int | None]:
     """Add variables for the bytes held at some moments, each equal to the one before plus the changes.
 
-    Args:
-        moments: ascending.
-        stays: variables with their factors and half-open ranges of moments.
-
-    Returns:
-        A variable for each moment; the same one while nothing changes, and None while no bytes are held.
+    ``stays`` are variables with factors and half-open ranges of moments. The result has None while no bytes are held.
     """
     changes: list[dict[int, float]] = [{} for _ in range(len(moments) + 1)]
     for column, factor, ranges in stays:
@@ -147,14 +136,10 @@ def levels(
 
 
 def binding_ops(free: Sequence[int], stays: Iterable[Stay], spans: Sequence[int] | None = None) -> list[int]:
-    """Return the ops whose memory rows imply those of all others, in order.
+    """Return the ops whose memory rows imply those of all others of their span, in order.
 
     Each byte held over op p is held over op i as well, or is in a range around p and not around i. If p has at least
     the bytes of such ranges more room than i, the row of i implies that of p.
-
-    Args:
-        free: bytes left at each op for the stays.
-        spans: for each op an ascending number; a row implies only rows of its own span. None: one span.
     """
     count = len(free)
     begins: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]  # by begin: end and bytes of a range

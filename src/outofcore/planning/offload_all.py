@@ -16,11 +16,8 @@ from outofcore.planning.problem import Problem
 def offload_all(graph: StepGraph, budget: int, *, strict: bool = False, costs: Costs | None = None) -> Plan:
     """Offload each gap of each large storage as early as possible, and fetch it as late as possible.
 
-    Args:
-        graph: the step.
-        budget: recorded in the plan; does not change it.
-        strict: offload between two consecutive ops, too.
-        costs: its nearest homes are filled first; None: one home without limit.
+    ``budget`` is only recorded in the plan. ``strict`` offloads between two consecutive ops, too. The nearest homes of
+    ``costs`` are filled first; None stands for one home without limit.
     """
     n = len(graph.ops)
     homes = {} if costs is None else _homes(graph, costs)

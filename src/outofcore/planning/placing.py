@@ -35,20 +35,13 @@ _COPY_WEIGHT = 0.002
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of placing a candidate plan.
+    """The result of placing a candidate plan."""
 
-    Attributes:
-        how: how the candidate was found.
-        arena_bytes: the height of its blocks; infinity if the homes are too small.
-        seconds: simulated seconds of the step; None if it does not fit the budget.
-        verdict: why it was chosen or lost, in words.
-    """
-
-    how: str
+    how: str  # how the candidate was found
     plan: Plan
-    arena_bytes: float
-    seconds: float | None
-    verdict: str
+    arena_bytes: float  # the height of its blocks; infinity if the homes are too small
+    seconds: float | None  # of the simulated step; None if it does not fit the budget
+    verdict: str  # why it was chosen or lost, in words
 
 
 @dataclass(frozen=True)
@@ -72,11 +65,7 @@ class Planned:
 
 
 def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -> Program:
-    """Give each block an offset, and set ``arena_bytes``, which may exceed ``capacity``.
-
-    The search stops at the first placement within ``capacity``. ``effort`` is that of ``placement.pack``; 0: quick
-    rules only.
-    """
+    """Give each block an offset; ``arena_bytes`` may exceed ``capacity``, at which the search stops."""
     low = [block for block in program.blocks if not is_large(block.bytes)]
     high = [block for block in program.blocks if is_large(block.bytes)]
     end = len(program.instructions)
@@ -142,13 +131,9 @@ def small_region_bytes(whole: Program) -> int:
 
 
 def room_for_large(graph: StepGraph, costs: Costs, budget: int, whole: Program | None = None) -> int:
-    """Return the bytes of a budget that large blocks may take: what a plan decides about.
-
-    The room is rounded down to the common divisor of all large sizes, since plans cannot use the remainder. ``whole``
-    is the in-core program, if the caller has it.
-    """
+    """Return the bytes of a budget that large blocks may take: what a plan decides about."""
     room = budget - small_region_bytes(whole or lower(graph, costs, keep_all(0))) - constant_bytes(graph)
-    return room - room % _common_size(graph, costs)
+    return room - room % _common_size(graph, costs)  # plans cannot use the remainder
 
 
 def most_held(program: Program) -> int:
@@ -181,7 +166,6 @@ def fit_once(graph: StepGraph, costs: Costs, budget: int, plan: Plan, effort: in
 
 
 def finish(graph: StepGraph, costs: Costs, plan: Plan, program: Program) -> Planned:
-    """Wire and simulate a placed program."""
     program = wire(graph, program, costs)
     return Planned(plan, program, simulate(graph, costs, program))
 
@@ -192,16 +176,12 @@ def resimulated(graph: StepGraph, costs: Costs, planned: Planned) -> Planned:
 
 
 def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
-    """Ask a policy for plans with less and less room until one can be placed within the budget.
-
-    If the policy has no plan for a room, the next room is between that and the last one that was too large. Return None
-    if no plan could be placed.
-    """
+    """Ask a policy for plans with less and less room until one can be placed; None if none can."""
     room = room_for_large(graph, costs, budget)
     most, least = room, 0  # the smallest room whose plan does not fit; the largest room without a plan
     before, over = None, 0
     for attempt in range(ATTEMPTS):
-        if room <= least:
+        if room <= least:  # the policy has no plan for so little
             room = (most + least) // 2
         if room <= 0 or (attempt and most - room < PAGE_BYTES):
             return None
@@ -227,11 +207,8 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
 
 
 def worth(costs: Costs, planned: Planned) -> float:
-    """Return the seconds by which programs are compared: of the step, and a small share of copying.
-
-    If a home has a compute slowdown, the simulated time already contains the cost of copies.
-    """
-    if costs.homes and costs.homes[0].compute_slowdown:
+    """Return the seconds by which programs are compared: of the step, and a small share of copying."""
+    if costs.homes and costs.homes[0].compute_slowdown:  # the simulated time contains the cost of copies
         return planned.timeline.step_seconds
     copying = 0.0
     for instruction in planned.program.instructions:

@@ -56,10 +56,7 @@ def explain_too_small(
     describe: Callable[[int], str] | None = None,
     smallest: int | None = None,
 ) -> BudgetError:
-    """Return the error for a budget that is too small: the op that needs the most, and the smallest budget.
-
-    ``describe`` describes a storage, by default by its name. ``smallest`` is the smallest budget, if the caller has it.
-    """
+    """Return the error for a budget that is too small: the op that needs the most, and the smallest budget."""
     needs = large_needs(graph, costs)
     smallest = smallest_budget(graph, costs) if smallest is None else smallest
     worst = max(range(len(needs)), key=needs.__getitem__) if needs else None
@@ -133,10 +130,7 @@ def plans_of_step(
     *,
     params: SearchParams | None = None,
 ) -> Iterator[Planned]:
-    """Yield the plans for a step, the best first; each further plan is placed only when it is requested.
-
-    Arguments and errors are those of ``plan_step``; ``describe`` describes a storage in error messages.
-    """
+    """Yield the plans for a step like ``plan_step``, the best first; each is placed only when requested."""
     policy = policy_of(policy)
     whole = lower(graph, costs, keep_all(budget))
     if budget < _neediest(graph, costs, whole):

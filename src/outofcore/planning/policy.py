@@ -86,11 +86,7 @@ _Policy = TypeVar("_Policy", bound=PolicyLike)
 
 @dataclass(frozen=True)
 class Checked:
-    """Base of policies that checks the types of its fields.
-
-    Raises:
-        InputError: a value has another type than its field.
-    """
+    """Base of policies that checks the types of its fields; a wrong one raises ``InputError``."""
 
     name = ""
 
@@ -104,13 +100,7 @@ class Checked:
                 )
 
     def require(self, field_name: str, right: bool, what: str) -> None:
-        """Raise ``InputError`` if a value is out of range.
-
-        Args:
-            field_name: name of the field.
-            right: whether its value is valid.
-            what: the valid values, in words.
-        """
+        """Raise ``InputError`` unless a value is right; ``what`` describes the valid values."""
         if not right:
             raise InputError(
                 f"the policy {self.name!r}: {field_name} must be {what}, not {getattr(self, field_name)!r}"
@@ -153,7 +143,6 @@ class Auto(Checked):
     params: SearchParams = field(default_factory=SearchParams)
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return no variants, because ``planning.search`` places its candidates itself."""
         return ()
 
 
@@ -173,7 +162,6 @@ class KeepAll(Checked):
     name = "keep-all"
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return the only plan, which does not depend on the room."""
         return (keep_all,)
 
 
@@ -193,7 +181,6 @@ class OffloadAll(Checked):
     strict: bool | None = None
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return the lenient plan and the strict one, or the one that ``strict`` selects."""
         ways = (False, True) if self.strict is None else (self.strict,)
         return [
             lambda room, strict=strict: offload_all(graph, room, strict=strict, costs=costs)
@@ -204,28 +191,18 @@ class OffloadAll(Checked):
 
 @dataclass(frozen=True)
 class Own:
-    """A policy made from a function.
-
-    Attributes:
-        name: for plans and reports.
-        plan: from graph, costs and bytes of room to a plan; may raise ``BudgetError``.
-    """
+    """A policy made from a function."""
 
     name: str
+    # From graph, costs and bytes of room to a plan; may raise ``BudgetError``.
     plan: Callable[[StepGraph, Costs, int], Plan]
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return the function, bound to this step."""
         return (lambda room: self.plan(graph, costs, room),)
 
 
 def plans_of(policy: Policy, graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
-    """Return the plans of a policy that fit a budget, at most one for each variant, the fastest first.
-
-    Raises:
-        GraphError: a plan contradicts the step.
-        InputError: a variant did not return a ``Plan``.
-    """
+    """Return the plans of a policy that fit a budget, at most one for each variant, the fastest first."""
     found = [_fitted(policy, graph, costs, budget, asked) for asked in policy.variants(graph, costs, budget)]
     return sorted((p for p in found if p is not None), key=lambda p: p.timeline.step_seconds)
 

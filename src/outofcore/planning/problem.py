@@ -27,48 +27,30 @@ KEPT = -1
 
 @dataclass(frozen=True, slots=True)
 class GapInfo:
-    """A gap of a large storage that has ops inside.
+    """A gap of a large storage that has ops inside."""
 
-    Attributes:
-        gap: the use interval, in op indices.
-        bytes: size in the arena.
-        copied: bytes that a copy moves.
-        segment: index of the interval between two writes that contains the gap. One copy at home serves all gaps of it.
-        cyclic: the gap extends over the end of the step.
-        arriving: the gap ends at an input's first use, so it cannot be resident.
-        fetched: the use at its end needs the bytes.
-        final: the gap follows the last use of a storage that the user sees after the step.
-        leaves: the bytes must be at home when the step ends.
-        homes: indices of the homes that may hold its bytes, the nearest first.
-    """
-
-    gap: Gap
-    bytes: int
-    copied: int
-    segment: int
-    cyclic: bool
-    arriving: bool
-    fetched: bool
-    final: bool
-    leaves: bool
-    homes: tuple[int, ...]
+    gap: Gap  # the use interval, in op indices
+    bytes: int  # size in the arena
+    copied: int  # bytes that a copy moves
+    segment: int  # index of the interval between two writes; one copy at home serves all gaps of it
+    cyclic: bool  # whether it extends over the end of the step
+    arriving: bool  # whether it ends at an input's first use, so that it cannot be resident
+    fetched: bool  # whether the use at its end needs the bytes
+    final: bool  # whether it follows the last use of a storage that the user sees after the step
+    leaves: bool  # whether the bytes must be at home when the step ends
+    homes: tuple[int, ...]  # indices of the homes that may hold its bytes, the nearest first
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A step whose large blocks may take ``limit`` bytes; ``gaps`` are sorted by storage, then by time.
-
-    Attributes:
-        free: shape (ops,), bytes left at each op after the tensors it touches and its workspace.
-        changed: persistent storages that the step writes.
-    """
+    """A step whose large blocks may take ``limit`` bytes."""
 
     graph: StepGraph
     costs: Costs
     limit: int
-    gaps: tuple[GapInfo, ...]
-    free: Ints
-    changed: frozenset[int]
+    gaps: tuple[GapInfo, ...]  # by storage, then by time
+    free: Ints  # shape (ops,), bytes left at each op after the tensors it touches and its workspace
+    changed: frozenset[int]  # persistent storages that the step writes
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs, limit: int) -> Problem:
@@ -112,12 +94,10 @@ class Problem:
 
     @property
     def homes(self) -> tuple[Home, ...]:
-        """The homes; empty if nothing can be offloaded."""
         return self.costs.homes
 
     @property
     def is_feasible(self) -> bool:
-        """Whether each op fits by itself."""
         return not len(self.free) or int(self.free.min()) >= 0
 
     @cached_property
@@ -184,10 +164,10 @@ class Problem:
         return needed
 
     def within_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
-        """Return the choice with storages moved to other homes where the capacity of a home would be exceeded.
+        """Return the choice with storages moved where a home would overflow; None if the homes are too small.
 
         Storages with the largest share at a home stay there; among equals, those with the most copies per op of
-        residence. ``choice`` has shape (gaps,), ``shares`` (gaps, homes). Return None if the homes are too small.
+        residence.
         """
         if all(home.bytes is None for home in self.homes):
             return choice

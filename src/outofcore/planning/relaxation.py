@@ -17,31 +17,21 @@ from outofcore.planning.problem import Problem
 class Relaxation:
     """A linear program of which every plan is a feasible point, as far as shares, copies and homes go.
 
-    Args:
-        again: gaps that may be recomputed.
-        spans: for each op the number of its span of time.
-        interior: see ``LinearProgram``.
-
-    Attributes:
-        seconds: shape (spans,), seconds of the ops of each span.
-        waits: variables, shape (spans + 1,): seconds of waiting before each span and after the last.
-        kept: by gap that may be resident, the variable of its resident share.
-        repeated: by gap that may be recomputed, the variable of its recomputed share.
-        copied: by gap and home to which a copy out may be needed, the variable of the copied share.
-        share_rows: by gap with more than one variable, the row that adds them up.
+    ``again`` are gaps that may be recomputed, and ``spans`` the number of each op's span of time.
     """
 
     def __init__(self, problem: Problem, again: Iterable[int], spans: Sequence[int], *, interior: bool = False) -> None:
         self.problem, self.spans = problem, spans
         self.program = LinearProgram(interior=interior)
-        self.seconds = [0.0] * (spans[-1] + 1 if spans else 0)
+        self.seconds = [0.0] * (spans[-1] + 1 if spans else 0)  # by span, of its ops
         for at, cost in zip(spans, problem.costs.ops, strict=True):
             self.seconds[at] += cost.seconds
+        # Variables: seconds of waiting before each span and after the last.
         self.waits = [self.program.variable(cost=1.0) for _ in range(len(self.seconds) + 1)]
-        self.kept: dict[int, int] = {}
-        self.repeated: dict[int, int] = {}
-        self.copied: dict[tuple[int, int], int] = {}
-        self.share_rows: dict[int, int] = {}
+        self.kept: dict[int, int] = {}  # by gap that may be resident, the variable of its resident share
+        self.repeated: dict[int, int] = {}  # by gap that may be recomputed, the variable of its recomputed share
+        self.copied: dict[tuple[int, int], int] = {}  # the variable of the share that is copied out, by gap and home
+        self.share_rows: dict[int, int] = {}  # the sum of the shares, by gap with more than one variable
         self._sent: dict[tuple[int, int], int] = {}  # share at a home, by gap and home, if it has a variable
         again = set(again)
         for g in problem.movable:
@@ -57,7 +47,6 @@ class Relaxation:
         self._copies_out()
 
     def _own(self, g: int) -> list[int]:
-        """Return the variables of a gap."""
         sent = [self._sent[g, home] for home in self.problem.gaps[g].homes[:-1]]
         return [self.kept[g], *([self.repeated[g]] if g in self.repeated else []), *sent]
 

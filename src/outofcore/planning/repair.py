@@ -32,26 +32,18 @@ _Stuck = list[tuple[int, int, int, int]]
 
 @dataclass
 class Attempts:
-    """Attempts to place plans that come from the same candidate.
-
-    Attributes:
-        spared: shape (ops,), bytes that the next plan should leave free.
-        leaving: storages that the next plan should not keep on the device between two uses.
-        made: number of plans tried.
-        ended: no plan will fit: the homes are too small, or attempts do not improve.
-        height: height of the last plan's blocks, in bytes.
-        repeated: the last plan equals the one before, so it was not placed again.
-    """
+    """Attempts to place plans that come from the same candidate."""
 
     graph: StepGraph
     costs: Costs
     budget: int
-    spared: Ints = field(init=False)
+    spared: Ints = field(init=False)  # shape (ops,), bytes that the next plan should leave free
+    # Storages that the next plan should not keep on the device between two uses.
     leaving: set[int] = field(default_factory=set[int])
-    made: int = 0
-    ended: bool = False
-    height: float = 0.0
-    repeated: bool = False
+    made: int = 0  # number of plans tried
+    ended: bool = False  # whether no plan will fit: the homes are too small, or attempts do not improve
+    height: float = 0.0  # of the last plan's blocks, in bytes
+    repeated: bool = False  # whether the last plan equals the one before, so that it was not placed again
 
     def __post_init__(self) -> None:
         self.spared = np.zeros(len(self.graph.ops), dtype=np.int64)

@@ -24,7 +24,6 @@ def candidates(graph: StepGraph, plan: Plan) -> list[int]:
 
 
 def all_staying(graph: StepGraph, plan: Plan) -> Plan:
-    """Return the plan with every possible gradient staying."""
     return replace(plan, staying=tuple(sorted(candidates(graph, plan))))
 
 

@@ -51,10 +51,7 @@ _SEEDS = 4
 
 
 def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams, whole: Program) -> list[Planned]:
-    """Return plans within the budget, the best first; the first lists all candidates.
-
-    ``whole`` is the in-core program, not placed.
-    """
+    """Return plans within the budget, the best first; ``whole`` is the in-core program, not placed."""
     found = _Search(graph, costs, budget, params, room_for_large(graph, costs, budget, whole))
     found.mix()
     return found.ranked()
@@ -238,7 +235,6 @@ class _Search:
             self._note("polished", better)
 
     def ranked(self) -> list[Planned]:
-        """Return the plans, the best first."""
         if self.params.polish_ops and len(self.graph.ops) <= LONGEST:
             self._polish()
         ranked = sorted((planned for _, planned in self.planned), key=lambda planned: worth(self.costs, planned))

@@ -62,47 +62,29 @@ class _View(ctypes.Structure):
 
 @dataclass(frozen=True)
 class State:
-    """The residency of each gap.
+    """The residency of each gap."""
 
-    Attributes:
-        kind: by gap, as in ``Choices``: ``AGAIN`` if recomputed; ``AWAY`` if offloaded and copied in by each chain.
-        fetch: by gap, the op before which it is fetched if it is recomputed.
-        home: by gap, the index of its home, or ``problem.KEPT``, if it is not recomputed.
-    """
-
-    kind: array[int]
-    fetch: array[int]
-    home: array[int]
+    kind: array[int]  # by gap, as in ``Choices``; ``AWAY`` if it is offloaded and each chain copies it in
+    fetch: array[int]  # by gap, the op before which it is fetched if it is recomputed
+    home: array[int]  # by gap, the index of its home, or ``problem.KEPT``, if it is not recomputed
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A state with the schedule of its copies.
-
-    Attributes:
-        staying: the gradients that stay on the device until the next step begins.
-        copied: seconds of all copies.
-        value: seconds by which states are compared: of the step, and a small share of copying.
-        waited: for gaps that ops waited for, the seconds of waiting.
-        starts: the second at which each op starts, and the end of the last one.
-    """
+    """A state with the schedule of its copies."""
 
     state: State
     decisions: tuple[Decision, ...]
-    staying: tuple[int, ...]
+    staying: tuple[int, ...]  # the gradients that stay on the device until the next step begins
     seconds: float
-    copied: float
-    value: float
-    waited: dict[int, float]
-    starts: tuple[float, ...]
+    copied: float  # seconds of all copies
+    value: float  # seconds by which states are compared: of the step, and a small share of copying
+    waited: dict[int, float]  # for gaps that ops waited for, the seconds of waiting
+    starts: tuple[float, ...]  # the second at which each op starts, and the end of the last one
 
 
 class Tuner:
-    """The local search over the states of a step; has one present state.
-
-    Args:
-        kept: choices without recomputation, of a problem with homes.
-    """
+    """The local search over the states of a step; ``kept`` are choices without recomputation."""
 
     def __init__(self, kept: Choices) -> None:
         self._problem = problem = kept.problem
@@ -150,10 +132,9 @@ class Tuner:
         """Go to a state and schedule it, repairing it if it does not fit; return None if that fails.
 
         Args:
-            state: the residency of each gap.
             slack: how much earlier than just in time a copy in may start, in multiples of its own seconds.
             passes: maximum number of scheduling passes.
-            spared: shape (ops,), bytes to leave free at each op, if the op by itself allows it; None: none.
+            spared: shape (ops,), bytes to leave free at each op, if the op by itself allows it.
             leaving: storages that may not be resident between two uses.
         """
         count = len(self._problem.graph.ops)
@@ -165,15 +146,11 @@ class Tuner:
         return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
 
     def tune(self, tries: int, recomputes: float = 0.5, seed: int = 0) -> Tuned:
-        """Try random changes to the present state, and keep those that do not slow the step.
-
-        ``recomputes`` is the share of changes that are about recomputation.
-        """
+        """Keep random changes that do not slow the step; a share ``recomputes`` of them is about recomputation."""
         self._library.outofcore_tuner_tune(self._handle, tries, recomputes, seed)
         return self.read()
 
     def read(self) -> Tuned:
-        """Return the present state and its schedule."""
         view, count = self._look(), len(self._problem.graph.ops)
         waited = _doubles(view.waited, len(self._problem.gaps))
         state, decisions = self._state(view), self._decisions(view)

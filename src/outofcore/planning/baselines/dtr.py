@@ -35,22 +35,20 @@ class DTR(Checked):
     """Evicts the tensor that is cheapest to recompute for its bytes and its age whenever room is needed.
 
     Kirisame et al., "Dynamic Tensor Rematerialization" (ICLR 2021, arXiv 2006.09616), sections 2 and 4.1. As the step
-    runs, each allocation that does not fit evicts the tensor with the smallest h_DTR,
+    runs, each allocation that does not fit evicts the tensor with the smallest
 
-        h = (seconds of the op that made it and of its evicted neighbours) / (bytes x seconds since its last use)
+        h_DTR = (seconds of the op that made it and of its evicted neighbours) / (bytes x seconds since its last use)
 
-    and an op with an evicted input first recomputes it, recursively.
+    and an op with an evicted input first recomputes it, recursively. Neighbours are the evicted storages that it is
+    made from, or that are made from it, through evicted ones.
 
         forward    a == b == c == d == e ==     no room at e: evict the cheapest for its age of a to d, say b
         backward   e, d, c, [b from a], a       [ ] recomputed right before its use, which may evict others
 
-    Neighbours are the evicted storages that it is made from, or that are made from it, through evicted ones.
-
-    Different from the paper: evictions are simulated before the step, with the costs of its ops, and become a plan,
-    which is less detailed than a run (``evict_online``). A storage is freed after its last use, and each chain that
-    needs it makes it again. If the plan takes more bytes than allowed, the step is simulated with fewer. What exists
-    before the step, and storages below 64 KiB, stay on the device; only inputs and outputs are copied. Left out: the
-    cheaper approximations of the heuristic, since planning has the time.
+    Different from the paper: evictions are simulated before the step and become a plan, which is less detailed than a
+    run (``evict_online``). If the plan takes too many bytes, the step is simulated with fewer. Each chain that needs a
+    freed storage makes it again. Storages that exist before the step, and those below 64 KiB, stay on the device. The
+    cheaper approximations of the heuristic are left out.
 
     >>> DTR().name
     'dtr'
@@ -59,7 +57,6 @@ class DTR(Checked):
     name = "dtr"
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return the only variant."""
         contents = Contents.of(graph, costs)
         whole = Choices(Problem.of(graph, costs, room_for_large(graph, costs, budget)), contents)
 
@@ -83,14 +80,9 @@ class DTR(Checked):
 def evict_online(choices: Choices, limit: int) -> Snapshot | None:
     """Simulate greedy eviction, and return the gaps that are then recomputed; None if an op cannot fit.
 
-    The plan says less than the simulation did: after an eviction between two uses the storage is dropped right after
-    the first use, and only its last fetch before the second remains. So the plan may take more bytes and seconds. If an
-    evicted storage cannot be recomputed for lack of room, the simulation starts again with it and all similar storages
-    pinned.
-
-    Args:
-        choices: with every gap resident; only read.
-        limit: bytes of large blocks that may be held.
+    A plan drops a storage right after the use before its eviction, and keeps only the last fetch before the next use.
+    So it may take more bytes and seconds than the simulation. If an evicted storage cannot be recomputed for lack of
+    room, the simulation starts again with it and similar storages pinned. ``choices`` must have every gap resident.
     """
     pinned: frozenset[int] = frozenset()
     work = 0
@@ -230,7 +222,6 @@ class _Following:
         return True
 
     def _rate(self, op: int, g: int) -> None:
-        """Find the present cost of recomputing a gap's content."""
         state = self.state
         self.stale[g] = False
         found = state.chain(op, (g,))

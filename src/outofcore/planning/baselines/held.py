@@ -31,7 +31,6 @@ class Held:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Held:
-        """Count the bytes of a step in which everything stays on the device."""
         n = len(graph.ops)
         change = np.zeros(n + 1, dtype=np.int64)
         for storage in graph.storages:
@@ -42,7 +41,6 @@ class Held:
         return Held(graph, np.array(large_needs(graph, costs), dtype=np.int64) + np.cumsum(change)[:-1])
 
     def bytes_of(self, gap: Gap) -> int:
-        """Return the bytes of a gap's storage."""
         return placed_bytes(self.graph.storages[gap.storage].bytes)
 
     def under(self, decisions: Iterable[Decision]) -> Ints:

@@ -21,35 +21,31 @@ class PoocH(Checked):
     """Keeps, swaps or recomputes each feature map, by a simulated timeline.
 
     Ito, Imai, Le, Negishi, Kawachiya, Matsumiya & Endo, "Profiling based Out-of-core Hybrid Method for Large Neural
-    Networks" (arXiv 1907.05013), section 4. It profiles an iteration in which everything is swapped. Then a simulation
-    classifies the feature maps, which the forward pass leaves for the backward pass:
+    Networks" (arXiv 1907.05013), section 4. A simulation classifies the feature maps, which wait for the backward pass:
 
-    1. Keep or swap: all are swapped at first. A tree search tries to keep, one after the other, those whose copy-in
-    stalled the backward pass. At each node, maps whose copy-out stalled the forward pass are kept, the last made first,
-    up to the first that does not fit; then all others that fit, in the same order.
-
-    2. Swap or recompute: for each swapped map, the ratio of the seconds that recomputing it adds to those that swapping
-    it adds, both against keeping it for free. Maps with a ratio of 1 or more stay swapped. The map with the smallest
-    ratio is recomputed, the ratios are simulated again, and so on until no map is left.
-
-    3. Copies-in: hoisted to the earliest op from which their room is free, then delayed as far as they stay hidden.
-    Both timings are simulated; the better one is used.
+    - Keep or swap: all are swapped at first. A tree search tries to keep, one after the other, those whose copy-in
+      stalled
+    the backward pass. At each node, maps whose copy-out stalled the forward pass are kept, the last made first, up to
+    the first that does not fit; then all others that fit, in the same order.
+    - Swap or recompute: the map with the smallest ratio of seconds added by recomputing to those added by swapping is
+    recomputed, the ratios are simulated again, and so on while one is below 1.
+    - Copies-in are hoisted to the earliest op from which their room is free, then delayed as far as they stay hidden.
+      Both
+    timings are simulated; the better one is used.
 
         forward    A1 A2 A3 A4 A5 | turn      A4, A5  keep: used soonest, and they fit
         home       A1 ->   A3 ->              A1, A3  swap: their copies hide behind the convolutions
         backward   A5 A4 (A3 in) (A2 again) (A1 in)   A2  recompute: slower to copy than to run again
 
-    Different from the paper (the authors' code is ``optimize_swap_targets`` in ``chainer/training/trainer.py`` of their
-    fork of Chainer, with the tree search switched off): a feature map is any storage that waits over the turn. A
-    chain's intermediate results serve other recomputed maps, too. Ratios are updated only when they come up as the
-    smallest, which gives the same choices as long as ratios only grow. If step 2 would exceed ``effort``, maps of
-    neighbouring rank are judged together, and the tree search stops at it. Copies are timed by the links' rates.
-    Storages below 64 KiB stay. Of several homes the farthest is used; without homes there is no plan unless everything
-    fits. As in the paper, parameters, gradients, optimizer states and storages of one pass stay, and inputs are there
-    from the start.
+    Different from the paper (the authors' code is ``optimize_swap_targets`` of their fork of Chainer): a feature map is
+    any storage that waits over the turn. A chain's intermediate results serve other maps, too. Ratios are updated only
+    when they come up as the smallest. ``effort`` limits the simulations. Copies are timed by the links' rates. Storages
+    below 64 KiB stay. Of several homes the farthest is used; without homes there is no plan unless everything fits. As
+    in the paper, parameters, gradients, optimizer states and storages of one pass stay, and inputs are there from the
+    start.
 
     Attributes:
-        effort: ops that the simulations of step 2 may run for one plan; the tree search may run a quarter of it.
+        effort: ops that the simulations of ratios may run for one plan; the tree search may run a quarter of it.
 
     >>> PoocH(effort=100_000)
     PoocH(effort=100000)
@@ -63,8 +59,6 @@ class PoocH(Checked):
         self.require("effort", self.effort >= 0, "0 or more")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return the only variant; none without homes."""
-
         def plan(one: Costs, room: int) -> Plan:
             return pooch(graph, one, room, effort=self.effort)
 
@@ -72,11 +66,7 @@ class PoocH(Checked):
 
 
 def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000) -> Plan:
-    """Plan a step by classification; see ``PoocH``.
-
-    Raises:
-        BudgetError: the step does not fit even with every feature map swapped.
-    """
+    """Plan a step by classification (see ``PoocH``); raise ``BudgetError`` if swapping all is not enough."""
     trials = Trials.of(graph, costs, budget)
     in_core = trials.run([Class.KEEP] * len(trials.maps))
     if in_core is not None:
@@ -96,10 +86,7 @@ class _Search:
     visited: int = field(default=0)  # nodes of the tree search
 
     def keep(self, classes: list[Class], settled: frozenset[int]) -> tuple[float, list[Class]]:
-        """Run step 1 from a node of the tree; return the seconds and classes of the best result.
-
-        ``settled`` are maps that an earlier node has tried.
-        """
+        """Run step 1 from a node of the tree; return the best seconds and classes. ``settled`` maps were tried."""
         self.visited += 1
         trial = self.trials.run(classes)
         if trial is None:
@@ -156,7 +143,7 @@ class _Search:
         return trial
 
     def _ratio(self, classes: list[Class], group: tuple[int, ...], now: Trial) -> float:
-        """Return the seconds of recomputing a group over those of swapping it; infinity if it does not fit."""
+        """Return the seconds that recomputing a group adds, over those that swapping it adds."""
 
         def classed(how: Class) -> list[Class]:
             return [how if m in group else found for m, found in enumerate(classes)]

@@ -26,19 +26,17 @@ class ProfileGuided(Checked):
     lowest segment (the leftmost of equals), the longest-lived is placed there. If there is none, the segment is raised
     to its lower neighbour.
 
-        offset ^        |  C  |            the lowest segment is that above B; D lives longer than E, and fits within it,
-               |  A     |-----|=====       so D comes next, then E next to it or above
+        offset ^        |  C  |            the lowest segment is that above B; D lives longer than E, and
+               |  A     |-----|=====       is within it, so D comes next, then E next to it or above
                |--------|  B       |
                +------------------------> time
 
-    There is a plan if these addresses stay within the budget. It shows what the rule alone needs: other policies use
-    the lowest of several placements, and search further.
+    It has a plan if these addresses stay within the budget. Other policies use the lowest of several placements.
 
     Different from the paper: lifetimes and sizes come from the captured step, and workspaces of ops from measurements.
     A block that is resident at the end of a step wraps around the end of time. Small blocks (below 64 KiB) are below
-    the others, so that large ones are aligned to pages, and blocks that live through the whole step are lowest. Left
-    out: to plan again at a different request, which a compiled step does with every policy; and to interrupt the plan
-    outside of the step, where nobody allocates in the arena.
+    the others, and blocks that live through the whole step are lowest. Left out: reoptimization and interruption of a
+    plan.
 
     >>> ProfileGuided().name
     'profile-guided'
@@ -47,7 +45,6 @@ class ProfileGuided(Checked):
     name = "profile-guided"
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return the in-core plan, whose addresses ``placed`` sets."""
         return (keep_all,)
 
     def placed(self, graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
@@ -62,7 +59,6 @@ class ProfileGuided(Checked):
 
 
 def _placed(program: Program) -> Program:
-    """Return a program with the addresses of the rule."""
     small = [block for block in program.blocks if not is_large(block.bytes)]
     large = [block for block in program.blocks if is_large(block.bytes)]
     offsets: dict[int, int] = {}

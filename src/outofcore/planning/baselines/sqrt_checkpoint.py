@@ -23,7 +23,7 @@ _REACH = 1 / 3
 
 @dataclass(frozen=True)
 class SqrtCheckpoint(Checked):
-    """Keeps the borders of segments and recomputes the rest of each segment.
+    """Keeps the borders of segments and recomputes the other storages of each segment.
 
     Chen, Xu, Zhang & Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174), section 4. A chain
     of n layers is cut into segments, and only tensors that cross a border are kept. When the backward pass reaches a
@@ -34,15 +34,12 @@ class SqrtCheckpoint(Checked):
         backward                                         <- kept as is -- |
                      <- 1 runs again   <- 2 runs again
 
-    Different from the paper, adapted to a graph of ops: the forward pass ends at the *turn*, the op over which most
-    bytes wait for later uses. Segments are equal in waiting bytes; numbers of segments are tried instead of budgets
-    (4.2). Near an equal cut, a border is where the crossing tensors are kept for the backward pass anyway, and where
-    they are smallest; a tensor that is not kept would be recomputed from further up. The tensors to keep are found from
-    the graph, not named by the user. The last segment is not recomputed.
-
-    Left out: the recursive form (section 4.3), with O(log n) memory for O(n log n) time; and automatic in-place ops,
-    since a captured step runs PyTorch's ops. Parameters, gradients and optimizer states stay, so the smallest budget is
-    far above that of policies that offload. Only inputs and outputs are copied.
+    Different from the paper: the forward pass ends at the *turn*, the op over which most bytes wait for later uses.
+    Segments are equal in waiting bytes; numbers of segments are tried instead of budgets (4.2). Near an equal cut, a
+    border is where the crossing tensors wait for the backward pass anyway, and where they are smallest. The last
+    segment is not recomputed. Left out: the recursive form (4.3) and automatic in-place ops. Parameters, gradients and
+    optimizer states stay, so the smallest budget is far above that of policies that offload. Only inputs and outputs
+    are copied.
 
     Attributes:
         segments: number of segments. None: the root of the number of waiting storages, and some numbers up to four
@@ -61,17 +58,13 @@ class SqrtCheckpoint(Checked):
         self.require("segments", self.segments is None or self.segments >= 1, "1 or more")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return one plan for each number of segments; they do not depend on the room."""
         counts = segment_counts(graph) if self.segments is None else (self.segments,)
         plans = [sqrt_checkpoint(graph, budget, segments=count) for count in counts]
         return [lambda room, plan=plan: plan for plan in plans]
 
 
 def sqrt_checkpoint(graph: StepGraph, budget: int, *, segments: int | None = None) -> Plan:
-    """Plan a step by checkpoints; see ``SqrtCheckpoint``.
-
-    ``budget`` is only recorded in the plan. By default ``segments`` is the root of the number of waiting storages.
-    """
+    """Plan a step by checkpoints (see ``SqrtCheckpoint``); ``budget`` is only recorded in the plan."""
     waiting = waiting_gaps(graph)
     count = max(isqrt(len(waiting)), 1) if segments is None else segments
     decisions = sorted(_Checkpoints.of(graph, waiting, count).decisions(), key=lambda d: d.gap)
@@ -162,10 +155,7 @@ class _Checkpoints:
 
 
 def _crossing(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:
-    """For a border before each op, return the crossing bytes that do not wait over the turn, and all.
-
-    A storage that waits but is written again after the border does not wait as it crosses.
-    """
+    """For a border before each op, return the crossing bytes that do not wait over the turn, and all."""
     writes = History.of(graph).writes
     lost = [0] * (turn + 2)
     whole = [0] * (turn + 2)
@@ -174,6 +164,7 @@ def _crossing(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[
         if not ahead or creator >= turn:
             continue
         count = placed_bytes(graph.storages[storage].bytes)
+        # A storage that waits but is written again after the border does not wait as it crosses.
         steady = max(op for op in writes[storage] if op < turn) if storage in waiting else ahead[-1]
         for change, last in ((whole, ahead[-1]), (lost, min(steady, ahead[-1]))):
             change[creator + 1] += count

@@ -29,7 +29,6 @@ class SuperNeurons(Checked):
     Wang et al., "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (PPoPP 2018, arXiv
     1801.04380), section 3:
 
-    - Liveness (3.2): storages without a further use are dropped, as in every program.
     - Unified tensor pool (3.3): *checkpoints* go home, and are fetched one checkpoint ahead in the backward pass. A
       cache on
     the device keeps as many of them as fit; the least recently used are evicted first.
@@ -42,16 +41,15 @@ class SuperNeurons(Checked):
         home       C1 ------>   C2 -->               copied out while the next ones are computed
         backward   ... C3   [C2 s] C2   [C1 s s] C1  copied in one ahead; [ ]: recomputed, from the checkpoint
 
-    Checkpoints are the results of heavy ops, joins and forks. Heavy ops are the paper's convolutions and fully
-    connected layers; here ops with more than twice the median seconds per byte, since a graph need not name its ops.
-    Joins are ops that read two storages of the step (random numbers aside); forks are storages that several forward ops
-    read.
+    Checkpoints are the results of heavy ops, joins and forks. Heavy ops take more than twice the median seconds per
+    byte, since a graph need not name its ops (in the paper, convolutions and fully connected layers). Joins read two
+    storages of the step (random numbers aside); forks are storages that several forward ops read.
 
     Different from the paper: decisions are made before the step, and the cache is the number of checkpoints that fit.
     If there is no room to fetch one checkpoint ahead, they are fetched just in time. Storages below 64 KiB stay. Of
-    several homes the farthest is used; without any, checkpoints stay. Left out: the preallocated heap, since addresses
-    are planned; and the choice of convolution algorithms by workspace (3.5), since algorithms round differently. As in
-    the paper, parameters, gradients and optimizer states stay, and inputs are there from the start.
+    several homes the farthest is used; without any, checkpoints stay. Left out: the preallocated heap, and the choice
+    of algorithms by workspace (3.5), since algorithms round differently. As in the paper, parameters, gradients and
+    optimizer states stay, and inputs are there from the start.
 
     Attributes:
         recompute: recompute segments; False: they stay, and only checkpoints are offloaded.
@@ -64,8 +62,6 @@ class SuperNeurons(Checked):
     recompute: bool = True
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return the only variant."""
-
         def plan(one: Costs, room: int) -> Plan:
             return superneurons(graph, one, room, recompute=self.recompute)
 
@@ -73,9 +69,7 @@ class SuperNeurons(Checked):
 
 
 def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool = True) -> Plan:
-    """Plan a step by checkpoints that are offloaded and segments that are recomputed; see ``SuperNeurons``.
-
-    Without homes checkpoints stay on the device.
+    """Plan a step by offloaded checkpoints and recomputed segments (see ``SuperNeurons``).
 
     Raises:
         BudgetError: the step does not fit even with every checkpoint offloaded.
@@ -124,11 +118,7 @@ class _Parts:
         )
 
     def decisions(self, away: int, recompute: bool, ahead: bool) -> tuple[Decision, ...]:
-        """Return decisions for the first ``away`` checkpoints and, if ``recompute``, for all segments.
-
-        ``ahead``: copies have the time that the paper gives them. If not, room is taken as late and freed as early as
-        possible.
-        """
+        """Return decisions for the first ``away`` checkpoints and, if ``recompute``, for all segments."""
         found: list[Decision] = []
         due: dict[Gap, int] = {gap: gap.end for gap in self.checkpoints[:away]}
         made: dict[int, list[Gap]] = {}  # by the op that makes them
@@ -145,7 +135,7 @@ class _Parts:
         times = sorted(set(due.values()))
         for gap, at in due.items():
             release, fetch = gap.start + 1, at
-            if ahead:
+            if ahead:  # the times of the paper; if not, room is taken as late and freed as early as possible
                 earlier = bisect_left(times, at)
                 fetch = max(times[earlier - 1] if earlier else at, release)
                 following = bisect_right(self.makers, gap.start)

@@ -39,17 +39,14 @@ class TFLMS(Checked):
     ``ahead`` 1 and ``group`` 0, in the first mode with such a threshold; then the largest ``ahead``; then the largest
     ``group``. If the step fits, nothing is swapped.
 
-    Different from the papers (see the code of both versions, IBM ``tensorflow-large-model-support``): each op is a
-    level, since a captured step runs its ops one after the other ("serialization" of all levels). A result is what an
-    op last wrote, since captured ops may write in place. A copy-out takes the seconds of the link, where the simulator
-    of the second version takes one level; and all of the memory is used, not nine tenths. Clean storages are evicted
-    without a copy. The largest group that fits is used, where the code stops at the first. Storages below 64 KiB stay,
-    where the code never swaps vectors. Of several homes the farthest is used.
-
-    Left out: scopes and op types that a user may exclude; ``ub``, ``branch_threshold``, ``n_tensors`` and the "chain
-    rule" of the first version, which pick the op of a control edge, and are one distance, ``ahead``, in the second. As
-    in TFLMS, variables stay (parameters, persistent gradients, optimizer states, buffers), and inputs are there from
-    the start.
+    Different from the papers (see IBM ``tensorflow-large-model-support``): each op is a level of its own. A result is
+    what an op last wrote, since captured ops may write in place. A copy-out takes the seconds of the link, where the
+    simulator of the second version takes one level; and all of the memory is used, not nine tenths. Clean storages are
+    evicted without a copy. The largest group that fits is used, where the code stops at the first. Storages below 64
+    KiB stay, where the code never swaps vectors. Of several homes the farthest is used. Left out: excluded scopes and
+    op types, and the parameters of the first version that pick the op of a control edge, which are one distance,
+    ``ahead``, in the second. As in TFLMS, variables stay (parameters, persistent gradients, optimizer states, buffers),
+    and inputs are there from the start.
 
     Attributes:
         threshold: in ops. A result goes home if a consumer is further than this from the op that wrote it; nearer
@@ -82,12 +79,11 @@ class TFLMS(Checked):
         self.require("group", self.group is None or self.group >= 0, "0 or more")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return the only variant; none without homes."""
         return (for_one_home(graph, costs, lambda one, room: tflms(graph, one, room, self)),) if costs.homes else ()
 
 
 def tflms(graph: StepGraph, costs: Costs, budget: int, how: TFLMS | None = None) -> Plan:
-    """Plan a step by the three distances; ``how`` has the fields that are not tuned.
+    """Plan a step by the three distances (see ``TFLMS``); ``how`` has the fields that are not tuned.
 
     Raises:
         BudgetError: the step does not fit in any allowed mode with the given distances.
@@ -122,23 +118,16 @@ def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
 
 @dataclass(frozen=True)
 class Rewriting:
-    """A step to which swaps can be added; ``costs`` have one home.
-
-    Attributes:
-        held: the bytes without swaps.
-        gaps: of storages that the step creates, each with the op that last wrote the bytes.
-        times: the second at which each op starts if there are no stalls.
-    """
+    """A step to which swaps can be added; ``costs`` have one home."""
 
     graph: StepGraph
     costs: Costs
-    held: Held
-    gaps: tuple[tuple[Gap, int], ...]
-    times: tuple[float, ...]
+    held: Held  # without swaps
+    gaps: tuple[tuple[Gap, int], ...]  # of storages that the step creates, each with the op that last wrote the bytes
+    times: tuple[float, ...]  # the second at which each op starts if there are no stalls
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Rewriting:
-        """Build a step without swaps."""
         writes = History.of(graph).writes
         found = [
             (gap, writes[storage][bisect_left(writes[storage], gap.start + 1) - 1])

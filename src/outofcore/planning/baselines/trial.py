@@ -35,23 +35,16 @@ class Class(Enum):
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of simulating a classification.
-
-    Attributes:
-        stalling_out: the maps whose copy-out an op or a copy-in waited for.
-        stalling_in: the maps whose copy-in an op waited for.
-    """
+    """The result of simulating a classification."""
 
     decisions: tuple[Decision, ...]
     seconds: float
-    stalling_out: frozenset[int]
-    stalling_in: frozenset[int]
+    stalling_out: frozenset[int]  # the maps whose copy-out an op or a copy-in waited for
+    stalling_in: frozenset[int]  # the maps whose copy-in an op waited for
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """The ops that run again before one op, for one map or several."""
-
     maps: tuple[int, ...]
     seconds: float
     bytes: int  # needed in addition to those of the maps
@@ -86,14 +79,12 @@ class Trials:
 
     @property
     def ops(self) -> int:
-        """The number of ops of the step."""
         return len(self.graph.ops)
 
     def can_recompute(self, m: int) -> bool:
         return m in self.again
 
     def copy_seconds(self, m: int) -> float:
-        """Return the seconds of a map's copies."""
         return self.out_seconds[m] + self.in_seconds[m]
 
     def chain_seconds(self, m: int, classes: list[Class]) -> float:
@@ -110,7 +101,6 @@ class Trials:
         return replace(self, out_seconds=out, in_seconds=back)
 
     def compute_seconds(self, classes: list[Class]) -> float:
-        """Return the seconds of all ops, recomputation included."""
         again = sum(chain.seconds for chain in self._chains(classes).values())
         return sum(cost.seconds for cost in self.costs.ops) + again
 

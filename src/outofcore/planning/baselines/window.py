@@ -31,16 +31,11 @@ class Window(Checked):
     results do not fit, the latest prefetches are cancelled: they may not start before the next op, and the schedule is
     made again.
 
-    Different from the paper (see the authors' code, ``src/nbla/lms/swap_in_out_scheduler.cpp`` of nnabla):
-
-    - Clean storages are evicted without a copy. Storages in the window at the end of a step stay resident; with
-    ``persist=False`` everything is evicted there, as in the paper.
-    - The workspace of an op takes room like its results.
-    - The schedule is made again from shortly before the first cancelled prefetch; the part before does not change.
-    - Parameters are treated like other storages; storages below 64 KiB stay. Of several homes the farthest is used.
-
-    Left out: virtual addressing, since blocks have planned addresses; type casts, which a graph does not have; and
-    "preclear", since every program drops storages without a further use.
+    Different from the paper (see ``src/nbla/lms/swap_in_out_scheduler.cpp`` of nnabla): clean storages are evicted
+    without a copy. Storages in the window at the end of a step stay resident, unless ``persist`` is False. Workspaces
+    take room like results. The schedule is made again only from shortly before the first cancelled prefetch. Parameters
+    are treated like other storages; storages below 64 KiB stay. Of several homes the farthest is used. Left out:
+    virtual addressing, type casts and "preclear", which programs here do not need.
 
     Attributes:
         reach: the window in multiples of the bytes that may be resident; the paper's implementation uses 1.5.
@@ -62,8 +57,6 @@ class Window(Checked):
         self.require("reach", self.reach > 0, "above 0")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return the only variant; none without homes."""
-
         def plan(one: Costs, room: int) -> Plan:
             return window(graph, one, room, reach=self.reach, persist=self.persist)
 
@@ -76,22 +69,15 @@ class _Order:
 
     A *name* stands for one lifetime of a storage's contents. Storages that do not persist have another name in each
     step, and so have storages that an op overwrites as a whole while they are not held.
-
-    Attributes:
-        uses: time and name of each use.
-        at: for each op of all steps the names that it touches.
-        fresh: for each op the names that it creates or overwrites as a whole, without reading them.
-        dying: for each op the names that it uses last.
-        storage: the storage of each name.
-        final: by storage, its name at the end of the last step.
     """
 
-    uses: tuple[tuple[int, int], ...]
-    at: tuple[tuple[int, ...], ...]
+    uses: tuple[tuple[int, int], ...]  # time and name of each
+    at: tuple[tuple[int, ...], ...]  # for each op of all steps the names that it touches
+    # For each op the names that it creates or overwrites as a whole, without reading them.
     fresh: tuple[frozenset[int], ...]
-    dying: tuple[frozenset[int], ...]
-    storage: tuple[int, ...]
-    final: dict[int, int]
+    dying: tuple[frozenset[int], ...]  # for each op the names that it uses last
+    storage: tuple[int, ...]  # by name
+    final: dict[int, int]  # by storage, its name at the end of the last step
 
     @staticmethod
     def of(graph: StepGraph, steps: int) -> _Order:
@@ -126,8 +112,6 @@ class _Order:
 
 @dataclass
 class _State:
-    """The state of memory when an op begins."""
-
     used: int = 0  # bytes on the device, pending copies-out included
     ahead: int = 0  # bytes of the window
     head: int = 0  # the first use that is not in the window yet
@@ -323,14 +307,7 @@ class _Window:
 
 
 def window(graph: StepGraph, costs: Costs, budget: int, *, reach: float = 1.5, persist: bool = True) -> Plan:
-    """Plan a step by the adaptive window.
-
-    Args:
-        graph: the step.
-        costs: only the workspaces are used.
-        budget: bytes of large blocks (64 KiB and more) that may be resident.
-        reach: the window in multiples of ``budget``.
-        persist: see ``Window``.
+    """Plan a step by the adaptive window (see ``Window``).
 
     Raises:
         BudgetError: an op by itself exceeds the budget.

@@ -46,7 +46,6 @@ class Watch:
 
     @property
     def over(self) -> bool:
-        """Whether the deadline has passed."""
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
@@ -57,14 +56,10 @@ def load_library() -> ctypes.CDLL:
 
 
 def best_fit(rectangles: Rectangles, worth: NDArray[np.float64], snug: float = 0.0) -> Ints:
-    """Return offsets by best fit over the skyline (see ``packing.best_fit``).
+    """Return offsets by best fit over the skyline (see ``packing.best_fit``), on a circle of time.
 
-    Different from the paper: time is a circle, so a block held over the end of a step is one rectangle; and ``worth``
-    need not be the lifetime. A gap that is not at the ends of time counts as held.
-
-    Args:
-        worth: of each rectangle, not negative; of those that fit, the one worth most is placed.
-        snug: added to the worth for each end that a rectangle shares with the segment.
+    Of the rectangles that fit, the one with the most ``worth`` is placed; ``snug`` is added for each end that it shares
+    with the segment. A gap that is not at the ends of time counts as held.
     """
     offsets = np.zeros(len(rectangles), np.int64)
     worth = np.ascontiguousarray(worth, np.float64)
@@ -81,10 +76,7 @@ def first_fit(rectangles: Rectangles, order: Ints) -> Ints:
 
 
 def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: Watch) -> Ints:
-    """Return a lower placement by ejection, or the same offsets (see the package).
-
-    ``effort`` is the approximate number of rectangles to inspect; the search stops at height ``goal``.
-    """
+    """Return a lower placement by ejection, or the same offsets; stop at height ``goal``."""
     offsets = offsets.copy()
     load_library().outofcore_eject(_layout(rectangles), goal, effort, watch.callback, offsets.ctypes.data)
     return offsets

@@ -28,8 +28,7 @@ class Packing:
     Attributes:
         offsets: of each rectangle, in the given order.
         height: the end of the highest rectangle.
-        lower_bound: bytes that every placement needs: the peak, or more if a search has proved that the capacity is too
-        small.
+        lower_bound: bytes that every placement needs: the peak, or more if the capacity is proved too small.
     """
 
     offsets: tuple[int, ...]

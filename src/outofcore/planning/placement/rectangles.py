@@ -27,9 +27,8 @@ class Rectangle:
         upper: when they are freed.
         size: bytes.
         alignment: the offset is a multiple of this.
-        gap: half-open; the bytes are not held meanwhile, but return to the same address. A rectangle that wraps around
-            the
-        end of a period is held over [0, a) and [b, end): lower 0, upper end, gap (a, b).
+        gap: half-open; a rectangle that wraps around the end of a period has lower 0, and a gap from its end to its
+            begin.
     """
 
     id: int | str
@@ -63,27 +62,18 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Rectangles:
-    """Rectangles as arrays, over consecutive slots of time.
-
-    Attributes:
-        begin: slot where the first segment begins; ``end``: where it ends.
-        again: slot where the second segment begins, or more than ``slots``; ``over``: where it ends.
-        slots: number of slots of time.
-        held: lifetimes in the caller's unit of time.
-        base: the lowest offset to use.
-        wrapping: indices of those with a second segment.
-    """
+    """Rectangles as arrays, over consecutive slots of time."""
 
     sizes: Ints
     alignments: Ints
-    begin: Ints
+    begin: Ints  # the slot where the first segment begins
     end: Ints
-    again: Ints
-    over: Ints
-    slots: int
-    held: Ints
-    base: int
-    wrapping: Ints
+    again: Ints  # the slot where the second segment begins, or more than ``slots``
+    over: Ints  # the slot where the second segment ends
+    slots: int  # number of slots
+    held: Ints  # lifetimes in the caller's unit of time
+    base: int  # the lowest offset to use
+    wrapping: Ints  # indices of those with a second segment
 
     @staticmethod
     def of(
@@ -136,7 +126,6 @@ class Rectangles:
         return np.cumsum(change)
 
     def height(self, offsets: Ints) -> int:
-        """Return the end of the highest rectangle."""
         return int((offsets + self.sizes).max(initial=self.base))
 
 

@@ -51,10 +51,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """A request that outlives the op without being a result, such as a library's cache.
-
-    It has no planned address, and may be absent when the op runs again.
-    """
+    """A request that outlives the op without being a result, such as a library's cache: it has no address."""
 
 
 Placement = Result | Scratch | Elsewhere
@@ -62,8 +59,6 @@ Placement = Result | Scratch | Elsewhere
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request and its placement."""
-
     bytes: int
     placement: Placement
 
@@ -82,9 +77,8 @@ def workspace_layout(
     """Return the requests of one op, with its scratch memory placed by the quick rules of ``pack``.
 
     Args:
-        events: allocator calls of the op's thread while the op ran; frees of other memory are ignored.
-        result_pointers: the key of each result by the address of its storage, read while the results were alive. Other
-        addresses (aliases of the op's arguments) are ignored.
+        events: allocator calls of the op's thread while the op ran.
+        result_pointers: the key of each result by the address of its storage, read while the results were alive.
         alignment: of requests below 64 KiB; larger ones begin on pages.
 
     Raises:

@@ -26,29 +26,19 @@ Snapshot = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The ops and contents of a chain.
+    """The ops and contents of a chain."""
 
-    Attributes:
-        ops: the ops that run, in order.
-        made: contents that it makes.
-        seen: contents that it makes or reads: what it depends on.
-        home: contents that it copies in from home.
-        copied: bytes of each of these.
-    """
-
-    ops: tuple[int, ...]
-    made: frozenset[int]
-    seen: frozenset[int]
-    copied: tuple[int, ...]
-    home: frozenset[int]
+    ops: tuple[int, ...]  # in the order in which they run
+    made: frozenset[int]  # contents that it makes
+    seen: frozenset[int]  # contents that it makes or reads: what it depends on
+    copied: tuple[int, ...]  # bytes of each content that it copies in from home
+    home: frozenset[int]  # contents that it copies in from home
 
 
 class Chain:
     """The ops that run again right before one op.
 
-    Attributes:
-        bytes: the most that it holds in addition to what is resident.
-        held: bytes of its targets, which stay.
+    ``bytes`` is the most that it holds in addition to what is resident; ``held`` are bytes of its targets, which stay.
     """
 
     __slots__ = ("_links", "bytes", "held", "seconds")
@@ -67,27 +57,18 @@ class Chain:
 
 @dataclass
 class Choices:
-    """Residencies of all gaps of a problem, and the chains that follow from them.
-
-    Attributes:
-        limit: bytes of large blocks that may be held; by default the problem's.
-        kind: by gap, KEPT, AWAY or AGAIN.
-        fetch: by gap, the op before which it is fetched if it is recomputed.
-        chains: by the op before which they run.
-        seconds: of all chains.
-        work: ops in all chains inspected so far, the unit of effort.
-        like: other choices for the same problem, whose constant parts are shared.
-    """
+    """Residencies of all gaps of a problem, and the chains that follow from them."""
 
     problem: Problem
     contents: Contents
-    limit: int = -1
-    kind: array[int] = field(default_factory=lambda: array("q"))
+    limit: int = -1  # bytes of large blocks that may be held; by default the problem's
+    kind: array[int] = field(default_factory=lambda: array("q"))  # by gap, KEPT, AWAY or AGAIN
+    # By gap, the op before which it is fetched if it is recomputed.
     fetch: array[int] = field(default_factory=lambda: array("q"))
-    chains: dict[int, Chain] = field(default_factory=dict[int, Chain])
-    seconds: float = 0.0
-    work: int = 0
-    like: Choices | None = None
+    chains: dict[int, Chain] = field(default_factory=dict[int, Chain])  # by the op before which they run
+    seconds: float = 0.0  # of all chains
+    work: int = 0  # ops in all chains inspected so far, the unit of effort
+    like: Choices | None = None  # other choices for the same problem, whose constant parts are shared
 
     def __post_init__(self) -> None:
         problem, contents, like = self.problem, self.contents, self.like
@@ -131,10 +112,7 @@ class Choices:
         return tuple((g, self.kind[g], self.fetch[g]) for g in self.free if self.kind[g] == AGAIN)
 
     def begin(self, snapshot: Snapshot) -> bool:
-        """Go from choices with every gap resident to a snapshot.
-
-        Return False if a gap cannot be recomputed that way; these choices are then unusable.
-        """
+        """Go from choices with every gap resident to a snapshot; False (and unusable choices) if that fails."""
         targets: dict[int, list[int]] = {}
         for g, kind, fetch in snapshot:
             self.problem.take(self.held, g, self.bytes[g])
@@ -167,10 +145,7 @@ class Choices:
         )
 
     def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
-        """Return the chain before op ``at`` that makes the contents of these gaps, or None.
-
-        None: it is impossible, or takes more than ``limit`` seconds.
-        """
+        """Return the chain before op ``at`` that makes these gaps in at most ``limit`` seconds, or None."""
         targets = sorted({self.content[g] for g in gaps})
         found = self.compiled.once(at, targets, limit, self.kind, self.fetch)
         if found is None:
@@ -180,10 +155,7 @@ class Choices:
         return Chain(seconds, most, held, partial(_links, lists, self.contents.size))
 
     def over(self) -> Ints:
-        """Return the bytes above the limit at each op, of shape (ops,).
-
-        An op and its chain alone must stay within the problem's limit.
-        """
+        """Return the bytes above the limit at each op; an op with its chain must keep to the problem's limit."""
         found = self.held + self.need
         found -= self.limit
         if self.limit > self.problem.limit:
@@ -197,7 +169,6 @@ def _links(lists: Lists, size: Sequence[int]) -> Links:
 
 
 def decisions_again(choices: Choices) -> tuple[Decision, ...]:
-    """Return the decisions to recompute gaps."""
     gaps = choices.problem.gaps
     return tuple(
         Decision(gaps[g].gap, Residency.RECOMPUTE, choices.start[g] + 1, choices.fetch[g])
@@ -207,10 +178,7 @@ def decisions_again(choices: Choices) -> tuple[Decision, ...]:
 
 
 def arrivals(choices: Choices) -> tuple[Decision, ...]:
-    """Return decisions to fetch inputs that have no room at the start of the step, as early as there is room.
-
-    Inputs without a decision are fetched before the first op.
-    """
+    """Return decisions to fetch inputs that have no room at the start of the step, as early as possible."""
     room = choices.limit - (choices.held + choices.need)
     found: list[Decision] = []
     for info in choices.problem.gaps:

@@ -74,10 +74,7 @@ class _Best(ctypes.Structure):
 
 
 class CompiledChains:
-    """The chains of one step, found by the native library.
-
-    ``gaps_of``: by content, the gaps in which it is not used. ``start``: by gap, the op after which it begins.
-    """
+    """The chains of one step, found by the native library."""
 
     def __init__(self, contents: Contents, gaps_of: Sequence[Sequence[int]], start: Sequence[int]) -> None:
         library = load_library()
@@ -103,15 +100,7 @@ class CompiledChains:
     def once(
         self, at: int, targets: Sequence[int], limit: float, kind: array[int], fetch: array[int]
     ) -> tuple[float, int, int, Lists] | None:
-        """Return seconds, bytes, bytes held and lists of a chain in which each op runs once, or None.
-
-        Args:
-            at: the op before which it runs.
-            targets: the contents that it makes, in order.
-            limit: the most seconds that it may take.
-            kind: by gap, its residency.
-            fetch: by gap, the op before which it is fetched.
-        """
+        """Return seconds, bytes, bytes held and lists of the chain that makes ``targets`` (in order), or None."""
         wanted = (_COUNT * len(targets))(*targets)
         if not self._chain(
             self._handle, at, len(targets), wanted, limit, kind.buffer_info()[0], fetch.buffer_info()[0], self._out
@@ -133,11 +122,9 @@ class Lists:
 
     @property
     def ops(self) -> int:
-        """The number of ops."""
         return self._counts[0]
 
     def unpacked(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return the four lists."""
         words = memoryview(self._raw).cast("q").tolist()
         ends = [0, *accumulate(self._counts)]
         one, two, three, four = (words[first:last] for first, last in pairwise(ends))
@@ -146,17 +133,11 @@ class Lists:
 
 @dataclass(frozen=True, slots=True)
 class Annealed:
-    """The best state within a limit that a search visited.
+    """The best state within a limit that a search visited."""
 
-    Attributes:
-        seconds: of all chains.
-        bytes: the most that large blocks take at an op.
-        pairs: the recomputed gaps, each followed by the op before which it is fetched.
-    """
-
-    seconds: float
-    bytes: int
-    pairs: array[int]
+    seconds: float  # of all chains
+    bytes: int  # the most that large blocks take at an op
+    pairs: array[int]  # the recomputed gaps, each followed by the op before which it is fetched
 
 
 class CompiledSearch:
@@ -168,15 +149,7 @@ class CompiledSearch:
     of a Lagrangian relaxation, so the search passes through states that do not fit. The same seed and state give the
     same result.
 
-    *Greedy* (``drop`` and ``settle``): see ``remat.selection``.
-
-    Args:
-        end: by gap, the op before which it ends.
-        kind: by gap, its residency without recomputation.
-        free: the gaps that may be recomputed.
-        alone: by op, bytes that it needs without a chain.
-        held: by op, bytes held over it without recomputation.
-        before: by op, bytes of its inputs on the device.
+    *Greedy* (``drop`` and ``settle``): see ``remat.selection``. The arguments are those of ``Gaps`` in ``search.h``.
     """
 
     def __init__(
@@ -207,12 +180,8 @@ class CompiledSearch:
     def run(self, limit: int, changes: int, work: int, hot: float, seed: int) -> Annealed | None:
         """Anneal from the present state, which ends up changed; return the best state within the limit, or None.
 
-        Args:
-            limit: bytes of large blocks.
-            changes: the most changes to try.
-            work: the most ops to inspect.
-            hot: the initial temperature, in mean seconds of an op that may run again.
-            seed: of the random numbers.
+        At most ``changes`` are tried and ``work`` ops inspected. ``hot`` is the initial temperature, in mean seconds of
+        an op that may run again.
         """
         self._anneal(self._handle, limit, changes, work, hot, seed, ctypes.byref(self._best))
         return self._found()

@@ -9,51 +9,33 @@ from outofcore.analysis.recipes import History
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 
-# Values of ``Contents.lasting``.
+# Values of ``Contents.lasting``: where a content is after its last use. FLEETING: nowhere. AT_HOME: at home, as an
+# input that is not written. ALWAYS: on the device, as a constant.
 FLEETING, AT_HOME, ALWAYS = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All contents of a step, and its ops, by number.
+    """All contents of a step, and its ops, by number."""
 
-    Attributes:
-        first: by storage, the number of its version 0.
-        size: by content, its bytes among large blocks; 0 if it is small.
-        maker: by content, the op that writes it; -1 if no op may do so again.
-        born: by content, the op after which the storage has that version; -1: at the start of the step.
-        gone: by content, the last op that finds it on the device.
-        lasting: by content, where it is after its last use: FLEETING (nowhere), AT_HOME (an unwritten input), or ALWAYS
-            (a
-        constant on the device).
-        needs: by op, the contents that it reads when it runs again.
-        makes: by op, the contents that it leaves when it runs again.
-        fresh: by op, bytes of large blocks that running it again allocates.
-        scratch: by op, those of them that are freed after the run.
-        workspace: by op, bytes of its workspace, if that is large.
-        before: by op, bytes of large blocks of its inputs on the device.
-        home_seconds: by content, of a copy in from the last home.
-    """
-
-    first: list[int]
-    storage: list[int]
-    size: list[int]
-    maker: list[int]
-    born: list[int]
-    gone: list[int]
-    lasting: list[int]
-    needs: list[tuple[int, ...]]
-    makes: list[tuple[int, ...]]
-    fresh: list[int]
-    scratch: list[int]
-    workspace: list[int]
-    before: list[int]
-    seconds: list[float]
-    home_seconds: list[float]
+    first: list[int]  # by storage, the number of its version 0
+    storage: list[int]  # by content
+    size: list[int]  # by content, its bytes among large blocks; 0 if it is small
+    maker: list[int]  # by content, the op that writes it; -1 if no op may do so again
+    born: list[int]  # by content, the op after which the storage has that version; -1: at the start of the step
+    gone: list[int]  # by content, the last op that finds it on the device
+    lasting: list[int]  # by content, where it is after its last use: one of the constants above
+    needs: list[tuple[int, ...]]  # by op, the contents that it reads when it runs again
+    makes: list[tuple[int, ...]]  # by op, the contents that it leaves when it runs again
+    fresh: list[int]  # by op, bytes of large blocks that running it again allocates
+    scratch: list[int]  # by op, those of them that are freed after the run
+    workspace: list[int]  # by op, bytes of its workspace, if that is large
+    before: list[int]  # by op, bytes of large blocks of its inputs on the device
+    seconds: list[float]  # by op
+    home_seconds: list[float]  # by content, of a copy in from the last home
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Contents:
-        """Number the contents of a step."""
         history = History.of(graph)
         n = len(graph.ops)
         size = [placed_bytes(s.bytes) if is_large(s.bytes) else 0 for s in graph.storages]

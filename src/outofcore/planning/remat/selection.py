@@ -27,11 +27,9 @@ class Selection:
         self._patience = patience(kept)
 
     def drop(self, limit: int) -> Choices | None:
-        """Return choices in which large blocks take at most ``limit`` bytes; None if none are found.
-
-        An op with its chain must stay within the problem's limit, which may be lower.
-        """
+        """Return choices in which large blocks take at most ``limit`` bytes; None if none are found."""
         self._search.restore(array("q"))
+        # An op with its chain must stay within the problem's limit, which may be lower.
         found = self._search.drop(limit, min(limit, self.kept.problem.limit), self._patience)
         return None if found is None else choices_of(self.kept, found.pairs, limit)
 
