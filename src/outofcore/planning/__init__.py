@@ -1,6 +1,6 @@
 """Planning: turn a graph, its costs and a byte budget into a placed program. Needs no PyTorch.
 
-Terms, with those of the field in brackets:
+Terms, with the field's words in brackets:
 
 - *gap* [use interval]: the time between two consecutive uses of a storage, with ops inside.
 - *residency*: each gap is resident, offloaded [evicted and prefetched] or recomputed [rematerialized].

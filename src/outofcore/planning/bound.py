@@ -12,7 +12,7 @@ It adds to the shares of ``relaxation``, at the moments where ops begin and end:
               early(t)  <=  offloaded(t)
               resident(t) + sum of left(t) and early(t) over all homes  <=  free bytes at t
 
-``queue`` are bytes written but not yet copied out, ``left`` those of them that only wait for the copy, ``early`` bytes
+``queue`` are bytes written but not yet copied out, ``left`` the part of them that only waits for the copy, ``early`` bytes
 fetched before their use. Recomputing a gap runs its writer, and recursively the writers of its inputs, unless these may
 be on the device or at home then. A wait precedes an op, or is anywhere in a *span* of ops that share their moments. T
 also exceeds the seconds of collectives, which have their own queue.
@@ -139,16 +139,16 @@ class Bound(Relaxation):
             row |= {queue[m - 1]: -1.0} if m else {}
             program.row(row, low=-rate * seconds)
         for m, level in enumerate(levels(program, self.moments, used)):
-            left = queue[m] if level is None else program.variable()
+            pending = queue[m] if level is None else program.variable()
             if level is not None:
-                program.row({left: 1.0, queue[m]: -1.0, level: 1.0}, low=0.0)
-            self.flows[m].append(left)
+                program.row({pending: 1.0, queue[m]: -1.0, level: 1.0}, low=0.0)
+            self.flows[m].append(pending)
 
     def _flow_in(self, home: int) -> None:
         program, rate, n = self.program, self.problem.homes[home].bytes_per_s_in / UNIT, len(self.spans)
         due: list[dict[int, float]] = [{} for _ in self.passing]
         due_always, there = [0.0] * len(self.passing), [0.0] * len(self.passing)
-        away: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
+        offloaded: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
         for g, info in enumerate(self.problem.gaps):
             if info.fetched and home in info.homes:
                 constant, terms = self.away(g, home)
@@ -160,14 +160,14 @@ class Bound(Relaxation):
                     there[m] += constant * size
                 for column, factor in terms.items():
                     due[at][column] = due[at].get(column, 0.0) - factor * size
-                    away.append((column, factor * size, ((since, end),)))
+                    offloaded.append((column, factor * size, ((since, end),)))
         early = [program.variable() for _ in self.moments]
         for m, (waits, seconds) in enumerate(self.passing):
             row = due[m] | dict.fromkeys(waits, rate)
             row |= {early[m]: -1.0} if m < len(early) else {}
             row |= {early[m - 1]: 1.0} if m else {}
             program.row(row, low=due_always[m] - rate * seconds)
-        for m, level in enumerate(levels(program, self.moments, away)):
+        for m, level in enumerate(levels(program, self.moments, offloaded)):
             program.row({early[m]: 1.0} | ({} if level is None else {level: -1.0}), high=there[m])
             self.flows[m].append(early[m])
 
@@ -176,15 +176,15 @@ class Bound(Relaxation):
         problem, stays = self.problem, self.stays()
         binding = binding_ops(problem.free.tolist(), [stay[1:] for stay in stays])
         rows = sorted([*zip(self.moments, self.flows, strict=True), *((i, []) for i in binding)])
-        held = levels(self.program, [i for i, _ in rows], [(column, size / UNIT, at) for column, size, at in stays])
-        for (i, flows), level in zip(rows, held, strict=True):
+        resident = levels(self.program, [i for i, _ in rows], [(column, size / UNIT, at) for column, size, at in stays])
+        for (i, flows), level in zip(rows, resident, strict=True):
             terms = dict.fromkeys(flows if level is None else [*flows, level], 1.0)
             if terms:
                 self.program.row(terms, high=float(problem.free[i]) / UNIT)
 
 
 def _writers(problem: Problem, history: History) -> dict[int, int]:
-    """Return for each gap whose contents an op of this step has written, that op."""
+    """Return the op of this step that has written the contents of a gap, by gap."""
     gaps = {g: problem.gaps[g] for g in problem.movable}
     return {g: history.writes[info.gap.storage][info.segment - 1] for g, info in gaps.items() if info.segment}
 
@@ -207,14 +207,14 @@ def _runs(problem: Problem, history: History) -> dict[int, tuple[int, ...]]:
     def may_be_held(content: Content, start: int) -> bool:
         return content[0] in lasting or content in at_home or last_use.get(content, -1) > start
 
-    found: dict[int, tuple[int, ...]] = {}
+    runs: dict[int, tuple[int, ...]] = {}
     for g in problem.movable:
         info = problem.gaps[g]
         if info.segment and not info.cyclic and not info.final:
-            held = partial(may_be_held, start=info.gap.start)
+            may_hold = partial(may_be_held, start=info.gap.start)
             with suppress(GraphError):
-                found[g] = replay(history, [(info.gap.storage, info.segment)], held)
-    return found
+                runs[g] = replay(history, [(info.gap.storage, info.segment)], may_hold)
+    return runs
 
 
 def _spans(free: Sequence[int]) -> list[int]:

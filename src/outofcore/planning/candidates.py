@@ -41,21 +41,21 @@ class Candidate:
 
 
 class Candidates:
-    """Creates and changes the candidates of a step; ``kept`` are choices without recomputation."""
+    """Creates and changes the candidates of a step; ``choices`` have no recomputation."""
 
-    def __init__(self, kept: Choices, params: SearchParams) -> None:
-        self.problem, self.params, self._tuner = kept.problem, params, Tuner(kept)
+    def __init__(self, choices: Choices, params: SearchParams) -> None:
+        self.problem, self.params, self._tuner = choices.problem, params, Tuner(choices)
 
-    def of(self, how: str, choices: Choices, homes: Ints) -> list[Candidate]:
+    def of(self, origin: str, choices: Choices, homes: Ints) -> list[Candidate]:
         """Return a tuned candidate for each slack with which the state can be made to fit."""
         state = State(choices.kind, choices.fetch, array("q", homes.tolist()))
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         for slack in self.params.slacks:
             begun = self._tuner.begin(state, slack, _PASSES)
             if begun is not None:
-                tuned = self.tuned(Candidate(how, self.problem.limit, begun, slack), self.params.tunings)
-                found += [] if tuned is None else [tuned]
-        return found
+                tuned = self.tuned(Candidate(origin, self.problem.limit, begun, slack), self.params.tunings)
+                candidates += [] if tuned is None else [tuned]
+        return candidates
 
     def tuned(
         self,
@@ -67,14 +67,14 @@ class Candidates:
     ) -> Candidate | None:
         """Return a candidate after random changes that did not slow it; None if it does not fit.
 
-        ``changes``, ``spared`` and ``leaving`` are those of ``Tuner``.
+        See ``Tuner.begin`` for ``spared`` and ``leaving``.
         """
-        begun = self._tuner.begin(candidate.found.state, candidate.slack, _PASSES, spared, leaving)
-        if begun is None:
+        start = self._tuner.begin(candidate.found.state, candidate.slack, _PASSES, spared, leaving)
+        if start is None:
             return None
         tries = tuning_tries(self.problem, changes)
-        found = self._tuner.tune(tries, self.params.recompute_changes, seed) if tries else begun
-        return Candidate(candidate.how, candidate.limit, found, candidate.slack)
+        tuned_state = self._tuner.tune(tries, self.params.recompute_changes, seed) if tries else start
+        return Candidate(candidate.how, candidate.limit, tuned_state, candidate.slack)
 
 
 def tuning_tries(problem: Problem, changes: int) -> int:

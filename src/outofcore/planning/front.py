@@ -1,16 +1,16 @@
 """Planning without homes: the least recomputation for each budget.
 
-Without homes a plan chooses only what to recompute. The *front* of a step [Pareto front] holds the states with the
+Without homes a plan is a choice of gaps to recompute. The *front* of a step [Pareto front] holds the states with the
 fewest seconds for their bytes. Annealing (``remat.compiled``) finds them on a thousand limits, from the bytes that must
 stay to the bytes of the whole step, in two walks:
 
 - *down*: from limit to limit, from the highest, where everything is resident, to the lowest with a state. The height of
-  the lowest state's blocks is the smallest budget.
-- *up*: on each limit from the best state of those below. Every sixteenth limit also starts afresh from the in-core
-  state, with more changes and a higher temperature, since its best state may be far from those below.
+the lowest state's blocks is the smallest budget.
+- *up*: on each limit from the best state of those below. Every sixteenth limit also starts from the in-core state, at a
+higher temperature, since its best state may be far from those below.
 
-A budget takes the fastest state, of the walk down or of the walk up to this budget, whose blocks fit. A larger budget
-has the same states and more, so its plan is never slower.
+A budget takes the fastest state, of the walk down or of the walk up to this budget, with blocks that fit. A larger
+budget has the same states and more, so its plan is never slower.
 """
 
 from __future__ import annotations
@@ -78,19 +78,19 @@ class Front:
         self.in_core = place(whole).arena_bytes
         self.beside = small_region_bytes(whole) + constant_bytes(graph)
         self.choices = Choices(Problem.of(graph, costs, self.in_core), Contents.of(graph, costs))
-        kept, needed = self.choices.held.copy(), self.choices.alone
-        highest = int((kept + needed).max(initial=0))
+        resident, needed = self.choices.held.copy(), self.choices.alone
+        highest = int((resident + needed).max(initial=0))
         for g in self.choices.free:
-            kept[self.choices.start[g] + 1 : self.choices.end[g]] -= self.choices.bytes[g]
-        lowest = max(int((kept + needed).max(initial=0)), 1)
+            resident[self.choices.start[g] + 1 : self.choices.end[g]] -= self.choices.bytes[g]
+        lowest = max(int((resident + needed).max(initial=0)), 1)
         self.limits = sorted({int(lowest * (highest / lowest) ** (k / _LIMITS)) for k in range(_LIMITS)} | {highest})
         self.search = self.choices.search()
         self._up: list[State] = []  # the best state on each limit, from the lowest state's limit upward
         self._placed: dict[int, tuple[Plan, Program]] = {}
 
-    def _anneal(self, walk: str, k: int, each: int, effort: int = 1, hot: float = _WARM) -> State | None:
-        """Anneal within limit k from the present state, ``each`` changes for each gap; None: nothing fits."""
-        changes = effort * min(each * len(self.choices.free), _MOST_CHANGES)
+    def _anneal(self, walk: str, k: int, changes_each: int, effort: int = 1, hot: float = _WARM) -> State | None:
+        """Anneal within limit k from the present state, ``changes_each`` times for each gap; None: no state fits."""
+        changes = effort * min(changes_each * len(self.choices.free), _MOST_CHANGES)
         return self._state(
             walk, k, self.search.run(self.limits[k], changes, effort * _WORK // len(self.limits), hot, k)
         )
@@ -100,19 +100,19 @@ class Front:
         self.search.restore(_KEEP_ALL)
         return self._state("greedy search", k, self.search.drop(limit, limit, patience(self.choices)))
 
-    def _state(self, how: str, k: int, found: Annealed | None) -> State | None:
-        how = f"{how}, limit {k + 1} of {len(self.limits)}"
-        return None if found is None else State(how, found.bytes, found.seconds, found.pairs)
+    def _state(self, origin: str, k: int, annealed: Annealed | None) -> State | None:
+        origin = f"{origin}, limit {k + 1} of {len(self.limits)}"
+        return None if annealed is None else State(origin, annealed.bytes, annealed.seconds, annealed.pairs)
 
     @cached_property
     def _down(self) -> list[State]:
         """The states found in the walk down, the lowest last."""
-        found: list[State] = []
+        states: list[State] = []
         lowest = failed = 0
         for k in reversed(range(len(self.limits))):
             state = self._anneal("walk down", k, _CHANGES_DOWN)
             if state is not None:
-                found.append(state)
+                states.append(state)
                 lowest, failed = k, 0
                 continue
             failed += 1
@@ -123,27 +123,27 @@ class Front:
             k = max(lowest - step, 0)
             state = self._drop(k)
             if state is None:
-                self.search.restore(found[-1].pairs)
+                self.search.restore(states[-1].pairs)
                 state = self._anneal("dive", k, _CHANGES_DOWN, _DIVE_EFFORT, _HOT)
             if state is None:
                 step //= 2
             else:
-                found.append(state)
+                states.append(state)
                 lowest = k
-        return found
+        return states
 
     def _climb(self, last: int) -> list[State]:
         """Continue the walk up to a limit; return the best states by limit."""
-        each, first = self.params.annealing, bisect_left(self.limits, self._down[-1].bytes)
-        for k in range(first + len(self._up), last + 1) if each else ():
-            found = [state for state in (*self._down, *self._up[-1:]) if state.bytes <= self.limits[k]]
-            best = min(found, key=lambda state: state.seconds)
+        changes_each, first = self.params.annealing, bisect_left(self.limits, self._down[-1].bytes)
+        for k in range(first + len(self._up), last + 1) if changes_each else ():
+            fitting = [state for state in (*self._down, *self._up[-1:]) if state.bytes <= self.limits[k]]
+            best = min(fitting, key=lambda state: state.seconds)
             self.search.restore(best.pairs)
-            tried = [best, self._anneal("walk up", k, each)]
+            candidates = [best, self._anneal("walk up", k, changes_each)]
             if k % _FRESH_EVERY == 0:
                 self.search.restore(_KEEP_ALL)
-                tried.append(self._anneal("fresh start", k, each, _FRESH_EFFORT, _HOT))
-            self._up.append(min((state for state in tried if state is not None), key=lambda state: state.seconds))
+                candidates.append(self._anneal("fresh start", k, changes_each, _FRESH_EFFORT, _HOT))
+            self._up.append(min((state for state in candidates if state is not None), key=lambda state: state.seconds))
         return self._up[: max(last + 1 - first, 0)]
 
     def _place(self, state: State) -> tuple[Plan, Program]:
@@ -167,7 +167,7 @@ class Front:
         return smallest
 
     def plan(self, budget: int) -> Planned | None:
-        """Return the best plan for a budget, with the candidates that were placed; None if there is none."""
+        """Return the best plan for a budget, with the candidates that were placed, or None."""
         if budget < self.smallest:
             return None
         outcomes: list[Outcome] = []
@@ -178,12 +178,12 @@ class Front:
                 planned = finish(self.graph, self.costs, plan, program)
                 outcomes.append(Outcome(state.how, plan, height, planned.timeline.step_seconds, "chosen"))
                 return replace(planned, candidates=tuple(outcomes))
-            why = f"its blocks reach {format_bytes(height)}, above the budget"
-            outcomes.append(Outcome(state.how, plan, height, None, why))
+            verdict = f"its blocks reach {format_bytes(height)}, above the budget"
+            outcomes.append(Outcome(state.how, plan, height, None, verdict))
         return None
 
     def _states(self, room: int) -> Iterator[State]:
         """Yield the states that take at most ``room`` bytes, the fastest first."""
-        found = (*self._down, *self._climb(min(bisect_left(self.limits, room), len(self.limits) - 1)))
-        apart = {id(state.pairs): state for state in found if state.bytes <= room}
-        yield from sorted(apart.values(), key=lambda state: (state.seconds, state.bytes))
+        states = (*self._down, *self._climb(min(bisect_left(self.limits, room), len(self.limits) - 1)))
+        distinct = {id(state.pairs): state for state in states if state.bytes <= room}
+        yield from sorted(distinct.values(), key=lambda state: (state.seconds, state.bytes))

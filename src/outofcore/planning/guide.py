@@ -54,26 +54,28 @@ class Shares:
         return problem.within_homes(choice, self.away)
 
 
-def solve(problem: Problem, again: Mapping[int, float], margin: float = 0.0, *, weight: float) -> Shares | None:
+def solve(
+    problem: Problem, recompute_seconds: Mapping[int, float], margin: float = 0.0, *, weight: float
+) -> Shares | None:
     """Solve the linear program; return None if it has no solution.
 
-    ``again`` are the seconds of recomputing each gap that may be, ``margin`` is the share of the limit to leave free,
-    and ``weight`` the cost of a second of copying in seconds of the step.
+    ``margin`` is the share of the limit to leave free, ``weight`` the cost of a second of copying in seconds of the
+    step.
     """
     if not problem.homes or not problem.is_feasible:
         return None
-    return _Guide(problem, again, margin, weight).shares()
+    return _Guide(problem, recompute_seconds, margin, weight).shares()
 
 
 class _Guide(Relaxation):
-    def __init__(self, problem: Problem, again: Mapping[int, float], margin: float, weight: float) -> None:
-        super().__init__(problem, again, _spans([cost.seconds for cost in problem.costs.ops]))
+    def __init__(self, problem: Problem, recompute_seconds: Mapping[int, float], margin: float, weight: float) -> None:
+        super().__init__(problem, recompute_seconds, _spans([cost.seconds for cost in problem.costs.ops]))
         self.weight = weight
         # Time that passes before each span, and after the last: waits and recomputation.
         self.passing: list[dict[int, float]] = [{wait: 1.0} for wait in self.waits]
         for g, column in self.repeated.items():
-            self.program.charge(column, again[g])
-            self.passing[self.spans[problem.gaps[g].gap.end]][column] = again[g]
+            self.program.charge(column, recompute_seconds[g])
+            self.passing[self.spans[problem.gaps[g].gap.end]][column] = recompute_seconds[g]
         self.flows: list[int] = []  # variables of all flows, span by span
         for home in range(len(problem.homes)):
             self._flows(home)
@@ -85,16 +87,16 @@ class _Guide(Relaxation):
         values = self.program.minimise()
         if values is None:
             return None
-        kept, again = np.zeros(len(problem.gaps)), np.zeros(len(problem.gaps))
-        kept[list(self.kept)] = values[list(self.kept.values())]
-        again[list(self.repeated)] = values[list(self.repeated.values())]
-        away = np.zeros((len(problem.gaps), len(problem.homes)))
+        resident, recomputed = np.zeros(len(problem.gaps)), np.zeros(len(problem.gaps))
+        resident[list(self.kept)] = values[list(self.kept.values())]
+        recomputed[list(self.repeated)] = values[list(self.repeated.values())]
+        offloaded = np.zeros((len(problem.gaps), len(problem.homes)))
         for g, info in enumerate(problem.gaps):
             for home in info.homes:
                 constant, terms = self.away(g, home)
-                away[g, home] = constant + sum(values[column] * factor for column, factor in terms.items())
+                offloaded[g, home] = constant + sum(values[column] * factor for column, factor in terms.items())
         flowing = values[self.flows].reshape(len(self.seconds), -1).sum(axis=1)[self.spans] * UNIT
-        return Shares(np.clip(kept, 0, 1), np.clip(away, 0, 1), np.clip(again, 0, 1), flowing)
+        return Shares(np.clip(resident, 0, 1), np.clip(offloaded, 0, 1), np.clip(recomputed, 0, 1), flowing)
 
     def _moved(self, info: GapInfo, home: int, *, arriving: bool) -> float:
         """Return the bytes, in units, that the link could move in the time of a copy with its latency."""
@@ -156,9 +158,9 @@ class _Guide(Relaxation):
         """Limit resident bytes and bytes in flight at each op."""
         stays = self.stays()
         ops = binding_ops(self.problem.free.tolist(), [stay[1:] for stay in stays], self.spans)
-        held = levels(self.program, ops, [(column, size / UNIT, ranges) for column, size, ranges in stays])
+        resident = levels(self.program, ops, [(column, size / UNIT, ranges) for column, size, ranges in stays])
         width = 2 * len(self.problem.homes)
-        for i, level in zip(ops, held, strict=True):
+        for i, level in zip(ops, resident, strict=True):
             terms = dict.fromkeys(self.flows[width * self.spans[i] : width * (self.spans[i] + 1)], 1.0)
             if level is not None:
                 terms[level] = 1.0
@@ -168,12 +170,12 @@ class _Guide(Relaxation):
 def _spans(seconds: Sequence[float]) -> list[int]:
     if len(seconds) <= 3 * _SPANS:
         return list(range(len(seconds)))
-    longest, most = sum(seconds) / _SPANS, -(-len(seconds) // _SPANS)
-    found: list[int] = []
+    longest, max_ops = sum(seconds) / _SPANS, -(-len(seconds) // _SPANS)
+    spans: list[int] = []
     span, passed, ops = -1, 0.0, 0
-    for own in seconds:
-        if not ops or ops == most or passed + own > longest:
+    for op_seconds in seconds:
+        if not ops or ops == max_ops or passed + op_seconds > longest:
             span, passed, ops = span + 1, 0.0, 0
-        passed, ops = passed + own, ops + 1
-        found.append(span)
-    return found
+        passed, ops = passed + op_seconds, ops + 1
+        spans.append(span)
+    return spans

@@ -122,7 +122,7 @@ def levels(
             if first < last:
                 changes[first][column] = changes[first].get(column, 0.0) - factor
                 changes[last][column] = changes[last].get(column, 0.0) + factor
-    found: list[int | None] = []
+    variables: list[int | None] = []
     level: int | None = None
     for change in changes[:-1]:
         terms = {column: factor for column, factor in change.items() if factor}
@@ -131,8 +131,8 @@ def levels(
                 terms[level] = -1.0
             level = program.variable(-INFINITY)
             program.row({level: 1.0} | terms, 0.0, 0.0)
-        found.append(level)
-    return found
+        variables.append(level)
+    return variables
 
 
 def binding_ops(free: Sequence[int], stays: Iterable[Stay], spans: Sequence[int] | None = None) -> list[int]:
@@ -149,10 +149,10 @@ def binding_ops(free: Sequence[int], stays: Iterable[Stay], spans: Sequence[int]
             if first < last:
                 begins[first].append((last, size))
                 ends[last].append((first, size))
-    found: list[int] = []
+    binding: list[int] = []
     for i in range(count):
-        while found and i - found[-1] <= _FAR and (spans is None or spans[found[-1]] == spans[i]):
-            p = found[-1]
+        while binding and i - binding[-1] <= _FAR and (spans is None or spans[binding[-1]] == spans[i]):
+            p = binding[-1]
             more = free[p] - free[i]
             if more >= 0:
                 implied = sum(size for at in range(p + 1, i + 1) for first, size in ends[at] if first <= p) <= more
@@ -161,9 +161,9 @@ def binding_ops(free: Sequence[int], stays: Iterable[Stay], spans: Sequence[int]
                 if sum(size for at in range(p + 1, i + 1) for last, size in begins[at] if last > i) <= -more:
                     break
             if not implied:
-                found.append(i)
+                binding.append(i)
                 break
-            found.pop()
+            binding.pop()
         else:
-            found.append(i)
-    return found
+            binding.append(i)
+    return binding

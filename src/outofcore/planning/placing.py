@@ -66,23 +66,23 @@ class Planned:
 
 def place(program: Program, capacity: int | None = None, effort: int = EFFORT) -> Program:
     """Give each block an offset; ``arena_bytes`` may exceed ``capacity``, at which the search stops."""
-    low = [block for block in program.blocks if not is_large(block.bytes)]
-    high = [block for block in program.blocks if is_large(block.bytes)]
+    small = [block for block in program.blocks if not is_large(block.bytes)]
+    large = [block for block in program.blocks if is_large(block.bytes)]
     end = len(program.instructions)
-    below = _pack(low, end, None, effort)
+    below = _pack(small, end, None, effort)
     if capacity is not None:
         # Recomputation may create more small blocks than fit below the large ones; place those between large ones.
-        held = _held(high, end)
-        peak = int(held.max(initial=0))
+        live = _held(large, end)
+        peak = int(live.max(initial=0))
         if round_up(below.height, PAGE_BYTES) + peak > capacity:
-            lifted = _lifted(program, low, held > peak - PAGE_BYTES)
-            high += [replace(block, bytes=round_up(block.bytes, PAGE_BYTES)) for block in low if block.id in lifted]
-            low = [block for block in low if block.id not in lifted]
-            below = _pack(low, end, None, effort)
+            lifted = _lifted(program, small, live > peak - PAGE_BYTES)
+            large += [replace(block, bytes=round_up(block.bytes, PAGE_BYTES)) for block in small if block.id in lifted]
+            small = [block for block in small if block.id not in lifted]
+            below = _pack(small, end, None, effort)
     base = round_up(below.height, PAGE_BYTES)
-    above = _pack(high, end, None if capacity is None else max(capacity - base, 0), effort)
-    offsets = {block.id: offset for block, offset in zip(low, below.offsets, strict=True)}
-    offsets |= {block.id: base + offset for block, offset in zip(high, above.offsets, strict=True)}
+    above = _pack(large, end, None if capacity is None else max(capacity - base, 0), effort)
+    offsets = {block.id: offset for block, offset in zip(small, below.offsets, strict=True)}
+    offsets |= {block.id: base + offset for block, offset in zip(large, above.offsets, strict=True)}
     blocks = tuple(Block(b.id, b.storage, b.bytes, b.born, b.dies, b.wraps, offsets[b.id]) for b in program.blocks)
     return replace(program, blocks=blocks, arena_bytes=base + above.height)
 
@@ -99,15 +99,15 @@ def _held(blocks: Sequence[Block], end: int) -> NDArray[np.int64]:
 
 def _lifted(program: Program, small: Sequence[Block], is_full: NDArray[np.bool_]) -> set[int]:
     """Return the small blocks that only recomputation touches, and only at instructions that are not full."""
-    again, others = set[int](), set[int]()
+    recomputation, elsewhere = set[int](), set[int]()
     for instruction in program.instructions:
         if isinstance(instruction, Run):
             touched = {*instruction.blocks, *(() if instruction.workspace is None else (instruction.workspace,))}
-            (again if instruction.again else others).update(touched)
+            (recomputation if instruction.again else elsewhere).update(touched)
         else:
-            others.add(instruction.block)
-    brief = again - others
-    return {block.id for block in small if block.id in brief and not is_full[block.born : block.dies].any()}
+            elsewhere.add(instruction.block)
+    movable = recomputation - elsewhere
+    return {block.id for block in small if block.id in movable and not is_full[block.born : block.dies].any()}
 
 
 def _pack(blocks: Sequence[Block], end: int, capacity: int | None, effort: int) -> Packing:
@@ -131,7 +131,7 @@ def small_region_bytes(whole: Program) -> int:
 
 
 def room_for_large(graph: StepGraph, costs: Costs, budget: int, whole: Program | None = None) -> int:
-    """Return the bytes of a budget that large blocks may take: what a plan decides about."""
+    """Return the bytes of a budget that large blocks may take, which a plan decides about."""
     room = budget - small_region_bytes(whole or lower(graph, costs, keep_all(0))) - constant_bytes(graph)
     return room - room % _common_size(graph, costs)  # plans cannot use the remainder
 
@@ -176,21 +176,21 @@ def resimulated(graph: StepGraph, costs: Costs, planned: Planned) -> Planned:
 
 
 def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Plan]) -> Planned | None:
-    """Ask a policy for plans with less and less room until one can be placed; None if none can."""
+    """Ask a policy for plans with less and less room until one can be placed, or return None."""
     room = room_for_large(graph, costs, budget)
-    most, least = room, 0  # the smallest room whose plan does not fit; the largest room without a plan
+    too_large, too_small = room, 0  # the smallest room whose plan does not fit; the largest room without a plan
     before, over = None, 0
     for attempt in range(ATTEMPTS):
-        if room <= least:  # the policy has no plan for so little
-            room = (most + least) // 2
-        if room <= 0 or (attempt and most - room < PAGE_BYTES):
+        if room <= too_small:  # the policy has no plan for so little
+            room = (too_large + too_small) // 2
+        if room <= 0 or (attempt and too_large - room < PAGE_BYTES):
             return None
         try:
             plan = policy(room)
         except BudgetError:
             if not attempt:
                 return None
-            least = room
+            too_small = room
             continue
         if plan.decisions != before:
             before = plan.decisions
@@ -201,7 +201,7 @@ def fit(graph: StepGraph, costs: Costs, budget: int, policy: Callable[[int], Pla
             if program.arena_bytes <= budget:
                 return finish(graph, costs, plan, program)
             over = program.arena_bytes - budget
-        most = room
+        too_large = room
         room -= max(min(over, room // 16), room // 64, PAGE_BYTES)
     return None
 

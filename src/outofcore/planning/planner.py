@@ -70,8 +70,8 @@ def explain_too_small(
             text = describe(storage) if describe else data.name or f"storage {storage}"
             lines.append(f"  {format_bytes(data.bytes):>10}  {text} ({data.kind.value})")
         if len(largest) > _NAMED:
-            rest = sum(graph.storages[s].bytes for s in largest[_NAMED:])
-            lines.append(f"  {format_bytes(rest):>10}  {len(largest) - _NAMED} more")
+            rest_bytes = sum(graph.storages[s].bytes for s in largest[_NAMED:])
+            lines.append(f"  {format_bytes(rest_bytes):>10}  {len(largest) - _NAMED} more")
         if costs.ops[worst].workspace_bytes:
             lines.append(f"  {format_bytes(placed_bytes(costs.ops[worst].workspace_bytes)):>10}  workspace of the op")
         neediest = _neediest(graph, costs, lower(graph, costs, keep_all(0)))
@@ -142,16 +142,16 @@ def plans_of_step(
             return
     _check_first_home(graph, costs)
     if isinstance(policy, Auto) and costs.homes:
-        found = search(graph, costs, budget, params or policy.params, whole)
+        plans = search(graph, costs, budget, params or policy.params, whole)
     elif isinstance(policy, Auto):
         front = Front(graph, costs, params or policy.params)
         planned = front.plan(budget)
         if planned is None:
             raise explain_too_small(graph, costs, budget, describe, front.smallest)
-        found = [planned]
+        plans = [planned]
     else:
-        found = _plans(graph, costs, budget, policy)
-    if not found:
+        plans = _plans(graph, costs, budget, policy)
+    if not plans:
         bounded = any(home.bytes is not None for home in costs.homes)
         smallest = smallest_budget(graph, costs)
         if budget < smallest:
@@ -163,12 +163,12 @@ def plans_of_step(
             f"budget a little{advice}",
             smallest,
         )
-    best = let_stay(graph, costs, budget, found[0])
+    best = let_stay(graph, costs, budget, plans[0])
     _log.info(
-        "%s: %.6f s a step predicted, %d candidates", policy.name, best.timeline.step_seconds, len(found[0].candidates)
+        "%s: %.6f s a step predicted, %d candidates", policy.name, best.timeline.step_seconds, len(plans[0].candidates)
     )
     yield best
-    yield from (planned for planned in found if planned.plan is not best.plan)
+    yield from (planned for planned in plans if planned.plan is not best.plan)
     yield from first_of(OffloadAll(), graph, costs, budget)
 
 

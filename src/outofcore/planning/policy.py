@@ -1,4 +1,4 @@
-"""What a policy is, and how its plans are placed within a budget."""
+"""Policies: their protocol, the simplest ones, and the placing of their plans within a budget."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Policy(Protocol):
 
 
 def movable_gaps(graph: StepGraph) -> tuple[Gap, ...]:
-    """Return the gaps of storages of 64 KiB and more, by storage: those that a plan may decide about.
+    """Return the gaps of storages of 64 KiB and more, by storage; a plan may decide about these.
 
     Gaps before the first use of an input are left out, because the input is at its home until then.
     """
@@ -92,11 +92,11 @@ class Checked:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for given in fields(self):
-            value = getattr(self, given.name)
-            if not _suits(value, hints[given.name]):
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            if not _suits(value, hints[declared.name]):
                 raise InputError(
-                    f"the policy {self.name!r}: {given.name} must be {_words(hints[given.name])}, not {value!r}"
+                    f"the policy {self.name!r}: {declared.name} must be {_words(hints[declared.name])}, not {value!r}"
                 )
 
     def require(self, field_name: str, right: bool, what: str) -> None:
@@ -111,7 +111,7 @@ def _suits(value: object, hint: Any) -> bool:
     if get_origin(hint) in (Union, types.UnionType):
         return any(_suits(value, part) for part in get_args(hint))
     if get_origin(hint) is Literal:
-        return any(value == one and type(value) is type(one) for one in get_args(hint))
+        return any(value == option and type(value) is type(option) for option in get_args(hint))
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
@@ -121,7 +121,7 @@ def _words(hint: Any) -> str:
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_words(part) for part in get_args(hint))
     if get_origin(hint) is Literal:
-        return " or ".join(repr(one) for one in get_args(hint))
+        return " or ".join(repr(option) for option in get_args(hint))
     if hint is type(None):
         return "None"
     return {float: "a number", int: "a whole number", bool: "True or False"}.get(hint, f"a {hint.__name__}")
@@ -181,10 +181,10 @@ class OffloadAll(Checked):
     strict: bool | None = None
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        ways = (False, True) if self.strict is None else (self.strict,)
+        stricts = (False, True) if self.strict is None else (self.strict,)
         return [
             lambda room, strict=strict: offload_all(graph, room, strict=strict, costs=costs)
-            for strict in ways
+            for strict in stricts
             if costs.homes
         ]
 
@@ -203,12 +203,12 @@ class Own:
 
 def plans_of(policy: Policy, graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
     """Return the plans of a policy that fit a budget, at most one for each variant, the fastest first."""
-    found = [_fitted(policy, graph, costs, budget, asked) for asked in policy.variants(graph, costs, budget)]
-    return sorted((p for p in found if p is not None), key=lambda p: p.timeline.step_seconds)
+    plans = [_fitted(policy, graph, costs, budget, asked) for asked in policy.variants(graph, costs, budget)]
+    return sorted((p for p in plans if p is not None), key=lambda p: p.timeline.step_seconds)
 
 
 def first_of(policy: Policy, graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
-    """Return the plan of the first variant that fits the budget, in a list; empty if none does."""
+    """Return the plan of the first variant that fits the budget, in a list that may be empty."""
     for asked in policy.variants(graph, costs, budget):
         planned = _fitted(policy, graph, costs, budget, asked)
         if planned is not None:

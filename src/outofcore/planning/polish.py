@@ -57,9 +57,9 @@ def polished(
     if not tries or not starts or (best is not None and best.timeline.step_seconds <= goal):
         return None
     search = _Polish(problem, budget, goal)
-    found = [search.improve(starts[turn % len(starts)], tries, turn) for turn in range(_ROUNDS)]
-    found = [one for one in found if one is not None and one.program.arena_bytes <= budget]
-    better = min(found, key=search.value, default=None)
+    results = [search.improve(starts[turn % len(starts)], tries, turn) for turn in range(_ROUNDS)]
+    results = [result for result in results if result is not None and result.program.arena_bytes <= budget]
+    better = min(results, key=search.value, default=None)
     return better if better is not None and (best is None or search.value(better) < search.value(best)) else None
 
 
@@ -101,13 +101,13 @@ class _Polish:
         for _ in range(tries):
             if value <= self.goal:
                 break
-            found = self._try(self._changed({d.gap: d for d in best.plan.decisions}, draw), staying, value)
-            if found is not None and (made := self.value(found)) <= value:
-                best, value = found, made
+            result = self._try(self._changed({d.gap: d for d in best.plan.decisions}, draw), staying, value)
+            if result is not None and (result_value := self.value(result)) <= value:
+                best, value = result, result_value
         return best
 
-    def _try(self, decisions: _Decisions, staying: tuple[int, ...], most: float) -> Planned | None:
-        """Place a plan; return None if the homes are too small, or it surely takes more than ``most`` seconds."""
+    def _try(self, decisions: _Decisions, staying: tuple[int, ...], max_seconds: float) -> Planned | None:
+        """Place a plan; return None if the homes are too small, or it surely takes over ``max_seconds``."""
         decided = {gap.storage for gap in decisions}
         plan = Plan(
             "auto",
@@ -117,7 +117,7 @@ class _Polish:
         )
         if plan not in self.seen:
             lowered = lower(self.graph, self.costs, plan)
-            if busiest_seconds(self.graph, self.costs, lowered) > most:
+            if busiest_seconds(self.graph, self.costs, lowered) > max_seconds:
                 return None  # not cached: another call may allow more time
             fits = room_at_homes(self.graph, self.costs, lowered) is not None
             placed = place(lowered, self.budget, effort=0) if fits else None
@@ -141,11 +141,11 @@ class _Polish:
     def _swap(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
         """Keep an offloaded or recomputed gap, and offload or recompute another one that overlaps it."""
         gap = decision.gap
-        others = [o for o in self.gaps if o not in decisions and o.start < gap.end and gap.start < o.end]
-        if others and gap.start >= 0:
+        partners = [o for o in self.gaps if o not in decisions and o.start < gap.end and gap.start < o.end]
+        if partners and gap.start >= 0:
             del decisions[gap]
-            other = draw.choice(others)
-            decisions[other] = self._new(other, draw)
+            partner = draw.choice(partners)
+            decisions[partner] = self._new(partner, draw)
 
     def _change(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
         gap, kind, shift = decision.gap, draw.random(), draw.choice(_SHIFTS)
@@ -154,8 +154,8 @@ class _Polish:
             if kind < _COMPUTED[0]:
                 del decisions[gap]
             elif kind < _COMPUTED[1]:
-                back = min(max(decision.fetch_at + shift, gap.start + 1), gap.end)
-                decisions[gap] = replace(decision, fetch_at=back)
+                fetch = min(max(decision.fetch_at + shift, gap.start + 1), gap.end)
+                decisions[gap] = replace(decision, fetch_at=fetch)
             elif homes:
                 decisions[gap] = Decision(gap, Residency.OFFLOAD, min(gap.start + 2, gap.end), gap.end, homes[0])
             return
@@ -165,11 +165,11 @@ class _Polish:
         elif kind < _OFFLOADED[0]:
             del decisions[gap]
         elif kind < _OFFLOADED[1]:
-            back = min(max(decision.fetch_at + shift, first), gap.end)
-            decisions[gap] = replace(decision, fetch_at=back, release_by=min(decision.release_by, back))
+            fetch = min(max(decision.fetch_at + shift, first), gap.end)
+            decisions[gap] = replace(decision, fetch_at=fetch, release_by=min(decision.release_by, fetch))
         elif kind < _OFFLOADED[2]:
-            most = decision.fetch_at if gap.end < self.n else self.n
-            release = min(max(decision.release_by + shift, gap.start + 1), most)
+            latest = decision.fetch_at if gap.end < self.n else self.n
+            release = min(max(decision.release_by + shift, gap.start + 1), latest)
             decisions[gap] = replace(decision, release_by=release)
         elif kind < _OFFLOADED[3] and len(homes) > 1:
             decisions[gap] = replace(decision, home=draw.choice(homes))
@@ -180,5 +180,5 @@ class _Polish:
         homes = self.homes[gap]
         if gap in self.again and (not homes or draw.random() >= _OFFLOADS):
             return Decision(gap, Residency.RECOMPUTE, gap.start + 1, gap.end)
-        left = draw.randint(gap.start + 1, min(gap.end, self.n))
-        return Decision(gap, Residency.OFFLOAD, left, gap.end, draw.choice(homes) if homes[1:] else homes[0])
+        release = draw.randint(gap.start + 1, min(gap.end, self.n))
+        return Decision(gap, Residency.OFFLOAD, release, gap.end, draw.choice(homes) if homes[1:] else homes[0])

@@ -43,7 +43,7 @@ class GapInfo:
 
 @dataclass(frozen=True)
 class Problem:
-    """A step whose large blocks may take ``limit`` bytes."""
+    """A step and the ``limit`` on the bytes of its large blocks."""
 
     graph: StepGraph
     costs: Costs
@@ -61,7 +61,7 @@ class Problem:
             for storage in dict.fromkeys(op.mutates + op.creates):
                 written.setdefault(storage, []).append(op.id)
         everywhere = tuple(range(len(costs.homes)))
-        found: list[GapInfo] = []
+        gaps: list[GapInfo] = []
         for storage in graph.storages:
             if not is_large(storage.bytes) or storage.kind is StorageKind.CONSTANT:
                 continue
@@ -74,7 +74,7 @@ class Problem:
                 if gap.end == gap.start + 1 and gap != last:
                     continue
                 segment = sum(1 for w in writes if w <= gap.start)
-                found.append(
+                gaps.append(
                     GapInfo(
                         gap,
                         placed_bytes(storage.bytes),
@@ -90,7 +90,7 @@ class Problem:
                 )
         needs = np.array(large_needs(graph, costs), dtype=np.int64)
         changed = frozenset(s for s in written if s in graph.persistent)
-        return Problem(graph, costs, limit, tuple(found), limit - needs, changed)
+        return Problem(graph, costs, limit, tuple(gaps), limit - needs, changed)
 
     @property
     def homes(self) -> tuple[Home, ...]:
@@ -102,7 +102,7 @@ class Problem:
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
-        """The gaps that may be resident: all but those of arriving inputs."""
+        """The gaps that may be resident: all but the gaps before an input's first use."""
         return tuple(g for g, info in enumerate(self.gaps) if not info.arriving)
 
     def nothing_leaves(self) -> Ints:
@@ -118,13 +118,13 @@ class Problem:
 
     def held(self, keep: NDArray[np.bool_]) -> Ints:
         """Return the bytes of resident gaps over each op, of shape (ops,); ``keep`` has shape (gaps,)."""
-        first, last, again, sizes = self._ranges
+        first, last, second_end, sizes = self._ranges
         delta = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
-        kept = sizes * keep
-        np.add.at(delta, first, kept)
-        np.add.at(delta, last, -kept)
-        delta[0] += int(kept[again > 0].sum())
-        np.add.at(delta, again, -np.where(again > 0, kept, 0))
+        kept_sizes = sizes * keep
+        np.add.at(delta, first, kept_sizes)
+        np.add.at(delta, last, -kept_sizes)
+        delta[0] += int(kept_sizes[second_end > 0].sum())
+        np.add.at(delta, second_end, -np.where(second_end > 0, kept_sizes, 0))
         return np.cumsum(delta)[:-1]
 
     def take(self, room: Ints, g: int, count: int) -> None:
@@ -141,23 +141,23 @@ class Problem:
         """Return for each gap whether offloading it needs a copy-out (the copy at home is out of date)."""
         leaving: dict[int, list[int]] = {}
         at_home: dict[tuple[int, int], int] = {}
-        where: list[int] = choice.tolist()
+        home_of: list[int] = choice.tolist()
         for g, info in enumerate(self.gaps):
             storage = info.gap.storage
             if info.arriving:
                 at_home[storage, 0] = 0
-            elif where[g] != KEPT:
+            elif home_of[g] != KEPT:
                 leaving.setdefault(storage, []).append(g)
                 if info.cyclic:
-                    at_home[storage, where[g]] = 0
+                    at_home[storage, home_of[g]] = 0
         needed = [False] * len(self.gaps)
         for storage, gaps in leaving.items():
             if self.graph.storages[storage].arrives:
                 at_home[storage, 0] = 0
             elif storage in self.graph.frozen and not any(self.gaps[g].cyclic for g in gaps):
-                at_home[storage, where[gaps[0]]] = 0  # clean from step to step (see ``Program.clean``)
+                at_home[storage, home_of[gaps[0]]] = 0  # clean from step to step (see ``Program.clean``)
             for g in gaps:
-                key, segment = (storage, where[g]), self.gaps[g].segment
+                key, segment = (storage, home_of[g]), self.gaps[g].segment
                 if at_home.get(key) != segment:
                     needed[g] = True
                     at_home[key] = segment
@@ -188,18 +188,18 @@ class Problem:
             share = 0.0 if shares is None else float(shares[gaps, home].mean())
             return -share, -len(gaps) / max(last - first, 1)
 
-        for storage, wanted in sorted(stays, key=lambda key: (rank(key), key)):
-            gaps = stays[storage, wanted]
+        for storage, preferred in sorted(stays, key=lambda key: (rank(key), key)):
+            gaps = stays[storage, preferred]
             if self.is_first_homed(storage):
                 continue
             first, last = self._span(gaps)
             count = slot_bytes(self.graph.storages[storage].bytes)
-            for home in (wanted, *(h for h in self.gaps[gaps[0]].homes if h != wanted)):
-                left = room[home]
-                if left is None:
+            for home in (preferred, *(h for h in self.gaps[gaps[0]].homes if h != preferred)):
+                free = room[home]
+                if free is None:
                     break
-                if int(left[first:last].min(initial=count)) >= count:
-                    left[first:last] -= count
+                if int(free[first:last].min(initial=count)) >= count:
+                    free[first:last] -= count
                     break
             else:
                 return None
@@ -233,6 +233,6 @@ class Problem:
         n = len(self.graph.ops)
         inside = [self.inside(info) for info in self.gaps]
         ranges = np.array([ranges[0] for ranges in inside], dtype=np.int64).reshape(-1, 2)
-        again = np.array([ranges[1][1] if len(ranges) > 1 else 0 for ranges in inside], dtype=np.int64)
+        second_end = np.array([ranges[1][1] if len(ranges) > 1 else 0 for ranges in inside], dtype=np.int64)
         sizes = np.array([info.bytes for info in self.gaps], dtype=np.int64)
-        return np.minimum(ranges[:, 0], n), ranges[:, 1], again, sizes
+        return np.minimum(ranges[:, 0], n), ranges[:, 1], second_end, sizes

@@ -62,7 +62,7 @@ def policy_of(given: PolicyLike) -> Policy:
 
 
 def _read(text: str) -> Policy:
-    name, _, given = text.partition(":")
+    name, _, arguments = text.partition(":")
     name = name.strip()
     if "(" in name:
         raise _unreadable(text)
@@ -71,7 +71,7 @@ def _read(text: str) -> Policy:
         near = get_close_matches(name, POLICIES, 1)
         hint = f"did you mean {near[0]!r}? There are" if near else "choose one of"
         raise InputError(f"there is no policy {name!r}; {hint} {', '.join(POLICIES)}")
-    values = _values(text, given)
+    values = _values(text, arguments)
     if kind is Auto:
         return Auto(SearchParams(**_known("auto", SearchParams, values)))
     return kind(**_known(name, kind, values))
@@ -81,27 +81,27 @@ def _unreadable(text: str) -> InputError:
     return InputError(f"cannot read the policy {text!r}; write it like window:reach=1.5,persist=false")
 
 
-def _values(text: str, given: str) -> dict[str, Any]:
+def _values(text: str, arguments: str) -> dict[str, Any]:
     """Parse the text after the colon as the keyword arguments of a call, without running it."""
     try:
-        call = ast.parse(f"f({given})", mode="eval").body
+        call = ast.parse(f"f({arguments})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise _unreadable(text) from None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
         raise _unreadable(text)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for keyword in call.keywords:
-        if keyword.arg is None or keyword.arg in found:
+        if keyword.arg is None or keyword.arg in values:
             raise _unreadable(text)
         if isinstance(keyword.value, ast.Name):
-            found[keyword.arg] = _WORDS.get(keyword.value.id.lower(), keyword.value.id)
+            values[keyword.arg] = _WORDS.get(keyword.value.id.lower(), keyword.value.id)
             continue
         try:
             value = ast.literal_eval(keyword.value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             raise _unreadable(text) from None
-        found[keyword.arg] = tuple(cast("list[object]", value)) if isinstance(value, list) else value
-    return found
+        values[keyword.arg] = tuple(cast("list[object]", value)) if isinstance(value, list) else value
+    return values
 
 
 def _known(name: str, kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -118,8 +118,8 @@ def _known(name: str, kind: type[Any], values: dict[str, Any]) -> dict[str, Any]
         many = bool(get_args(hints[key]))
         kinds = (int, float) if float in (hints[key], *get_args(hints[key])) else (int,)
         parts = cast("tuple[object, ...]", value if isinstance(value, tuple) else (value,))
-        right = many == isinstance(value, tuple) and all(type(part) in kinds for part in parts)
-        if not right or any(isinstance(part, (int, float)) and part < 0 for part in parts):
-            what = "a list of numbers" if many else "a number" if float in kinds else "a whole number"
-            raise InputError(f"the policy {name!r}: {key} must be {what}, 0 or more, not {value!r}")
+        is_valid = many == isinstance(value, tuple) and all(type(part) in kinds for part in parts)
+        if not is_valid or any(isinstance(part, (int, float)) and part < 0 for part in parts):
+            expected = "a list of numbers" if many else "a number" if float in kinds else "a whole number"
+            raise InputError(f"the policy {name!r}: {key} must be {expected}, 0 or more, not {value!r}")
     return values

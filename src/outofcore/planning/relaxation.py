@@ -17,10 +17,12 @@ from outofcore.planning.problem import Problem
 class Relaxation:
     """A linear program of which every plan is a feasible point, as far as shares, copies and homes go.
 
-    ``again`` are gaps that may be recomputed, and ``spans`` the number of each op's span of time.
+    ``recomputable`` are gaps that may be recomputed, and ``spans`` the number of each op's span of time.
     """
 
-    def __init__(self, problem: Problem, again: Iterable[int], spans: Sequence[int], *, interior: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, recomputable: Iterable[int], spans: Sequence[int], *, interior: bool = False
+    ) -> None:
         self.problem, self.spans = problem, spans
         self.program = LinearProgram(interior=interior)
         self.seconds = [0.0] * (spans[-1] + 1 if spans else 0)  # by span, of its ops
@@ -33,17 +35,17 @@ class Relaxation:
         self.copied: dict[tuple[int, int], int] = {}  # the variable of the share that is copied out, by gap and home
         self.share_rows: dict[int, int] = {}  # the sum of the shares, by gap with more than one variable
         self._sent: dict[tuple[int, int], int] = {}  # share at a home, by gap and home, if it has a variable
-        again = set(again)
+        recomputable = set(recomputable)
         for g in problem.movable:
             info = problem.gaps[g]
             self.kept[g] = self.program.variable(0.0, 0.0 if info.leaves else 1.0)
-            if g in again:
+            if g in recomputable:
                 self.repeated[g] = self.program.variable(0.0, 1.0)
             for home in info.homes[:-1]:
                 self._sent[g, home] = self.program.variable(0.0, 1.0)
-            own = self._own(g)
-            if len(own) > 1 or not info.homes:
-                self.share_rows[g] = self.program.row(dict.fromkeys(own, 1.0), 0.0 if info.homes else 1.0, 1.0)
+            shares = self._own(g)
+            if len(shares) > 1 or not info.homes:
+                self.share_rows[g] = self.program.row(dict.fromkeys(shares, 1.0), 0.0 if info.homes else 1.0, 1.0)
         self._copies_out()
 
     def _own(self, g: int) -> list[int]:
@@ -60,7 +62,7 @@ class Relaxation:
         return 1.0, dict.fromkeys(self._own(g), -1.0)
 
     def _copies_out(self) -> None:
-        """Require a copy out for an offloaded gap whose home is out of date."""
+        """Require a copy out for an offloaded gap if the copy at its home is out of date."""
         problem = self.problem
         cyclic = {problem.gaps[g].gap.storage: g for g in problem.movable if problem.gaps[g].cyclic}
         earlier: dict[tuple[int, int, int], list[int]] = defaultdict(list)
@@ -79,8 +81,8 @@ class Relaxation:
                 row = dict.fromkeys(copies, 1.0) | {column: -factor for column, factor in terms.items()}
                 if info.segment == 0 and not info.cyclic and storage in cyclic:
                     # A copy is needed only if the storage was not at this home when the step began.
-                    held, more = self.away(cyclic[storage], home)
-                    constant -= held
+                    earlier_share, more = self.away(cyclic[storage], home)
+                    constant -= earlier_share
                     for column, factor in more.items():
                         row[column] = row.get(column, 0.0) + factor
                 self.program.row(row, low=constant)

@@ -73,8 +73,8 @@ class Attempts:
             self._lowest = min(self._lowest, area)
             self._last = (plan, stuck)
         self.ended = self._stale >= _STALE
-        mostly = {storage for *_, storage in stuck if storage >= 0}
-        more, again = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        mostly_over = {storage for *_, storage in stuck if storage >= 0}
+        more, doubled = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         for first, last, over, storage in stuck:
             if storage in self._mostly and storage not in self.leaving:
                 self.leaving.add(storage)
@@ -83,10 +83,10 @@ class Attempts:
             wider = _WIDER * self.made
             around = slice(max(first - wider, 0), last + wider)
             more[around] += max(over, PAGE_BYTES)
-            again[around] = np.maximum(again[around], self.spared[first:last].max())
-        self._mostly = mostly
+            doubled[around] = np.maximum(doubled[around], self.spared[first:last].max())
+        self._mostly = mostly_over
         # Where the excess is not the first, spare at least twice as much as before.
-        self.spared = np.minimum(self.spared + np.maximum(more, again), self.budget)
+        self.spared = np.minimum(self.spared + np.maximum(more, doubled), self.budget)
         self.made += 1
         return None
 
@@ -101,7 +101,7 @@ def _stuck(program: Program, budget: int, n: int) -> _Stuck:
         op_at.append(upcoming)
     op_at.reverse()
     op_at.append(n)
-    found: _Stuck = []
+    excesses: _Stuck = []
     for block in program.blocks:
         over = block.offset + block.bytes - budget
         if over <= 0:
@@ -114,5 +114,5 @@ def _stuck(program: Program, budget: int, n: int) -> _Stuck:
         is_mostly = is_large(block.bytes) and _MOSTLY * block.bytes <= over <= block.bytes
         storage = block.storage if block.storage is not None and is_mostly else -1
         ranges = ((op_at[first], max(op_at[last], op_at[first] + 1)) for first, last in spans if first < last)
-        found += [(first, last, min(over, block.bytes), storage) for first, last in ranges]
-    return found
+        excesses += [(first, last, min(over, block.bytes), storage) for first, last in ranges]
+    return excesses

@@ -30,15 +30,15 @@ def all_staying(graph: StepGraph, plan: Plan) -> Plan:
 def let_stay(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> Planned:
     """Return the plan with as many gradients staying as fit the budget; never a slower plan."""
     order = candidates(graph, planned.plan)
-    best, most = planned, worth(costs, planned)
+    best, max_worth = planned, worth(costs, planned)
     fits, too_many, count = 0, len(order) + 1, len(order)
     for _ in range(_TRIES):
         if not fits < count < too_many:
             break
         plan = replace(planned.plan, staying=tuple(sorted((*planned.plan.staying, *order[:count]))))
-        found = fit_once(graph, costs, budget, plan, effort=0)
-        if found is not None and worth(costs, found) <= most:
-            best, most, fits = replace(found, candidates=planned.candidates), worth(costs, found), count
+        candidate = fit_once(graph, costs, budget, plan, effort=0)
+        if candidate is not None and worth(costs, candidate) <= max_worth:
+            best, max_worth, fits = replace(candidate, candidates=planned.candidates), worth(costs, candidate), count
         else:
             too_many = count
         count = (fits + too_many) // 2

@@ -1,10 +1,10 @@
 """The search for the best plan: ``policy="auto"`` for steps with a home (``front`` plans the others).
 
-A linear program (``guide``) chooses what is resident, where other gaps go, and what to recompute. It is then solved
-again with the seconds that its chains really take. Candidates start with different recomputation: none, the program's,
-and what the greedy search (``remat.selection``) finds if a share of the bytes above the limit is offloaded. Each
-candidate is tuned (``tuner``), which matters most. The best are tuned further, placed within the budget, repaired where
-blocks exceed it (``repair``) and simulated. In small steps the best plan is polished (``polish``).
+A linear program (``guide``) chooses resident, offloaded and recomputed gaps, and is solved again with the seconds that
+its chains really take. Candidates start with different recomputation: the program's; the result of the greedy search
+(``remat.selection``) if a share of the bytes above the limit is offloaded; or no recomputation. Each candidate is tuned
+(``tuner``), which matters most. The best are tuned further, placed within the budget, repaired where blocks exceed it
+(``repair``) and simulated. In small steps the best plan is polished (``polish``).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _SEEDS = 4
 
 def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams, whole: Program) -> list[Planned]:
     """Return plans within the budget, the best first; ``whole`` is the in-core program, not placed."""
-    found = _Search(graph, costs, budget, params, room_for_large(graph, costs, budget, whole))
-    found.mix()
-    return found.ranked()
+    candidate_search = _Search(graph, costs, budget, params, room_for_large(graph, costs, budget, whole))
+    candidate_search.mix()
+    return candidate_search.ranked()
 
 
 @dataclass
@@ -75,7 +75,7 @@ class _Search:
         self.makes = Candidates(self.kept, self.params)
         length = max(len(self.graph.ops), 1)
         self.left = min(max(self.params.placed * _LENGTH // length, _LEAST_PLACED), 4 * self.params.placed)
-        self.best = inf  # of what is placed
+        self.best = inf  # value of the best placed plan
         self.shares: Shares | None = None
         self.homes = self.problem.nothing_leaves()
 
@@ -93,10 +93,10 @@ class _Search:
         if not self._is_good_enough and (not self._is_long or not self.candidates):
             self._try_shares()
         self.candidates.sort(key=lambda candidate: candidate.value)
-        rest = self.candidates
-        for seed in range(1, _SEEDS + 1) if rest else ():
-            self._place_best([*self._tuned_further(seed), *rest])
-            rest = []
+        untried = self.candidates
+        for seed in range(1, _SEEDS + 1) if untried else ():
+            self._place_best([*self._tuned_further(seed), *untried])
+            untried = []
             if self.left <= 0 or self.best <= self.candidates[0].value * _KEPT_PROMISE:
                 break
         if not self.planned:
@@ -108,10 +108,10 @@ class _Search:
         best = [
             candidate
             for slack in self.params.slacks
-            for candidate in [each for each in self.candidates if each.slack == slack][: self.params.tuned]
+            for candidate in [entry for entry in self.candidates if entry.slack == slack][: self.params.tuned]
         ]
-        again = [self.makes.tuned(candidate, self.params.further, seed=seed) for candidate in best]
-        return [replace(candidate, how=f"{candidate.how}, tuned further") for candidate in again if candidate]
+        tuned = [self.makes.tuned(candidate, self.params.further, seed=seed) for candidate in best]
+        return [replace(candidate, how=f"{candidate.how}, tuned further") for candidate in tuned if candidate]
 
     @property
     def _is_long(self) -> bool:
@@ -124,16 +124,16 @@ class _Search:
     def _is_good(self, times: float) -> bool:
         return any(candidate.value <= self.costs.compute_seconds * times for candidate in self.candidates)
 
-    def _consider(self, how: str, choices: Choices) -> float:
+    def _consider(self, origin: str, choices: Choices) -> float:
         """Add the candidates that recompute these choices; return the best value."""
-        found = self.makes.of(how, choices, self.homes)
-        if not found:
-            _log.debug("%s: does not fit", how)
-        for candidate in found:
-            _log.debug("%s: %.6f s scheduled", how, candidate.found.seconds)
-            if all(candidate.plan != other.plan for other in self.candidates):
+        candidates = self.makes.of(origin, choices, self.homes)
+        if not candidates:
+            _log.debug("%s: does not fit", origin)
+        for candidate in candidates:
+            _log.debug("%s: %.6f s scheduled", origin, candidate.found.seconds)
+            if all(candidate.plan != existing.plan for existing in self.candidates):
                 self.candidates.append(candidate)
-        return min((candidate.value for candidate in found), default=inf)
+        return min((candidate.value for candidate in candidates), default=inf)
 
     def _ask_relaxation(self, choices: Choices) -> None:
         """Solve the linear program, with the cost of recomputation under these choices."""
@@ -146,15 +146,15 @@ class _Search:
         excess = max(int((self.kept.held + self.kept.need).max(initial=0)) - self.problem.limit, 0)
         room = [inf if home.bytes is None else home.bytes for home in self.problem.homes]
         capacity = sum(room) / max(excess, 1)  # of the homes, as a share
-        most = _FILLED[0] * capacity
-        values = {share: self._share(excess, share) for share in self.params.shares if share <= most}
+        max_share = _FILLED[0] * capacity
+        values = {share: self._share(excess, share) for share in self.params.shares if share <= max_share}
         if len(values) < len(self.params.shares):
             # The homes hold more over a step than exceeds the limit at one op, so smaller shares may be needed.
             for part in _FILLED:
                 values[part * capacity] = self._share(excess, part * capacity)
                 if values[part * capacity] < inf:
                     break
-        # Recomputation takes most of a step in which nothing is offloaded: its value says little about nearby shares.
+        # Recomputation dominates a step without offloading, so its value is a poor estimate for nearby shares.
         values[0.0] = inf
         values.setdefault(min(capacity, 1.0), inf)
         for _ in range(self.params.zooms):
@@ -171,44 +171,46 @@ class _Search:
 
     # Placing
 
-    def _sparing(self, candidate: Candidate, tried: Attempts) -> Candidate | None:
+    def _sparing(self, candidate: Candidate, attempts: Attempts) -> Candidate | None:
         """Return the candidate tuned to leave the bytes free that placing it lacked; None if it does not fit."""
-        if not tried.spared.any() and not tried.leaving:
+        if not attempts.spared.any() and not attempts.leaving:
             return candidate
-        return self.makes.tuned(candidate, self.params.tunings, tried.spared, tried.leaving, seed=tried.made)
+        return self.makes.tuned(candidate, self.params.tunings, attempts.spared, attempts.leaving, seed=attempts.made)
 
-    def _place(self, how: str, plan: Plan, tried: Attempts) -> Planned | None:
-        planned = tried.place(plan)
+    def _place(self, origin: str, plan: Plan, attempts: Attempts) -> Planned | None:
+        planned = attempts.place(plan)
         if planned is not None:
-            self._note(how, planned)
+            self._note(origin, planned)
             return planned
-        over = "the homes are too small for the offloaded tensors"
-        if tried.height < inf:
-            over = f"its blocks reach {format_bytes(int(tried.height))}, above the budget"
-        _log.debug("%s: %s", how, over)
-        self.outcomes.append(Outcome(how, plan, tried.height, None, over))
+        verdict = "the homes are too small for the offloaded tensors"
+        if attempts.height < inf:
+            verdict = f"its blocks reach {format_bytes(int(attempts.height))}, above the budget"
+        _log.debug("%s: %s", origin, verdict)
+        self.outcomes.append(Outcome(origin, plan, attempts.height, None, verdict))
         return None
 
-    def _note(self, how: str, planned: Planned) -> None:
+    def _note(self, origin: str, planned: Planned) -> None:
         seconds = planned.timeline.step_seconds
-        _log.debug("%s: %.6f s simulated", how, seconds)
-        self.planned.append((how, planned))
-        self.outcomes.append(Outcome(how, planned.plan, planned.program.arena_bytes, seconds, "slower than the best"))
+        _log.debug("%s: %.6f s simulated", origin, seconds)
+        self.planned.append((origin, planned))
+        self.outcomes.append(
+            Outcome(origin, planned.plan, planned.program.arena_bytes, seconds, "slower than the best")
+        )
 
     def _place_best(self, candidates: list[Candidate]) -> None:
         """Place candidates, the best first; each leaves more bytes free until it fits or another is better."""
         for candidate in sorted(candidates, key=lambda candidate: candidate.value):
-            tried = Attempts(self.graph, self.costs, self.budget)
-            found: Candidate | None = candidate
-            while found is not None and found.value < self.best and (self.left > 0 or not self.planned):
-                planned = self._place(f"{candidate.how}, attempt {tried.made + 1}", found.plan, tried)
-                self.left -= not tried.repeated
+            attempts = Attempts(self.graph, self.costs, self.budget)
+            trial: Candidate | None = candidate
+            while trial is not None and trial.value < self.best and (self.left > 0 or not self.planned):
+                planned = self._place(f"{candidate.how}, attempt {attempts.made + 1}", trial.plan, attempts)
+                self.left -= not attempts.repeated
                 if planned is not None:
                     self.best = min(self.best, worth(self.costs, planned))
                     break
-                if tried.ended or tried.made >= ATTEMPTS:
+                if attempts.ended or attempts.made >= ATTEMPTS:
                     break
-                found = self._sparing(candidate, tried)
+                trial = self._sparing(candidate, attempts)
 
     def _fall_back(self) -> None:
         """Offload everything between two uses, since no candidate fits."""

@@ -1,7 +1,7 @@
 """Tuning: a local search over the residencies of all gaps, judged by the schedule of their copies.
 
 The schedule is found by one pass over the step that counts time and bytes. Copies out start at once, one after the
-other on the link to their home; an op waits for those whose room it needs. Copies in run in the order of use, each
+other on the link to their home; an op waits for copies if it needs their room. Copies in run in the order of use, each
 before the first op from which on its room is free up to its use. So a prefetch delays no op, and a link is idle only if
 there is no room. A pass needs the start of each op and the bytes flowing out then, so it takes them from the last pass:
 prefetches start as late as that allows, less a slack.
@@ -84,23 +84,23 @@ class Tuned:
 
 
 class Tuner:
-    """The local search over the states of a step; ``kept`` are choices without recomputation."""
+    """The local search over the states of a step; ``choices`` have no recomputation."""
 
-    def __init__(self, kept: Choices) -> None:
-        self._problem = problem = kept.problem
+    def __init__(self, choices: Choices) -> None:
+        self._problem = problem = choices.problem
         library = self._library = load_library()
         infos, graph, homes = problem.gaps, problem.graph, problem.homes
         storages = [graph.storages[info.gap.storage] for info in infos]
         capacity = [_NEVER if home.bytes is None else home.bytes for home in homes]
         if homes[0].bytes is not None:
             capacity[0] = max(homes[0].bytes - problem.lasting_at_first, 0)
-        where = [0]
+        homes_from = [0]
         for info in infos:
-            where.append(where[-1] + len(info.homes))
+            homes_from.append(homes_from[-1] + len(info.homes))
         ints: dict[str, Sequence[int]] = {
             "storage": [info.gap.storage for info in infos],
             "segment": [info.segment for info in infos],
-            "first_content": [kept.contents.first[info.gap.storage] for info in infos],
+            "first_content": [choices.contents.first[info.gap.storage] for info in infos],
             "slot": [slot_bytes(storage.bytes) for storage in storages],
             "cyclic": [info.cyclic for info in infos],
             "arriving": [info.arriving for info in infos],
@@ -109,19 +109,19 @@ class Tuner:
             "fixed": [problem.is_first_homed(storage.id) for storage in storages],
             "frozen": [storage.id in graph.frozen for storage in storages],
             "arrives": [storage.arrives for storage in storages],
-            "homes_from": where,
+            "homes_from": homes_from,
             "homes_of": [home for info in infos for home in info.homes],
             "capacity": capacity,
         }
         arrays: dict[str, array[int] | array[float]] = {name: array("q", values) for name, values in ints.items()}
         arrays["in_seconds"] = array("d", [home.in_seconds(info.copied) for info in infos for home in homes])
         arrays["out_seconds"] = array("d", [home.out_seconds(info.copied) for info in infos for home in homes])
-        # The library keeps pointers to these arrays and to those of the search.
-        self._arrays, self._search = arrays, kept.search()
+        # The library keeps pointers to these arrays and to the arrays of the search.
+        self._arrays, self._search = arrays, choices.search()
         addresses = {name: values.buffer_info()[0] for name, values in arrays.items()}
         transfers = _Transfers(homes=len(homes), limit=problem.limit, weight=copy_weight(problem.costs), **addresses)
         self._handle = library.outofcore_tuner_open(
-            ctypes.byref(kept.compiled.step), ctypes.byref(self._search.gaps), ctypes.byref(transfers)
+            ctypes.byref(choices.compiled.step), ctypes.byref(self._search.gaps), ctypes.byref(transfers)
         )
         weakref.finalize(self, library.outofcore_tuner_close, self._handle)
         self._view = _View()
@@ -138,11 +138,11 @@ class Tuner:
             leaving: storages that may not be resident between two uses.
         """
         count = len(self._problem.graph.ops)
-        left = array("q", bytes(8 * count) if spared is None else spared.astype(np.int64).tobytes())
-        leaves = array(
+        spared_bytes = array("q", bytes(8 * count) if spared is None else spared.astype(np.int64).tobytes())
+        must_leave = array(
             "q", [info.leaves or (info.gap.storage in leaving and bool(info.homes)) for info in self._problem.gaps]
         )
-        lists = (_address(values) for values in (state.kind, state.fetch, state.home, left, leaves))
+        lists = (_address(values) for values in (state.kind, state.fetch, state.home, spared_bytes, must_leave))
         return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
 
     def tune(self, tries: int, recomputes: float = 0.5, seed: int = 0) -> Tuned:
@@ -181,20 +181,22 @@ class Tuner:
         return State(self._ints(view.kind), self._ints(view.fetch), self._ints(view.home))
 
     def _decisions(self, view: _View) -> tuple[Decision, ...]:
-        n, found = len(self._problem.graph.ops), list[Decision]()
+        n, decisions = len(self._problem.graph.ops), list[Decision]()
         kind, fetch, home = (self._ints(address) for address in (view.kind, view.fetch, view.home))
         is_open, release, arrival = (self._ints(address) for address in (view.open, view.release, view.arrival))
         for g, info in enumerate(self._problem.gaps):
             gap = info.gap
             if info.arriving:
-                found.append(Decision(gap, Residency.OFFLOAD, 0, arrival[g], home[g]))
+                decisions.append(Decision(gap, Residency.OFFLOAD, 0, arrival[g], home[g]))
             elif kind[g] == AGAIN:
-                found.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch[g]))
+                decisions.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch[g]))
             elif is_open[g] and home[g] != KEPT:
-                back = gap.end if arrival[g] == _NEVER else arrival[g] + (n if info.cyclic else 0)
-                left = n if release[g] == _NEVER else release[g]
-                found.append(Decision(gap, Residency.OFFLOAD, max(min(left, n, back), gap.start + 1), back, home[g]))
-        return tuple(sorted(found, key=lambda decision: decision.gap))
+                fetch_at = gap.end if arrival[g] == _NEVER else arrival[g] + (n if info.cyclic else 0)
+                released = n if release[g] == _NEVER else release[g]
+                decisions.append(
+                    Decision(gap, Residency.OFFLOAD, max(min(released, n, fetch_at), gap.start + 1), fetch_at, home[g])
+                )
+        return tuple(sorted(decisions, key=lambda decision: decision.gap))
 
 
 def copy_weight(costs: Costs) -> float:
@@ -207,14 +209,14 @@ def _address(values: array[int]) -> int:
 
 
 def _ints(address: int, count: int) -> array[int]:
-    found = array("q")
+    values = array("q")
     if count:
-        found.frombytes(ctypes.string_at(address, 8 * count))
-    return found
+        values.frombytes(ctypes.string_at(address, 8 * count))
+    return values
 
 
 def _doubles(address: int, count: int) -> array[float]:
-    found = array("d")
+    values = array("d")
     if count:
-        found.frombytes(ctypes.string_at(address, 8 * count))
-    return found
+        values.frombytes(ctypes.string_at(address, 8 * count))
+    return values

@@ -42,7 +42,7 @@ class DTR(Checked):
     and an op with an evicted input first recomputes it, recursively. Neighbours are the evicted storages that it is
     made from, or that are made from it, through evicted ones.
 
-        forward    a == b == c == d == e ==     no room at e: evict the cheapest for its age of a to d, say b
+        forward    a == b == c == d == e ==     no room at e: evict the cheapest for its age of a to d, here b
         backward   e, d, c, [b from a], a       [ ] recomputed right before its use, which may evict others
 
     Different from the paper: evictions are simulated before the step and become a plan, which is less detailed than a
@@ -87,18 +87,18 @@ def evict_online(choices: Choices, limit: int) -> Snapshot | None:
     pinned: frozenset[int] = frozenset()
     work = 0
     for _ in range(_TRIES):
-        following = _Following(choices, limit, pinned)
-        snapshot = following.run()
-        work += following.state.work
-        if snapshot is not None or not following.missed or work > _WORK:
+        simulation = _Following(choices, limit, pinned)
+        snapshot = simulation.run()
+        work += simulation.state.work
+        if snapshot is not None or not simulation.missed or work > _WORK:
             return snapshot
-        kinds = {_kind(choices, g) for g in following.missed}
+        kinds = {_kind(choices, g) for g in simulation.missed}
         pinned |= {g for g in choices.free if _kind(choices, g) in kinds}
     return None
 
 
 def _kind(choices: Choices, g: int) -> tuple[object, ...]:
-    """Return what similar gaps have in common, such as those of an unrolled network's time steps."""
+    """Return a key that similar gaps share, such as the gaps of an unrolled network's time steps."""
     ops = choices.problem.graph.ops
     maker, reader = ops[choices.contents.maker[choices.content[g]]], ops[choices.end[g]]
     return maker.name, maker.module, reader.name, reader.module, choices.bytes[g]
@@ -114,7 +114,7 @@ class _Following:
     known: dict[int, Chain] = field(default_factory=dict[int, Chain])  # by resident gap, its present chain
     seen_by: dict[int, set[int]] = field(
         default_factory=dict[int, set[int]]
-    )  # content -> gaps whose cached chain depends on it
+    )  # content -> gaps with a cached chain that depends on it
     children: dict[int, frozenset[int]] = field(
         default_factory=dict[int, frozenset[int]]
     )  # evicted gap -> contents that its chain depends on
@@ -181,13 +181,13 @@ class _Following:
 
     def _takes(self, op: int, chain: Chain | None) -> tuple[int, frozenset[int]]:
         """Return the bytes of an op with its chain, and the contents that must stay for it."""
-        alone = int(self.state.alone[op])
+        op_bytes = int(self.state.alone[op])
         if chain is None:
-            return alone, frozenset()
-        return max(alone, self.like.contents.before[op] - chain.held + chain.bytes), chain.links.seen
+            return op_bytes, frozenset()
+        return max(op_bytes, self.like.contents.before[op] - chain.held + chain.bytes), chain.links.seen
 
     def _evict_one(self, op: int, among: frozenset[int]) -> bool:
-        """Evict the cheapest of these contents by the heuristic; return False if none can be evicted."""
+        """Evict the cheapest of these contents by the heuristic; return False if there is no such gap."""
         allowed = self.resident & np.isin(self.content, list(among))
         return self._evict_first(op, allowed)
 
@@ -206,14 +206,14 @@ class _Following:
         return True
 
     def _evict_first(self, op: int, allowed: NDArray[np.bool_]) -> bool:
-        """Evict the allowed gap with the smallest heuristic and disallow it; return False if none can be."""
-        least = _LEAST_STALE * (self.clock + 1e-12)
+        """Evict the allowed gap with the smallest heuristic and disallow it; return False if there is no such gap."""
+        min_age = _LEAST_STALE * (self.clock + 1e-12)
         open_now = np.flatnonzero(allowed)
         if not len(open_now):
             return False
         for g in open_now[self.stale[open_now]].tolist():
             self._rate(op, g)
-        score = self.cost[open_now] / (self.size[open_now] * np.maximum(self.clock - self.last[open_now], least))
+        score = self.cost[open_now] / (self.size[open_now] * np.maximum(self.clock - self.last[open_now], min_age))
         g = int(open_now[score.argmin()])
         if not np.isfinite(self.cost[g]):
             return False
@@ -224,20 +224,20 @@ class _Following:
     def _rate(self, op: int, g: int) -> None:
         state = self.state
         self.stale[g] = False
-        found = state.chain(op, (g,))
+        chain = state.chain(op, (g,))
         content = state.content[g]
-        old = self.known.pop(g, None)
-        before = frozenset[int]() if old is None else old.links.seen
-        now = frozenset[int]() if found is None else found.links.seen
-        for seen in before - now:
-            self.seen_by[seen].discard(g)
-        for seen in now - before:
-            self.seen_by.setdefault(seen, set()).add(g)
-        if found is None:
+        cached = self.known.pop(g, None)
+        dependencies = frozenset[int]() if cached is None else cached.links.seen
+        new_dependencies = frozenset[int]() if chain is None else chain.links.seen
+        for dependency in dependencies - new_dependencies:
+            self.seen_by[dependency].discard(g)
+        for dependency in new_dependencies - dependencies:
+            self.seen_by.setdefault(dependency, set()).add(g)
+        if chain is None:
             self.cost[g] = np.inf
             return
-        self.known[g] = found
-        self.cost[g] = found.seconds + self.below[content]
+        self.known[g] = chain
+        self.cost[g] = chain.seconds + self.below[content]
 
     def _evict(self, op: int, g: int) -> None:
         state, contents = self.state, self.like.contents
@@ -246,24 +246,24 @@ class _Following:
         self.held[op : state.end[g]] -= state.bytes[g]
         self.resident[g] = False
         chain = self.known.pop(g)
-        for seen in chain.links.seen:
-            self.seen_by[seen].discard(g)
-        rests = chain.links.seen - {content}
-        self.children[g] = rests
-        own = contents.seconds[contents.maker[content]]
-        for other in rests:
-            self.below[other] += own
+        for dependency in chain.links.seen:
+            self.seen_by[dependency].discard(g)
+        dependencies = chain.links.seen - {content}
+        self.children[g] = dependencies
+        maker_seconds = contents.seconds[contents.maker[content]]
+        for ancestor in dependencies:
+            self.below[ancestor] += maker_seconds
         self._changed(content)
 
     def _forget_children(self, g: int) -> None:
         contents = self.like.contents
         content = self.state.content[g]
-        own = contents.seconds[contents.maker[content]]
-        for other in self.children.pop(g, ()):
-            self.below[other] -= own
+        maker_seconds = contents.seconds[contents.maker[content]]
+        for child in self.children.pop(g, ()):
+            self.below[child] -= maker_seconds
 
     def _bring_back(self, op: int, chain: Chain) -> None:
-        """Mark as resident what a chain has made and a later op needs."""
+        """Mark contents as resident that a chain has made and a later op needs."""
         state = self.state
         for content in sorted(chain.links.made):
             self._changed(content)

@@ -23,7 +23,7 @@ class Held:
 
     Attributes:
         graph: the step.
-        kept: bytes of large blocks at each op if nothing is evicted: tensors it touches, its workspace, and open gaps.
+        kept: bytes of large blocks at each op without eviction: tensors it touches, its workspace, and open gaps.
     """
 
     graph: StepGraph

@@ -17,7 +17,7 @@ def for_one_home(graph: StepGraph, costs: Costs, plan: Callable[[Costs, int], Pl
     ``plan`` is called with costs with at most one home. Offloaded gaps go to the farthest home, but inputs and outputs
     to the first.
     """
-    one, last = replace(costs, homes=costs.homes[-1:]), len(costs.homes) - 1
+    far_costs, last = replace(costs, homes=costs.homes[-1:]), len(costs.homes) - 1
 
     def at_home(decision: Decision) -> Decision:
         storage = decision.gap.storage
@@ -25,7 +25,7 @@ def for_one_home(graph: StepGraph, costs: Costs, plan: Callable[[Costs, int], Pl
         return decision if first or decision.residency is not Residency.OFFLOAD else replace(decision, home=last)
 
     def asked(room: int) -> Plan:
-        made = plan(one, room)
-        return made if last < 1 else replace(made, decisions=tuple(map(at_home, made.decisions)))
+        planned = plan(far_costs, room)
+        return planned if last < 1 else replace(planned, decisions=tuple(map(at_home, planned.decisions)))
 
     return asked

@@ -59,8 +59,8 @@ class PoocH(Checked):
         self.require("effort", self.effort >= 0, "0 or more")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        def plan(one: Costs, room: int) -> Plan:
-            return pooch(graph, one, room, effort=self.effort)
+        def plan(home_costs: Costs, room: int) -> Plan:
+            return pooch(graph, home_costs, room, effort=self.effort)
 
         return (for_one_home(graph, costs, plan),) if costs.homes else ()
 
@@ -85,48 +85,48 @@ class _Search:
     effort: int
     visited: int = field(default=0)  # nodes of the tree search
 
-    def keep(self, classes: list[Class], settled: frozenset[int]) -> tuple[float, list[Class]]:
-        """Run step 1 from a node of the tree; return the best seconds and classes. ``settled`` maps were tried."""
+    def keep(self, classes: list[Class], tried: frozenset[int]) -> tuple[float, list[Class]]:
+        """Run step 1 from a node of the tree, without ``tried`` maps; return the best seconds and classes."""
         self.visited += 1
         trial = self.trials.run(classes)
         if trial is None:
             return inf, classes
         best = self._filled(classes, trial.stalling_out)
-        for m in sorted(trial.stalling_in - settled, key=lambda m: (self.trials.maps[m].end, m)):
+        for m in sorted(trial.stalling_in - tried, key=lambda m: (self.trials.maps[m].end, m)):
             if self.visited * self.trials.ops * 8 > self.effort:
                 break
-            settled = settled | {m}
-            found = self.keep([*classes[:m], Class.KEEP, *classes[m + 1 :]], settled)
-            best = min(best, found, key=lambda pair: pair[0])
+            tried = tried | {m}
+            candidate = self.keep([*classes[:m], Class.KEEP, *classes[m + 1 :]], tried)
+            best = min(best, candidate, key=lambda pair: pair[0])
         return best
 
     def _filled(self, classes: list[Class], stalling: frozenset[int]) -> tuple[float, list[Class]]:
-        """Keep the maps that stall the forward pass, then whatever fits."""
-        found, room = list(classes), self.trials.least_room(classes)
-        order = sorted(range(len(found)), key=lambda m: (-self.trials.maps[m].start, m))
+        """Keep the maps that stall the forward pass, then all others that fit."""
+        filled, room = list(classes), self.trials.least_room(classes)
+        order = sorted(range(len(filled)), key=lambda m: (-self.trials.maps[m].start, m))
         for maps, stops in (([m for m in order if m in stalling], True), (order, False)):
             for m in maps:
-                if found[m] is Class.SWAP:
+                if filled[m] is Class.SWAP:
                     if self.trials.take(room, m):
-                        found[m] = Class.KEEP
+                        filled[m] = Class.KEEP
                     elif stops:
                         break
-        trial = self.trials.run(found)
-        return (inf if trial is None else trial.seconds), found
+        trial = self.trials.run(filled)
+        return (inf if trial is None else trial.seconds), filled
 
     def recompute(self, classes: list[Class]) -> Trial:
         """Run step 2: recompute the map with the smallest ratio, as long as one is below 1."""
         trials, classes, now = self.trials, list(classes), self._run(classes)
-        swapped = [m for m, found in enumerate(classes) if found is Class.SWAP and trials.can_recompute(m)]
-        together = 3 * len(swapped) * trials.ops // max(self.effort, 1) + 1
-        if together > 1:
+        swapped = [m for m, map_class in enumerate(classes) if map_class is Class.SWAP and trials.can_recompute(m)]
+        group_size = 3 * len(swapped) * trials.ops // max(self.effort, 1) + 1
+        if group_size > 1:
             swapped.sort(key=lambda m: (trials.chain_seconds(m, classes) / (trials.copy_seconds(m) or 1e-12), m))
-        groups = [tuple(swapped[i : i + together]) for i in range(0, len(swapped), together)]
+        groups = [tuple(swapped[i : i + group_size]) for i in range(0, len(swapped), group_size)]
         queue = [(0.0, g, -1) for g in range(len(groups))]  # ratio, group, number of choices when it was computed
         chosen = 0
         while queue:
-            _, g, known = heappop(queue)
-            if known == chosen:
+            _, g, version = heappop(queue)
+            if version == chosen:
                 for m in groups[g]:
                     classes[m] = Class.RECOMPUTE
                 now, chosen = self._run(classes), chosen + 1
@@ -143,13 +143,13 @@ class _Search:
         return trial
 
     def _ratio(self, classes: list[Class], group: tuple[int, ...], now: Trial) -> float:
-        """Return the seconds that recomputing a group adds, over those that swapping it adds."""
+        """Return the ratio of the seconds added by recomputing a group to those added by swapping it."""
 
-        def classed(how: Class) -> list[Class]:
-            return [how if m in group else found for m, found in enumerate(classes)]
+        def classed(new_class: Class) -> list[Class]:
+            return [new_class if m in group else map_class for m, map_class in enumerate(classes)]
 
-        free, again = self.trials.without_copies(group).run(classes), classed(Class.RECOMPUTE)
-        if free is None or now.seconds <= free.seconds or self.trials.run(again) is None:
+        without_copies, recomputed = self.trials.without_copies(group).run(classes), classed(Class.RECOMPUTE)
+        if without_copies is None or now.seconds <= without_copies.seconds or self.trials.run(recomputed) is None:
             return inf
-        added = self.trials.compute_seconds(again) - self.trials.compute_seconds(classed(Class.KEEP))
-        return added / (now.seconds - free.seconds)
+        added = self.trials.compute_seconds(recomputed) - self.trials.compute_seconds(classed(Class.KEEP))
+        return added / (now.seconds - without_copies.seconds)

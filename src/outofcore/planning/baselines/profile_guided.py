@@ -49,8 +49,8 @@ class ProfileGuided(Checked):
 
     def placed(self, graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
         """Return the plan with its addresses; None if they exceed the budget."""
-        everything = all_staying(graph, keep_all(budget)) if graph.gradients_left else keep_all(budget)
-        plans = dict.fromkeys((everything, keep_all(budget)))
+        keep_gradients = all_staying(graph, keep_all(budget)) if graph.gradients_left else keep_all(budget)
+        plans = dict.fromkeys((keep_gradients, keep_all(budget)))
         for plan in plans:
             program = _placed(lower(graph, costs, plan))
             if program.arena_bytes <= budget:
@@ -65,8 +65,8 @@ def _placed(program: Program) -> Program:
     top = 0
     for blocks in (small, large):
         base = round_up(top, PAGE_BYTES)
-        found = best_fit([rectangle_of(block, len(program.instructions)) for block in blocks])
-        offsets |= {block.id: base + offset for block, offset in zip(blocks, found.offsets, strict=True)}
-        top = base + found.height
+        packing = best_fit([rectangle_of(block, len(program.instructions)) for block in blocks])
+        offsets |= {block.id: base + offset for block, offset in zip(blocks, packing.offsets, strict=True)}
+        top = base + packing.height
     blocks = tuple(Block(b.id, b.storage, b.bytes, b.born, b.dies, b.wraps, offsets[b.id]) for b in program.blocks)
     return replace(program, blocks=blocks, arena_bytes=top)

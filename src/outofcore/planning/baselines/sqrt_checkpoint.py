@@ -90,8 +90,10 @@ class _Checkpoints:
     def of(graph: StepGraph, waiting: tuple[Gap, ...], count: int) -> _Checkpoints:
         turn = min((gap.end for gap in waiting), default=0)
         crossing = _crossing(graph, {gap.storage for gap in waiting}, turn)
-        made = sorted((graph.creator[gap.storage], placed_bytes(graph.storages[gap.storage].bytes)) for gap in waiting)
-        ops, below = [op for op, _ in made], list(accumulate((size for _, size in made), initial=0))
+        created = sorted(
+            (graph.creator[gap.storage], placed_bytes(graph.storages[gap.storage].bytes)) for gap in waiting
+        )
+        ops, below = [op for op, _ in created], list(accumulate((size for _, size in created), initial=0))
         waits = [below[bisect_left(ops, op)] for op in range(turn + 1)]  # bytes made before each op that wait
         borders: list[int] = []
         for number in range(1, count):
@@ -105,17 +107,17 @@ class _Checkpoints:
     def decisions(self) -> Iterator[Decision]:
         """Yield the gaps to recompute: all of one segment when the first of them ends."""
         graph, history = self.graph, self.history
-        kept: set[int] = set()
+        checkpoints: set[int] = set()
         for border in self.borders:
             for gap in self.waiting:
                 uses = graph.uses[gap.storage]
                 at = bisect_left(uses, border)
                 if uses[0] < border and at < len(uses) and uses[at] < self.turn:
-                    kept.add(gap.storage)
+                    checkpoints.add(gap.storage)
         dropped = {
             gap.storage
             for gap in self.waiting
-            if gap.storage not in kept and self.borders and graph.creator[gap.storage] < self.borders[-1]
+            if gap.storage not in checkpoints and self.borders and graph.creator[gap.storage] < self.borders[-1]
         }
         for first, last in pairwise((0, *self.borders)):
             gaps = [g for g in self.waiting if g.storage in dropped and first <= graph.creator[g.storage] < last]
@@ -123,21 +125,21 @@ class _Checkpoints:
                 continue
             fetch = min(gap.end for gap in gaps)
             is_held = self._held_at(fetch, dropped)
-            made: set[Content] = set()  # contents that can be recomputed, so that no chain is followed twice
+            computable: set[Content] = set()  # contents that can be recomputed, so that no chain is followed twice
 
             def at_hand(
-                content: Content, is_held: Callable[[Content], bool] = is_held, made: set[Content] = made
+                content: Content, is_held: Callable[[Content], bool] = is_held, computable: set[Content] = computable
             ) -> bool:
-                return content in made or is_held(content)
+                return content in computable or is_held(content)
 
             for gap in sorted(gaps, key=lambda gap: graph.creator[gap.storage]):
-                wanted = (gap.storage, history.version_at(gap.storage, fetch))
+                target = (gap.storage, history.version_at(gap.storage, fetch))
                 try:
-                    replay(history, [wanted], at_hand)
+                    replay(history, [target], at_hand)
                 except GraphError:
                     dropped.discard(gap.storage)  # it stays resident, so others may be recomputed from it
                     continue
-                made.add(wanted)
+                computable.add(target)
                 yield Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch)
 
     def _held_at(self, op: int, dropped: set[int]) -> Callable[[Content], bool]:

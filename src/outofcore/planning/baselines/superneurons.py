@@ -62,8 +62,8 @@ class SuperNeurons(Checked):
     recompute: bool = True
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        def plan(one: Costs, room: int) -> Plan:
-            return superneurons(graph, one, room, recompute=self.recompute)
+        def plan(home_costs: Costs, room: int) -> Plan:
+            return superneurons(graph, home_costs, room, recompute=self.recompute)
 
         return (for_one_home(graph, costs, plan),)
 
@@ -75,15 +75,15 @@ def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool
         BudgetError: the step does not fit even with every checkpoint offloaded.
     """
     parts = _Parts.of(graph, costs)
-    most = len(parts.checkpoints) if costs.homes else 0
+    max_count = len(parts.checkpoints) if costs.homes else 0
     for ahead in (True, False):
 
-        def fits(away: int, ahead: bool = ahead) -> bool:
-            return parts.held.peak(parts.decisions(away, recompute, ahead)) <= budget
+        def fits(count: int, ahead: bool = ahead) -> bool:
+            return parts.held.peak(parts.decisions(count, recompute, ahead)) <= budget
 
-        away = bisect_left(range(most + 1), True, key=fits)
-        if away <= most:
-            return Plan("superneurons", budget, parts.decisions(away, recompute, ahead))
+        count = bisect_left(range(max_count + 1), True, key=fits)
+        if count <= max_count:
+            return Plan("superneurons", budget, parts.decisions(count, recompute, ahead))
     raise BudgetError(f"the step needs more than {budget} bytes even with every checkpoint offloaded")
 
 
@@ -117,20 +117,20 @@ class _Parts:
             Held.of(graph, costs),
         )
 
-    def decisions(self, away: int, recompute: bool, ahead: bool) -> tuple[Decision, ...]:
-        """Return decisions for the first ``away`` checkpoints and, if ``recompute``, for all segments."""
-        found: list[Decision] = []
-        due: dict[Gap, int] = {gap: gap.end for gap in self.checkpoints[:away]}
-        made: dict[int, list[Gap]] = {}  # by the op that makes them
+    def decisions(self, count: int, recompute: bool, ahead: bool) -> tuple[Decision, ...]:
+        """Return decisions for the first ``count`` checkpoints and, if ``recompute``, for all segments."""
+        decisions: list[Decision] = []
+        due: dict[Gap, int] = {gap: gap.end for gap in self.checkpoints[:count]}
+        checkpoints_of: dict[int, list[Gap]] = {}  # by the op that makes them
         for gap in due:
-            made.setdefault(self.graph.creator[gap.storage], []).append(gap)
+            checkpoints_of.setdefault(self.graph.creator[gap.storage], []).append(gap)
         for index, gaps in enumerate(self.segments if recompute else ()):
             together = sum(map(self._bytes, gaps)) <= self.neediest
             first = min((gap.end for gap in gaps), default=0)
             for gap in gaps:
                 fetch = max(first, gap.start + 1) if together else gap.end
-                found.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch))
-            for gap in made.get(self.makers[index - 1], ()) if gaps and index else ():
+                decisions.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch))
+            for gap in checkpoints_of.get(self.makers[index - 1], ()) if gaps and index else ():
                 due[gap] = max(min(due[gap], first), gap.start + 1)
         times = sorted(set(due.values()))
         for gap, at in due.items():
@@ -140,8 +140,8 @@ class _Parts:
                 fetch = max(times[earlier - 1] if earlier else at, release)
                 following = bisect_right(self.makers, gap.start)
                 release = min(self.makers[following] if following < len(self.makers) else release, fetch)
-            found.append(Decision(gap, Residency.OFFLOAD, max(release, gap.start + 1), fetch))
-        return tuple(sorted(found, key=lambda d: d.gap))
+            decisions.append(Decision(gap, Residency.OFFLOAD, max(release, gap.start + 1), fetch))
+        return tuple(sorted(decisions, key=lambda d: d.gap))
 
     def _bytes(self, gap: Gap) -> int:
         return placed_bytes(self.graph.storages[gap.storage].bytes)
@@ -150,18 +150,18 @@ class _Parts:
 def _branching(graph: StepGraph, costs: Costs, waiting: tuple[Gap, ...]) -> set[int]:
     """Return the storages made by heavy ops or joins, and the forks."""
     turn = min((gap.end for gap in waiting), default=0)
-    drawn = {s for op in graph.ops if op.random for s in op.mutates + op.creates}
+    random_storages = {s for op in graph.ops if op.random for s in op.mutates + op.creates}
     forward = [op for op in graph.ops[:turn] if any(_is_made(graph, s) for s in op.creates)]
-    usual = median(_intensity(graph, costs, op) for op in forward) if forward else 0.0
+    median_intensity = median(_intensity(graph, costs, op) for op in forward) if forward else 0.0
     readers: dict[int, int] = {}
-    found: set[int] = set()
+    branching: set[int] = set()
     for op in graph.ops[:turn]:
-        read = {s for s in op.reads if _is_made(graph, s) and s not in drawn}
+        read = {s for s in op.reads if _is_made(graph, s) and s not in random_storages}
         for storage in read - set(op.mutates):
             readers[storage] = readers.get(storage, 0) + 1
-        if len(read) > 1 or _intensity(graph, costs, op) > _HEAVY * usual:
-            found.update(s for s in op.mutates + op.creates if _is_made(graph, s) and s not in drawn)
-    return found | {storage for storage, count in readers.items() if count > 1}
+        if len(read) > 1 or _intensity(graph, costs, op) > _HEAVY * median_intensity:
+            branching.update(s for s in op.mutates + op.creates if _is_made(graph, s) and s not in random_storages)
+    return branching | {storage for storage, count in readers.items() if count > 1}
 
 
 def _is_made(graph: StepGraph, storage: int) -> bool:

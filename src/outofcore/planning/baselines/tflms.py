@@ -79,16 +79,20 @@ class TFLMS(Checked):
         self.require("group", self.group is None or self.group >= 0, "0 or more")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        return (for_one_home(graph, costs, lambda one, room: tflms(graph, one, room, self)),) if costs.homes else ()
+        return (
+            (for_one_home(graph, costs, lambda home_costs, room: tflms(graph, home_costs, room, self)),)
+            if costs.homes
+            else ()
+        )
 
 
-def tflms(graph: StepGraph, costs: Costs, budget: int, how: TFLMS | None = None) -> Plan:
-    """Plan a step by the three distances (see ``TFLMS``); ``how`` has the fields that are not tuned.
+def tflms(graph: StepGraph, costs: Costs, budget: int, options: TFLMS | None = None) -> Plan:
+    """Plan a step by the three distances (see ``TFLMS``); ``options`` has the fields that are not tuned.
 
     Raises:
         BudgetError: the step does not fit in any allowed mode with the given distances.
     """
-    how = how or TFLMS()
+    options = options or TFLMS()
     rewriting, n = Rewriting.of(graph, costs), len(graph.ops)
     if rewriting.held.peak(()) <= budget:
         return Plan("tflms", budget, ())
@@ -96,16 +100,16 @@ def tflms(graph: StepGraph, costs: Costs, budget: int, how: TFLMS | None = None)
     def fits(threshold: int, ahead: int, group: int, mode: Mode) -> bool:
         return rewriting.held.peak(rewriting.decisions(threshold, ahead, group, mode)) <= budget
 
-    least, closest = (how.ahead or 1, how.group or 0)
-    for mode in (_MODES if how.mode is None else (how.mode,)) if costs.homes else ():
-        threshold, ahead, group = how.threshold, least, closest
+    min_ahead, min_group = (options.ahead or 1, options.group or 0)
+    for mode in (_MODES if options.mode is None else (options.mode,)) if costs.homes else ():
+        threshold, ahead, group = options.threshold, min_ahead, min_group
         if not fits(0 if threshold is None else threshold, ahead, group, mode):
             continue
         if threshold is None:
-            threshold = _largest(0, n, lambda value, mode=mode: fits(value, least, closest, mode))
-        if mode < 2 and how.ahead is None:
-            ahead = _largest(1, n, lambda value, t=threshold, mode=mode: fits(t, value, closest, mode))
-        if mode < 2 and how.group is None:
+            threshold = _largest(0, n, lambda value, mode=mode: fits(value, min_ahead, min_group, mode))
+        if mode < 2 and options.ahead is None:
+            ahead = _largest(1, n, lambda value, t=threshold, mode=mode: fits(t, value, min_group, mode))
+        if mode < 2 and options.group is None:
             group = _largest(0, n, lambda value, t=threshold, a=ahead, mode=mode: fits(t, a, value, mode))
         return Plan("tflms", budget, rewriting.decisions(threshold, ahead, group, mode))
     raise BudgetError(f"with every result swapped more than {budget} bytes are needed")
@@ -129,14 +133,14 @@ class Rewriting:
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Rewriting:
         writes = History.of(graph).writes
-        found = [
+        gaps = [
             (gap, writes[storage][bisect_left(writes[storage], gap.start + 1) - 1])
             for storage in sorted(graph.creator)
             if is_large(graph.storages[storage].bytes)
             for gap in gaps_of(graph, storage)
         ]
         times = tuple(accumulate((cost.seconds for cost in costs.ops), initial=0.0))
-        return Rewriting(graph, costs, Held.of(graph, costs), tuple(found), times)
+        return Rewriting(graph, costs, Held.of(graph, costs), tuple(gaps), times)
 
     def decisions(self, threshold: int, ahead: int, group: int, mode: Mode) -> tuple[Decision, ...]:
         """Return the gaps that end with a swap-in, by storage."""
@@ -147,14 +151,14 @@ class Rewriting:
             if is_far and not is_served:
                 swapped[gap] = written
         ahead = 0 if mode >= 2 else ahead
-        found = {gap: max(gap.end - ahead, gap.start + 1) for gap in swapped}
+        fetch = {gap: max(gap.end - ahead, gap.start + 1) for gap in swapped}
         release = {gap: gap.start + 1 for gap in swapped}
-        done = 0.0
-        at_home: dict[int, int] = {}  # storage -> the op whose result its home holds
+        link_free = 0.0
+        at_home: dict[int, int] = {}  # storage -> the op that wrote the copy at home
         for gap in sorted(swapped, key=lambda gap: (gap.start, gap.storage)) if mode in (0, 2) else ():
             if at_home.get(gap.storage) != swapped[gap]:
                 at_home[gap.storage] = swapped[gap]
                 seconds = self.costs.homes[0].out_seconds(self.graph.storages[gap.storage].bytes)
-                done = max(done, self.times[gap.start + 1]) + seconds
-                release[gap] = min(max(bisect_left(self.times, done), gap.start + 1), found[gap])
-        return tuple(Decision(gap, Residency.OFFLOAD, release[gap], found[gap]) for gap in sorted(swapped))
+                link_free = max(link_free, self.times[gap.start + 1]) + seconds
+                release[gap] = min(max(bisect_left(self.times, link_free), gap.start + 1), fetch[gap])
+        return tuple(Decision(gap, Residency.OFFLOAD, release[gap], fetch[gap]) for gap in sorted(swapped))

@@ -47,7 +47,7 @@ class Trial:
 class _Chain:
     maps: tuple[int, ...]
     seconds: float
-    bytes: int  # needed in addition to those of the maps
+    bytes: int  # needed in addition to the maps
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class Trials:
     def of(graph: StepGraph, costs: Costs, limit: int) -> Trials:
         """Build the simulator of a step in which large blocks may take ``limit`` bytes."""
         maps, history = waiting_gaps(graph), History.of(graph)
-        again = frozenset(m for m, gap in enumerate(maps) if can_recompute(history, gap.storage, gap.end))
+        recomputable = frozenset(m for m, gap in enumerate(maps) if can_recompute(history, gap.storage, gap.end))
         sizes = tuple(placed_bytes(graph.storages[gap.storage].bytes) for gap in maps)
         home = costs.homes[0] if costs.homes else None
         counts = [graph.storages[gap.storage].bytes for gap in maps]
         out = tuple(home.out_seconds(count) if home else 0.0 for count in counts)
         back = tuple(home.in_seconds(count) if home else 0.0 for count in counts)
-        return Trials(graph, costs, limit, maps, sizes, Held.of(graph, costs), history, again, out, back)
+        return Trials(graph, costs, limit, maps, sizes, Held.of(graph, costs), history, recomputable, out, back)
 
     @property
     def ops(self) -> int:
@@ -95,20 +95,20 @@ class Trials:
 
     def without_copies(self, maps: Iterable[int]) -> Trials:
         """Return the simulator with free copies of these maps."""
-        gone = set(maps)
-        out = tuple(0.0 if m in gone else seconds for m, seconds in enumerate(self.out_seconds))
-        back = tuple(0.0 if m in gone else seconds for m, seconds in enumerate(self.in_seconds))
+        free_maps = set(maps)
+        out = tuple(0.0 if m in free_maps else seconds for m, seconds in enumerate(self.out_seconds))
+        back = tuple(0.0 if m in free_maps else seconds for m, seconds in enumerate(self.in_seconds))
         return replace(self, out_seconds=out, in_seconds=back)
 
     def compute_seconds(self, classes: list[Class]) -> float:
-        again = sum(chain.seconds for chain in self._chains(classes).values())
-        return sum(cost.seconds for cost in self.costs.ops) + again
+        recompute_seconds = sum(chain.seconds for chain in self._chains(classes).values())
+        return sum(cost.seconds for cost in self.costs.ops) + recompute_seconds
 
     def least_room(self, classes: list[Class]) -> Ints:
         """Return for each op the bytes left if only maps of class ``KEEP`` are on the device."""
-        gone = [gap for gap, found in zip(self.maps, classes, strict=True) if found is not Class.KEEP]
-        away = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in gone]
-        return self.limit - self.held.under(away)
+        evicted = [gap for gap, map_class in zip(self.maps, classes, strict=True) if map_class is not Class.KEEP]
+        evictions = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in evicted]
+        return self.limit - self.held.under(evictions)
 
     def take(self, room: Ints, m: int) -> bool:
         """Subtract the bytes of a map over its gap from ``room``; return False if they do not fit."""
@@ -134,25 +134,25 @@ class Trials:
         if int(room.min(initial=0)) < 0:
             return None
         times = (0.0, *accumulate(cost.seconds + more for cost, more in zip(self.costs.ops, extra, strict=True)))
-        swapped = [m for m, found in enumerate(classes) if found is Class.SWAP]
+        swapped = [m for m, map_class in enumerate(classes) if map_class is Class.SWAP]
         releases = self._releases(swapped, room, times)
         best: Trial | None = None
         for delayed in (True, False):
             fetches = self._fetches(swapped, room.copy(), times, releases, delayed)
             seconds, out, back = self._timeline(swapped, times, releases, fetches)
             if best is None or seconds < best.seconds:
-                made = [Decision(self.maps[m], Residency.OFFLOAD, releases[m], fetches[m]) for m in swapped]
-                best = Trial(tuple(sorted([*decisions, *made], key=lambda d: d.gap)), seconds, out, back)
+                swaps = [Decision(self.maps[m], Residency.OFFLOAD, releases[m], fetches[m]) for m in swapped]
+                best = Trial(tuple(sorted([*decisions, *swaps], key=lambda d: d.gap)), seconds, out, back)
         return best
 
     def _chains(self, classes: list[Class]) -> dict[int, _Chain]:
         """Return the chains by op. A map that a chain passes through is resident from then on."""
         graph, history = self.graph, self.history
-        again = {gap.storage: m for m, gap in enumerate(self.maps) if classes[m] is Class.RECOMPUTE}
+        recomputed = {gap.storage: m for m, gap in enumerate(self.maps) if classes[m] is Class.RECOMPUTE}
         back: dict[int, int] = {}
-        found: dict[int, _Chain] = {}
+        chains: dict[int, _Chain] = {}
         due: dict[int, list[int]] = defaultdict(list)
-        for m in again.values():
+        for m in recomputed.values():
             due[self.maps[m].end].append(m)
         for op in sorted(due):
             targets = [m for m in due[op] if m not in back]
@@ -164,7 +164,7 @@ class Trials:
                 storage, version = content
                 if version != history.version_at(storage, op):
                     return False
-                uses, m = graph.uses[storage], again.get(storage)
+                uses, m = graph.uses[storage], recomputed.get(storage)
                 if m is not None and m not in back and self.maps[m].start < op <= self.maps[m].end:
                     return False
                 return always(content) or uses[0] < op <= history.last_op_with(content, uses[-1])
@@ -175,19 +175,19 @@ class Trials:
             except GraphError:
                 # An input of the chain exists only at the start of the step.
                 runs = replay(history, contents, always)
-            made = {content for index in runs for content in history.makes(graph.ops[index])}
+            contents_made = {content for index in runs for content in history.makes(graph.ops[index])}
             passed = [
-                again[storage]
-                for storage, version in sorted(made)
-                if storage in again
-                and again[storage] not in back
-                and self.maps[again[storage]].start < op <= self.maps[again[storage]].end
+                recomputed[storage]
+                for storage, version in sorted(contents_made)
+                if storage in recomputed
+                and recomputed[storage] not in back
+                and self.maps[recomputed[storage]].start < op <= self.maps[recomputed[storage]].end
                 and version == history.version_at(storage, op)
             ]
             for m in passed:
                 back[m] = op
-            found[op] = self._chain(op, tuple(passed), runs)
-        return found
+            chains[op] = self._chain(op, tuple(passed), runs)
+        return chains
 
     def _chain(self, op: int, maps: tuple[int, ...], runs: tuple[int, ...]) -> _Chain:
         graph = self.graph
@@ -211,12 +211,12 @@ class Trials:
     def _releases(self, swapped: list[int], room: Ints, times: tuple[float, ...]) -> dict[int, int]:
         """Return when each copy-out's room counts as free: when the copy ends, or when others need the room."""
         releases: dict[int, int] = {}
-        done = 0.0
+        link_free = 0.0
         for m in sorted(swapped, key=lambda m: self.maps[m].start):
             gap, size = self.maps[m], self.sizes[m]
             first = gap.start + 1
-            done = max(done, times[first]) + self.out_seconds[m]
-            safe = min(max(bisect_left(times, done), first), gap.end)
+            link_free = max(link_free, times[first]) + self.out_seconds[m]
+            safe = min(max(bisect_left(times, link_free), first), gap.end)
             short = (room[first:safe] < size).nonzero()[0]
             releases[m] = first + int(short[0]) if len(short) else safe
             room[first : releases[m]] -= size
@@ -254,15 +254,15 @@ class Trials:
         in_done: dict[int, float] = {}
         stalling_out: set[int] = set()
         stalling_in: set[int] = set()
-        for op, what, m in sorted(events):
+        for op, kind, m in sorted(events):
             now = times[op] + late
-            if what == 0:
+            if kind == 0:
                 out_free = out_done[m] = max(out_free, now) + self.out_seconds[m]
-            elif what == 1:
+            elif kind == 1:
                 if out_done[m] > now:
                     stalling_out.add(m)
                     late += out_done[m] - now
-            elif what == 2:
+            elif kind == 2:
                 in_free = in_done[m] = max(in_free, now, out_done[m]) + self.in_seconds[m]
             elif in_done[m] > now:
                 stalling_in.add(m)

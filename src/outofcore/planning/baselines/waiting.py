@@ -26,6 +26,6 @@ def waiting_gaps(graph: StepGraph) -> tuple[Gap, ...]:
         count = placed_bytes(graph.storages[gap.storage].bytes)
         change[gap.start + 1] += count
         change[gap.end] -= count
-    held = list(accumulate(change))
-    turn = max(range(len(held)), key=held.__getitem__)
+    waiting_bytes = list(accumulate(change))
+    turn = max(range(len(waiting_bytes)), key=waiting_bytes.__getitem__)
     return tuple(sorted(gap for gap in gaps if gap.start < turn < gap.end))

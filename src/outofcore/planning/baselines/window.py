@@ -57,8 +57,8 @@ class Window(Checked):
         self.require("reach", self.reach > 0, "above 0")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        def plan(one: Costs, room: int) -> Plan:
-            return window(graph, one, room, reach=self.reach, persist=self.persist)
+        def plan(home_costs: Costs, room: int) -> Plan:
+            return window(graph, home_costs, room, reach=self.reach, persist=self.persist)
 
         return (for_one_home(graph, costs, plan),) if costs.homes else ()
 
@@ -162,11 +162,11 @@ class _Window:
         while now < total:
             if now % stride == 0:
                 snapshots[now] = self.state.copy()
-            again = self._run_op(now)
-            if again is None:
+            resume_at = self._run_op(now)
+            if resume_at is None:
                 now += 1
             else:
-                now = again - again % stride
+                now = resume_at - resume_at % stride
                 self.state = snapshots[now]
         return tuple(map(self._settled, sorted(self.state.decided)))
 
@@ -175,8 +175,8 @@ class _Window:
         decision, n = self.state.decided[gap], len(self.graph.ops)
         if gap.end < n or self.steps > 1:
             return decision
-        left = self.state.left.get(self.order.final[gap.storage], n)
-        return replace(decision, release_by=min(max(left, gap.start + 1), n))
+        released = self.state.left.get(self.order.final[gap.storage], n)
+        return replace(decision, release_by=min(max(released, gap.start + 1), n))
 
     def _run_op(self, now: int) -> int | None:
         """Replay one op; if its results do not fit, return the op from which to replay again."""
@@ -185,12 +185,12 @@ class _Window:
         op = self.graph.ops[now % len(self.graph.ops)]
         scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
         scratch = scratch if is_large(scratch) else 0
-        made = [s for s in self.order.at[now] if s not in state.resident]
-        need = scratch + sum(self.sizes[s] for s in made)
+        allocated = [s for s in self.order.at[now] if s not in state.resident]
+        need = scratch + sum(self.sizes[s] for s in allocated)
         while state.used + need > self.limit:
             if not self._wait_for_oldest(now):
                 return self._cancel(now, state.used + need - self.limit)
-        for s in made:
+        for s in allocated:
             self._take(s, now)
         self._leave(now)
         return None
@@ -283,11 +283,11 @@ class _Window:
     def _decide(self, s: int, now: int) -> None:
         """Record the decision about the gap that ends with this use, if it is in the last step."""
         n, state = len(self.graph.ops), self.state
-        storage, before, taken = self.order.storage[s], state.last.get(s), state.taken[s]
+        storage, before, taken_at = self.order.storage[s], state.last.get(s), state.taken[s]
         base = (self.steps - 1) * n
         if now < base:
             return
-        fetch = max(taken - base, 0)
+        fetch = max(taken_at - base, 0)
         if before is None:
             if self.graph.storages[storage].arrives and s not in self.order.fresh[now]:
                 gap = Gap(storage, -1, now - base)
@@ -296,11 +296,11 @@ class _Window:
                 # The only step begins and ends with an empty device.
                 gap = Gap(storage, self.graph.uses[storage][-1], n + now)
                 state.decided[gap] = Decision(gap, Residency.OFFLOAD, n, n + fetch)
-        elif taken > before:
+        elif taken_at > before:
             release = max(state.left[s], before + 1)
             if before >= base:
                 gap = Gap(storage, before - base, now - base)
-                state.decided[gap] = Decision(gap, Residency.OFFLOAD, release - base, max(taken, release) - base)
+                state.decided[gap] = Decision(gap, Residency.OFFLOAD, release - base, max(taken_at, release) - base)
             else:
                 gap = Gap(storage, before - base + n, now - base + n)
                 state.decided[gap] = Decision(gap, Residency.OFFLOAD, min(release - base + n, n), n + fetch)

@@ -58,11 +58,11 @@ def search(rectangles: Rectangles, capacity: int, params: PlacementParams, watch
         for rank, nodes in _runs(layout, params.restarts):
             if effort <= 0 or watch.over:
                 return Answer.STOPPED, offsets
-            answer, found, effort = canonical_run(layout, capacity, rank, techniques, nodes, effort, watch)
+            answer, part_offsets, effort = canonical_run(layout, capacity, rank, techniques, nodes, effort, watch)
             if answer is Answer.NONE:
                 return answer, offsets
             if answer is Answer.FOUND:
-                offsets[part] = found
+                offsets[part] = part_offsets
                 break
     return Answer.FOUND, offsets
 
@@ -100,12 +100,12 @@ _ORDERS = ("WAT", "TAW", "TWA")
 def _most_live(rectangles: Rectangles) -> Ints:
     """Return for each rectangle the most bytes that are live at a moment of its lifetime."""
     live = rectangles.live()
-    found = np.empty(len(rectangles), np.int64)
+    peaks = np.empty(len(rectangles), np.int64)
     for i, (begin, end) in enumerate(zip(rectangles.begin.tolist(), rectangles.end.tolist(), strict=True)):
-        found[i] = live[begin:end].max()
+        peaks[i] = live[begin:end].max()
     for i in rectangles.wrapping.tolist():
-        found[i] = max(found[i], live[int(rectangles.again[i]) : int(rectangles.over[i])].max())
-    return found
+        peaks[i] = max(peaks[i], live[int(rectangles.again[i]) : int(rectangles.over[i])].max())
+    return peaks
 
 
 def _luby(index: int) -> int:

@@ -88,12 +88,12 @@ def canonical_run(
     """Run the canonical search once; return its answer, the offsets if found, and the effort left."""
     offsets = np.zeros(len(rectangles), np.int64)
     order = np.ascontiguousarray(order, np.int64)
-    left = _COUNT(effort)
+    effort_left = _COUNT(effort)
     answer = load_library().outofcore_canonical(
-        _layout(rectangles), capacity, order.ctypes.data, techniques, nodes, ctypes.byref(left), watch.callback,
+        _layout(rectangles), capacity, order.ctypes.data, techniques, nodes, ctypes.byref(effort_left), watch.callback,
         offsets.ctypes.data,
     )  # fmt: skip
-    return Answer(answer), offsets, left.value
+    return Answer(answer), offsets, effort_left.value
 
 
 def _layout(rectangles: Rectangles) -> object:

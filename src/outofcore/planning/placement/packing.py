@@ -39,7 +39,7 @@ class Packing:
 def pack(
     rectangles: Sequence[Rectangle], *, capacity: int | None = None, params: PlacementParams | None = None
 ) -> Packing:
-    """Place rectangles as low as possible, so that none that are live at the same moment overlap.
+    """Place rectangles as low as possible; rectangles that are live at the same moment never overlap.
 
     Rectangles that are always held are placed at the bottom, which loses no solutions. The same rectangles in the same
     order give the same offsets, unless ``params.seconds`` runs out.
@@ -81,7 +81,7 @@ def best_fit(rectangles: Sequence[Rectangle]) -> Packing:
 
 
 def _packed(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], tuple[Ints, int] | Ints]) -> Packing:
-    """Pack by a rule for the rectangles that are neither empty nor always held."""
+    """Pack all rectangles, using a rule for those that are not empty or always held."""
     _check(rectangles)
     offsets = [0] * len(rectangles)
     segments = [r.segments for r in rectangles]
@@ -89,33 +89,33 @@ def _packed(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], 
     start = min((segments[i][0][0] for i in solid), default=0)
     stop = max((segments[i][-1][1] for i in solid), default=0)
     height = base = 0
-    whole = [i for i in solid if segments[i] == ((start, stop),)]
-    for index in sorted(whole, key=lambda i: -rectangles[i].alignment):
+    lifelong = [i for i in solid if segments[i] == ((start, stop),)]
+    for index in sorted(lifelong, key=lambda i: -rectangles[i].alignment):
         offsets[index] = round_up(base, rectangles[index].alignment)
         base = height = offsets[index] + rectangles[index].size
-    bound = sum(rectangles[i].size for i in whole)
-    if len(whole) < len(solid):
-        held = set(whole)
-        others = [i for i in solid if i not in held]
-        layout = Rectangles.of([rectangles[i] for i in others], base, [segments[i] for i in others])
+    bound = sum(rectangles[i].size for i in lifelong)
+    if len(lifelong) < len(solid):
+        always_held = set(lifelong)
+        placeable = [i for i in solid if i not in always_held]
+        layout = Rectangles.of([rectangles[i] for i in placeable], base, [segments[i] for i in placeable])
         bound += int(layout.live().max())
-        found = place(layout, bound)
-        placed, bound = found if isinstance(found, tuple) else (found, bound)
+        result = place(layout, bound)
+        placed, bound = result if isinstance(result, tuple) else (result, bound)
         height = layout.height(placed)
-        for index, offset in zip(others, placed.tolist(), strict=True):
+        for index, offset in zip(placeable, placed.tolist(), strict=True):
             offsets[index] = offset
     idle = max((r.size for r, parts in zip(rectangles, segments, strict=True) if not parts), default=0)
     return Packing(tuple(offsets), max(height, idle), bound)
 
 
 def _check(rectangles: Sequence[Rectangle]) -> None:
-    known: set[int | str] = set()
+    ids: set[int | str] = set()
     total = 0
     for rectangle in rectangles:
         rectangle.check()
-        if rectangle.id in known:
+        if rectangle.id in ids:
             raise InputError(f"two rectangles have the id {rectangle.id}; give each its own")
-        known.add(rectangle.id)
+        ids.add(rectangle.id)
         total += rectangle.size + rectangle.alignment
     if total >= FAR:
         raise InputError(f"the rectangles have {total} bytes with their alignments, more than there are addresses")
@@ -157,10 +157,10 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
 
 def _rules(layout: Rectangles, params: PlacementParams) -> Iterator[Callable[[], Ints]]:
     """Yield the quick rules, the most promising first."""
-    held, size = _share(layout.held), _share(layout.sizes)
+    lifetime, size = _share(layout.held), _share(layout.sizes)
     area = _share(layout.held * layout.sizes.astype(np.float64))
     yield lambda: compiled.best_fit(layout, area)
-    yield lambda: compiled.best_fit(layout, held, 0.1)
+    yield lambda: compiled.best_fit(layout, lifetime, 0.1)
     yield lambda: compiled.best_fit(layout, size)
     yield lambda: compiled.best_fit(layout, area, 1.0)
     if params.first_fit and len(layout) <= _FIRST_FIT_COUNT:

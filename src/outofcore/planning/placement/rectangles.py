@@ -56,8 +56,8 @@ class Rectangle:
         """The one or two non-empty intervals over which the bytes are held."""
         if self.gap is None or self.gap[0] >= self.gap[1]:
             return ((self.lower, self.upper),) if self.lower < self.upper else ()
-        found = ((self.lower, self.gap[0]), (self.gap[1], self.upper))
-        return tuple((begin, end) for begin, end in found if begin < end)
+        intervals = ((self.lower, self.gap[0]), (self.gap[1], self.upper))
+        return tuple((begin, end) for begin, end in intervals if begin < end)
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,11 @@ class Rectangles:
     def part(self, indices: Ints) -> Rectangles:
         """Return some of them, over the same slots of time."""
         arrays = (self.sizes, self.alignments, self.begin, self.end, self.again, self.over, self.held)
-        sizes, alignments, begin, end, again, over, held = (a[indices] for a in arrays)
-        wrapping = np.flatnonzero(over <= self.slots)
-        return Rectangles(sizes, alignments, begin, end, again, over, self.slots, held, self.base, wrapping)
+        sizes, alignments, begin, end, second_begin, second_end, lifetimes = (a[indices] for a in arrays)
+        wrapping = np.flatnonzero(second_end <= self.slots)
+        return Rectangles(
+            sizes, alignments, begin, end, second_begin, second_end, self.slots, lifetimes, self.base, wrapping
+        )
 
     def live(self) -> Ints:
         """Return the bytes held in each slot of time."""
@@ -145,10 +147,10 @@ def peak(rectangles: Sequence[Rectangle]) -> Peak:
         for begin, end in rectangle.segments:
             change[begin] = change.get(begin, 0) + rectangle.size
             change[end] = change.get(end, 0) - rectangle.size
-    held, most, when = 0, 0, min(change, default=0)
+    live, peak_bytes, peak_time = 0, 0, min(change, default=0)
     for moment in sorted(change):
-        held += change[moment]
-        if held > most:
-            most, when = held, moment
-    ids = tuple(r.id for r in rectangles if r.size and any(begin <= when < end for begin, end in r.segments))
-    return Peak(most, when, ids)
+        live += change[moment]
+        if live > peak_bytes:
+            peak_bytes, peak_time = live, moment
+    ids = tuple(r.id for r in rectangles if r.size and any(begin <= peak_time < end for begin, end in r.segments))
+    return Peak(peak_bytes, peak_time, ids)

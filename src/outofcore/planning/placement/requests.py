@@ -20,7 +20,7 @@ from outofcore.units import PAGE_BYTES, round_up
 
 
 class EventKind(Enum):
-    """What a thread did with the allocator."""
+    """A thread's call of the allocator."""
 
     ALLOCATE = "allocate"  # received ``bytes`` bytes at ``pointer``
     FREE = "free"  # freed the bytes at ``pointer``
@@ -28,7 +28,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One call of the allocator. ``bytes`` is 0 for FREE."""
+    """One call of the allocator; ``bytes`` is 0 for FREE."""
 
     kind: EventKind
     bytes: int
@@ -106,9 +106,9 @@ def workspace_layout(
         if pointer in result_pointers:
             placements[index] = Result(result_pointers[pointer])
 
-    found = pack(scratch, params=PlacementParams(effort=0))
+    packing = pack(scratch, params=PlacementParams(effort=0))
     end = 0
-    for one, offset in zip(scratch, found.offsets, strict=True):
-        placements[int(one.id)] = Scratch(offset)
-        end = max(end, round_up(offset + one.size, one.alignment))
+    for rectangle, offset in zip(scratch, packing.offsets, strict=True):
+        placements[int(rectangle.id)] = Scratch(offset)
+        end = max(end, round_up(offset + rectangle.size, rectangle.alignment))
     return Requests(tuple(map(Request, sizes, placements)), end)

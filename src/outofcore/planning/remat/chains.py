@@ -1,7 +1,7 @@
 """Which gaps are recomputed (rematerialized), and the chains of runs that this takes.
 
 A recomputed gap is made right before the op ``fetch`` and held to its next use. One *chain* of runs makes everything
-that is fetched before the same op, as in lowering; it depends on what is resident then. The searches of ``compiled``
+that is fetched before the same op, as in lowering; it depends on the contents resident then. The searches of ``compiled``
 start from such choices and change them gap by gap.
 """
 
@@ -38,13 +38,13 @@ class Links:
 class Chain:
     """The ops that run again right before one op.
 
-    ``bytes`` is the most that it holds in addition to what is resident; ``held`` are bytes of its targets, which stay.
+    ``bytes`` is the most that it holds in addition to resident contents; ``held`` are bytes of its targets, which stay.
     """
 
     __slots__ = ("_links", "bytes", "held", "seconds")
 
-    def __init__(self, seconds: float, count: int, held: int, links: Links | Callable[[], Links]) -> None:
-        self.seconds, self.bytes, self.held = seconds, count, held
+    def __init__(self, seconds: float, count: int, target_bytes: int, links: Links | Callable[[], Links]) -> None:
+        self.seconds, self.bytes, self.held = seconds, count, target_bytes
         self._links = links
 
     @property
@@ -147,25 +147,27 @@ class Choices:
     def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
         """Return the chain before op ``at`` that makes these gaps in at most ``limit`` seconds, or None."""
         targets = sorted({self.content[g] for g in gaps})
-        found = self.compiled.once(at, targets, limit, self.kind, self.fetch)
-        if found is None:
+        result = self.compiled.once(at, targets, limit, self.kind, self.fetch)
+        if result is None:
             return None
-        seconds, most, held, lists = found
+        seconds, max_bytes, target_bytes, lists = result
         self.work += lists.ops
-        return Chain(seconds, most, held, partial(_links, lists, self.contents.size))
+        return Chain(seconds, max_bytes, target_bytes, partial(_links, lists, self.contents.size))
 
     def over(self) -> Ints:
         """Return the bytes above the limit at each op; an op with its chain must keep to the problem's limit."""
-        found = self.held + self.need
-        found -= self.limit
+        excess = self.held + self.need
+        excess -= self.limit
         if self.limit > self.problem.limit:
-            np.maximum(found, self.need - self.problem.limit, out=found)
-        return np.maximum(found, 0, out=found)
+            np.maximum(excess, self.need - self.problem.limit, out=excess)
+        return np.maximum(excess, 0, out=excess)
 
 
 def _links(lists: Lists, size: Sequence[int]) -> Links:
-    ops, made, seen, home = lists.unpacked()
-    return Links(tuple(ops), frozenset(made), frozenset(seen), tuple(size[x] for x in home), frozenset(home))
+    ops, contents_made, contents_seen, home = lists.unpacked()
+    return Links(
+        tuple(ops), frozenset(contents_made), frozenset(contents_seen), tuple(size[x] for x in home), frozenset(home)
+    )
 
 
 def decisions_again(choices: Choices) -> tuple[Decision, ...]:
@@ -180,7 +182,7 @@ def decisions_again(choices: Choices) -> tuple[Decision, ...]:
 def arrivals(choices: Choices) -> tuple[Decision, ...]:
     """Return decisions to fetch inputs that have no room at the start of the step, as early as possible."""
     room = choices.limit - (choices.held + choices.need)
-    found: list[Decision] = []
+    decisions: list[Decision] = []
     for info in choices.problem.gaps:
         if not info.arriving:
             continue
@@ -189,5 +191,5 @@ def arrivals(choices: Choices) -> tuple[Decision, ...]:
             first -= 1
         room[first : info.gap.end] -= info.bytes
         if first:
-            found.append(Decision(info.gap, Residency.OFFLOAD, 0, first))
-    return tuple(found)
+            decisions.append(Decision(info.gap, Residency.OFFLOAD, 0, first))
+    return tuple(decisions)

@@ -101,15 +101,22 @@ class CompiledChains:
         self, at: int, targets: Sequence[int], limit: float, kind: array[int], fetch: array[int]
     ) -> tuple[float, int, int, Lists] | None:
         """Return seconds, bytes, bytes held and lists of the chain that makes ``targets`` (in order), or None."""
-        wanted = (_COUNT * len(targets))(*targets)
+        target_array = (_COUNT * len(targets))(*targets)
         if not self._chain(
-            self._handle, at, len(targets), wanted, limit, kind.buffer_info()[0], fetch.buffer_info()[0], self._out
+            self._handle,
+            at,
+            len(targets),
+            target_array,
+            limit,
+            kind.buffer_info()[0],
+            fetch.buffer_info()[0],
+            self._out,
         ):
             return None
-        found = self._found
-        counts = found.ops, found.made, found.seen, found.home
-        lists = Lists(ctypes.string_at(found.list, sum(counts) * _WORD), counts)
-        return found.seconds, found.bytes, found.held, lists
+        result = self._found
+        counts = result.ops, result.made, result.seen, result.home
+        lists = Lists(ctypes.string_at(result.list, sum(counts) * _WORD), counts)
+        return result.seconds, result.bytes, result.held, lists
 
 
 class Lists:
@@ -127,8 +134,8 @@ class Lists:
     def unpacked(self) -> tuple[list[int], list[int], list[int], list[int]]:
         words = memoryview(self._raw).cast("q").tolist()
         ends = [0, *accumulate(self._counts)]
-        one, two, three, four = (words[first:last] for first, last in pairwise(ends))
-        return one, two, three, four
+        ops, made_contents, seen_contents, home_contents = (words[first:last] for first, last in pairwise(ends))
+        return ops, made_contents, seen_contents, home_contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +176,7 @@ class CompiledSearch:
         self._anneal, self._restore = library.outofcore_anneal, library.outofcore_search_restore
         lists = {"end": end, "bytes": sizes, "content": content, "kind": kind, "free": free}
         lists |= {"alone": alone, "held": held, "before": before}
-        # The library keeps pointers to these arrays and to those of the chains.
+        # The library keeps pointers to these arrays and to the arrays of the chains.
         self._chains, self._arrays = chains, {name: array("q", values) for name, values in lists.items()}
         addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
         self.gaps = _Gaps(count=len(end), free_count=len(free), **addresses)

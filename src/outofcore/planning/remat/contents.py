@@ -9,8 +9,8 @@ from outofcore.analysis.recipes import History
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 
-# Values of ``Contents.lasting``: where a content is after its last use. FLEETING: nowhere. AT_HOME: at home, as an
-# input that is not written. ALWAYS: on the device, as a constant.
+# Values of ``Contents.lasting``, for contents after their last use. FLEETING: freed. AT_HOME: at home, as an input that
+# is not written. ALWAYS: on the device, as a constant.
 FLEETING, AT_HOME, ALWAYS = 0, 1, 2
 
 
@@ -39,32 +39,32 @@ class Contents:
         history = History.of(graph)
         n = len(graph.ops)
         size = [placed_bytes(s.bytes) if is_large(s.bytes) else 0 for s in graph.storages]
-        found = Contents([], [], [], [], [], [], [], [], [], [], [], [], [], [cost.seconds for cost in costs.ops], [])
+        result = Contents([], [], [], [], [], [], [], [], [], [], [], [], [], [cost.seconds for cost in costs.ops], [])
         for storage in graph.storages:
-            found.first.append(len(found.storage))
+            result.first.append(len(result.storage))
             writes = history.writes[storage.id]
             uses = graph.uses[storage.id]
             end = n if storage.id in graph.persistent else (uses[-1] if uses else -1)
             constant = storage.kind is StorageKind.CONSTANT
             for version in range(len(writes) + 1):
                 op = graph.ops[writes[version - 1]] if version else None
-                found.storage.append(storage.id)
-                found.size.append(0 if constant else size[storage.id])
-                found.home_seconds.append(costs.homes[-1].in_seconds(found.size[-1]) if costs.homes else 0.0)
-                again = op is not None and op.rerunnable and storage.id not in op.discards
-                found.maker.append(op.id if op is not None and again else -1)
-                found.born.append(op.id if op is not None else -1)
-                found.gone.append(min(end, history.last_op_with((storage.id, version), end)))
+                result.storage.append(storage.id)
+                result.size.append(0 if constant else size[storage.id])
+                result.home_seconds.append(costs.homes[-1].in_seconds(result.size[-1]) if costs.homes else 0.0)
+                may_rerun = op is not None and op.rerunnable and storage.id not in op.discards
+                result.maker.append(op.id if op is not None and may_rerun else -1)
+                result.born.append(op.id if op is not None else -1)
+                result.gone.append(min(end, history.last_op_with((storage.id, version), end)))
                 is_input = storage.arrives and not writes
-                found.lasting.append(ALWAYS if constant else AT_HOME if is_input else FLEETING)
+                result.lasting.append(ALWAYS if constant else AT_HOME if is_input else FLEETING)
         for op in graph.ops:
             needs, makes = dict(history.needs(op)), dict(history.makes(op))
-            found.needs.append(tuple(found.first[s] + v for s, v in needs.items()))
-            found.makes.append(tuple(found.first[s] + v for s, v in makes.items()))
-            found.fresh.append(sum(size[s] for s in op.touched if s not in needs))
-            found.scratch.append(sum(size[s] for s in op.touched if s not in needs and s not in makes))
+            result.needs.append(tuple(result.first[s] + v for s, v in needs.items()))
+            result.makes.append(tuple(result.first[s] + v for s, v in makes.items()))
+            result.fresh.append(sum(size[s] for s in op.touched if s not in needs))
+            result.scratch.append(sum(size[s] for s in op.touched if s not in needs and s not in makes))
             extra = placed_bytes(costs.ops[op.id].workspace_bytes)
-            found.workspace.append(extra if is_large(extra) else 0)
-            kept = (s for s in op.touched if s not in op.creates)
-            found.before.append(sum(size[s] for s in kept if graph.storages[s].kind is not StorageKind.CONSTANT))
-        return found
+            result.workspace.append(extra if is_large(extra) else 0)
+            inputs = (s for s in op.touched if s not in op.creates)
+            result.before.append(sum(size[s] for s in inputs if graph.storages[s].kind is not StorageKind.CONSTANT))
+        return result

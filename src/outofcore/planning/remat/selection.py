@@ -20,18 +20,18 @@ _RUNS_EACH, _EXTRA, _MOST, _MANY = 1000, 50, 300_000, 150
 
 
 class Selection:
-    """The greedy search over the gaps of a step; ``kept`` are choices without recomputation."""
+    """The greedy search over the gaps of a step; ``choices`` have no recomputation."""
 
-    def __init__(self, kept: Choices) -> None:
-        self.kept, self._search = kept, kept.search()
-        self._patience = patience(kept)
+    def __init__(self, choices: Choices) -> None:
+        self.kept, self._search = choices, choices.search()
+        self._patience = patience(choices)
 
     def drop(self, limit: int) -> Choices | None:
-        """Return choices in which large blocks take at most ``limit`` bytes; None if none are found."""
+        """Return choices in which large blocks take at most ``limit`` bytes, or None."""
         self._search.restore(array("q"))
         # An op with its chain must stay within the problem's limit, which may be lower.
-        found = self._search.drop(limit, min(limit, self.kept.problem.limit), self._patience)
-        return None if found is None else choices_of(self.kept, found.pairs, limit)
+        best = self._search.drop(limit, min(limit, self.kept.problem.limit), self._patience)
+        return None if best is None else choices_of(self.kept, best.pairs, limit)
 
     def settle(self, gaps: Iterable[int]) -> Choices:
         """Return choices that recompute these gaps before their next use, or earlier if that saves seconds."""
@@ -49,10 +49,10 @@ def patience(choices: Choices) -> int:
     return min(_RUNS_EACH * (gaps + _EXTRA), max(_MOST, _MANY * gaps))
 
 
-def choices_of(kept: Choices, pairs: array[int], limit: int) -> Choices:
+def choices_of(base: Choices, pairs: array[int], limit: int) -> Choices:
     """Return choices within a limit that recompute ``pairs`` (see ``Annealed.pairs``)."""
-    choices = Choices(kept.problem, kept.contents, limit, like=kept)
-    again = tuple((g, AGAIN, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
-    if not choices.begin(again):
-        raise GraphError(f"a search recomputed gaps that cannot be recomputed (a bug in outofcore): {again}")
+    choices = Choices(base.problem, base.contents, limit, like=base)
+    snapshot = tuple((g, AGAIN, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
+    if not choices.begin(snapshot):
+        raise GraphError(f"a search recomputed gaps that cannot be recomputed (a bug in outofcore): {snapshot}")
     return choices
