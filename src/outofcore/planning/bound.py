@@ -1,4 +1,4 @@
-"""A lower bound of the step time under a budget: the optimum of a linear program that relaxes all plans.
+"""A lower bound of the step time under a budget, by a linear program that relaxes all plans.
 
 It adds to the shares of ``relaxation``, at the moments where ops begin and end:
 
@@ -12,10 +12,10 @@ It adds to the shares of ``relaxation``, at the moments where ops begin and end:
               early(t)  <=  offloaded(t)
               resident(t) + sum of left(t) and early(t) over all homes  <=  free bytes at t
 
-``queue`` are bytes written but not yet copied out, ``left`` the part of them that only waits for the copy, ``early`` bytes
-fetched before their use. Recomputing a gap runs its writer, and recursively the writers of its inputs, unless these may
-be on the device or at home then. A wait precedes an op, or is anywhere in a *span* of ops that share their moments. T
-also exceeds the seconds of collectives, which have their own queue.
+``queue`` are bytes written but not yet copied out. ``left`` are the bytes of the queue that only wait for the copy.
+``early`` are bytes fetched before their use. Recomputing a gap runs its writer, and recursively the writers of its
+inputs, unless these may be on the device or at home then. A wait precedes an op, or is anywhere in a *span* of ops that
+share their moments. T also exceeds the seconds of collectives, which have their own queue.
 
 Not modelled: addresses, blocks held until all of their bytes are copied out, and the memory of recomputation.
 """

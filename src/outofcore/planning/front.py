@@ -5,9 +5,9 @@ fewest seconds for their bytes. Annealing (``remat.compiled``) finds them on a t
 stay to the bytes of the whole step, in two walks:
 
 - *down*: from limit to limit, from the highest, where everything is resident, to the lowest with a state. The height of
-the lowest state's blocks is the smallest budget.
+  the lowest state's blocks is the smallest budget.
 - *up*: on each limit from the best state of those below. Every sixteenth limit also starts from the in-core state, at a
-higher temperature, since its best state may be far from those below.
+  higher temperature, since its best state may be far from those below.
 
 A budget takes the fastest state, of the walk down or of the walk up to this budget, with blocks that fit. A larger
 budget has the same states and more, so its plan is never slower.
@@ -89,7 +89,7 @@ class Front:
         self._placed: dict[int, tuple[Plan, Program]] = {}
 
     def _anneal(self, walk: str, k: int, changes_each: int, effort: int = 1, hot: float = _WARM) -> State | None:
-        """Anneal within limit k from the present state, ``changes_each`` times for each gap; None: no state fits."""
+        """Anneal within limit k from the present state; return None if no visited state fits."""
         changes = effort * min(changes_each * len(self.choices.free), _MOST_CHANGES)
         return self._state(
             walk, k, self.search.run(self.limits[k], changes, effort * _WORK // len(self.limits), hot, k)

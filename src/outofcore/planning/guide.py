@@ -9,7 +9,7 @@ Copies overlap the ops, and hold memory while they run:
 
 ``out_i`` and ``in_i`` are the bytes in flight to and from a home while op i runs. No copy crosses the end of a step. In
 long steps the ops of a *span* share their flows. Not modelled: a block's room is free only when all of its bytes are
-copied out (see ``tuner``), and a chain gets longer if its inputs are dropped, too (see ``remat``).
+copied out (see ``tuner``). A chain gets longer if its inputs are dropped, too (see ``remat``).
 """
 
 from __future__ import annotations

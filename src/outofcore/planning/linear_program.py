@@ -1,7 +1,7 @@
 """Linear programs, built variable by variable and row by row, and solved by HiGHS.
 
 A memory row for each op would name every gap held there. ``binding_ops`` drops rows that follow from a neighbour's, and
-``levels`` writes held bytes as a running sum, so the program grows with the number of gaps and not with its square.
+``levels`` writes held bytes as a running sum. So the program grows with the number of gaps and not with its square.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def levels(
 
 
 def binding_ops(free: Sequence[int], stays: Iterable[Stay], spans: Sequence[int] | None = None) -> list[int]:
-    """Return the ops whose memory rows imply those of all others of their span, in order.
+    """Return the ops of each span with memory rows that imply the rows of all other ops, in order.
 
     Each byte held over op p is held over op i as well, or is in a range around p and not around i. If p has at least
     the bytes of such ranges more room than i, the row of i implies that of p.

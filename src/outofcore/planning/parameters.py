@@ -15,26 +15,23 @@ class SearchParams:
     Efforts count work (ops inspected, changes tried), never seconds. So a step gets the same plan on every machine.
 
     Attributes:
-        relaxations: how often the linear program chooses what to recompute. After the first time it uses the seconds
-            that
-        the chains of its last answer take. 0: never.
+        relaxations: how often the linear program chooses the recomputed gaps. After the first time it uses the seconds
+            that the chains of its last answer take. 0: never.
         shares: shares of the bytes above the limit that the first candidates offload; they recompute the others.
-            Limited
-        homes lower these shares to their capacity. Empty: no such candidates.
+            Limited homes lower these shares to their capacity. Empty: no such candidates.
         zooms: how often a share between the best ones is tried; halved for steps of more than 3,000 ops.
         slacks: how much earlier than just in time copies in may start, in multiples of their own seconds; all are
             tried.
         tunings: random changes to each candidate, judged by its schedule. In proportion fewer in steps of more than
-        1,500 ops.
+            1,500 ops.
         recompute_changes: share of the changes that change which gaps are recomputed, or where.
         tuned: how many of the best candidates of each slack are tuned further.
         further: random changes to each of these.
         placed: candidates that are placed at addresses, at most, in steps of 2,000 ops. In proportion fewer in longer
-        steps; up to four times more in shorter ones.
+            steps; up to four times more in shorter ones.
         polish_ops: ops that the local search over placed, simulated plans may lower in total; 0: no such search.
-        annealing: without homes, random changes to what is recomputed for each gap and each of a thousand limits. 0:
-            only
-        those that find the smallest budget (``planning.front``).
+        annealing: without homes, random changes to recomputation for each gap and each of a thousand limits. 0: only
+            those that find the smallest budget (``planning.front``).
     """
 
     relaxations: int = 2

@@ -29,7 +29,7 @@ from outofcore.units import PAGE_BYTES, round_up
 EFFORT = 4_000_000
 # How often a policy is asked for a plan with less room because its blocks did not fit.
 ATTEMPTS = 16
-# The cost of a second of copying, in seconds of the step. Of equally fast plans, the one that copies less wins.
+# The cost of a second of copying, in seconds of the step. Of equally fast plans, the plan with fewer copies wins.
 _COPY_WEIGHT = 0.002
 
 

@@ -31,8 +31,8 @@ _NAMED = 8
 def smallest_budget(graph: StepGraph, costs: Costs) -> int:
     """Return the smallest budget in bytes that has a plan.
 
-    With homes, the op that needs the most bytes decides. Without homes, persistent state must stay on the device, and
-    so must whatever recomputation needs; ``auto`` then searches for the smallest budget, which takes some seconds.
+    With homes, the op that needs the most bytes decides. Without homes, persistent state and the inputs of recomputation
+    must stay on the device; ``auto`` then searches for the smallest budget, which takes some seconds.
     """
     if not costs.homes:
         return Front(graph, costs).smallest
@@ -56,7 +56,7 @@ def explain_too_small(
     describe: Callable[[int], str] | None = None,
     smallest: int | None = None,
 ) -> BudgetError:
-    """Return the error for a budget that is too small: the op that needs the most, and the smallest budget."""
+    """Return the error for a too small budget: the op that needs the most, and the smallest budget."""
     needs = large_needs(graph, costs)
     smallest = smallest_budget(graph, costs) if smallest is None else smallest
     worst = max(range(len(needs)), key=needs.__getitem__) if needs else None
@@ -106,8 +106,7 @@ def plan_step(
         costs: measured or assumed.
         budget: bytes of the arena, for all blocks: workspaces and fragmentation included.
         policy: a name or text that ``policy_of`` reads, a policy, or a function from graph, costs and bytes of room to
-            a
-        plan. If the whole step fits, every policy but ``offload-all`` keeps everything on the device.
+            a plan. If the whole step fits, every policy but ``offload-all`` keeps everything on the device.
         params: the techniques of ``auto`` and their effort; by default ``SearchParams()``.
 
     Returns:

@@ -57,7 +57,7 @@ class Policy(Protocol):
         ...
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """Return the ways to plan a step, of which the fastest is used; empty if this policy cannot plan the step.
+        """Return the ways to plan a step, of which the fastest is used; empty if there are none.
 
         Args:
             graph: the step.
@@ -153,7 +153,7 @@ def quick_policy(policy: _Policy) -> _Policy | Auto:
 
 @dataclass(frozen=True)
 class KeepAll(Checked):
-    """Everything stays on the device: in-core training in an arena. Has no plan unless the whole step fits.
+    """Everything stays on the device: in-core training in an arena. The whole step must fit.
 
     >>> KeepAll().name
     'keep-all'
@@ -170,8 +170,8 @@ class OffloadAll(Checked):
     """Everything is offloaded between any two uses: the smallest possible budget, and the slowest step.
 
     Attributes:
-        strict: True: offload between two consecutive ops, too, which allows tighter placements. False: do not.
-        None: only if no other plan fits.
+        strict: True: offload between two consecutive ops, too, which allows tighter placements. False: do not. None:
+            only if no other plan fits.
 
     >>> OffloadAll(strict=True)
     OffloadAll(strict=True)

@@ -37,8 +37,8 @@ def policy_of(given: PolicyLike) -> Policy:
 
     Args:
         given: a policy; a function from graph, costs and bytes of room to a plan; or a text. A text is a name of
-        ``POLICIES``, with values for its fields after a colon. Values are numbers, words, ``true``, ``false``,
-        ``none`` and lists of numbers; ``auto`` takes the fields of ``SearchParams``.
+            ``POLICIES``, with values for its fields after a colon. Values are numbers, words, ``true``, ``false``,
+            ``none`` and lists of numbers; ``auto`` takes the fields of ``SearchParams``.
 
     Raises:
         InputError: there is no such policy or field, or a value has the wrong type.

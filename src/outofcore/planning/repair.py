@@ -85,7 +85,7 @@ class Attempts:
             more[around] += max(over, PAGE_BYTES)
             doubled[around] = np.maximum(doubled[around], self.spared[first:last].max())
         self._mostly = mostly_over
-        # Where the excess is not the first, spare at least twice as much as before.
+        # From the second excess on, spare at least twice the bytes spared before.
         self.spared = np.minimum(self.spared + np.maximum(more, doubled), self.budget)
         self.made += 1
         return None

@@ -251,6 +251,6 @@ class _Search:
 
 
 def _chain_seconds(choices: Choices) -> Mapping[int, float]:
-    """Return for each gap that may be recomputed the seconds of doing so, with the other choices unchanged."""
+    """Return the seconds of recomputing each gap that may be, with the other choices unchanged."""
     chains = {g: choices.chain(choices.end[g], (g,)) for g in choices.free}
     return {g: chain.seconds for g, chain in chains.items() if chain is not None}

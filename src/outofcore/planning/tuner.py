@@ -33,7 +33,7 @@ from outofcore.planning.problem import KEPT, Ints
 from outofcore.planning.remat.chains import AGAIN, Choices
 from outofcore.planning.remat.compiled import load_library
 
-# The least cost of a second of copying, in seconds of the step. Of equally fast plans, the one that copies less wins.
+# The least cost of a second of copying, in seconds of the step. Of equally fast plans, the plan with fewer copies wins.
 _COPY_WEIGHT = 0.002
 # No op, or no home.
 _NEVER = -1
@@ -146,7 +146,7 @@ class Tuner:
         return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
 
     def tune(self, tries: int, recomputes: float = 0.5, seed: int = 0) -> Tuned:
-        """Keep random changes that do not slow the step; a share ``recomputes`` of them is about recomputation."""
+        """Try random changes to the present state, and keep those that do not slow the step."""
         self._library.outofcore_tuner_tune(self._handle, tries, recomputes, seed)
         return self.read()
 

@@ -206,7 +206,7 @@ class _Following:
         return True
 
     def _evict_first(self, op: int, allowed: NDArray[np.bool_]) -> bool:
-        """Evict the allowed gap with the smallest heuristic and disallow it; return False if there is no such gap."""
+        """Evict the allowed gap with the smallest heuristic and disallow it; return False without one."""
         min_age = _LEAST_STALE * (self.clock + 1e-12)
         open_now = np.flatnonzero(allowed)
         if not len(open_now):

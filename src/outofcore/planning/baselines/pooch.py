@@ -23,15 +23,13 @@ class PoocH(Checked):
     Ito, Imai, Le, Negishi, Kawachiya, Matsumiya & Endo, "Profiling based Out-of-core Hybrid Method for Large Neural
     Networks" (arXiv 1907.05013), section 4. A simulation classifies the feature maps, which wait for the backward pass:
 
-    - Keep or swap: all are swapped at first. A tree search tries to keep, one after the other, those whose copy-in
-      stalled
-    the backward pass. At each node, maps whose copy-out stalled the forward pass are kept, the last made first, up to
-    the first that does not fit; then all others that fit, in the same order.
+    - Keep or swap: all are swapped at first. A tree search tries to keep, one after the other, maps whose copy-in
+      stalled the backward pass. At each node, maps whose copy-out stalled the forward pass are kept, the last made
+      first, up to the first that does not fit; then all others that fit, in the same order.
     - Swap or recompute: the map with the smallest ratio of seconds added by recomputing to those added by swapping is
-    recomputed, the ratios are simulated again, and so on while one is below 1.
+      recomputed, the ratios are simulated again, and so on while one is below 1.
     - Copies-in are hoisted to the earliest op from which their room is free, then delayed as far as they stay hidden.
-      Both
-    timings are simulated; the better one is used.
+      Both timings are simulated; the better one is used.
 
         forward    A1 A2 A3 A4 A5 | turn      A4, A5  keep: used soonest, and they fit
         home       A1 ->   A3 ->              A1, A3  swap: their copies hide behind the convolutions

@@ -23,7 +23,7 @@ class ProfileGuided(Checked):
 
     Sekiyama, Imamichi, Imai & Raymond, "Profile-guided memory optimization for deep neural networks" (arXiv
     1804.10001), section 3. The lowest free offset over time is a skyline. Of the blocks whose lifetime is within its
-    lowest segment (the leftmost of equals), the longest-lived is placed there. If there is none, the segment is raised
+    lowest segment (the leftmost of equals), the longest-lived is placed there. If no block fits, the segment is raised
     to its lower neighbour.
 
         offset ^        |  C  |            the lowest segment is that above B; D lives longer than E, and

@@ -43,8 +43,7 @@ class SqrtCheckpoint(Checked):
 
     Attributes:
         segments: number of segments. None: the root of the number of waiting storages, and some numbers up to four
-            times
-        more and fewer, of which the fastest plan is used.
+            times more and fewer, of which the fastest plan is used.
 
     >>> SqrtCheckpoint(segments=4)
     SqrtCheckpoint(segments=4)

@@ -30,12 +30,10 @@ class SuperNeurons(Checked):
     1801.04380), section 3:
 
     - Unified tensor pool (3.3): *checkpoints* go home, and are fetched one checkpoint ahead in the backward pass. A
-      cache on
-    the device keeps as many of them as fit; the least recently used are evicted first.
+      cache on the device keeps as many of them as fit; the least recently used are evicted first.
     - Cost-aware recomputation (3.4): the storages between two checkpoints, a *segment*, are dropped and recomputed. If
-      a
-    segment takes no more than the neediest op, it is recomputed at once and stays (speed-centric). If it takes more,
-    each storage is recomputed when it is needed, and is then dropped (memory-centric).
+      a segment takes no more than the neediest op, it is recomputed at once and stays (speed-centric). If it takes
+      more, each storage is recomputed when it is needed, and is then dropped (memory-centric).
 
         forward    C1 - s - s - C2 - s - C3 ...      C: conv, linear, join, fork; s: batch norm, relu, dropout
         home       C1 ------>   C2 -->               copied out while the next ones are computed

@@ -50,17 +50,13 @@ class TFLMS(Checked):
 
     Attributes:
         threshold: in ops. A result goes home if a consumer is further than this from the op that wrote it; nearer
-            consumers
-        use it on the device. None: tuned.
+            consumers use it on the device. None: tuned.
         ahead: in ops, at least 1. A swap-in starts this far before the first consumer that it serves. None: tuned. Not
-            used
-        in modes 2 and 3.
+            used in modes 2 and 3.
         group: in ops. Consecutive far consumers within this distance share a swap-in, and the bytes stay between them.
-            0:
-        each has its own. None: tuned, and 0 in modes 2 and 3.
-        mode: what is synchronous. 0: nothing. 1: swap-outs; their room counts as free at once, so the op that takes it
-            waits.
-        2: swap-ins, which begin when the consumer is due. 3: both. None: the first that fits.
+            0: each has its own. None: tuned, and 0 in modes 2 and 3.
+        mode: the synchronous copies. 0: none. 1: swap-outs; their room counts as free at once, so the op that takes it
+            waits. 2: swap-ins, which begin when the consumer is due. 3: both. None: the first that fits.
 
     >>> TFLMS(ahead=4)
     TFLMS(threshold=None, ahead=4, group=None, mode=None)

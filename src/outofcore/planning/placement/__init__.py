@@ -1,4 +1,4 @@
-"""Placement: an address for every block, so that blocks held at the same time share none and the arena stays low.
+"""Placement: an address for every block, such that blocks do not overlap and the arena is small.
 
 The field calls this static memory allocation, dynamic storage allocation, or strip packing with fixed intervals. It is
 NP-hard, in theory as in practice. Its terms:

@@ -1,12 +1,12 @@
-"""The canonical search: depth first through placements in canonical order, until one stays within the capacity.
+"""The canonical search: depth first through placements in canonical order, until one fits.
 
 After Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning" (ASPLOS 2023). Any
-placement can be pushed down until each rectangle is at the bottom or on another one, and then built up in order of
+placement can be pushed down until each rectangle is at the bottom or on another one. It can be built up in order of
 offset, and of a given rank for equal offsets. So it suffices to place next, at its lowest free offset, a rectangle that
 comes later in this order. Pruning:
 
 - *sections* (4.1 there): above the lowest possible offset of each rectangle in a section there must be room for it and
-for all that cannot be lower. The paper requires that only of the lowest of them.
+  for all that cannot be lower. The paper requires that only of the lowest of them.
 - *dominance*: no rectangle is placed so high that another one would fit below it.
 - *decomposition*: intervals of time that no open rectangle connects are solved separately.
 
@@ -14,9 +14,9 @@ Added to that:
 
 - *lifting*: a rectangle that is passed over must be lifted by one below it that is not placed yet.
 - *precedence*: in a section, a rectangle that cannot be below all others is above one that can (the not-first rule of
-scheduling: Carlier & Pinson, "An algorithm for solving the job-shop problem", 1989).
+  scheduling: Carlier & Pinson, "An algorithm for solving the job-shop problem", 1989).
 - *restarts*: runs with few nodes, in the sequence of Luby, Sinclair & Zuckerman ("Optimal speedup of Las Vegas
-algorithms", 1993), each with another rank: the paper's three orders in turn, later with noise.
+  algorithms", 1993), each with another rank: the paper's three orders in turn, later with noise.
 
 Random numbers have fixed seeds and effort counts rectangles inspected: the same input gives the same result.
 """

@@ -1,4 +1,4 @@
-"""Bindings of ``placement.cpp``; see ``outofcore.compiling`` for compilation."""
+"""Bindings of ``placement.cpp`` (compiled by ``outofcore.compiling``)."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ class PlacementParams:
 
     Attributes:
         effort: rectangles that the canonical search and ejection may inspect each; 400 million take about a second. 0:
-            quick
-        rules only.
+            quick rules only.
         seconds: time limit; the result then depends on the machine. None: no limit.
         first_fit: first fit by size and by area, in addition to best fit over the skyline.
         canonical: the canonical search within the capacity.

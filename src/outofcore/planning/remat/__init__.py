@@ -1,1 +1,1 @@
-"""What to recompute (rematerialization): numbered contents, chains of runs, and searches over them."""
+"""Rematerialization: numbered contents, chains of runs, and searches for gaps to recompute."""

@@ -1,8 +1,8 @@
 """Which gaps are recomputed (rematerialized), and the chains of runs that this takes.
 
 A recomputed gap is made right before the op ``fetch`` and held to its next use. One *chain* of runs makes everything
-that is fetched before the same op, as in lowering; it depends on the contents resident then. The searches of ``compiled``
-start from such choices and change them gap by gap.
+that is fetched before the same op, as in lowering; it depends on the contents resident then. The searches of
+``compiled`` start from such choices and change them gap by gap.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Links:
 
     ops: tuple[int, ...]  # in the order in which they run
     made: frozenset[int]  # contents that it makes
-    seen: frozenset[int]  # contents that it makes or reads: what it depends on
+    seen: frozenset[int]  # contents that it makes or reads, and so depends on
     copied: tuple[int, ...]  # bytes of each content that it copies in from home
     home: frozenset[int]  # contents that it copies in from home
 

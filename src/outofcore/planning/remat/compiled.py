@@ -1,4 +1,4 @@
-"""Bindings of ``remat.cpp``: chains, and searches over them. See ``outofcore.compiling`` for compilation."""
+"""Bindings of ``remat.cpp``: chains, and searches over them (compiled by ``outofcore.compiling``)."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class CompiledSearch:
         self._best = _Best()
 
     def run(self, limit: int, changes: int, work: int, hot: float, seed: int) -> Annealed | None:
-        """Anneal from the present state, which ends up changed; return the best state within the limit, or None.
+        """Anneal from the present state, and change it; return the best state within the limit, or None.
 
         At most ``changes`` are tried and ``work`` ops inspected. ``hot`` is the initial temperature, in mean seconds of
         an op that may run again.

@@ -1,4 +1,4 @@
-"""The contents of a step (storages at a version, see ``analysis.recipes``), numbered for fast searches."""
+"""The contents of a step (storages at a version, see ``analysis.recipes``), numbered for searches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Contents:
     needs: list[tuple[int, ...]]  # by op, the contents that it reads when it runs again
     makes: list[tuple[int, ...]]  # by op, the contents that it leaves when it runs again
     fresh: list[int]  # by op, bytes of large blocks that running it again allocates
-    scratch: list[int]  # by op, those of them that are freed after the run
+    scratch: list[int]  # by op, the part of ``fresh`` that is freed after the run
     workspace: list[int]  # by op, bytes of its workspace, if that is large
     before: list[int]  # by op, bytes of large blocks of its inputs on the device
     seconds: list[float]  # by op
