@@ -31,8 +31,8 @@ _NAMED = 8
 def smallest_budget(graph: StepGraph, costs: Costs) -> int:
     """Return the smallest budget in bytes that has a plan.
 
-    With homes, the op that needs the most bytes decides. Without homes, persistent state and the inputs of recomputation
-    must stay on the device; ``auto`` then searches for the smallest budget, which takes some seconds.
+    With homes, the op that needs the most bytes decides. Without homes, persistent state and the inputs of
+    recomputation must stay on the device; a search then finds the smallest budget, which takes some seconds.
     """
     if not costs.homes:
         return Front(graph, costs).smallest

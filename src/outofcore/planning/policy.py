@@ -99,11 +99,11 @@ class Checked:
                     f"the policy {self.name!r}: {declared.name} must be {_words(hints[declared.name])}, not {value!r}"
                 )
 
-    def require(self, field_name: str, right: bool, what: str) -> None:
-        """Raise ``InputError`` unless a value is right; ``what`` describes the valid values."""
-        if not right:
+    def require(self, field_name: str, is_valid: bool, valid_values: str) -> None:
+        """Raise ``InputError`` unless a value is valid; ``valid_values`` describes such values."""
+        if not is_valid:
             raise InputError(
-                f"the policy {self.name!r}: {field_name} must be {what}, not {getattr(self, field_name)!r}"
+                f"the policy {self.name!r}: {field_name} must be {valid_values}, not {getattr(self, field_name)!r}"
             )
 
 
@@ -203,22 +203,22 @@ class Own:
 
 def plans_of(policy: Policy, graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
     """Return the plans of a policy that fit a budget, at most one for each variant, the fastest first."""
-    plans = [_fitted(policy, graph, costs, budget, asked) for asked in policy.variants(graph, costs, budget)]
+    plans = [_fitted(policy, graph, costs, budget, variant) for variant in policy.variants(graph, costs, budget)]
     return sorted((p for p in plans if p is not None), key=lambda p: p.timeline.step_seconds)
 
 
 def first_of(policy: Policy, graph: StepGraph, costs: Costs, budget: int) -> list[Planned]:
     """Return the plan of the first variant that fits the budget, in a list that may be empty."""
-    for asked in policy.variants(graph, costs, budget):
-        planned = _fitted(policy, graph, costs, budget, asked)
+    for variant in policy.variants(graph, costs, budget):
+        planned = _fitted(policy, graph, costs, budget, variant)
         if planned is not None:
             return [planned]
     return []
 
 
-def _fitted(policy: Policy, graph: StepGraph, costs: Costs, budget: int, asked: Asked) -> Planned | None:
-    def named(room: int) -> Plan:
-        plan = asked(room)
+def _fitted(policy: Policy, graph: StepGraph, costs: Costs, budget: int, variant: Asked) -> Planned | None:
+    def named_plan(room: int) -> Plan:
+        plan = variant(room)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance] - it may be a user's
             raise InputError(f"the policy {policy.name!r} returned {plan!r}, which is no outofcore.plan.Plan")
         for decision in plan.decisions:
@@ -230,6 +230,6 @@ def _fitted(policy: Policy, graph: StepGraph, costs: Costs, budget: int, asked: 
         return plan if plan.policy == policy.name else replace(plan, policy=policy.name)
 
     try:
-        return fit(graph, costs, budget, named)
+        return fit(graph, costs, budget, named_plan)
     except GraphError as error:
         raise GraphError(f"the policy {policy.name!r} made a plan that cannot be carried out: {error}") from error

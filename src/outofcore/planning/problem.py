@@ -1,6 +1,6 @@
 """The planning problem in arrays: the gaps of a step, their bytes, and the free bytes at each op.
 
-Storages below 64 KiB stay on the device and are left out. A *choice* gives for each gap ``KEPT`` or the index of a
+Storages below 64 KiB stay on the device and are left out. A *choice* gives for each gap ``ON_DEVICE`` or the index of a
 home. Recomputed gaps are chosen before (``remat``) and take no part in a choice.
 """
 
@@ -116,11 +116,11 @@ class Problem:
             return ((info.gap.start + 1, info.gap.end),)
         return ((info.gap.start + 1, n), (0, info.gap.end - n))
 
-    def held(self, keep: NDArray[np.bool_]) -> Ints:
-        """Return the bytes of resident gaps over each op, of shape (ops,); ``keep`` has shape (gaps,)."""
+    def held(self, is_kept: NDArray[np.bool_]) -> Ints:
+        """Return the bytes of resident gaps over each op, of shape (ops,); ``is_kept`` has shape (gaps,)."""
         first, last, second_end, sizes = self._ranges
         delta = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
-        kept_sizes = sizes * keep
+        kept_sizes = sizes * is_kept
         np.add.at(delta, first, kept_sizes)
         np.add.at(delta, last, -kept_sizes)
         delta[0] += int(kept_sizes[second_end > 0].sum())

@@ -52,7 +52,7 @@ class Attempts:
         self._lowest, self._stale = float("inf"), 0
 
     def place(self, plan: Plan) -> Planned | None:
-        """Place a plan; return None, and raise ``spared``, if its blocks exceed the budget."""
+        """Place a plan; return None, and raise ``spared_bytes``, if its blocks exceed the budget."""
         graph, costs, n = self.graph, self.costs, len(self.graph.ops)
         self.repeated = self._last is not None and self._last[0] == plan
         if self._last is not None and self.repeated:

@@ -7,7 +7,7 @@ there is no room. A pass needs the start of each op and the bytes flowing out th
 prefetches start as late as that allows, less a slack.
 
 A chain reads its inputs when it runs. So an offloaded gap must be back when the first chain reads it, and then stays;
-or every chain copies it in for itself (kind ``AWAY``). Such copies precede prefetches and overlap the chain's runs.
+or each chain copies it in for itself (kind ``OFFLOADED``). Such copies precede prefetches and overlap the chain's runs.
 
 A final gap is a copy out like any other. A gradient that the step leaves may instead be resident until the step ends.
 
@@ -64,9 +64,9 @@ class _View(ctypes.Structure):
 class State:
     """The residency of each gap."""
 
-    kind: array[int]  # by gap, as in ``Choices``; ``AWAY`` if it is offloaded and each chain copies it in
+    kind: array[int]  # by gap, as in ``Choices``; ``OFFLOADED`` if each chain copies it in
     fetch: array[int]  # by gap, the op before which it is fetched if it is recomputed
-    home: array[int]  # by gap, the index of its home, or ``problem.KEPT``, if it is not recomputed
+    home: array[int]  # by gap, the index of its home, or ``problem.ON_DEVICE``, if it is not recomputed
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ class Tuner:
         lists = (_address(values) for values in (state.kind, state.fetch, state.home, spared_bytes, must_leave))
         return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
 
-    def tune(self, tries: int, recomputes: float = 0.5, seed: int = 0) -> Tuned:
+    def tune(self, tries: int, recompute_share: float = 0.5, seed: int = 0) -> Tuned:
         """Try random changes to the present state, and keep those that do not slow the step."""
-        self._library.outofcore_tuner_tune(self._handle, tries, recomputes, seed)
+        self._library.outofcore_tuner_tune(self._handle, tries, recompute_share, seed)
         return self.read()
 
     def read(self) -> Tuned:

@@ -24,8 +24,8 @@ def for_one_home(graph: StepGraph, costs: Costs, plan: Callable[[Costs, int], Pl
         first = storage in graph.outputs or graph.storages[storage].arrives
         return decision if first or decision.residency is not Residency.OFFLOAD else replace(decision, home=last)
 
-    def asked(room: int) -> Plan:
+    def plan_for_homes(room: int) -> Plan:
         planned = plan(far_costs, room)
         return planned if last < 1 else replace(planned, decisions=tuple(map(at_home, planned.decisions)))
 
-    return asked
+    return plan_for_homes

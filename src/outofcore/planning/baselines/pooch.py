@@ -143,11 +143,11 @@ class _Search:
     def _ratio(self, classes: list[Class], group: tuple[int, ...], now: Trial) -> float:
         """Return the ratio of the seconds added by recomputing a group to those added by swapping it."""
 
-        def classed(new_class: Class) -> list[Class]:
+        def with_class(new_class: Class) -> list[Class]:
             return [new_class if m in group else map_class for m, map_class in enumerate(classes)]
 
-        without_copies, recomputed = self.trials.without_copies(group).run(classes), classed(Class.RECOMPUTE)
+        without_copies, recomputed = self.trials.without_copies(group).run(classes), with_class(Class.RECOMPUTE)
         if without_copies is None or now.seconds <= without_copies.seconds or self.trials.run(recomputed) is None:
             return inf
-        added = self.trials.compute_seconds(recomputed) - self.trials.compute_seconds(classed(Class.KEEP))
+        added = self.trials.compute_seconds(recomputed) - self.trials.compute_seconds(with_class(Class.KEEP))
         return added / (now.seconds - without_copies.seconds)

@@ -146,13 +146,13 @@ class _Checkpoints:
         graph, history = self.graph, self.history
         always_held = history.always_held(op)
 
-        def held(content: Content) -> bool:
+        def is_held(content: Content) -> bool:
             storage, version = content
             uses = graph.uses[storage]
             is_alive = storage not in dropped and uses[0] < op <= history.last_op_with(content, uses[-1])
             return always_held(content) or (is_alive and version == history.version_at(storage, op))
 
-        return held
+        return is_held
 
 
 def _crossing(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:

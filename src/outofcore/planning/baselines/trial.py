@@ -160,7 +160,7 @@ class Trials:
                 continue
             always = history.always_held(op)
 
-            def held(content: Content, op: int = op, always: Callable[[Content], bool] = always) -> bool:
+            def is_held(content: Content, op: int = op, always: Callable[[Content], bool] = always) -> bool:
                 storage, version = content
                 if version != history.version_at(storage, op):
                     return False
@@ -171,7 +171,7 @@ class Trials:
 
             contents = [(self.maps[m].storage, history.version_at(self.maps[m].storage, op)) for m in targets]
             try:
-                runs = replay(history, contents, held)
+                runs = replay(history, contents, is_held)
             except GraphError:
                 # An input of the chain exists only at the start of the step.
                 runs = replay(history, contents, always)

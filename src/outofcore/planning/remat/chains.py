@@ -19,6 +19,7 @@ from outofcore.planning.problem import Ints, Problem
 from outofcore.planning.remat.compiled import CompiledChains, CompiledSearch, Lists
 from outofcore.planning.remat.contents import Contents
 
+# Kinds of gaps as chains find them: on the device, copied in from home by each chain, or made by a chain.
 KEPT, AWAY, AGAIN = 0, 1, 2
 # The recomputed gaps, each with its kind and the op before which it is fetched.
 Snapshot = tuple[tuple[int, int, int], ...]
@@ -38,7 +39,7 @@ class Links:
 class Chain:
     """The ops that run again right before one op.
 
-    ``bytes`` is the most that it holds in addition to resident contents; ``held`` are bytes of its targets, which stay.
+    ``bytes`` is the most that it holds in addition to resident contents; its targets, which stay, take ``target_bytes``.
     """
 
     __slots__ = ("_links", "bytes", "held", "seconds")
@@ -62,7 +63,7 @@ class Choices:
     problem: Problem
     contents: Contents
     limit: int = -1  # bytes of large blocks that may be held; by default the problem's
-    kind: array[int] = field(default_factory=lambda: array("q"))  # by gap, KEPT, AWAY or AGAIN
+    kind: array[int] = field(default_factory=lambda: array("q"))  # by gap, RESIDENT, OFFLOADED or RECOMPUTED
     # By gap, the op before which it is fetched if it is recomputed.
     fetch: array[int] = field(default_factory=lambda: array("q"))
     chains: dict[int, Chain] = field(default_factory=dict[int, Chain])  # by the op before which they run

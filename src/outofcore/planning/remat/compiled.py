@@ -150,7 +150,7 @@ class Annealed:
 class CompiledSearch:
     """A state of one step's recomputation, and two searches that change it.
 
-    *Annealing* (``run``; Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing", 1983) tries random
+    *Annealing* (``anneal``; Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing", 1983) tries random
     changes of one gap, or of two that trade places. It minimises the seconds of recomputation plus a price for every
     byte above the limit at each op. Prices rise while an op is above the limit and fall otherwise, like the multipliers
     of a Lagrangian relaxation, so the search passes through states that do not fit. The same seed and state give the
@@ -213,7 +213,7 @@ class CompiledSearch:
         return Annealed(best.seconds, best.bytes, pairs)
 
     def restore(self, pairs: array[int]) -> None:
-        """Go to the state that recomputes these gaps, in the format of ``Annealed.pairs``."""
+        """Go to the state that recomputes these gaps, in the format of ``BestState.pairs``."""
         self._restore(self._handle, pairs.buffer_info()[0], len(pairs) // 2)
 
 

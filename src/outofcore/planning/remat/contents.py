@@ -9,8 +9,8 @@ from outofcore.analysis.recipes import History
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 
-# Values of ``Contents.lasting``, for contents after their last use. FLEETING: freed. AT_HOME: at home, as an input that
-# is not written. ALWAYS: on the device, as a constant.
+# Values of ``StepContents.lasting``, for contents after their last use. FLEETING: freed. AT_HOME: at home, as an input
+# that is not written. ALWAYS: on the device, as a constant.
 FLEETING, AT_HOME, ALWAYS = 0, 1, 2
 
 

@@ -50,7 +50,7 @@ def patience(choices: Choices) -> int:
 
 
 def choices_of(base: Choices, pairs: array[int], limit: int) -> Choices:
-    """Return choices within a limit that recompute ``pairs`` (see ``Annealed.pairs``)."""
+    """Return choices within a limit that recompute ``pairs`` (see ``BestState.pairs``)."""
     choices = Choices(base.problem, base.contents, limit, like=base)
     snapshot = tuple((g, AGAIN, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
     if not choices.begin(snapshot):
