@@ -39,7 +39,7 @@ class Links:
 class Chain:
     """The ops that run again right before one op.
 
-    ``bytes`` is the most that it holds in addition to resident contents; its targets, which stay, take ``target_bytes``.
+    ``bytes`` is the most that it holds in addition to resident contents, ``target_bytes`` the bytes that stay after it.
     """
 
     __slots__ = ("_links", "bytes", "held", "seconds")
