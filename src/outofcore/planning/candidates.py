@@ -16,8 +16,8 @@ from outofcore.planning.tuner import State, Tuned, Tuner
 _PASSES = 8
 # Tuning tries in proportion fewer changes in steps of more ops.
 _TUNING_OPS = 1500
-# Approximate seconds to schedule an op; and the number of steps that tuning may take as long as, because the plan must
-# save that time again.
+# Approximate seconds to schedule an op; and the most time that tuning may take, in steps, because the plan must save
+# that time again.
 _OP_SECONDS, _RUNS = 5e-8, 20
 
 

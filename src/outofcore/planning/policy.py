@@ -220,7 +220,7 @@ def _fitted(policy: Policy, graph: StepGraph, costs: Costs, budget: int, variant
     def named_plan(room: int) -> Plan:
         plan = variant(room)
         if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance] - it may be a user's
-            raise InputError(f"the policy {policy.name!r} returned {plan!r}, which is no outofcore.plan.Plan")
+            raise InputError(f"the policy {policy.name!r} returned {plan!r}, which is not an outofcore.plan.Plan")
         for decision in plan.decisions:
             data = graph.storages[decision.gap.storage]
             if decision.residency is not Residency.KEEP and not is_large(data.bytes):

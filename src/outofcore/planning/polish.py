@@ -22,7 +22,7 @@ from outofcore.simulator import busiest_seconds
 
 # In steps of more ops it would take most of planning's time and improve no plan.
 LONGEST = 100
-# Maximum changes from each start; rounds over the starts; and the number of steps that the changes may take as long as,
+# Maximum changes from each start; number of starts, in turn; and the most time that the changes may take, in steps,
 # because the plan must save that time again.
 _TRIES, _ROUNDS, _RUNS = 800, 4, 200
 # Shifts of release and fetch, in ops.

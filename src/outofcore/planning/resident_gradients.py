@@ -1,7 +1,8 @@
 """Keep gradients in ``.grad`` on the device until the next step begins, as far as they fit.
 
 Only gradients without a decision are considered; the search for plans decides about large ones itself (``tuner``). The
-others go home after their last use and are not fetched, because the next step writes them again.
+others go home after their last use, where the user sees them, too. They are not fetched: the next step writes them
+again.
 """
 
 from __future__ import annotations

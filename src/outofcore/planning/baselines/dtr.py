@@ -20,11 +20,12 @@ from outofcore.planning.remat.contents import Contents
 
 # The least time since the last use, as a share of the step.
 _LEAST_STALE = 1e-9
-# Simulations of a step; each pins more gaps.
+# Maximum number of simulations of a step, each with more gaps pinned.
 _TRIES = 12
-# Ops of chains inspected, after which there is no further simulation.
+# Number of inspected ops of chains after which no further simulation starts.
 _WORK = 100_000
-# Simulations with a lower limit if the plan exceeds the room; each lowers it at least by the room over this number.
+# Maximum number of simulations with lower limits. If a plan exceeds the room, the limit falls by at least the room
+# divided by this number.
 _LOWER = 16
 # Maximum number of a chain's inputs that are evicted to make it fit.
 _MORE = 8

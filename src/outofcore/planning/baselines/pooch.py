@@ -71,7 +71,7 @@ def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000)
         return Plan("pooch", budget, in_core.decisions)
     classes = [Class.SWAP] * len(trials.maps)
     if not costs.homes or trials.run(classes) is None:
-        raise BudgetError(f"with every feature map away more than {budget} bytes are needed")
+        raise BudgetError(f"the step needs more than {budget} bytes even with every feature map swapped")
     search = _Search(trials, effort)
     _, classes = search.keep(classes, frozenset())
     return Plan("pooch", budget, search.recompute(classes).decisions)
@@ -137,7 +137,7 @@ class _Search:
     def _run(self, classes: list[Class]) -> Trial:
         trial = self.trials.run(classes)
         if trial is None:
-            raise BudgetError("the feature maps that are computed again do not fit")
+            raise BudgetError("the recomputed feature maps do not fit")
         return trial
 
     def _ratio(self, classes: list[Class], group: tuple[int, ...], now: Trial) -> float:

@@ -27,8 +27,8 @@ class SqrtCheckpoint(Checked):
 
     Chen, Xu, Zhang & Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174), section 4. A chain
     of n layers is cut into segments, and only tensors that cross a border are kept. When the backward pass reaches a
-    segment, its forward ops run again once. With sqrt(n) segments of equal size, one more forward pass needs O(sqrt(n))
-    memory.
+    segment, its forward ops run again once. With sqrt(n) segments of equal size, O(sqrt(n)) memory suffices, at the
+    cost of one more forward pass.
 
         forward    |--- segment 1 ---|--- segment 2 ---|--- segment 3 ---| turn
         backward                                         <- kept as is -- |

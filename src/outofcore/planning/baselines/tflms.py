@@ -108,7 +108,7 @@ def tflms(graph: StepGraph, costs: Costs, budget: int, options: TFLMS | None = N
         if mode < 2 and options.group is None:
             group = _largest(0, n, lambda value, t=threshold, a=ahead, mode=mode: fits(t, a, value, mode))
         return Plan("tflms", budget, rewriting.decisions(threshold, ahead, group, mode))
-    raise BudgetError(f"with every result swapped more than {budget} bytes are needed")
+    raise BudgetError(f"the step needs more than {budget} bytes even with every result swapped")
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:

@@ -28,9 +28,9 @@ from outofcore.planning.problem import Ints
 class Class(Enum):
     """The class of a feature map."""
 
-    KEEP = "keep"  # it stays on the device
-    SWAP = "swap"  # it goes home and comes back
-    RECOMPUTE = "recompute"  # it is dropped and computed again
+    KEEP = "keep"  # resident
+    SWAP = "swap"  # offloaded and fetched
+    RECOMPUTE = "recompute"  # dropped and recomputed
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Rectangle:
             raise InputError(f"rectangle {self.id} ends at {self.upper}, before it begins at {self.lower}")
         if self.size < 0 or self.alignment < 1:
             raise InputError(
-                f"rectangle {self.id} has size {self.size} and alignment {self.alignment}; at least 0 and 1"
+                f"rectangle {self.id} has size {self.size} and alignment {self.alignment}; use at least 0 and 1"
             )
         if self.gap is not None and not self.lower <= self.gap[0] <= self.gap[1] <= self.upper:
             raise InputError(f"the gap {self.gap} of rectangle {self.id} is outside [{self.lower}, {self.upper})")

@@ -21,7 +21,7 @@ struct Gaps {
     Index count, free_count;
     const Index *end, *bytes, *content, *kind;  // by gap
     const Index* free;                          // the gaps that may be recomputed
-    const Index *alone, *held, *before;         // by op
+    const Index *alone, *held, *before;         // by op, bytes: needed without a chain; of gaps over it; of its inputs
 };
 
 // The best state within the limit that a search visited.

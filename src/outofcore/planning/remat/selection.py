@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from outofcore.errors import GraphError
 from outofcore.planning.remat.chains import AGAIN, Choices
 
-# Runs of chains that a search may inspect: for each gap and some extra ones, up to a maximum; the maximum for each of
-# very many gaps.
+# Runs of chains that a search may inspect: for each gap and each of some extra gaps, at most; and the maximum of these
+# runs, or a maximum for each gap if that is more.
 _RUNS_EACH, _EXTRA, _MOST, _MANY = 1000, 50, 300_000, 150
 
 
