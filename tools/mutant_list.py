@@ -119,8 +119,8 @@ MUTANTS = (
     Mutant(
         "chain-forgets-workspace",
         "planning/remat/chains.h",
-        "most = std::max(most, used + s_.workspace[op]);",
-        "most = std::max(most, used);",
+        "max_bytes = std::max(max_bytes, used + s_.workspace[op]);",
+        "max_bytes = std::max(max_bytes, used);",
         "The native search for recomputation ignores the workspaces of the ops that run again.",
         ("tests/unit/test_remat_chains.py",),
     ),

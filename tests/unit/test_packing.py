@@ -318,7 +318,7 @@ def test_the_peak_says_when_and_who() -> None:
         (of((5, 4, 1)), "ends at 4, before it begins at 5"),
         (of((0, 4, -1)), "size -1"),
         ([Rectangle(0, 0, 4, 1, alignment=0)], "alignment 0"),
-        ([Rectangle(0, 2, 4, 1, gap=(1, 3))], "lies outside"),
+        ([Rectangle(0, 2, 4, 1, gap=(1, 3))], "is outside"),
         ([Rectangle("x", 0, 4, 1), Rectangle("x", 5, 6, 1)], "two rectangles have the id x"),
         (of((0, 4, 2**70)), "2\\*\\*60 or more"),
         (of((-(2**63), 4, 1)), "2\\*\\*60 or more"),

@@ -1,25 +1,23 @@
-"""How long a step takes at least under a budget: the least of a linear program of which every plan is a point.
+"""A lower bound of the step time under a budget, by a linear program that relaxes all plans.
 
-Beside the shares of ``relaxation``, with the moments at which each op begins and ends:
+It adds to the shares of ``relaxation``, at the moments where ops begin and end:
 
     minimise  T
     where     T  >=  seconds of all ops + sum of waits,  T >= seconds of all copies of a link
               sum of waits  >=  sum of times_o * seconds of op o
-              times_o  >=  sum of again_g over the gaps of any one storage for which op o has to run
+              times_o  >=  sum of recomputed_g over the gaps of any one storage for which op o must run
               queue(t)  >=  queue(t') + (written between t' and t) - rate * (t - t')
-              left(t)  >=  queue(t) - (copies of what is still used at t)
+              left(t)  >=  queue(t) - (copies of storages still in use at t)
               early(t')  >=  early(t) + (needed back between t' and t) - rate * (t - t')
-              early(t)  <=  what is away at t
-              held(t) + sum of left(t) and early(t) over all homes  <=  free bytes at t
+              early(t)  <=  offloaded(t)
+              resident(t) + sum of left(t) and early(t) over all homes  <=  free bytes at t
 
-To compute a gap's contents again, their writer has to run, and so on for what that one reads, unless it may be on the
-device or at home by then: nothing is held beyond its last use. ``queue`` are the bytes that have been written and are
-yet to be copied out, ``left`` those of them that only wait to leave, ``early`` those that are back before their use. A
-wait is before an op or, where the ops of a *span* share their moments, somewhere in the span. Collectives run on a
-queue of their own, whose seconds T exceeds, too.
+``queue`` are bytes written but not yet copied out. ``left`` are the bytes of the queue that only wait for the copy.
+``early`` are bytes fetched before their use. Recomputing a gap runs its writer, and recursively the writers of its
+inputs, unless these may be on the device or at home then. A wait precedes an op, or is anywhere in a *span* of ops that
+share their moments. T also exceeds the seconds of collectives, which have their own queue.
 
-Limits: nothing is said about addresses, about blocks that are held until all of their bytes have left, or about the
-room that runs take which compute something again.
+Not modelled: addresses, blocks held until all of their bytes are copied out, and the memory of recomputation.
 """
 
 from __future__ import annotations
@@ -40,44 +38,31 @@ from outofcore.planning.placing import room_for_large
 from outofcore.planning.problem import Problem
 from outofcore.planning.relaxation import Relaxation
 
-# The solver's answer may lie above the true minimum by its tolerance.
+# The solver's result may exceed the true minimum by its tolerance.
 _TOLERANCE = 1e-6
-# In a step of more than twelve times as many ops, only so many have a span of their own: the program grows with their
-# number, and more find next to nothing more.
+# Number of ops with a span of their own in steps of more than twelve times this many ops. The program grows with it,
+# and more spans hardly improve the bound.
 _OWN = 50
 
 
 def lower_bound_seconds(graph: StepGraph, costs: Costs, budget: int) -> float | None:
-    """Seconds that a step takes at least under a budget, whatever is kept, offloaded and computed again.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-
-    Returns:
-        None if no plan can hold the step within the budget.
-    """
+    """Return a lower bound of the seconds of a step over all plans; None if no plan fits the budget."""
     problem = Problem.of(graph, costs, room_for_large(graph, costs, budget))
     return Bound(problem).seconds_at_least() if problem.is_feasible else None
 
 
 class Bound(Relaxation):
-    """The program, put together.
-
-    Args:
-        problem: the step under its limit.
-    """
+    """The linear program of the lower bound."""
 
     def __init__(self, problem: Problem) -> None:
         ops, costs = problem.graph.ops, problem.costs
         history = History.of(problem.graph)
         self.writers, runs = _writers(problem, history), _runs(problem, history)
         super().__init__(problem, runs, _spans(problem.free.tolist()), interior=True)
-        # The ops at whose begin or end there is a moment: the first and the last of each span, which may be the same.
+        # The first and the last op of each span, which may be the same, define the moments.
         last = {span: i for i, span in enumerate(self.spans)}
         self.moments = [i for span in last for i in (bisect_left(self.spans, span), last[span])]
-        # Before each moment and the end, what passes: waits and the seconds of ops.
+        # The time that passes before each moment and before the end: waits and seconds of ops.
         slows = any(home.compute_slowdown for home in problem.homes)
         self.passing: list[tuple[list[int], float]] = []
         for wait, seconds in zip_longest(self.waits, self.seconds):
@@ -91,8 +76,8 @@ class Bound(Relaxation):
         for op, cost in zip(ops, costs.ops, strict=True):
             self.queues[op.communicates] += cost.seconds
         self._again(runs)
-        # For each moment, the variables of what is on its way. A block may wait for a collective, and for its address
-        # to be free, while later ops run: what there is at a moment is not what there is at an op, then.
+        # By moment, the variables of bytes in flight. With collectives a block may wait, for one or for its address,
+        # while later ops run. The bytes at a moment then differ from those at an op, so they are not modelled.
         self.flows: list[list[int]] = [[] for _ in self.moments]
         for home in range(len(problem.homes)):
             self._busy(home)
@@ -103,13 +88,12 @@ class Bound(Relaxation):
         self.limit_homes()
 
     def seconds_at_least(self) -> float | None:
-        """The bound; None if there is none."""
         if self.program.minimise() is None:
             return None
         return max(*self.queues, (self.queues[0] + self.program.least()) * (1 - _TOLERANCE))
 
     def _again(self, runs: Mapping[int, tuple[int, ...]]) -> None:
-        """Demand time for what runs again: ops run for each gap of a storage, but one run may serve many storages."""
+        """Require time for recomputation: one run of an op serves all storages, but one gap of each."""
         ops, costs = self.problem.graph.ops, self.problem.costs
         served: dict[int, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for g, needed in runs.items():
@@ -125,7 +109,7 @@ class Bound(Relaxation):
             self.program.row(self.waiting | terms, low=seconds - self.queues[0])
 
     def _busy(self, home: int) -> None:
-        """Demand that the step takes as long as all copies of a link."""
+        """Require that the step takes at least the seconds of all copies of a link."""
         place = self.problem.homes[home]
         out, back, low = dict(self.waiting), dict(self.waiting), -self.queues[0]
         for g, info in enumerate(self.problem.gaps):
@@ -155,16 +139,16 @@ class Bound(Relaxation):
             row |= {queue[m - 1]: -1.0} if m else {}
             program.row(row, low=-rate * seconds)
         for m, level in enumerate(levels(program, self.moments, used)):
-            left = queue[m] if level is None else program.variable()
+            pending = queue[m] if level is None else program.variable()
             if level is not None:
-                program.row({left: 1.0, queue[m]: -1.0, level: 1.0}, low=0.0)
-            self.flows[m].append(left)
+                program.row({pending: 1.0, queue[m]: -1.0, level: 1.0}, low=0.0)
+            self.flows[m].append(pending)
 
     def _flow_in(self, home: int) -> None:
         program, rate, n = self.program, self.problem.homes[home].bytes_per_s_in / UNIT, len(self.spans)
         due: list[dict[int, float]] = [{} for _ in self.passing]
         due_always, there = [0.0] * len(self.passing), [0.0] * len(self.passing)
-        away: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
+        offloaded: list[tuple[int, float, tuple[tuple[int, int], ...]]] = []
         for g, info in enumerate(self.problem.gaps):
             if info.fetched and home in info.homes:
                 constant, terms = self.away(g, home)
@@ -176,43 +160,43 @@ class Bound(Relaxation):
                     there[m] += constant * size
                 for column, factor in terms.items():
                     due[at][column] = due[at].get(column, 0.0) - factor * size
-                    away.append((column, factor * size, ((since, end),)))
+                    offloaded.append((column, factor * size, ((since, end),)))
         early = [program.variable() for _ in self.moments]
         for m, (waits, seconds) in enumerate(self.passing):
             row = due[m] | dict.fromkeys(waits, rate)
             row |= {early[m]: -1.0} if m < len(early) else {}
             row |= {early[m - 1]: 1.0} if m else {}
             program.row(row, low=due_always[m] - rate * seconds)
-        for m, level in enumerate(levels(program, self.moments, away)):
+        for m, level in enumerate(levels(program, self.moments, offloaded)):
             program.row({early[m]: 1.0} | ({} if level is None else {level: -1.0}), high=there[m])
             self.flows[m].append(early[m])
 
     def _memory(self) -> None:
-        """Demand that what is held and on its way fits at each moment, and what is held beside each op."""
+        """Limit resident bytes and bytes in flight at each moment, and resident bytes at each op."""
         problem, stays = self.problem, self.stays()
         binding = binding_ops(problem.free.tolist(), [stay[1:] for stay in stays])
         rows = sorted([*zip(self.moments, self.flows, strict=True), *((i, []) for i in binding)])
-        held = levels(self.program, [i for i, _ in rows], [(column, size / UNIT, at) for column, size, at in stays])
-        for (i, flows), level in zip(rows, held, strict=True):
+        resident = levels(self.program, [i for i, _ in rows], [(column, size / UNIT, at) for column, size, at in stays])
+        for (i, flows), level in zip(rows, resident, strict=True):
             terms = dict.fromkeys(flows if level is None else [*flows, level], 1.0)
             if terms:
                 self.program.row(terms, high=float(problem.free[i]) / UNIT)
 
 
 def _writers(problem: Problem, history: History) -> dict[int, int]:
-    """For each gap of what an op has written in this step, that op."""
+    """Return the op of this step that has written the contents of a gap, by gap."""
     gaps = {g: problem.gaps[g] for g in problem.movable}
     return {g: history.writes[info.gap.storage][info.segment - 1] for g, info in gaps.items() if info.segment}
 
 
 def _runs(problem: Problem, history: History) -> dict[int, tuple[int, ...]]:
-    """For each gap over which something may be computed again, the ops that this takes to run at least."""
+    """Return for each gap that may be recomputed the ops that this must run at least."""
     graph = problem.graph
     last_use: dict[Content, int] = {}
     for storage, uses in enumerate(graph.uses):
         writes = history.writes[storage]
         for op in uses:
-            # A use that writes finds the version before, and leaves the next.
+            # A use that writes reads the version before, and creates the next.
             version = bisect_left(writes, op)
             last_use[storage, version] = op
             if version < len(writes) and writes[version] == op:
@@ -223,18 +207,18 @@ def _runs(problem: Problem, history: History) -> dict[int, tuple[int, ...]]:
     def may_be_held(content: Content, start: int) -> bool:
         return content[0] in lasting or content in at_home or last_use.get(content, -1) > start
 
-    found: dict[int, tuple[int, ...]] = {}
+    runs: dict[int, tuple[int, ...]] = {}
     for g in problem.movable:
         info = problem.gaps[g]
         if info.segment and not info.cyclic and not info.final:
-            held = partial(may_be_held, start=info.gap.start)
+            may_hold = partial(may_be_held, start=info.gap.start)
             with suppress(GraphError):
-                found[g] = replay(history, [(info.gap.storage, info.segment)], held)
-    return found
+                runs[g] = replay(history, [(info.gap.storage, info.segment)], may_hold)
+    return runs
 
 
 def _spans(free: Sequence[int]) -> list[int]:
-    """Return for each op the number of its span: where they are many, those with the least room have their own."""
+    """Return the number of each op's span; in long steps only the tightest ops have their own."""
     width = 1 if len(free) <= 12 * _OWN else -(-len(free) // _OWN)
     tight = {min(range(i, min(i + width, len(free))), key=free.__getitem__) for i in range(0, len(free), width)}
     begins = [i in tight or i - 1 in tight for i in range(len(free))]

@@ -1,18 +1,16 @@
-"""Plans for steps from which nothing can be offloaded: the least recomputation for each budget.
+"""Planning without homes: the least recomputation for each budget.
 
-Without homes a plan says what is recomputed, and a step takes the seconds of its ops and of those that run again. The
-*front* of a step [Pareto front] holds the states with the fewest seconds for their bytes. Annealing finds them
-(``remat.compiled``) on a thousand limits, from the bytes that cannot leave to those of everything, in two walks:
+Without homes a plan is a choice of gaps to recompute. The *front* of a step [Pareto front] holds the states with the
+fewest seconds for their bytes. Annealing (``remat.compiled``) finds them on a thousand limits, from the bytes that must
+stay to the bytes of the whole step, in two walks:
 
-- *down*: from the highest limit, where everything is kept, from limit to limit, to the lowest on which a state is
-  found, by annealing or by the greedy search. How high the blocks of the lowest state reach is the smallest budget.
-- *up*: from there, on each limit from the best state of those below; and on every sixteenth also from the state in
-  which everything is kept, with more changes and from a higher temperature, since the best state there may be of
-  another kind than those below.
+- *down*: from limit to limit, from the highest, where everything is resident, to the lowest with a state. The height of
+  the lowest state's blocks is the smallest budget.
+- *up*: on each limit from the best state of those below. Every sixteenth limit also starts from the in-core state, at a
+  higher temperature, since its best state may be far from those below.
 
-Neither walk depends on the budget, but the walk up ends with it. A budget takes the quickest state, found in the walk
-down or up to the first limit that is no lower, whose blocks can be placed within it. A larger budget has the same
-states and more, so its plan is never slower.
+A budget takes the fastest state, of the walk down or of the walk up to this budget, with blocks that fit. A larger
+budget has the same states and more, so its plan is never slower.
 """
 
 from __future__ import annotations
@@ -38,50 +36,37 @@ from outofcore.planning.remat.selection import choices_of, patience
 from outofcore.program import Program
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
-# Limits from the bytes that cannot leave to those of everything, as a geometric series.
+# Number of limits, a geometric series from the bytes that must stay to the bytes of the whole step.
 _LIMITS = 1000
-# Random changes on each limit: in the walk down for each gap, and in both at most.
+# Random changes on each limit: for each gap in the walk down; and at most, in both walks.
 _CHANGES_DOWN, _MOST_CHANGES = 20, 3000
-# Ops that the annealing of one walk may look at, fresh starts aside: in large steps there are fewer changes on a limit.
+# Ops that the annealing of one walk may inspect, without fresh starts. Large steps get fewer changes on a limit.
 _WORK = 2_000_000_000
-# The walk down ends after so many limits in turn on which no state was found.
+# The walk down ends after this many consecutive limits without a state.
 _MOST_FAILED = 50
-# Then the greedy search, and longer runs of annealing, look for a state so many limits lower, and each time that there
-# is none half as many lower.
+# Then the greedy search and longer annealing look for a state this many limits lower; the distance halves after each
+# failure.
 _DIVE, _DIVE_EFFORT = 16, 32
-# In the walk up every so many limits have a fresh start, which may try so many times the changes.
+# In the walk up: limits between fresh starts, and how many times more changes a fresh start may try.
 _FRESH_EVERY, _FRESH_EFFORT = 16, 16
-# Temperatures in the beginning, in mean seconds of an op that may run again: from a neighbour's state, and otherwise.
+# Initial temperatures, in mean seconds of an op that may run again: from a neighbour's state, and from any other.
 _WARM, _HOT = 0.1, 0.3
 _KEEP_ALL: array[int] = array("q")
 
 
 @dataclass(frozen=True)
 class State:
-    """A state of the front.
+    """A state of the front: the most ``bytes`` of large blocks, and the ``seconds`` of recomputation."""
 
-    Attributes:
-        how: in which walk, and on which limit.
-        bytes: the most that large blocks take at an op.
-        seconds: of the runs that recompute.
-        pairs: the gaps that are recomputed, each followed by the op before which it comes back.
-    """
-
-    how: str
+    how: str  # the walk and the limit that found it
     bytes: int
     seconds: float
-    pairs: array[int]
+    pairs: array[int]  # the recomputed gaps, each followed by the op before which it is fetched
 
 
 @dataclass
 class Front:
-    """The front of a step; what is asked for is worked out, and kept.
-
-    Attributes:
-        graph: the step.
-        costs: measured or assumed, without homes.
-        params: how much is searched.
-    """
+    """The front of a step without homes, computed on demand and cached."""
 
     graph: StepGraph
     costs: Costs
@@ -93,42 +78,41 @@ class Front:
         self.in_core = place(whole).arena_bytes
         self.beside = small_region_bytes(whole) + constant_bytes(graph)
         self.choices = Choices(Problem.of(graph, costs, self.in_core), Contents.of(graph, costs))
-        kept, needed = self.choices.held.copy(), self.choices.alone
-        highest = int((kept + needed).max(initial=0))
+        resident, needed = self.choices.held.copy(), self.choices.alone
+        highest = int((resident + needed).max(initial=0))
         for g in self.choices.free:
-            kept[self.choices.start[g] + 1 : self.choices.end[g]] -= self.choices.bytes[g]
-        lowest = max(int((kept + needed).max(initial=0)), 1)
+            resident[self.choices.start[g] + 1 : self.choices.end[g]] -= self.choices.bytes[g]
+        lowest = max(int((resident + needed).max(initial=0)), 1)
         self.limits = sorted({int(lowest * (highest / lowest) ** (k / _LIMITS)) for k in range(_LIMITS)} | {highest})
         self.search = self.choices.search()
-        self._up: list[State] = []  # the best state on each limit, from that of the lowest state on
+        self._up: list[State] = []  # the best state on each limit, from the lowest state's limit upward
         self._placed: dict[int, tuple[Plan, Program]] = {}
 
-    def _anneal(self, walk: str, k: int, each: int, effort: int = 1, hot: float = _WARM) -> State | None:
-        """Anneal within limit k, from the present state on, with so many changes for each gap; None: no state fits."""
-        changes = effort * min(each * len(self.choices.free), _MOST_CHANGES)
+    def _anneal(self, walk: str, k: int, changes_each: int, effort: int = 1, hot: float = _WARM) -> State | None:
+        """Anneal within limit k from the present state; return None if no visited state fits."""
+        changes = effort * min(changes_each * len(self.choices.free), _MOST_CHANGES)
         return self._state(
             walk, k, self.search.run(self.limits[k], changes, effort * _WORK // len(self.limits), hot, k)
         )
 
     def _drop(self, k: int) -> State | None:
-        """Search greedily within limit k, from everything kept."""
         limit = self.limits[k]
         self.search.restore(_KEEP_ALL)
         return self._state("greedy search", k, self.search.drop(limit, limit, patience(self.choices)))
 
-    def _state(self, how: str, k: int, found: Annealed | None) -> State | None:
-        how = f"{how}, limit {k + 1} of {len(self.limits)}"
-        return None if found is None else State(how, found.bytes, found.seconds, found.pairs)
+    def _state(self, origin: str, k: int, annealed: Annealed | None) -> State | None:
+        origin = f"{origin}, limit {k + 1} of {len(self.limits)}"
+        return None if annealed is None else State(origin, annealed.bytes, annealed.seconds, annealed.pairs)
 
     @cached_property
     def _down(self) -> list[State]:
         """The states found in the walk down, the lowest last."""
-        found: list[State] = []
+        states: list[State] = []
         lowest = failed = 0
         for k in reversed(range(len(self.limits))):
             state = self._anneal("walk down", k, _CHANGES_DOWN)
             if state is not None:
-                found.append(state)
+                states.append(state)
                 lowest, failed = k, 0
                 continue
             failed += 1
@@ -139,31 +123,31 @@ class Front:
             k = max(lowest - step, 0)
             state = self._drop(k)
             if state is None:
-                self.search.restore(found[-1].pairs)
+                self.search.restore(states[-1].pairs)
                 state = self._anneal("dive", k, _CHANGES_DOWN, _DIVE_EFFORT, _HOT)
             if state is None:
                 step //= 2
             else:
-                found.append(state)
+                states.append(state)
                 lowest = k
-        return found
+        return states
 
     def _climb(self, last: int) -> list[State]:
-        """Walk up as far as a limit; the best states found up to there, by limit."""
-        each, first = self.params.annealing, bisect_left(self.limits, self._down[-1].bytes)
-        for k in range(first + len(self._up), last + 1) if each else ():
-            found = [state for state in (*self._down, *self._up[-1:]) if state.bytes <= self.limits[k]]
-            best = min(found, key=lambda state: state.seconds)
+        """Continue the walk up to a limit; return the best states by limit."""
+        changes_each, first = self.params.annealing, bisect_left(self.limits, self._down[-1].bytes)
+        for k in range(first + len(self._up), last + 1) if changes_each else ():
+            fitting = [state for state in (*self._down, *self._up[-1:]) if state.bytes <= self.limits[k]]
+            best = min(fitting, key=lambda state: state.seconds)
             self.search.restore(best.pairs)
-            tried = [best, self._anneal("walk up", k, each)]
+            candidates = [best, self._anneal("walk up", k, changes_each)]
             if k % _FRESH_EVERY == 0:
                 self.search.restore(_KEEP_ALL)
-                tried.append(self._anneal("fresh start", k, each, _FRESH_EFFORT, _HOT))
-            self._up.append(min((state for state in tried if state is not None), key=lambda state: state.seconds))
+                candidates.append(self._anneal("fresh start", k, changes_each, _FRESH_EFFORT, _HOT))
+            self._up.append(min((state for state in candidates if state is not None), key=lambda state: state.seconds))
         return self._up[: max(last + 1 - first, 0)]
 
     def _place(self, state: State) -> tuple[Plan, Program]:
-        """Return the plan of a state and its placed program, the same for all budgets."""
+        """Return the plan of a state and its placed program, which do not depend on the budget."""
         key = id(state.pairs)
         if key not in self._placed:
             choices = choices_of(self.choices, state.pairs, state.bytes)
@@ -174,7 +158,7 @@ class Front:
 
     @cached_property
     def smallest(self) -> int:
-        """The smallest budget in bytes for which there is a plan; the same for all params."""
+        """The smallest budget in bytes that has a plan; the same for all params."""
         smallest = self.in_core
         for state in sorted(self._down, key=lambda state: state.bytes):
             if state.bytes + self.beside >= smallest:
@@ -183,11 +167,7 @@ class Front:
         return smallest
 
     def plan(self, budget: int) -> Planned | None:
-        """The best plan for a budget, with the candidates that were placed; None if there is none.
-
-        Args:
-            budget: bytes of the arena.
-        """
+        """Return the best plan for a budget, with the candidates that were placed, or None."""
         if budget < self.smallest:
             return None
         outcomes: list[Outcome] = []
@@ -198,12 +178,12 @@ class Front:
                 planned = finish(self.graph, self.costs, plan, program)
                 outcomes.append(Outcome(state.how, plan, height, planned.timeline.step_seconds, "chosen"))
                 return replace(planned, candidates=tuple(outcomes))
-            why = f"its blocks reach {format_bytes(height)}, above the budget"
-            outcomes.append(Outcome(state.how, plan, height, None, why))
+            verdict = f"its blocks reach {format_bytes(height)}, above the budget"
+            outcomes.append(Outcome(state.how, plan, height, None, verdict))
         return None
 
     def _states(self, room: int) -> Iterator[State]:
-        """The states that take no more than a number of bytes, the quickest first."""
-        found = (*self._down, *self._climb(min(bisect_left(self.limits, room), len(self.limits) - 1)))
-        apart = {id(state.pairs): state for state in found if state.bytes <= room}
-        yield from sorted(apart.values(), key=lambda state: (state.seconds, state.bytes))
+        """Yield the states that take at most ``room`` bytes, the fastest first."""
+        states = (*self._down, *self._climb(min(bisect_left(self.limits, room), len(self.limits) - 1)))
+        distinct = {id(state.pairs): state for state in states if state.bytes <= room}
+        yield from sorted(distinct.values(), key=lambda state: (state.seconds, state.bytes))

@@ -1,16 +1,15 @@
-"""The linear program that guides planning: what to keep, to send to which home and to compute again, all at once.
+"""The linear program that guides planning: what to keep, offload (to which home) and recompute.
 
-Copies flow beside the ops, and hold memory while they do:
+Copies overlap the ops, and hold memory while they run:
 
-    minimise  sum of waits w_i + sum of seconds_g * again_g + weight * (seconds of copies)
-    where     out_i  >=  out_{i-1} + (leaving after op i-1) - rate * (seconds of op i-1 + w_i + (run again before i))
-              in_{i-1}  >=  in_i + (needed back by op i) - rate * (seconds of op i + w_i + (run again before i))
-              held_i + sum of out_i and in_i over all homes  <=  free bytes at op i
+    minimise  sum of waits w_i + sum of seconds_g * recomputed_g + weight * (seconds of copies)
+    where     out_i  >=  out_{i-1} + (evicted after op i-1) - rate * (seconds of op i-1 + w_i + (recomputed before i))
+              in_{i-1}  >=  in_i + (needed back by op i) - rate * (seconds of op i + w_i + (recomputed before i))
+              resident_i + sum of out_i and in_i over all homes  <=  free bytes at op i
 
-``out_i`` and ``in_i`` are the bytes on their way to and from a home while op i runs. A step ends when all has flowed
-out and begins with nothing flowing in. In truth a block's room is free when all of its bytes have left, and a chain of
-runs may be longer if what it reads is dropped too: the schedule (``tuner``) and the search over chains (``remat``) see
-to these. In long steps the ops of a *span* share their flows.
+``out_i`` and ``in_i`` are the bytes in flight to and from a home while op i runs. No copy crosses the end of a step. In
+long steps the ops of a *span* share their flows. Not modelled: a block's room is free only when all of its bytes are
+copied out (see ``tuner``). A chain gets longer if its inputs are dropped, too (see ``remat``).
 """
 
 from __future__ import annotations
@@ -28,34 +27,23 @@ from outofcore.planning.relaxation import Relaxation
 
 Floats = NDArray[np.float64]
 
-# Spans of time that a step of more than three times as many ops is cut into: the program grows with their number.
+# Number of spans in steps of more than three times this many ops. The program grows with it.
 _SPANS = 100
-# A share that is so near to one is one.
+# Shares at least this large count as one.
 _WHOLE = 1 - 1e-6
 
 
 @dataclass(frozen=True)
 class Shares:
-    """A solution of the timed program.
+    """A solution of the linear program."""
 
-    Attributes:
-        kept: shape (gaps,), the share that stays.
-        away: shape (gaps, homes), the share that goes to each home.
-        again: shape (gaps,), the share that is computed again.
-        flowing: shape (ops,), bytes that are on their way.
-    """
-
-    kept: Floats
-    away: Floats
-    again: Floats
-    flowing: Floats
+    kept: Floats  # shape (gaps,), the resident share
+    away: Floats  # shape (gaps, homes), the share at each home
+    again: Floats  # shape (gaps,), the recomputed share
+    flowing: Floats  # shape (ops,), bytes in flight
 
     def rounded(self, problem: Problem) -> Ints | None:
-        """A choice of shape (gaps,): what is kept whole, then the largest fractions that still fit.
-
-        Returns:
-            None if the homes cannot hold what leaves.
-        """
+        """Return a choice: whole resident gaps, then the largest fractions that fit; None if homes overflow."""
         choice = np.where(self.kept >= _WHOLE, KEPT, self.away.argmax(axis=1))
         room: Ints = problem.free - np.ceil(self.flowing).astype(np.int64) - problem.held(choice == KEPT)
         parts = [g for g in problem.movable if choice[g] != KEPT and self.kept[g] > 1 - _WHOLE]
@@ -66,32 +54,28 @@ class Shares:
         return problem.within_homes(choice, self.away)
 
 
-def solve(problem: Problem, again: Mapping[int, float], margin: float = 0.0, *, weight: float) -> Shares | None:
-    """Solve the program.
+def solve(
+    problem: Problem, recompute_seconds: Mapping[int, float], margin: float = 0.0, *, weight: float
+) -> Shares | None:
+    """Solve the linear program; return None if it has no solution.
 
-    Args:
-        problem: the step under its limit; with a home.
-        again: for the gaps that may be computed again, the seconds that this takes.
-        margin: share of the limit to leave free.
-        weight: what a second of copying costs beside a second of the step.
-
-    Returns:
-        None if there is no solution.
+    ``margin`` is the share of the limit to leave free, ``weight`` the cost of a second of copying in seconds of the
+    step.
     """
     if not problem.homes or not problem.is_feasible:
         return None
-    return _Guide(problem, again, margin, weight).shares()
+    return _Guide(problem, recompute_seconds, margin, weight).shares()
 
 
 class _Guide(Relaxation):
-    def __init__(self, problem: Problem, again: Mapping[int, float], margin: float, weight: float) -> None:
-        super().__init__(problem, again, _spans([cost.seconds for cost in problem.costs.ops]))
+    def __init__(self, problem: Problem, recompute_seconds: Mapping[int, float], margin: float, weight: float) -> None:
+        super().__init__(problem, recompute_seconds, _spans([cost.seconds for cost in problem.costs.ops]))
         self.weight = weight
-        # Time that passes before each span, and after the last: waits and what runs again.
+        # Time that passes before each span, and after the last: waits and recomputation.
         self.passing: list[dict[int, float]] = [{wait: 1.0} for wait in self.waits]
         for g, column in self.repeated.items():
-            self.program.charge(column, again[g])
-            self.passing[self.spans[problem.gaps[g].gap.end]][column] = again[g]
+            self.program.charge(column, recompute_seconds[g])
+            self.passing[self.spans[problem.gaps[g].gap.end]][column] = recompute_seconds[g]
         self.flows: list[int] = []  # variables of all flows, span by span
         for home in range(len(problem.homes)):
             self._flows(home)
@@ -99,33 +83,32 @@ class _Guide(Relaxation):
         self.limit_homes()
 
     def shares(self) -> Shares | None:
-        """The shares of a solution; None if there is none."""
         problem = self.problem
         values = self.program.minimise()
         if values is None:
             return None
-        kept, again = np.zeros(len(problem.gaps)), np.zeros(len(problem.gaps))
-        kept[list(self.kept)] = values[list(self.kept.values())]
-        again[list(self.repeated)] = values[list(self.repeated.values())]
-        away = np.zeros((len(problem.gaps), len(problem.homes)))
+        resident, recomputed = np.zeros(len(problem.gaps)), np.zeros(len(problem.gaps))
+        resident[list(self.kept)] = values[list(self.kept.values())]
+        recomputed[list(self.repeated)] = values[list(self.repeated.values())]
+        offloaded = np.zeros((len(problem.gaps), len(problem.homes)))
         for g, info in enumerate(problem.gaps):
             for home in info.homes:
                 constant, terms = self.away(g, home)
-                away[g, home] = constant + sum(values[column] * factor for column, factor in terms.items())
+                offloaded[g, home] = constant + sum(values[column] * factor for column, factor in terms.items())
         flowing = values[self.flows].reshape(len(self.seconds), -1).sum(axis=1)[self.spans] * UNIT
-        return Shares(np.clip(kept, 0, 1), np.clip(away, 0, 1), np.clip(again, 0, 1), flowing)
+        return Shares(np.clip(resident, 0, 1), np.clip(offloaded, 0, 1), np.clip(recomputed, 0, 1), flowing)
 
     def _moved(self, info: GapInfo, home: int, *, arriving: bool) -> float:
-        """Units of bytes that the link could move in the time of a copy, latency included."""
+        """Return the bytes, in units, that the link could move in the time of a copy with its latency."""
         place = self.problem.homes[home]
         if arriving:
             return place.in_seconds(info.copied) * place.bytes_per_s_in / UNIT
         return place.out_seconds(info.copied) * place.bytes_per_s_out / UNIT
 
     def _flows(self, home: int) -> None:
-        """Demand room for what is on its way while each span lasts."""
+        """Add the flow of copies to and from a home over the spans."""
         program, count, place, n = self.program, len(self.seconds), self.problem.homes[home], len(self.spans)
-        # What is to leave after each span, and what has to be back before it, in units of bytes.
+        # Bytes evicted after each span, and bytes needed back before it, in units.
         leaving, due = ([defaultdict[int, float](float) for _ in range(count)] for _ in range(2))
         due_always = [0.0] * count
         for g, info in enumerate(self.problem.gaps):
@@ -143,7 +126,7 @@ class _Guide(Relaxation):
                     due[at][column] += factor * moved
                     program.charge(column, self.weight * factor * place.in_seconds(info.copied))
         out_rate, in_rate = place.bytes_per_s_out / UNIT, place.bytes_per_s_in / UNIT
-        # On its way when a span begins, and of that: still to leave when it is over, arrived before it starts.
+        # Bytes in flight while a span runs, and of these: not yet out when it ends, already in when it starts.
         outs, after, ins, ahead = ([program.variable() for _ in range(count)] for _ in range(4))
         for i, seconds in enumerate(self.seconds):
             program.row({after[i]: 1.0, outs[i]: -1.0}, low=-out_rate * seconds)
@@ -172,12 +155,12 @@ class _Guide(Relaxation):
             self.flows[2 * (homes * i + home) : 2 * (homes * i + home) + 2] = outs[i], ins[i]
 
     def _memory(self, free: Ints) -> None:
-        """Demand that what is held and what is on its way fits beside each op."""
+        """Limit resident bytes and bytes in flight at each op."""
         stays = self.stays()
         ops = binding_ops(self.problem.free.tolist(), [stay[1:] for stay in stays], self.spans)
-        held = levels(self.program, ops, [(column, size / UNIT, ranges) for column, size, ranges in stays])
+        resident = levels(self.program, ops, [(column, size / UNIT, ranges) for column, size, ranges in stays])
         width = 2 * len(self.problem.homes)
-        for i, level in zip(ops, held, strict=True):
+        for i, level in zip(ops, resident, strict=True):
             terms = dict.fromkeys(self.flows[width * self.spans[i] : width * (self.spans[i] + 1)], 1.0)
             if level is not None:
                 terms[level] = 1.0
@@ -185,15 +168,14 @@ class _Guide(Relaxation):
 
 
 def _spans(seconds: Sequence[float]) -> list[int]:
-    """Return for each op the number of its span of time."""
     if len(seconds) <= 3 * _SPANS:
         return list(range(len(seconds)))
-    longest, most = sum(seconds) / _SPANS, -(-len(seconds) // _SPANS)
-    found: list[int] = []
+    longest, max_ops = sum(seconds) / _SPANS, -(-len(seconds) // _SPANS)
+    spans: list[int] = []
     span, passed, ops = -1, 0.0, 0
-    for own in seconds:
-        if not ops or ops == most or passed + own > longest:
+    for op_seconds in seconds:
+        if not ops or ops == max_ops or passed + op_seconds > longest:
             span, passed, ops = span + 1, 0.0, 0
-        passed, ops = passed + own, ops + 1
-        found.append(span)
-    return found
+        passed, ops = passed + op_seconds, ops + 1
+        spans.append(span)
+    return spans

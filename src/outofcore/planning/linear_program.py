@@ -1,8 +1,7 @@
-"""Linear programs, put together variable by variable and row by row, and solved by HiGHS.
+"""Linear programs, built variable by variable and row by row, and solved by HiGHS.
 
-Memory rows are where a planning program grows: one for each op, each naming all that is held there. ``binding_ops``
-leaves out the ops whose row follows from a neighbour's, and ``levels`` writes what is held as a running sum, so that
-the program grows with the number of gaps and not with its square.
+A memory row for each op would name every gap held there. ``binding_ops`` drops rows that follow from a neighbour's, and
+``levels`` writes held bytes as a running sum. So the program grows with the number of gaps and not with its square.
 """
 
 from __future__ import annotations
@@ -15,19 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 INFINITY = float("inf")
-# Bytes are counted in these, so that the solver meets numbers near one: counted singly, its answers are off by more
-# than its tolerance says.
+# Unit of bytes. Numbers near one keep the solver within its tolerance; single bytes do not.
 UNIT = float(1 << 30)
-# In ``binding_ops`` an op speaks for others no further away, so the work for each op is bounded.
+# In ``binding_ops`` an op implies only rows at most this many ops away, which bounds the work for each op.
 _FAR = 64
 
 Terms = Mapping[int, float]
-# What may be held: its bytes, and the ranges of ops, half-open, over which it is.
+# Bytes that may be held, and the half-open ranges of ops over which they are.
 Stay = tuple[int, Iterable[tuple[int, int]]]
 
 
 class _SilentHighs(highspy.Highs):
-    """HiGHS without any output: since 1.16 its constructor prints a banner as it enables callbacks."""
+    """HiGHS without output: since 1.16 its constructor prints a banner when it enables callbacks."""
 
     def enableCallbacks(self) -> None:  # noqa: N802 - the name of HiGHS
         self.setOptionValue("output_flag", False)
@@ -35,11 +33,9 @@ class _SilentHighs(highspy.Highs):
 
 
 class LinearProgram:
-    """A linear program to be minimised.
+    """A linear program to minimise.
 
-    Args:
-        interior: by an interior-point method, which then goes on to a vertex, instead of the simplex method: quicker
-            where very many vertices are equally good.
+    ``interior`` selects an interior-point method with crossover, faster if very many vertices are equally good.
     """
 
     def __init__(self, *, interior: bool = False) -> None:
@@ -55,18 +51,17 @@ class LinearProgram:
         self._solver: highspy.Highs | None = None
 
     def variable(self, low: float = 0.0, high: float = INFINITY, cost: float = 0.0) -> int:
-        """Add a variable; returns its number."""
+        """Add a variable and return its number."""
         self._lower.append(low)
         self._upper.append(high)
         self._costs.append(cost)
         return len(self._costs) - 1
 
     def charge(self, column: int, cost: float) -> None:
-        """Add to what a variable costs."""
         self._costs[column] += cost
 
     def row(self, terms: Terms, low: float = -INFINITY, high: float = INFINITY) -> int:
-        """Demand that variables times factors add up to between ``low`` and ``high``; returns the row's number."""
+        """Require that a sum of variables times factors is in [``low``, ``high``]; return the row's number."""
         self._columns += terms.keys()
         self._values += terms.values()
         self._starts.append(len(self._columns))
@@ -75,10 +70,7 @@ class LinearProgram:
         return len(self._row_upper) - 1
 
     def minimise(self) -> NDArray[np.float64] | None:
-        """The values, of shape (variables,), at which the cost is least; None if no values satisfy all rows.
-
-        The same program gives the same values. Variables and rows added after the first time are not seen.
-        """
+        """Return the optimal values, of shape (variables,), or None; later variables and rows are ignored."""
         solver = self._solver = self._solver or self._loaded()
         solver.run()
         if self._method != "simplex" and solver.getModelStatus() == highspy.HighsModelStatus.kUnknown:
@@ -89,11 +81,10 @@ class LinearProgram:
         return np.array(solver.getSolution().col_value)
 
     def least(self) -> float:
-        """The cost at the values that ``minimise`` found."""
         return 0.0 if self._solver is None else float(self._solver.getInfo().objective_function_value)
 
     def duals(self) -> tuple[list[float], list[float]]:
-        """What the bounds of each variable and of each row cost at those values."""
+        """Return the dual values of the bounds of variables and of rows, after ``minimise``."""
         if self._solver is None:
             return [], []
         solution = self._solver.getSolution()
@@ -120,15 +111,9 @@ class LinearProgram:
 def levels(
     program: LinearProgram, moments: Sequence[int], stays: Iterable[tuple[int, float, Iterable[tuple[int, int]]]]
 ) -> list[int | None]:
-    """Variables for how much is held at each of some moments, each the one before and what changes.
+    """Add variables for the bytes held at some moments, each equal to the one before plus the changes.
 
-    Args:
-        program: gets the variables and rows.
-        moments: in order.
-        stays: variables, each with its factor and the ranges of moments, half-open, over which it is held.
-
-    Returns:
-        One for each moment; the same where nothing changes in between, and None while nothing is held.
+    ``stays`` are variables with factors and half-open ranges of moments. The result has None while no bytes are held.
     """
     changes: list[dict[int, float]] = [{} for _ in range(len(moments) + 1)]
     for column, factor, ranges in stays:
@@ -137,7 +122,7 @@ def levels(
             if first < last:
                 changes[first][column] = changes[first].get(column, 0.0) - factor
                 changes[last][column] = changes[last].get(column, 0.0) + factor
-    found: list[int | None] = []
+    variables: list[int | None] = []
     level: int | None = None
     for change in changes[:-1]:
         terms = {column: factor for column, factor in change.items() if factor}
@@ -146,33 +131,28 @@ def levels(
                 terms[level] = -1.0
             level = program.variable(-INFINITY)
             program.row({level: 1.0} | terms, 0.0, 0.0)
-        found.append(level)
-    return found
+        variables.append(level)
+    return variables
 
 
 def binding_ops(free: Sequence[int], stays: Iterable[Stay], spans: Sequence[int] | None = None) -> list[int]:
-    """The ops whose memory rows imply those of all others, in order.
+    """Return the ops of each span with memory rows that imply the rows of all other ops, in order.
 
-    What is held over op p is held over op i as well, or lies in stays that are around p and not around i. Where op p
-    has at least the bytes of those more room than op i, whatever fits at i fits at p.
-
-    Args:
-        free: bytes left at each op for what may be held.
-        stays: what may be held.
-        spans: for each op a number, rising; an op speaks only for those with the same. None: all have the same.
+    Each byte held over op p is held over op i as well, or is in a range around p and not around i. If p has at least
+    the bytes of such ranges more room than i, the row of i implies that of p.
     """
     count = len(free)
-    begins: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]  # where a range ends, and its bytes
-    ends: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]  # where a range began, and its bytes
+    begins: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]  # by begin: end and bytes of a range
+    ends: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]  # by end: begin and bytes of a range
     for size, ranges in stays:
         for first, last in ranges:
             if first < last:
                 begins[first].append((last, size))
                 ends[last].append((first, size))
-    found: list[int] = []
+    binding: list[int] = []
     for i in range(count):
-        while found and i - found[-1] <= _FAR and (spans is None or spans[found[-1]] == spans[i]):
-            p = found[-1]
+        while binding and i - binding[-1] <= _FAR and (spans is None or spans[binding[-1]] == spans[i]):
+            p = binding[-1]
             more = free[p] - free[i]
             if more >= 0:
                 implied = sum(size for at in range(p + 1, i + 1) for first, size in ends[at] if first <= p) <= more
@@ -181,9 +161,9 @@ def binding_ops(free: Sequence[int], stays: Iterable[Stay], spans: Sequence[int]
                 if sum(size for at in range(p + 1, i + 1) for last, size in begins[at] if last > i) <= -more:
                     break
             if not implied:
-                found.append(i)
+                binding.append(i)
                 break
-            found.pop()
+            binding.pop()
         else:
-            found.append(i)
-    return found
+            binding.append(i)
+    return binding

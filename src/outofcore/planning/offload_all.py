@@ -1,9 +1,7 @@
-"""Everything leaves between any two uses: the smallest budget, and a baseline.
+"""Everything is offloaded between any two uses: the smallest budget, and a baseline.
 
-The budget it needs is that of the op that needs the most. Nothing runs ahead: each op waits for its
-own copies-in, and the next for the copies-out that make its room. Between two ops in a row a
-storage stays where it is, unless ``strict``; that saves copies, but what stays may lie in the way
-of a tight placement.
+Each op waits for its own copies in, and for the copies out that free its room. Between two consecutive ops a storage
+stays on the device unless ``strict``; that saves copies, but may obstruct a tight placement.
 """
 
 from __future__ import annotations
@@ -16,13 +14,10 @@ from outofcore.planning.problem import Problem
 
 
 def offload_all(graph: StepGraph, budget: int, *, strict: bool = False, costs: Costs | None = None) -> Plan:
-    """Offload each gap of each large storage, as early as can be, and fetch it as late as can be.
+    """Offload each gap of each large storage as early as possible, and fetch it as late as possible.
 
-    Args:
-        graph: the step.
-        budget: bytes, noted in the plan; this policy does the same whatever the budget.
-        strict: offload even between an op and the very next one.
-        costs: says which homes there are, the nearest of which takes what it holds; None: there is one, without limit.
+    ``budget`` is only recorded in the plan. ``strict`` offloads between two consecutive ops, too. The nearest homes of
+    ``costs`` are filled first; None stands for one home without limit.
     """
     n = len(graph.ops)
     homes = {} if costs is None else _homes(graph, costs)
@@ -42,7 +37,7 @@ def offload_all(graph: StepGraph, budget: int, *, strict: bool = False, costs: C
 
 
 def _homes(graph: StepGraph, costs: Costs) -> dict[int, int]:
-    """For each storage with ops between its uses the nearest home that has room for it."""
+    """Return the nearest home with room for each storage that has ops between its uses."""
     problem = Problem.of(graph, costs, 0)
     choice = problem.within_homes(0 * problem.nothing_leaves())
     if choice is None:

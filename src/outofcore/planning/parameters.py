@@ -1,7 +1,6 @@
-"""What the search for a plan does, and how much of it: one documented switch for each technique.
+"""The switches of the search for a plan, one for each technique.
 
-Each has earned its default: ``benchmarks/ablate.py`` prints what every one gives in step time and costs in planning
-time.
+``benchmarks/ablate.py`` prints the step time that each saves and the planning time that it costs.
 """
 
 from __future__ import annotations
@@ -13,28 +12,26 @@ from dataclasses import dataclass, replace
 class SearchParams:
     """Switches and efforts of ``auto``.
 
-    Efforts are counted in work (ops looked at, changes tried), never in seconds, so that the same step gives the same
-    plan on every machine.
+    Efforts count work (ops inspected, changes tried), never seconds. So a step gets the same plan on every machine.
 
     Attributes:
-        relaxations: how often the linear program is asked what to recompute, after the first time with the
-            seconds that the chains of its last answer take; 0: it is not.
-        shares: shares of the bytes above the limit that are offloaded, the rest being computed again, in the first
-            candidates. Limited homes lower these shares to what they can hold. Empty: no candidates by share.
+        relaxations: how often the linear program chooses the recomputed gaps. After the first time it uses the seconds
+            that the chains of its last answer take. 0: never.
+        shares: shares of the bytes above the limit that the first candidates offload; they recompute the others.
+            Limited homes lower these shares to their capacity. Empty: no such candidates.
         zooms: how often a share between the best ones is tried; halved for steps of more than 3,000 ops.
-        slacks: how much earlier than just in time copies in may start, in multiples of their own seconds; each is
+        slacks: how much earlier than just in time copies in may start, in multiples of their own seconds; all are
             tried.
-        tunings: random changes to each candidate that the schedule judges (in steps of more than 1,500 ops, in
-            proportion fewer).
-        recompute_changes: share of the changes that recompute a gap, recompute it elsewhere, or no longer do.
+        tunings: random changes to each candidate, judged by its schedule. In proportion fewer in steps of more than
+            1,500 ops.
+        recompute_changes: share of the changes that change which gaps are recomputed, or where.
         tuned: how many of the best candidates of each slack are tuned further.
         further: random changes to each of these.
-        placed: candidates placed at addresses at most in steps of 2,000 ops; in longer steps fewer, in proportion, and
-            in shorter ones up to four times as many.
-        polish_ops: ops that all lowerings of the local search over placed, simulated plans may run through; 0: no such
-            search.
-        annealing: where nothing can be offloaded, random changes to what is recomputed that are tried on each of a
-            thousand limits, for each gap; 0: only those that find the smallest budget (``planning.front``).
+        placed: candidates that are placed at addresses, at most, in steps of 2,000 ops. In proportion fewer in longer
+            steps; up to four times more in shorter ones.
+        polish_ops: ops that the local search over placed, simulated plans may lower in total; 0: no such search.
+        annealing: without homes, random changes to recomputation for each gap and each of a thousand limits. 0: only
+            those that find the smallest budget (``planning.front``).
     """
 
     relaxations: int = 2
@@ -50,7 +47,7 @@ class SearchParams:
     annealing: int = 20
 
     def in_a_hurry(self) -> SearchParams:
-        """The same techniques with the least effort: a fraction of a second for a few hundred ops."""
+        """Return the same techniques with the least effort: a fraction of a second for a few hundred ops."""
         return replace(
             self,
             relaxations=0 if self.shares else min(self.relaxations, 1),

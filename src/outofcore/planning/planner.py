@@ -1,4 +1,4 @@
-"""From a graph, its costs and a budget to a placed plan: the front door of planning."""
+"""The entry point of planning: from a graph, its costs and a budget to a placed plan."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _NAMED = 8
 
 
 def smallest_budget(graph: StepGraph, costs: Costs) -> int:
-    """The least budget in bytes for which there is a plan.
+    """Return the smallest budget in bytes that has a plan.
 
-    With homes that is the need of the op that needs the most. Without, what lasts has to stay, and so has what it takes
-    to compute the rest again: then it is the least for which ``auto`` finds a plan, which takes some seconds to find.
+    With homes, the op that needs the most bytes decides. Without homes, persistent state and the inputs of
+    recomputation must stay on the device; a search then finds the smallest budget, which takes some seconds.
     """
     if not costs.homes:
         return Front(graph, costs).smallest
@@ -40,12 +40,12 @@ def smallest_budget(graph: StepGraph, costs: Costs) -> int:
 
 
 def _neediest(graph: StepGraph, costs: Costs, whole: Program) -> int:
-    """Bytes below which no plan is possible; ``whole`` is the program in which nothing leaves."""
+    """Return the bytes below which no plan is possible; ``whole`` is the in-core program."""
     return small_region_bytes(whole) + constant_bytes(graph) + max(large_needs(graph, costs), default=0)
 
 
 def in_core_budget(graph: StepGraph, costs: Costs) -> int:
-    """The least budget in bytes at which nothing needs to leave, as placed."""
+    """Return the smallest budget in bytes, as placed, that holds the whole step without eviction."""
     return place(lower(graph, costs, keep_all(0))).arena_bytes
 
 
@@ -56,15 +56,7 @@ def explain_too_small(
     describe: Callable[[int], str] | None = None,
     smallest: int | None = None,
 ) -> BudgetError:
-    """The error for a budget that cannot hold the step: which op needs the most, and what would do.
-
-    Args:
-        graph: the step.
-        costs: of which only the workspaces matter here.
-        budget: bytes.
-        describe: text for a storage, such as its name with shape; by default its name.
-        smallest: the smallest budget, if it is known already.
-    """
+    """Return the error for a too small budget: the op that needs the most, and the smallest budget."""
     needs = large_needs(graph, costs)
     smallest = smallest_budget(graph, costs) if smallest is None else smallest
     worst = max(range(len(needs)), key=needs.__getitem__) if needs else None
@@ -78,8 +70,8 @@ def explain_too_small(
             text = describe(storage) if describe else data.name or f"storage {storage}"
             lines.append(f"  {format_bytes(data.bytes):>10}  {text} ({data.kind.value})")
         if len(largest) > _NAMED:
-            rest = sum(graph.storages[s].bytes for s in largest[_NAMED:])
-            lines.append(f"  {format_bytes(rest):>10}  {len(largest) - _NAMED} more")
+            rest_bytes = sum(graph.storages[s].bytes for s in largest[_NAMED:])
+            lines.append(f"  {format_bytes(rest_bytes):>10}  {len(largest) - _NAMED} more")
         if costs.ops[worst].workspace_bytes:
             lines.append(f"  {format_bytes(placed_bytes(costs.ops[worst].workspace_bytes)):>10}  workspace of the op")
         neediest = _neediest(graph, costs, lower(graph, costs, keep_all(0)))
@@ -113,17 +105,17 @@ def plan_step(
         graph: the step.
         costs: measured or assumed.
         budget: bytes of the arena, for all blocks: workspaces and fragmentation included.
-        policy: how to plan: a name or text that ``policy_of`` reads, a policy, or a function of graph, costs and bytes
-            of room. Where everything fits, every policy but ``offload-all`` keeps it all.
-        params: what ``auto`` tries, and how hard; by default ``SearchParams()``.
+        policy: a name or text that ``policy_of`` reads, a policy, or a function from graph, costs and bytes of room to
+            a plan. If the whole step fits, every policy but ``offload-all`` keeps everything on the device.
+        params: the techniques of ``auto`` and their effort; by default ``SearchParams()``.
 
     Returns:
         The best plan found, with all candidates.
 
     Raises:
-        BudgetError: the budget is below the smallest that could do, or this policy finds no plan.
-        InputError: there is no such policy, or what it returns is no plan; ``GraphError``: its plan contradicts the
-            step.
+        BudgetError: the budget is below the smallest possible one, or this policy has no plan for it.
+        InputError: there is no such policy, or it did not return a ``Plan``.
+        GraphError: its plan contradicts the step.
     """
     return next(plans_of_step(graph, costs, budget, policy, params=params))
 
@@ -137,21 +129,7 @@ def plans_of_step(
     *,
     params: SearchParams | None = None,
 ) -> Iterator[Planned]:
-    """Plans for a step as ``plan_step`` makes them, the best first; the others are placed only when asked for.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-        policy: as there.
-        describe: text for a storage in the error message.
-        params: what ``auto`` tries, and how hard.
-
-    Raises:
-        BudgetError: the budget is below the smallest that could do, or this policy finds no plan.
-        InputError: there is no such policy, or what it returns is no plan; ``GraphError``: its plan contradicts the
-            step.
-    """
+    """Yield the plans for a step like ``plan_step``, the best first; each is placed only when requested."""
     policy = policy_of(policy)
     whole = lower(graph, costs, keep_all(budget))
     if budget < _neediest(graph, costs, whole):
@@ -163,16 +141,16 @@ def plans_of_step(
             return
     _check_first_home(graph, costs)
     if isinstance(policy, Auto) and costs.homes:
-        found = search(graph, costs, budget, params or policy.params, whole)
+        plans = search(graph, costs, budget, params or policy.params, whole)
     elif isinstance(policy, Auto):
         front = Front(graph, costs, params or policy.params)
         planned = front.plan(budget)
         if planned is None:
             raise explain_too_small(graph, costs, budget, describe, front.smallest)
-        found = [planned]
+        plans = [planned]
     else:
-        found = _plans(graph, costs, budget, policy)
-    if not found:
+        plans = _plans(graph, costs, budget, policy)
+    if not plans:
         bounded = any(home.bytes is not None for home in costs.homes)
         smallest = smallest_budget(graph, costs)
         if budget < smallest:
@@ -180,27 +158,21 @@ def plans_of_step(
         advice = "" if isinstance(policy, Auto) else ", or take policy='auto', which tries more"
         raise BudgetError(
             f"the policy {policy.name!r} finds no plan within {format_bytes(budget)}: its blocks cannot be placed "
-            f"closely enough{', or the homes cannot hold what has to leave' if bounded else ''}; raise the budget a "
-            f"little{advice}",
+            f"closely enough{', or the homes are too small for the evicted tensors' if bounded else ''}; raise the "
+            f"budget a little{advice}",
             smallest,
         )
-    best = let_stay(graph, costs, budget, found[0])
+    best = let_stay(graph, costs, budget, plans[0])
     _log.info(
-        "%s: %.6f s a step predicted, %d candidates", policy.name, best.timeline.step_seconds, len(found[0].candidates)
+        "%s: %.6f s a step predicted, %d candidates", policy.name, best.timeline.step_seconds, len(plans[0].candidates)
     )
     yield best
-    yield from (planned for planned in found if planned.plan is not best.plan)
+    yield from (planned for planned in plans if planned.plan is not best.plan)
     yield from first_of(OffloadAll(), graph, costs, budget)
 
 
 def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
-    """The plan in which nothing leaves, but for gradients that no room is left for; None if the budget cannot hold it.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-    """
+    """Return the in-core plan, with resident gradients as far as they fit; None if it exceeds the budget."""
     if not graph.gradients_left:
         return fit_once(graph, costs, budget, keep_all(budget))
     planned = fit_once(graph, costs, budget, all_staying(graph, keep_all(budget)))
@@ -211,7 +183,7 @@ def plan_in_core(graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
 
 
 def _plans(graph: StepGraph, costs: Costs, budget: int, policy: Policy) -> list[Planned]:
-    """Plans within the budget, the best first."""
+    """Return the plans of a published policy within the budget, the best first."""
     if isinstance(policy, ProfileGuided):
         planned = policy.placed(graph, costs, budget)
         return [] if planned is None else [planned]

@@ -1,7 +1,7 @@
-"""A local search over placed plans: change a plan a little, place and simulate it, and keep what is no slower.
+"""A local search over placed plans: change a plan slightly, simulate it, keep it if it is no slower.
 
-The address of a block decides what it has to wait for, and only the simulator knows that. So this finds what is lost
-between a plan on paper and its placed program. It is slow, and made for small steps; effort is counted in ops lowered.
+Only the simulator accounts for waits that addresses cause, so this regains time lost in placement. It is slow, for
+small steps only; effort is counted in ops lowered.
 """
 
 from __future__ import annotations
@@ -20,30 +20,28 @@ from outofcore.planning.placing import Planned, finish, place, worth
 from outofcore.planning.problem import Problem
 from outofcore.simulator import busiest_seconds
 
-# In steps of more ops it finds nothing for most of planning's time.
+# In steps of more ops it would take most of planning's time and improve no plan.
 LONGEST = 100
-# Changes tried from each start at most; starts, taken in turn with other draws; and how many runs of the step the
-# changes may take as long as, since the plan has to win their time back.
+# Maximum changes from each start; number of starts, in turn; and the most time that the changes may take, in steps,
+# because the plan must save that time again.
 _TRIES, _ROUNDS, _RUNS = 800, 4, 200
-# By how many ops times are moved.
+# Shifts of release and fetch, in ops.
 _SHIFTS = (-5, -3, -2, -1, -1, 1, 1, 2, 3, 5)
-# How many changes are made at once.
+# Number of simultaneous changes.
 _AT_ONCE = (1, 1, 2, 3)
-# How often a gap is changed that is decided already, up to how often it changes places with one that is kept; otherwise
-# a gap that is kept is drawn.
+# Cumulative probabilities: change a decision; swap it with a resident gap; otherwise a resident gap is drawn.
 _DECIDED, _SWAPPED = 0.65, 0.8
-# Of gaps that are offloaded: how often one is kept instead, comes back at another time, leaves at another time, or goes
-# to another home; otherwise it is computed again. Of gaps that are computed again: how often one is kept instead, or
-# comes back at another time; otherwise it is offloaded.
+# Cumulative probabilities for an offloaded gap: keep it, fetch it at another time, release it at another time, use
+# another home; otherwise recompute it. For a recomputed gap: keep it, fetch it at another time; otherwise offload it.
 _OFFLOADED = (0.25, 0.6, 0.85, 0.9)
 _COMPUTED = (0.3, 0.7)
-# How often a gap that could be either is offloaded rather than computed again.
+# Probability that a gap is offloaded if it could be recomputed, too.
 _OFFLOADS = 0.7
-# Seconds that a change is taken to cost, of whatever machine.
+# Assumed seconds of one change, the same on every machine.
 _TRY_SECONDS = 0.0015
-# A plan that is no further above the lower bound is good enough.
+# The search ends at this ratio of step time to lower bound.
 _GOOD = 1.0005
-# How much slower a plan counts for each budget's worth of bytes by which its blocks stick out.
+# Penalty, in multiples of the step time, for blocks that exceed the budget by 100 %.
 _OVER = 10.0
 
 _Decisions = dict[Gap, Decision]
@@ -52,24 +50,16 @@ _Decisions = dict[Gap, Decision]
 def polished(
     problem: Problem, budget: int, best: Planned | None, starts: Sequence[Plan], params: SearchParams
 ) -> Planned | None:
-    """The best plan found near given ones; None where no better one than the best so far is found.
-
-    Args:
-        problem: the step.
-        budget: bytes of the arena.
-        best: the best plan so far.
-        starts: plans to start from in turn; they need not fit.
-        params: how hard to search.
-    """
+    """Return the best plan found near the ``starts``, which need not fit; None if ``best`` is no slower."""
     worthwhile = int(_RUNS * problem.costs.compute_seconds / _TRY_SECONDS)
     tries = min(params.polish_ops // max(len(problem.graph.ops), 1), _TRIES, worthwhile)
     goal = (lower_bound_seconds(problem.graph, problem.costs, budget) or 0.0) * _GOOD
     if not tries or not starts or (best is not None and best.timeline.step_seconds <= goal):
         return None
     search = _Polish(problem, budget, goal)
-    found = [search.improve(starts[turn % len(starts)], tries, turn) for turn in range(_ROUNDS)]
-    found = [one for one in found if one is not None and one.program.arena_bytes <= budget]
-    better = min(found, key=search.value, default=None)
+    results = [search.improve(starts[turn % len(starts)], tries, turn) for turn in range(_ROUNDS)]
+    results = [result for result in results if result is not None and result.program.arena_bytes <= budget]
+    better = min(results, key=search.value, default=None)
     return better if better is not None and (best is None or search.value(better) < search.value(best)) else None
 
 
@@ -92,17 +82,17 @@ class _Polish:
             if not (info.arriving or info.cyclic or info.final)
             and can_recompute(history, info.gap.storage, info.gap.end)
         )
-        # An input has to come.
+        # Inputs must be fetched.
         self.gaps = [i.gap for i in infos if not i.arriving and not i.final and (i.homes or i.gap in self.again)]
         self.final = frozenset(i.gap for i in infos if i.final)
 
     def value(self, planned: Planned) -> float:
-        """What is minimised: seconds, and more where blocks stick out of the budget."""
+        """Return the objective: seconds of the step, and a penalty for blocks above the budget."""
         over = max(planned.program.arena_bytes - self.budget, 0) / self.budget
         return worth(self.costs, planned) * (1 + _OVER * over)
 
     def improve(self, start: Plan, tries: int, seed: int) -> Planned | None:
-        """The best plan after so many changes; it may not fit."""
+        """Return the best plan after ``tries`` changes; it may exceed the budget."""
         draw, staying = random.Random(seed), start.staying
         best = self._try({d.gap: d for d in start.decisions}, staying, inf)
         if best is None:
@@ -111,13 +101,13 @@ class _Polish:
         for _ in range(tries):
             if value <= self.goal:
                 break
-            found = self._try(self._changed({d.gap: d for d in best.plan.decisions}, draw), staying, value)
-            if found is not None and (made := self.value(found)) <= value:
-                best, value = found, made
+            result = self._try(self._changed({d.gap: d for d in best.plan.decisions}, draw), staying, value)
+            if result is not None and (result_value := self.value(result)) <= value:
+                best, value = result, result_value
         return best
 
-    def _try(self, decisions: _Decisions, staying: tuple[int, ...], most: float) -> Planned | None:
-        """The plan, placed; None if the homes cannot hold what leaves, or it is sure to take more than ``most``."""
+    def _try(self, decisions: _Decisions, staying: tuple[int, ...], max_seconds: float) -> Planned | None:
+        """Place a plan; return None if the homes are too small, or it surely takes over ``max_seconds``."""
         decided = {gap.storage for gap in decisions}
         plan = Plan(
             "auto",
@@ -127,8 +117,8 @@ class _Polish:
         )
         if plan not in self.seen:
             lowered = lower(self.graph, self.costs, plan)
-            if busiest_seconds(self.graph, self.costs, lowered) > most:
-                return None  # not remembered: it may do where more time is allowed
+            if busiest_seconds(self.graph, self.costs, lowered) > max_seconds:
+                return None  # not cached: another call may allow more time
             fits = room_at_homes(self.graph, self.costs, lowered) is not None
             placed = place(lowered, self.budget, effort=0) if fits else None
             self.seen[plan] = None if placed is None else finish(self.graph, self.costs, plan, placed)
@@ -149,13 +139,13 @@ class _Polish:
         return decisions
 
     def _swap(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
-        """Keep what is away, and let another storage leave at about that time."""
+        """Keep an offloaded or recomputed gap, and offload or recompute another one that overlaps it."""
         gap = decision.gap
-        others = [o for o in self.gaps if o not in decisions and o.start < gap.end and gap.start < o.end]
-        if others and gap.start >= 0:
+        partners = [o for o in self.gaps if o not in decisions and o.start < gap.end and gap.start < o.end]
+        if partners and gap.start >= 0:
             del decisions[gap]
-            other = draw.choice(others)
-            decisions[other] = self._new(other, draw)
+            partner = draw.choice(partners)
+            decisions[partner] = self._new(partner, draw)
 
     def _change(self, decisions: _Decisions, decision: Decision, draw: random.Random) -> None:
         gap, kind, shift = decision.gap, draw.random(), draw.choice(_SHIFTS)
@@ -164,8 +154,8 @@ class _Polish:
             if kind < _COMPUTED[0]:
                 del decisions[gap]
             elif kind < _COMPUTED[1]:
-                back = min(max(decision.fetch_at + shift, gap.start + 1), gap.end)
-                decisions[gap] = replace(decision, fetch_at=back)
+                fetch = min(max(decision.fetch_at + shift, gap.start + 1), gap.end)
+                decisions[gap] = replace(decision, fetch_at=fetch)
             elif homes:
                 decisions[gap] = Decision(gap, Residency.OFFLOAD, min(gap.start + 2, gap.end), gap.end, homes[0])
             return
@@ -175,11 +165,11 @@ class _Polish:
         elif kind < _OFFLOADED[0]:
             del decisions[gap]
         elif kind < _OFFLOADED[1]:
-            back = min(max(decision.fetch_at + shift, first), gap.end)
-            decisions[gap] = replace(decision, fetch_at=back, release_by=min(decision.release_by, back))
+            fetch = min(max(decision.fetch_at + shift, first), gap.end)
+            decisions[gap] = replace(decision, fetch_at=fetch, release_by=min(decision.release_by, fetch))
         elif kind < _OFFLOADED[2]:
-            most = decision.fetch_at if gap.end < self.n else self.n
-            release = min(max(decision.release_by + shift, gap.start + 1), most)
+            latest = decision.fetch_at if gap.end < self.n else self.n
+            release = min(max(decision.release_by + shift, gap.start + 1), latest)
             decisions[gap] = replace(decision, release_by=release)
         elif kind < _OFFLOADED[3] and len(homes) > 1:
             decisions[gap] = replace(decision, home=draw.choice(homes))
@@ -190,5 +180,5 @@ class _Polish:
         homes = self.homes[gap]
         if gap in self.again and (not homes or draw.random() >= _OFFLOADS):
             return Decision(gap, Residency.RECOMPUTE, gap.start + 1, gap.end)
-        left = draw.randint(gap.start + 1, min(gap.end, self.n))
-        return Decision(gap, Residency.OFFLOAD, left, gap.end, draw.choice(homes) if homes[1:] else homes[0])
+        release = draw.randint(gap.start + 1, min(gap.end, self.n))
+        return Decision(gap, Residency.OFFLOAD, release, gap.end, draw.choice(homes) if homes[1:] else homes[0])

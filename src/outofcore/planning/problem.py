@@ -1,8 +1,7 @@
-"""The planning problem in arrays: the gaps (use intervals) of a step, the bytes they hold, and the room that is left.
+"""The planning problem in arrays: the gaps of a step, their bytes, and the free bytes at each op.
 
-Only storages of 64 KiB and more are in it; smaller ones stay on the device. A *choice* says for each gap where its
-bytes are: ``KEPT`` on the device, or at the home with that index. What is computed again is decided before (``remat``),
-and is no longer among the gaps that a choice is about.
+Storages below 64 KiB stay on the device and are left out. A *choice* gives for each gap ``ON_DEVICE`` or the index of a
+home. Recomputed gaps are chosen before (``remat``) and take no part in a choice.
 """
 
 from __future__ import annotations
@@ -22,74 +21,51 @@ from outofcore.plan import Gap
 
 Ints = NDArray[np.int64]
 
-# In a choice: the gap's bytes stay on the device.
+# The value of a resident gap in a choice.
 KEPT = -1
 
 
 @dataclass(frozen=True, slots=True)
 class GapInfo:
-    """A gap of a large storage that has ops inside.
+    """A gap of a large storage that has ops inside."""
 
-    Attributes:
-        gap: the use interval, in op indices.
-        bytes: taken in the arena.
-        copied: bytes that a copy moves.
-        segment: number of the stretch between two writes that the gap lies in; a copy at home made in one serves all
-            gaps of the same stretch.
-        cyclic: it lasts over the end of the step.
-        arriving: it lies before an input's first use, so there is nothing to keep.
-        fetched: the use at its end needs the bytes.
-        final: it lies behind the last use of what the user sees after the step.
-        leaves: its bytes may not be kept: they must be at home when the step ends.
-        homes: indices of the homes that its bytes may go to, the nearest first.
-    """
-
-    gap: Gap
-    bytes: int
-    copied: int
-    segment: int
-    cyclic: bool
-    arriving: bool
-    fetched: bool
-    final: bool
-    leaves: bool
-    homes: tuple[int, ...]
+    gap: Gap  # the use interval, in op indices
+    bytes: int  # size in the arena
+    copied: int  # bytes that a copy moves
+    segment: int  # index of the interval between two writes; one copy at home serves all gaps of it
+    cyclic: bool  # whether it extends over the end of the step
+    arriving: bool  # whether it ends at an input's first use, so that it cannot be resident
+    fetched: bool  # whether the use at its end needs the bytes
+    final: bool  # whether it follows the last use of a storage that the user sees after the step
+    leaves: bool  # whether the bytes must be at home when the step ends
+    homes: tuple[int, ...]  # indices of the homes that may hold its bytes, the nearest first
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A step under a limit.
-
-    Attributes:
-        graph: the step.
-        costs: measured or assumed.
-        limit: bytes that large blocks may take together.
-        gaps: all that can be decided about, by storage and then in order of time.
-        free: shape (ops,), the bytes left at each op beside what it touches and its workspace.
-        changed: persistent storages that the step writes.
-    """
+    """A step and the ``limit`` on the bytes of its large blocks."""
 
     graph: StepGraph
     costs: Costs
     limit: int
-    gaps: tuple[GapInfo, ...]
-    free: Ints
-    changed: frozenset[int]
+    gaps: tuple[GapInfo, ...]  # by storage, then by time
+    free: Ints  # shape (ops,), bytes left at each op after the tensors it touches and its workspace
+    changed: frozenset[int]  # persistent storages that the step writes
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs, limit: int) -> Problem:
-        """The problem of a step in which large blocks may take ``limit`` bytes."""
+        """Build the problem of a step in which large blocks may take ``limit`` bytes."""
         n = len(graph.ops)
         written: dict[int, list[int]] = {}
         for op in graph.ops:
             for storage in dict.fromkeys(op.mutates + op.creates):
                 written.setdefault(storage, []).append(op.id)
         everywhere = tuple(range(len(costs.homes)))
-        found: list[GapInfo] = []
+        gaps: list[GapInfo] = []
         for storage in graph.storages:
             if not is_large(storage.bytes) or storage.kind is StorageKind.CONSTANT:
                 continue
-            # Inputs come from the first home, and outputs go there: they have room there anyway.
+            # The first home always has a slot for every input and output.
             first = storage.arrives or storage.id in graph.outputs
             homes = everywhere[:1] if first else everywhere
             writes = written.get(storage.id, [])
@@ -98,7 +74,7 @@ class Problem:
                 if gap.end == gap.start + 1 and gap != last:
                     continue
                 segment = sum(1 for w in writes if w <= gap.start)
-                found.append(
+                gaps.append(
                     GapInfo(
                         gap,
                         placed_bytes(storage.bytes),
@@ -114,93 +90,84 @@ class Problem:
                 )
         needs = np.array(large_needs(graph, costs), dtype=np.int64)
         changed = frozenset(s for s in written if s in graph.persistent)
-        return Problem(graph, costs, limit, tuple(found), limit - needs, changed)
+        return Problem(graph, costs, limit, tuple(gaps), limit - needs, changed)
 
     @property
     def homes(self) -> tuple[Home, ...]:
-        """Where bytes can go; empty: nothing can be offloaded."""
         return self.costs.homes
 
     @property
     def is_feasible(self) -> bool:
-        """Whether each op fits by itself."""
         return not len(self.free) or int(self.free.min()) >= 0
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
-        """The gaps before which their bytes are on the device: all but those of arriving inputs."""
+        """The gaps that may be resident: all but the gaps before an input's first use."""
         return tuple(g for g, info in enumerate(self.gaps) if not info.arriving)
 
     def nothing_leaves(self) -> Ints:
-        """The choice, of shape (gaps,), that keeps everything; inputs arrive from the first home, outputs go there."""
+        """Return the choice, of shape (gaps,), that offloads only inputs and outputs, to the first home."""
         return np.where(self._moving, 0, KEPT)
 
     def inside(self, info: GapInfo) -> tuple[tuple[int, int], ...]:
-        """The ranges of ops within a gap, half-open; a cyclic gap has two."""
+        """Return the half-open ranges of ops inside a gap; a cyclic gap has two."""
         n = len(self.graph.ops)
         if not info.cyclic:
             return ((info.gap.start + 1, info.gap.end),)
         return ((info.gap.start + 1, n), (0, info.gap.end - n))
 
-    def held(self, keep: NDArray[np.bool_]) -> Ints:
-        """Bytes of kept gaps over each op, of shape (ops,); ``keep`` has shape (gaps,)."""
-        first, last, again, sizes = self._ranges
+    def held(self, is_kept: NDArray[np.bool_]) -> Ints:
+        """Return the bytes of resident gaps over each op, of shape (ops,); ``is_kept`` has shape (gaps,)."""
+        first, last, second_end, sizes = self._ranges
         delta = np.zeros(len(self.graph.ops) + 1, dtype=np.int64)
-        kept = sizes * keep
-        np.add.at(delta, first, kept)
-        np.add.at(delta, last, -kept)
-        delta[0] += int(kept[again > 0].sum())
-        np.add.at(delta, again, -np.where(again > 0, kept, 0))
+        kept_sizes = sizes * is_kept
+        np.add.at(delta, first, kept_sizes)
+        np.add.at(delta, last, -kept_sizes)
+        delta[0] += int(kept_sizes[second_end > 0].sum())
+        np.add.at(delta, second_end, -np.where(second_end > 0, kept_sizes, 0))
         return np.cumsum(delta)[:-1]
 
     def take(self, room: Ints, g: int, count: int) -> None:
-        """Take ``count`` bytes of ``room``, of shape (ops,), over the ops within a gap."""
+        """Subtract ``count`` bytes from ``room``, of shape (ops,), over the ops inside a gap."""
         for first, last in self.inside(self.gaps[g]):
             room[first:last] -= count
 
     def has_room(self, room: Ints, g: int) -> bool:
-        """Whether a gap can be kept where ``room``, of shape (ops,), is left."""
+        """Return whether ``room``, of shape (ops,), has space for a gap."""
         info = self.gaps[g]
         return all(bool(np.all(room[first:last] >= info.bytes)) for first, last in self.inside(info))
 
     def copies_needed(self, choice: Ints) -> list[bool]:
-        """For each gap whether offloading it takes a copy-out: its home is out of date by then."""
+        """Return for each gap whether offloading it needs a copy-out (the copy at home is out of date)."""
         leaving: dict[int, list[int]] = {}
         at_home: dict[tuple[int, int], int] = {}
-        where: list[int] = choice.tolist()
+        home_of: list[int] = choice.tolist()
         for g, info in enumerate(self.gaps):
             storage = info.gap.storage
             if info.arriving:
                 at_home[storage, 0] = 0
-            elif where[g] != KEPT:
+            elif home_of[g] != KEPT:
                 leaving.setdefault(storage, []).append(g)
                 if info.cyclic:
-                    at_home[storage, where[g]] = 0
+                    at_home[storage, home_of[g]] = 0
         needed = [False] * len(self.gaps)
         for storage, gaps in leaving.items():
             if self.graph.storages[storage].arrives:
                 at_home[storage, 0] = 0
             elif storage in self.graph.frozen and not any(self.gaps[g].cyclic for g in gaps):
-                at_home[storage, where[gaps[0]]] = 0  # it stays there from step to step (see ``Program.clean``)
+                at_home[storage, home_of[gaps[0]]] = 0  # clean from step to step (see ``Program.clean``)
             for g in gaps:
-                key, segment = (storage, where[g]), self.gaps[g].segment
+                key, segment = (storage, home_of[g]), self.gaps[g].segment
                 if at_home.get(key) != segment:
                     needed[g] = True
                     at_home[key] = segment
         return needed
 
     def within_homes(self, choice: Ints, shares: NDArray[np.float64] | None = None) -> Ints | None:
-        """The choice with storages moved to other homes where a limited one would be given more than it holds.
+        """Return the choice with storages moved where a home would overflow; None if the homes are too small.
 
-        Those stay whose share was the largest, and of these the ones that are copied the most for each op over which
-        they take room.
-
-        Args:
-            choice: shape (gaps,).
-            shares: shape (gaps, homes), how much of each gap had best go where; None: all alike.
-
-        Returns:
-            Shape (gaps,); None if the homes cannot hold what leaves.
+        Storages with the largest share at a home stay there; among equals, those with the most copies per op of
+        residence.
         """
         if all(home.bytes is None for home in self.homes):
             return choice
@@ -221,18 +188,18 @@ class Problem:
             share = 0.0 if shares is None else float(shares[gaps, home].mean())
             return -share, -len(gaps) / max(last - first, 1)
 
-        for storage, wanted in sorted(stays, key=lambda key: (rank(key), key)):
-            gaps = stays[storage, wanted]
+        for storage, preferred in sorted(stays, key=lambda key: (rank(key), key)):
+            gaps = stays[storage, preferred]
             if self.is_first_homed(storage):
                 continue
             first, last = self._span(gaps)
             count = slot_bytes(self.graph.storages[storage].bytes)
-            for home in (wanted, *(h for h in self.gaps[gaps[0]].homes if h != wanted)):
-                left = room[home]
-                if left is None:
+            for home in (preferred, *(h for h in self.gaps[gaps[0]].homes if h != preferred)):
+                free = room[home]
+                if free is None:
                     break
-                if int(left[first:last].min(initial=count)) >= count:
-                    left[first:last] -= count
+                if int(free[first:last].min(initial=count)) >= count:
+                    free[first:last] -= count
                     break
             else:
                 return None
@@ -240,20 +207,20 @@ class Problem:
         return choice
 
     def _span(self, gaps: Iterable[int]) -> tuple[int, int]:
-        """The ops over which a storage takes room at a home that these gaps of it go to."""
+        """Return the ops over which a storage needs a slot at the home of these gaps."""
         infos = [self.gaps[g] for g in gaps]
-        # What is frozen is kept at home from step to step.
+        # A frozen storage keeps its slot from step to step.
         if any(info.cyclic or info.gap.storage in self.graph.frozen for info in infos):
             return 0, len(self.graph.ops)
         return min(info.gap.start for info in infos), max(info.gap.end for info in infos) + 1
 
     def is_first_homed(self, storage: int) -> bool:
-        """Whether a storage has its place at the first home all the time: inputs and outputs."""
+        """Return whether a storage always has a slot at the first home: inputs and outputs do."""
         return storage in self.graph.outputs or self.graph.storages[storage].arrives
 
     @cached_property
     def lasting_at_first(self) -> int:
-        """Bytes that inputs and outputs take at the first home."""
+        """Bytes of the slots of inputs and outputs at the first home."""
         return sum(slot_bytes(s.bytes) for s in self.graph.storages if self.is_first_homed(s.id))
 
     @cached_property
@@ -262,10 +229,10 @@ class Problem:
 
     @cached_property
     def _ranges(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Of each gap the range inside, where the range that it has at the start of the step ends, and its bytes."""
+        """Starts, ends, ends of second ranges at the start of the step (0: none), and bytes of all gaps."""
         n = len(self.graph.ops)
         inside = [self.inside(info) for info in self.gaps]
         ranges = np.array([ranges[0] for ranges in inside], dtype=np.int64).reshape(-1, 2)
-        again = np.array([ranges[1][1] if len(ranges) > 1 else 0 for ranges in inside], dtype=np.int64)
+        second_end = np.array([ranges[1][1] if len(ranges) > 1 else 0 for ranges in inside], dtype=np.int64)
         sizes = np.array([info.bytes for info in self.gaps], dtype=np.int64)
-        return np.minimum(ranges[:, 0], n), ranges[:, 1], again, sizes
+        return np.minimum(ranges[:, 0], n), ranges[:, 1], second_end, sizes

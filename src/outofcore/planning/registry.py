@@ -1,4 +1,4 @@
-"""The policies by name, and what users write for one: ``"window"``, or ``"window:reach=2"``."""
+"""The policies by name, and the parser for texts such as ``"window:reach=2"``."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _BY_NAME = {
     for kind in (Auto, KeepAll, OffloadAll, DTR, PoocH, ProfileGuided, SqrtCheckpoint, SuperNeurons, TFLMS, Window)
 }
 
-# The names that are known; a text may give fields besides.
+# The names of all policies.
 POLICIES = tuple(_BY_NAME)
 
 _WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 
 
 def policy_of(given: PolicyLike) -> Policy:
-    """The policy that a user means.
+    """Return the policy that a user has named or given.
 
     Args:
-        given: a policy; a function of graph, costs and bytes of room that makes a plan; or a text: a name of
-            ``POLICIES``, with values for its fields after a colon. Values are numbers, words,
-            ``true``, ``false``, ``none`` and lists of numbers; ``auto`` takes the fields of ``SearchParams``.
+        given: a policy; a function from graph, costs and bytes of room to a plan; or a text. A text is a name of
+            ``POLICIES``, with values for its fields after a colon. Values are numbers, words, ``true``, ``false``,
+            ``none`` and lists of numbers; ``auto`` takes the fields of ``SearchParams``.
 
     Raises:
         InputError: there is no such policy or field, or a value has the wrong type.
@@ -62,7 +62,7 @@ def policy_of(given: PolicyLike) -> Policy:
 
 
 def _read(text: str) -> Policy:
-    name, _, given = text.partition(":")
+    name, _, arguments = text.partition(":")
     name = name.strip()
     if "(" in name:
         raise _unreadable(text)
@@ -71,7 +71,7 @@ def _read(text: str) -> Policy:
         near = get_close_matches(name, POLICIES, 1)
         hint = f"did you mean {near[0]!r}? There are" if near else "choose one of"
         raise InputError(f"there is no policy {name!r}; {hint} {', '.join(POLICIES)}")
-    values = _values(text, given)
+    values = _values(text, arguments)
     if kind is Auto:
         return Auto(SearchParams(**_known("auto", SearchParams, values)))
     return kind(**_known(name, kind, values))
@@ -81,31 +81,31 @@ def _unreadable(text: str) -> InputError:
     return InputError(f"cannot read the policy {text!r}; write it like window:reach=1.5,persist=false")
 
 
-def _values(text: str, given: str) -> dict[str, Any]:
-    """Return the values after the colon, written as a call's keyword arguments; they are read as data, never run."""
+def _values(text: str, arguments: str) -> dict[str, Any]:
+    """Parse the text after the colon as the keyword arguments of a call, without running it."""
     try:
-        call = ast.parse(f"f({given})", mode="eval").body
+        call = ast.parse(f"f({arguments})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise _unreadable(text) from None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
         raise _unreadable(text)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for keyword in call.keywords:
-        if keyword.arg is None or keyword.arg in found:
+        if keyword.arg is None or keyword.arg in values:
             raise _unreadable(text)
         if isinstance(keyword.value, ast.Name):
-            found[keyword.arg] = _WORDS.get(keyword.value.id.lower(), keyword.value.id)
+            values[keyword.arg] = _WORDS.get(keyword.value.id.lower(), keyword.value.id)
             continue
         try:
             value = ast.literal_eval(keyword.value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             raise _unreadable(text) from None
-        found[keyword.arg] = tuple(cast("list[object]", value)) if isinstance(value, list) else value
-    return found
+        values[keyword.arg] = tuple(cast("list[object]", value)) if isinstance(value, list) else value
+    return values
 
 
 def _known(name: str, kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The values, all of them for fields that there are, and those of ``SearchParams`` with its types."""
+    """Return the values after checking that their fields exist, and for ``SearchParams`` their types."""
     names = [field.name for field in fields(kind)]
     for key in values:
         if key not in names:
@@ -118,8 +118,8 @@ def _known(name: str, kind: type[Any], values: dict[str, Any]) -> dict[str, Any]
         many = bool(get_args(hints[key]))
         kinds = (int, float) if float in (hints[key], *get_args(hints[key])) else (int,)
         parts = cast("tuple[object, ...]", value if isinstance(value, tuple) else (value,))
-        right = many == isinstance(value, tuple) and all(type(part) in kinds for part in parts)
-        if not right or any(isinstance(part, (int, float)) and part < 0 for part in parts):
-            what = "a list of numbers" if many else "a number" if float in kinds else "a whole number"
-            raise InputError(f"the policy {name!r}: {key} must be {what}, 0 or more, not {value!r}")
+        is_valid = many == isinstance(value, tuple) and all(type(part) in kinds for part in parts)
+        if not is_valid or any(isinstance(part, (int, float)) and part < 0 for part in parts):
+            expected = "a list of numbers" if many else "a number" if float in kinds else "a whole number"
+            raise InputError(f"the policy {name!r}: {key} must be {expected}, 0 or more, not {value!r}")
     return values

@@ -1,10 +1,8 @@
-"""What the linear programs of planning share: how much of each gap stays, goes to which home, and is computed again.
+"""The common part of the linear programs of planning: shares of gaps, copies, and capacities of homes.
 
-For each gap g the shares kept_g, away_gh (for each home h) and again_g add up to one. What is away is copied out once
-for each home and stretch in which it is not written. ``guide`` and ``bound`` add when copies flow, and what fits
-beside each op.
-
-Limits: nothing is said about addresses.
+The shares of a gap that are resident, at each home, and recomputed add up to one. An offloaded share is copied out once
+for each home and each interval without writes. ``guide`` and ``bound`` add the flow of copies and the memory of each
+op. Addresses are not modelled.
 """
 
 from __future__ import annotations
@@ -17,55 +15,45 @@ from outofcore.planning.problem import Problem
 
 
 class Relaxation:
-    """A linear program of which every plan is a point, as far as shares, copies and what homes hold are concerned.
+    """A linear program of which every plan is a feasible point, as far as shares, copies and homes go.
 
-    Args:
-        problem: the step under its limit.
-        again: gaps that may be computed again.
-        spans: for each op the number of its span of time.
-        interior: how it is solved (see ``LinearProgram``).
-
-    Attributes:
-        seconds: shape (spans,), the seconds of the ops of each.
-        waits: variables, shape (spans + 1,): seconds that pass before each span and after the last.
-        kept: for each gap that may stay, the variable of the share that does.
-        repeated: for each gap that may be computed again, likewise.
-        copied: for each gap and home to which a copy out may be needed, the variable of the share that is copied.
-        share_rows: for each gap with more than one variable, the row that adds them up.
+    ``recomputable`` are gaps that may be recomputed, and ``spans`` the number of each op's span of time.
     """
 
-    def __init__(self, problem: Problem, again: Iterable[int], spans: Sequence[int], *, interior: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, recomputable: Iterable[int], spans: Sequence[int], *, interior: bool = False
+    ) -> None:
         self.problem, self.spans = problem, spans
         self.program = LinearProgram(interior=interior)
-        self.seconds = [0.0] * (spans[-1] + 1 if spans else 0)
+        self.seconds = [0.0] * (spans[-1] + 1 if spans else 0)  # by span, of its ops
         for at, cost in zip(spans, problem.costs.ops, strict=True):
             self.seconds[at] += cost.seconds
+        # Variables: seconds of waiting before each span and after the last.
         self.waits = [self.program.variable(cost=1.0) for _ in range(len(self.seconds) + 1)]
-        self.kept: dict[int, int] = {}
-        self.repeated: dict[int, int] = {}
-        self.copied: dict[tuple[int, int], int] = {}
-        self.share_rows: dict[int, int] = {}
-        self._sent: dict[tuple[int, int], int] = {}  # of a gap and a home, where that is a variable of its own
-        again = set(again)
+        self.kept: dict[int, int] = {}  # by gap that may be resident, the variable of its resident share
+        self.repeated: dict[int, int] = {}  # by gap that may be recomputed, the variable of its recomputed share
+        self.copied: dict[tuple[int, int], int] = {}  # the variable of the share that is copied out, by gap and home
+        self.share_rows: dict[int, int] = {}  # the sum of the shares, by gap with more than one variable
+        self._sent: dict[tuple[int, int], int] = {}  # share at a home, by gap and home, if it has a variable
+        recomputable = set(recomputable)
         for g in problem.movable:
             info = problem.gaps[g]
             self.kept[g] = self.program.variable(0.0, 0.0 if info.leaves else 1.0)
-            if g in again:
+            if g in recomputable:
                 self.repeated[g] = self.program.variable(0.0, 1.0)
             for home in info.homes[:-1]:
                 self._sent[g, home] = self.program.variable(0.0, 1.0)
-            own = self._own(g)
-            if len(own) > 1 or not info.homes:
-                self.share_rows[g] = self.program.row(dict.fromkeys(own, 1.0), 0.0 if info.homes else 1.0, 1.0)
+            shares = self._own(g)
+            if len(shares) > 1 or not info.homes:
+                self.share_rows[g] = self.program.row(dict.fromkeys(shares, 1.0), 0.0 if info.homes else 1.0, 1.0)
         self._copies_out()
 
     def _own(self, g: int) -> list[int]:
-        """The variables of a gap."""
         sent = [self._sent[g, home] for home in self.problem.gaps[g].homes[:-1]]
         return [self.kept[g], *([self.repeated[g]] if g in self.repeated else []), *sent]
 
     def away(self, g: int, home: int) -> tuple[float, dict[int, float]]:
-        """The share of a gap that goes to a home, as a constant and terms; the last home has what nobody else has."""
+        """Return the share of a gap at a home, as a constant and terms; the last home has the remainder."""
         info = self.problem.gaps[g]
         if (g, home) in self._sent:
             return 0.0, {self._sent[g, home]: 1.0}
@@ -74,7 +62,7 @@ class Relaxation:
         return 1.0, dict.fromkeys(self._own(g), -1.0)
 
     def _copies_out(self) -> None:
-        """A copy out is needed where a gap is away and its home is out of date."""
+        """Require a copy out for an offloaded gap if the copy at its home is out of date."""
         problem = self.problem
         cyclic = {problem.gaps[g].gap.storage: g for g in problem.movable if problem.gaps[g].cyclic}
         earlier: dict[tuple[int, int, int], list[int]] = defaultdict(list)
@@ -86,26 +74,26 @@ class Relaxation:
                 continue  # its home is up to date
             for home in info.homes:
                 self.copied[g, home] = self.program.variable(0.0, 1.0)
-                # All copies to this home in this stretch so far are at least what is away there.
+                # All copies to this home in this segment so far add up to at least the share that is there.
                 copies = earlier[storage, info.segment, home]
                 copies.append(self.copied[g, home])
                 constant, terms = self.away(g, home)
                 row = dict.fromkeys(copies, 1.0) | {column: -factor for column, factor in terms.items()}
                 if info.segment == 0 and not info.cyclic and storage in cyclic:
                     # A copy is needed only if the storage was not at this home when the step began.
-                    held, more = self.away(cyclic[storage], home)
-                    constant -= held
+                    earlier_share, more = self.away(cyclic[storage], home)
+                    constant -= earlier_share
                     for column, factor in more.items():
                         row[column] = row.get(column, 0.0) + factor
                 self.program.row(row, low=constant)
 
     def stays(self) -> list[tuple[int, int, tuple[tuple[int, int], ...]]]:
-        """What may be kept: its variable, its bytes, and the ranges of ops, half-open, over which it is."""
+        """Return for each gap that may be resident its variable, bytes, and half-open ranges of ops."""
         gaps = self.problem.gaps
         return [(column, gaps[g].bytes, self.problem.inside(gaps[g])) for g, column in self.kept.items()]
 
     def limit_homes(self) -> None:
-        """Demand that limited homes hold, inputs and outputs included, what is there at each op."""
+        """Limit the bytes at each op in homes of limited capacity, inputs and outputs included."""
         problem, n = self.problem, len(self.problem.graph.ops)
         for home, place in enumerate(problem.homes):
             if place.bytes is None:

@@ -1,7 +1,7 @@
-"""Plans that leave more bytes free, but only at the ops where blocks stick out of the budget.
+"""Repair of plans whose blocks exceed the budget once they are placed at addresses.
 
-A plan says what fits by counting bytes; placed at addresses, some of it may not. ``Attempts`` places one plan after the
-other and records how many bytes the next plan should leave free at each op.
+``Attempts`` places one plan after the other and records how many bytes the next plan should leave free at each op: more
+only at ops where blocks exceed the budget.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from outofcore.planning.problem import Ints
 from outofcore.program import Program, Run
 from outofcore.units import PAGE_BYTES
 
-# After so many attempts in a row that were no better than the best before, no more are made.
+# Number of consecutive attempts without improvement before giving up.
 _STALE = 6
-# By how many ops the stretch in which blocks stick out is widened each time.
+# Ops by which the range around an excess is widened each time.
 _WIDER = 4
-# A block that sticks out by at least this share of its bytes, but not wholly, and did so before, leaves altogether.
+# A block that repeatedly exceeds the budget by at least this share of its bytes, but not wholly, is always offloaded.
 _MOSTLY = 0.5
 
 _Stuck = list[tuple[int, int, int, int]]
@@ -32,29 +32,18 @@ _Stuck = list[tuple[int, int, int, int]]
 
 @dataclass
 class Attempts:
-    """Attempts to place plans that come from the same candidate.
-
-    Attributes:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of the arena.
-        spared: shape (ops,), bytes that the next plan should leave free.
-        leaving: storages that the next plan should not keep between two uses.
-        made: how many plans were tried.
-        ended: whether no plan will do: the homes cannot hold what leaves, or attempts get no better.
-        height: how high the blocks of the last plan reached, in bytes.
-        repeated: whether the last plan was the one before, so that there was nothing to place.
-    """
+    """Attempts to place plans that come from the same candidate."""
 
     graph: StepGraph
     costs: Costs
     budget: int
-    spared: Ints = field(init=False)
+    spared: Ints = field(init=False)  # shape (ops,), bytes that the next plan should leave free
+    # Storages that the next plan should not keep on the device between two uses.
     leaving: set[int] = field(default_factory=set[int])
-    made: int = 0
-    ended: bool = False
-    height: float = 0.0
-    repeated: bool = False
+    made: int = 0  # number of plans tried
+    ended: bool = False  # whether no plan will fit: the homes are too small, or attempts do not improve
+    height: float = 0.0  # of the last plan's blocks, in bytes
+    repeated: bool = False  # whether the last plan equals the one before, so that it was not placed again
 
     def __post_init__(self) -> None:
         self.spared = np.zeros(len(self.graph.ops), dtype=np.int64)
@@ -63,7 +52,7 @@ class Attempts:
         self._lowest, self._stale = float("inf"), 0
 
     def place(self, plan: Plan) -> Planned | None:
-        """The plan, placed; None, with ``spared`` raised, if its blocks cannot be placed within the budget."""
+        """Place a plan; return None, and raise ``spared_bytes``, if its blocks exceed the budget."""
         graph, costs, n = self.graph, self.costs, len(self.graph.ops)
         self.repeated = self._last is not None and self._last[0] == plan
         if self._last is not None and self.repeated:
@@ -84,26 +73,26 @@ class Attempts:
             self._lowest = min(self._lowest, area)
             self._last = (plan, stuck)
         self.ended = self._stale >= _STALE
-        mostly = {storage for *_, storage in stuck if storage >= 0}
-        more, again = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        mostly_over = {storage for *_, storage in stuck if storage >= 0}
+        more, doubled = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         for first, last, over, storage in stuck:
             if storage in self._mostly and storage not in self.leaving:
                 self.leaving.add(storage)
                 continue
-            # Ever more ops around them: what is in the way of a block need not be so over all of its life.
+            # Widen the range with each attempt, since an obstructing block may live elsewhere in the block's lifetime.
             wider = _WIDER * self.made
             around = slice(max(first - wider, 0), last + wider)
             more[around] += max(over, PAGE_BYTES)
-            again[around] = np.maximum(again[around], self.spared[first:last].max())
-        self._mostly = mostly
-        # Where it is not the first time, at least twice as much.
-        self.spared = np.minimum(self.spared + np.maximum(more, again), self.budget)
+            doubled[around] = np.maximum(doubled[around], self.spared[first:last].max())
+        self._mostly = mostly_over
+        # From the second excess on, spare at least twice the bytes spared before.
+        self.spared = np.minimum(self.spared + np.maximum(more, doubled), self.budget)
         self.made += 1
         return None
 
 
 def _stuck(program: Program, budget: int, n: int) -> _Stuck:
-    """The ranges of ops over which blocks stick out, by how many bytes, and their storage if most of it does, or -1."""
+    """Return the op ranges of blocks above the budget, the excess, and the storage (-1: a small part)."""
     op_at: list[int] = []  # for each instruction, the op that runs first at it or after it
     upcoming = n
     for instruction in reversed(program.instructions):
@@ -112,7 +101,7 @@ def _stuck(program: Program, budget: int, n: int) -> _Stuck:
         op_at.append(upcoming)
     op_at.reverse()
     op_at.append(n)
-    found: _Stuck = []
+    excesses: _Stuck = []
     for block in program.blocks:
         over = block.offset + block.bytes - budget
         if over <= 0:
@@ -121,9 +110,9 @@ def _stuck(program: Program, budget: int, n: int) -> _Stuck:
         if block.wraps:
             end = len(program.instructions)
             spans = [(0, end)] if block.born == block.dies == 0 else [(0, block.dies), (block.born, end)]
-        # What lies wholly above is so for what lies beneath it.
+        # A block that is wholly above the budget is there because of blocks below it.
         is_mostly = is_large(block.bytes) and _MOSTLY * block.bytes <= over <= block.bytes
         storage = block.storage if block.storage is not None and is_mostly else -1
         ranges = ((op_at[first], max(op_at[last], op_at[first] + 1)) for first, last in spans if first < last)
-        found += [(first, last, min(over, block.bytes), storage) for first, last in ranges]
-    return found
+        excesses += [(first, last, min(over, block.bytes), storage) for first, last in ranges]
+    return excesses

@@ -1,15 +1,10 @@
-"""The best plan that is found: ``policy="auto"``.
+"""The search for the best plan: ``policy="auto"`` for steps with a home (``front`` plans the others).
 
-A linear program (``guide``) says what to keep, where the rest goes, and what to recompute; asked again, with the
-seconds that chains of runs then really take. Candidates differ in what is recomputed to begin with: nothing; what the
-program says; and what the greedy search (``remat.selection``) finds if a share of the bytes above the limit is to be
-offloaded, on a grid of shares and then between the best of them. What is not recomputed begins where the program has
-it. Each candidate is tuned (``tuner``): that decides the most, and changes all of this. The best are tuned further,
-placed within the budget, repaired where blocks stick out (``repair``) and simulated; in small steps the best plan is
-then polished (``polish``). All this is for steps with a home; without one, everything that does not stay is recomputed
-(``front``).
-
-To see what is considered, log ``outofcore.planning`` at debug level, or read ``Planned.candidates``.
+A linear program (``guide``) chooses resident, offloaded and recomputed gaps, and is solved again with the seconds that
+its chains really take. Candidates start with different recomputation: the program's; the result of the greedy search
+(``remat.selection``) if a share of the bytes above the limit is offloaded; or no recomputation. Each candidate is tuned
+(``tuner``), which matters most. The best are tuned further, placed within the budget, repaired where blocks exceed it
+(``repair``) and simulated. In small steps the best plan is polished (``polish``).
 """
 
 from __future__ import annotations
@@ -39,39 +34,27 @@ from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore.planning")
 
-# In longer steps the greedy search is asked only where the linear program has no candidate: it takes long there.
+# In steps of more ops the slow greedy search runs only if the linear program yields no candidate.
 _LONG = 5000
-# The search for candidates ends with one that takes no longer than the first, in multiples of the ops; in long steps
-# the second is enough.
+# The search for candidates ends at this ratio of step time to compute time; in long steps at the second.
 _GOOD, _NEARLY_GOOD = 1.0005, 1.01
-# No more is searched if a placed plan takes no longer than this, times what the schedule of the best candidate says.
+# The search ends if a placed plan takes at most this ratio of the best candidate's scheduled time.
 _KEPT_PROMISE = 1.02
-# The share of the limit that the linear program leaves free: copies hold whole blocks where it sees a flow of bytes.
+# The share of the limit that the linear program leaves free: it models flows of bytes, but copies hold whole blocks.
 _MARGIN = 0.03
-# How much of limited homes the bytes above the limit may fill: each part is tried if the one before has no candidate.
+# Shares of limited homes that the bytes above the limit may fill; each is tried if the one before has no candidate.
 _FILLED = (0.9, 0.75, 0.6)
-# How many candidates are placed is in proportion to this over the number of ops, and at least the second number.
+# ``placed`` candidates are placed in a step of this many ops, in proportion fewer in longer ones; and the minimum.
 _LENGTH, _LEAST_PLACED = 2000, 4
-# How often the best candidates are tuned further, each time with another seed, unless a plan is as quick as promised.
+# How often the best candidates are tuned further, with other seeds, until a plan keeps its promise.
 _SEEDS = 4
 
 
 def search(graph: StepGraph, costs: Costs, budget: int, params: SearchParams, whole: Program) -> list[Planned]:
-    """Plans within the budget, the best first; the first has all candidates.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed, with a home or several.
-        budget: bytes of the arena.
-        params: what to try, and how hard.
-        whole: the program in which nothing leaves, not placed.
-
-    Returns:
-        Empty if no plan was found.
-    """
-    found = _Search(graph, costs, budget, params, room_for_large(graph, costs, budget, whole))
-    found.mix()
-    return found.ranked()
+    """Return plans within the budget, the best first; ``whole`` is the in-core program, not placed."""
+    candidate_search = _Search(graph, costs, budget, params, room_for_large(graph, costs, budget, whole))
+    candidate_search.mix()
+    return candidate_search.ranked()
 
 
 @dataclass
@@ -92,12 +75,12 @@ class _Search:
         self.makes = Candidates(self.kept, self.params)
         length = max(len(self.graph.ops), 1)
         self.left = min(max(self.params.placed * _LENGTH // length, _LEAST_PLACED), 4 * self.params.placed)
-        self.best = inf  # of what is placed
+        self.best = inf  # value of the best placed plan
         self.shares: Shares | None = None
         self.homes = self.problem.nothing_leaves()
 
     def mix(self) -> None:
-        """What does not stay is offloaded or recomputed."""
+        """Collect candidates that mix offloading and recomputation, then tune and place the best."""
         choices = self.kept
         for turn in range(max(self.params.relaxations, 1)):
             self._ask_relaxation(choices)
@@ -110,10 +93,10 @@ class _Search:
         if not self._is_good_enough and (not self._is_long or not self.candidates):
             self._try_shares()
         self.candidates.sort(key=lambda candidate: candidate.value)
-        rest = self.candidates
-        for seed in range(1, _SEEDS + 1) if rest else ():
-            self._place_best([*self._tuned_further(seed), *rest])
-            rest = []
+        untried = self.candidates
+        for seed in range(1, _SEEDS + 1) if untried else ():
+            self._place_best([*self._tuned_further(seed), *untried])
+            untried = []
             if self.left <= 0 or self.best <= self.candidates[0].value * _KEPT_PROMISE:
                 break
         if not self.planned:
@@ -125,10 +108,10 @@ class _Search:
         best = [
             candidate
             for slack in self.params.slacks
-            for candidate in [each for each in self.candidates if each.slack == slack][: self.params.tuned]
+            for candidate in [entry for entry in self.candidates if entry.slack == slack][: self.params.tuned]
         ]
-        again = [self.makes.tuned(candidate, self.params.further, seed=seed) for candidate in best]
-        return [replace(candidate, how=f"{candidate.how}, tuned further") for candidate in again if candidate]
+        tuned = [self.makes.tuned(candidate, self.params.further, seed=seed) for candidate in best]
+        return [replace(candidate, how=f"{candidate.how}, tuned further") for candidate in tuned if candidate]
 
     @property
     def _is_long(self) -> bool:
@@ -141,37 +124,37 @@ class _Search:
     def _is_good(self, times: float) -> bool:
         return any(candidate.value <= self.costs.compute_seconds * times for candidate in self.candidates)
 
-    def _consider(self, how: str, choices: Choices) -> float:
-        """Add the candidate that recomputes this; returns its value."""
-        found = self.makes.of(how, choices, self.homes)
-        if not found:
-            _log.debug("%s: does not fit", how)
-        for candidate in found:
-            _log.debug("%s: %.6f s scheduled", how, candidate.found.seconds)
-            if all(candidate.plan != other.plan for other in self.candidates):
+    def _consider(self, origin: str, choices: Choices) -> float:
+        """Add the candidates that recompute these choices; return the best value."""
+        candidates = self.makes.of(origin, choices, self.homes)
+        if not candidates:
+            _log.debug("%s: does not fit", origin)
+        for candidate in candidates:
+            _log.debug("%s: %.6f s scheduled", origin, candidate.found.seconds)
+            if all(candidate.plan != existing.plan for existing in self.candidates):
                 self.candidates.append(candidate)
-        return min((candidate.value for candidate in found), default=inf)
+        return min((candidate.value for candidate in candidates), default=inf)
 
     def _ask_relaxation(self, choices: Choices) -> None:
-        """Ask the linear program what to keep, to recompute at what it costs here, and where the rest goes."""
+        """Solve the linear program, with the cost of recomputation under these choices."""
         self.shares = solve(self.problem, _chain_seconds(choices), _MARGIN, weight=copy_weight(self.costs))
         homes = None if self.shares is None else self.shares.rounded(self.problem)
         self.homes = self.problem.nothing_leaves() if homes is None else homes
 
     def _try_shares(self) -> None:
-        """Offload a share of the bytes that are too many, and recompute the rest."""
+        """Try candidates that offload a share of the bytes above the limit and recompute the others."""
         excess = max(int((self.kept.held + self.kept.need).max(initial=0)) - self.problem.limit, 0)
         room = [inf if home.bytes is None else home.bytes for home in self.problem.homes]
         capacity = sum(room) / max(excess, 1)  # of the homes, as a share
-        most = _FILLED[0] * capacity
-        values = {share: self._share(excess, share) for share in self.params.shares if share <= most}
+        max_share = _FILLED[0] * capacity
+        values = {share: self._share(excess, share) for share in self.params.shares if share <= max_share}
         if len(values) < len(self.params.shares):
-            # More is at home over the step than exceeds the limit at one op, so less may have to be offloaded.
+            # The homes hold more over a step than exceeds the limit at one op, so smaller shares may be needed.
             for part in _FILLED:
                 values[part * capacity] = self._share(excess, part * capacity)
                 if values[part * capacity] < inf:
                     break
-        # Recomputation takes most of a step in which nothing is offloaded: its value says little about nearby shares.
+        # Recomputation dominates a step without offloading, so its value is a poor estimate for nearby shares.
         values[0.0] = inf
         values.setdefault(min(capacity, 1.0), inf)
         for _ in range(self.params.zooms):
@@ -188,47 +171,49 @@ class _Search:
 
     # Placing
 
-    def _sparing(self, candidate: Candidate, tried: Attempts) -> Candidate | None:
-        """Return the candidate, tuned with as many bytes left free as placing it lacked; None if it does not fit."""
-        if not tried.spared.any() and not tried.leaving:
+    def _sparing(self, candidate: Candidate, attempts: Attempts) -> Candidate | None:
+        """Return the candidate tuned to leave the bytes free that placing it lacked; None if it does not fit."""
+        if not attempts.spared.any() and not attempts.leaving:
             return candidate
-        return self.makes.tuned(candidate, self.params.tunings, tried.spared, tried.leaving, seed=tried.made)
+        return self.makes.tuned(candidate, self.params.tunings, attempts.spared, attempts.leaving, seed=attempts.made)
 
-    def _place(self, how: str, plan: Plan, tried: Attempts) -> Planned | None:
-        planned = tried.place(plan)
+    def _place(self, origin: str, plan: Plan, attempts: Attempts) -> Planned | None:
+        planned = attempts.place(plan)
         if planned is not None:
-            self._note(how, planned)
+            self._note(origin, planned)
             return planned
-        over = "the homes cannot hold what leaves"
-        if tried.height < inf:
-            over = f"its blocks reach {format_bytes(int(tried.height))}, above the budget"
-        _log.debug("%s: %s", how, over)
-        self.outcomes.append(Outcome(how, plan, tried.height, None, over))
+        verdict = "the homes are too small for the offloaded tensors"
+        if attempts.height < inf:
+            verdict = f"its blocks reach {format_bytes(int(attempts.height))}, above the budget"
+        _log.debug("%s: %s", origin, verdict)
+        self.outcomes.append(Outcome(origin, plan, attempts.height, None, verdict))
         return None
 
-    def _note(self, how: str, planned: Planned) -> None:
+    def _note(self, origin: str, planned: Planned) -> None:
         seconds = planned.timeline.step_seconds
-        _log.debug("%s: %.6f s simulated", how, seconds)
-        self.planned.append((how, planned))
-        self.outcomes.append(Outcome(how, planned.plan, planned.program.arena_bytes, seconds, "slower than the best"))
+        _log.debug("%s: %.6f s simulated", origin, seconds)
+        self.planned.append((origin, planned))
+        self.outcomes.append(
+            Outcome(origin, planned.plan, planned.program.arena_bytes, seconds, "slower than the best")
+        )
 
     def _place_best(self, candidates: list[Candidate]) -> None:
-        """Place candidates, the best first, each with ever more bytes left free until it fits or another is better."""
+        """Place candidates, the best first; each leaves more bytes free until it fits or another is better."""
         for candidate in sorted(candidates, key=lambda candidate: candidate.value):
-            tried = Attempts(self.graph, self.costs, self.budget)
-            found: Candidate | None = candidate
-            while found is not None and found.value < self.best and (self.left > 0 or not self.planned):
-                planned = self._place(f"{candidate.how}, attempt {tried.made + 1}", found.plan, tried)
-                self.left -= not tried.repeated
+            attempts = Attempts(self.graph, self.costs, self.budget)
+            trial: Candidate | None = candidate
+            while trial is not None and trial.value < self.best and (self.left > 0 or not self.planned):
+                planned = self._place(f"{candidate.how}, attempt {attempts.made + 1}", trial.plan, attempts)
+                self.left -= not attempts.repeated
                 if planned is not None:
                     self.best = min(self.best, worth(self.costs, planned))
                     break
-                if tried.ended or tried.made >= ATTEMPTS:
+                if attempts.ended or attempts.made >= ATTEMPTS:
                     break
-                found = self._sparing(candidate, tried)
+                trial = self._sparing(candidate, attempts)
 
     def _fall_back(self) -> None:
-        """Where nothing fits: keep nothing between two uses."""
+        """Offload everything between two uses, since no candidate fits."""
         for strict in (False, True):
 
             def everything_leaves(room: int, strict: bool = strict) -> Plan:
@@ -236,7 +221,7 @@ class _Search:
 
             planned = fit(self.graph, self.costs, self.budget, everything_leaves)
             if planned is not None:
-                self._note("everything leaves between two uses", planned)
+                self._note("everything offloaded between two uses", planned)
                 return
 
     def _polish(self) -> None:
@@ -252,7 +237,6 @@ class _Search:
             self._note("polished", better)
 
     def ranked(self) -> list[Planned]:
-        """The plans, the best first."""
         if self.params.polish_ops and len(self.graph.ops) <= LONGEST:
             self._polish()
         ranked = sorted((planned for _, planned in self.planned), key=lambda planned: worth(self.costs, planned))
@@ -267,6 +251,6 @@ class _Search:
 
 
 def _chain_seconds(choices: Choices) -> Mapping[int, float]:
-    """Return for each gap that may be recomputed the seconds of that with everything else as it is."""
+    """Return the seconds of recomputing each gap that may be, with the other choices unchanged."""
     chains = {g: choices.chain(choices.end[g], (g,)) for g in choices.free}
     return {g: chain.seconds for g, chain in chains.items() if chain is not None}

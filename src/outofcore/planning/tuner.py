@@ -1,24 +1,19 @@
-"""Tuning: a local search over what becomes of each gap, judged by when the copies then run.
+"""Tuning: a local search over the residencies of all gaps, judged by the schedule of their copies.
 
-A *state* keeps, offloads or recomputes each gap. The schedule of its copies is found by running through the step once
-with times and bytes counted. Copies out start at once, one after the other on the link to their home; an op whose room
-they still take waits for them. Copies in go in the order in which they are needed, each before the first op from which
-on its room is free up to its use; what is still flowing out then keeps its room. So a prefetch never makes an op wait
-that would not have waited anyway, and a link is idle only where there is no room. When each op starts, and what still
-flows out then, is not known before the end. So a step is run through with the last schedule in mind: prefetches then
-start no earlier than they need to, with some slack.
+The schedule is found by one pass over the step that counts time and bytes. Copies out start at once, one after the
+other on the link to their home; an op waits for copies if it needs their room. Copies in run in the order of use, each
+before the first op from which on its room is free up to its use. So a prefetch delays no op, and a link is idle only if
+there is no room. A pass needs the start of each op and the bytes flowing out then, so it takes them from the last pass:
+prefetches start as late as that allows, less a slack.
 
-A chain of runs reads its inputs when it runs, not at the next use in the step. So an offloaded gap has to be back when
-the first chain reads it, and is held from there on; or every chain copies it in for itself (of kind ``AWAY``). Such
-copies come before what is fetched ahead. The chain begins when the link is free and runs beside them; the op waits for
-both.
+A chain reads its inputs when it runs. So an offloaded gap must be back when the first chain reads it, and then stays;
+or each chain copies it in for itself (kind ``OFFLOADED``). Such copies precede prefetches and overlap the chain's runs.
 
-What the user sees after the step goes home after its last use, in turn with the other copies out. A gradient that the
-step leaves may instead be kept until the step ends: the gap after its last use is a gap like any other.
+A final gap is a copy out like any other. A gradient that the step leaves may instead be resident until the step ends.
 
-A *change* keeps, offloads or recomputes one gap, often one that ops waited for. If an op lacks bytes then, gaps around
-it are offloaded, or come back later. A change that makes the step no slower is kept. All of this is in ``tuner.h``;
-a change takes some 10 to 150 µs.
+A *change* keeps, offloads or recomputes one gap, often one that ops waited for. If an op then lacks bytes, gaps around
+it are offloaded or fetched later. Changes that do not slow the step are kept. The loops are in ``tuner.h``; a change
+takes 10 to 150 µs.
 """
 
 from __future__ import annotations
@@ -38,8 +33,7 @@ from outofcore.planning.problem import KEPT, Ints
 from outofcore.planning.remat.chains import AGAIN, Choices
 from outofcore.planning.remat.compiled import load_library
 
-# Seconds of a step that a second of copying counts for at least: of plans that are equally quick, the one that moves
-# less wins.
+# The least cost of a second of copying, in seconds of the step. Of equally fast plans, the plan with fewer copies wins.
 _COPY_WEIGHT = 0.002
 # No op, or no home.
 _NEVER = -1
@@ -68,67 +62,45 @@ class _View(ctypes.Structure):
 
 @dataclass(frozen=True)
 class State:
-    """What becomes of each gap.
+    """The residency of each gap."""
 
-    Attributes:
-        kind: by gap, as in ``Choices``: ``AGAIN`` if it is recomputed; ``AWAY`` if it is offloaded, and chains copy it
-            in for themselves.
-        fetch: by gap, the op before which it comes back if it is recomputed.
-        home: by gap, where it is if it is not recomputed: the index of a home, or ``problem.KEPT``.
-    """
-
-    kind: array[int]
-    fetch: array[int]
-    home: array[int]
+    kind: array[int]  # by gap, as in ``Choices``; ``OFFLOADED`` if each chain copies it in
+    fetch: array[int]  # by gap, the op before which it is fetched if it is recomputed
+    home: array[int]  # by gap, the index of its home, or ``problem.ON_DEVICE``, if it is not recomputed
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A state with the schedule of its copies.
-
-    Attributes:
-        state: that it is of.
-        decisions: for the gaps that are not kept.
-        staying: the gradients that stay on the device until the next step begins.
-        seconds: of the step.
-        copied: seconds of all copies.
-        value: seconds by which states are compared: of the step, and a little for copies.
-        waited: for gaps that ops waited for, the seconds of that.
-        starts: seconds at which each op starts, and the last one ends.
-    """
+    """A state with the schedule of its copies."""
 
     state: State
     decisions: tuple[Decision, ...]
-    staying: tuple[int, ...]
+    staying: tuple[int, ...]  # the gradients that stay on the device until the next step begins
     seconds: float
-    copied: float
-    value: float
-    waited: dict[int, float]
-    starts: tuple[float, ...]
+    copied: float  # seconds of all copies
+    value: float  # seconds by which states are compared: of the step, and a small share of copying
+    waited: dict[int, float]  # for gaps that ops waited for, the seconds of waiting
+    starts: tuple[float, ...]  # the second at which each op starts, and the end of the last one
 
 
 class Tuner:
-    """The local search over the states of a step, which is in one state at a time.
+    """The local search over the states of a step; ``choices`` have no recomputation."""
 
-    Args:
-        kept: choices in which nothing is recomputed, of a problem with homes.
-    """
-
-    def __init__(self, kept: Choices) -> None:
-        self._problem = problem = kept.problem
+    def __init__(self, choices: Choices) -> None:
+        self._problem = problem = choices.problem
         library = self._library = load_library()
         infos, graph, homes = problem.gaps, problem.graph, problem.homes
         storages = [graph.storages[info.gap.storage] for info in infos]
         capacity = [_NEVER if home.bytes is None else home.bytes for home in homes]
         if homes[0].bytes is not None:
             capacity[0] = max(homes[0].bytes - problem.lasting_at_first, 0)
-        where = [0]
+        homes_from = [0]
         for info in infos:
-            where.append(where[-1] + len(info.homes))
+            homes_from.append(homes_from[-1] + len(info.homes))
         ints: dict[str, Sequence[int]] = {
             "storage": [info.gap.storage for info in infos],
             "segment": [info.segment for info in infos],
-            "first_content": [kept.contents.first[info.gap.storage] for info in infos],
+            "first_content": [choices.contents.first[info.gap.storage] for info in infos],
             "slot": [slot_bytes(storage.bytes) for storage in storages],
             "cyclic": [info.cyclic for info in infos],
             "arriving": [info.arriving for info in infos],
@@ -137,19 +109,19 @@ class Tuner:
             "fixed": [problem.is_first_homed(storage.id) for storage in storages],
             "frozen": [storage.id in graph.frozen for storage in storages],
             "arrives": [storage.arrives for storage in storages],
-            "homes_from": where,
+            "homes_from": homes_from,
             "homes_of": [home for info in infos for home in info.homes],
             "capacity": capacity,
         }
         arrays: dict[str, array[int] | array[float]] = {name: array("q", values) for name, values in ints.items()}
         arrays["in_seconds"] = array("d", [home.in_seconds(info.copied) for info in infos for home in homes])
         arrays["out_seconds"] = array("d", [home.out_seconds(info.copied) for info in infos for home in homes])
-        # The library reads them, and those of the search for what to recompute, where they are.
-        self._arrays, self._search = arrays, kept.search()
+        # The library keeps pointers to these arrays and to the arrays of the search.
+        self._arrays, self._search = arrays, choices.search()
         addresses = {name: values.buffer_info()[0] for name, values in arrays.items()}
         transfers = _Transfers(homes=len(homes), limit=problem.limit, weight=copy_weight(problem.costs), **addresses)
         self._handle = library.outofcore_tuner_open(
-            ctypes.byref(kept.compiled.step), ctypes.byref(self._search.gaps), ctypes.byref(transfers)
+            ctypes.byref(choices.compiled.step), ctypes.byref(self._search.gaps), ctypes.byref(transfers)
         )
         weakref.finalize(self, library.outofcore_tuner_close, self._handle)
         self._view = _View()
@@ -157,39 +129,28 @@ class Tuner:
     def begin(
         self, state: State, slack: float, passes: int, spared: Ints | None = None, leaving: Set[int] = frozenset()
     ) -> Tuned | None:
-        """Go to a state, with less kept or recomputed where it does not fit.
+        """Go to a state and schedule it, repairing it if it does not fit; return None if that fails.
 
         Args:
-            state: what becomes of each gap.
             slack: how much earlier than just in time a copy in may start, in multiples of its own seconds.
-            passes: how often copies are scheduled, at most, each time with the last schedule in mind.
-            spared: shape (ops,), bytes to leave free at each op, as far as the op by itself does; None: none.
-            leaving: storages that are not kept between two uses.
-
-        Returns:
-            None if it cannot be made to fit; then there is no state to tune.
+            passes: maximum number of scheduling passes.
+            spared: shape (ops,), bytes to leave free at each op, if the op by itself allows it.
+            leaving: storages that may not be resident between two uses.
         """
         count = len(self._problem.graph.ops)
-        left = array("q", bytes(8 * count) if spared is None else spared.astype(np.int64).tobytes())
-        leaves = array(
+        spared_bytes = array("q", bytes(8 * count) if spared is None else spared.astype(np.int64).tobytes())
+        must_leave = array(
             "q", [info.leaves or (info.gap.storage in leaving and bool(info.homes)) for info in self._problem.gaps]
         )
-        lists = (_address(values) for values in (state.kind, state.fetch, state.home, left, leaves))
+        lists = (_address(values) for values in (state.kind, state.fetch, state.home, spared_bytes, must_leave))
         return self.read() if self._library.outofcore_tuner_begin(self._handle, *lists, slack, passes) else None
 
-    def tune(self, tries: int, recomputes: float = 0.5, seed: int = 0) -> Tuned:
-        """Make random changes to the present state, of which those are kept that are no slower.
-
-        Args:
-            tries: how many.
-            recomputes: share of the changes that are about what is recomputed.
-            seed: of the random numbers, at least 0.
-        """
-        self._library.outofcore_tuner_tune(self._handle, tries, recomputes, seed)
+    def tune(self, tries: int, recompute_share: float = 0.5, seed: int = 0) -> Tuned:
+        """Try random changes to the present state, and keep those that do not slow the step."""
+        self._library.outofcore_tuner_tune(self._handle, tries, recompute_share, seed)
         return self.read()
 
     def read(self) -> Tuned:
-        """The present state and its schedule."""
         view, count = self._look(), len(self._problem.graph.ops)
         waited = _doubles(view.waited, len(self._problem.gaps))
         state, decisions = self._state(view), self._decisions(view)
@@ -220,24 +181,26 @@ class Tuner:
         return State(self._ints(view.kind), self._ints(view.fetch), self._ints(view.home))
 
     def _decisions(self, view: _View) -> tuple[Decision, ...]:
-        n, found = len(self._problem.graph.ops), list[Decision]()
+        n, decisions = len(self._problem.graph.ops), list[Decision]()
         kind, fetch, home = (self._ints(address) for address in (view.kind, view.fetch, view.home))
         is_open, release, arrival = (self._ints(address) for address in (view.open, view.release, view.arrival))
         for g, info in enumerate(self._problem.gaps):
             gap = info.gap
             if info.arriving:
-                found.append(Decision(gap, Residency.OFFLOAD, 0, arrival[g], home[g]))
+                decisions.append(Decision(gap, Residency.OFFLOAD, 0, arrival[g], home[g]))
             elif kind[g] == AGAIN:
-                found.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch[g]))
+                decisions.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch[g]))
             elif is_open[g] and home[g] != KEPT:
-                back = gap.end if arrival[g] == _NEVER else arrival[g] + (n if info.cyclic else 0)
-                left = n if release[g] == _NEVER else release[g]
-                found.append(Decision(gap, Residency.OFFLOAD, max(min(left, n, back), gap.start + 1), back, home[g]))
-        return tuple(sorted(found, key=lambda decision: decision.gap))
+                fetch_at = gap.end if arrival[g] == _NEVER else arrival[g] + (n if info.cyclic else 0)
+                released = n if release[g] == _NEVER else release[g]
+                decisions.append(
+                    Decision(gap, Residency.OFFLOAD, max(min(released, n, fetch_at), gap.start + 1), fetch_at, home[g])
+                )
+        return tuple(sorted(decisions, key=lambda decision: decision.gap))
 
 
 def copy_weight(costs: Costs) -> float:
-    """Return the seconds of a step that a second of copying counts for."""
+    """Return the cost of a second of copying, in seconds of the step."""
     return max(_COPY_WEIGHT, *(home.compute_slowdown for home in costs.homes))
 
 
@@ -246,14 +209,14 @@ def _address(values: array[int]) -> int:
 
 
 def _ints(address: int, count: int) -> array[int]:
-    found = array("q")
+    values = array("q")
     if count:
-        found.frombytes(ctypes.string_at(address, 8 * count))
-    return found
+        values.frombytes(ctypes.string_at(address, 8 * count))
+    return values
 
 
 def _doubles(address: int, count: int) -> array[float]:
-    found = array("d")
+    values = array("d")
     if count:
-        found.frombytes(ctypes.string_at(address, 8 * count))
-    return found
+        values.frombytes(ctypes.string_at(address, 8 * count))
+    return values

@@ -1,4 +1,4 @@
-"""The published systems, faithful to their papers and tunable. ``auto`` does without them."""
+"""The published policies, faithful to their papers and tunable. ``auto`` does not use them."""
 
 from outofcore.planning.baselines.dtr import DTR
 from outofcore.planning.baselines.pooch import PoocH

@@ -1,4 +1,4 @@
-"""Greedy eviction as the step runs: Dynamic Tensor Rematerialization (arXiv 2006.09616), decided before the step."""
+"""Greedy eviction by recomputation cost: Dynamic Tensor Rematerialization (arXiv 2006.09616)."""
 
 from __future__ import annotations
 
@@ -18,40 +18,38 @@ from outofcore.planning.problem import Problem
 from outofcore.planning.remat.chains import AGAIN, Chain, Choices, Snapshot, arrivals, decisions_again
 from outofcore.planning.remat.contents import Contents
 
-# Seconds since the last use count for no less than this share of the step.
+# The least time since the last use, as a share of the step.
 _LEAST_STALE = 1e-9
-# How often a step is followed, each time with more that must be kept.
+# Maximum number of simulations of a step, each with more gaps pinned.
 _TRIES = 12
-# Ops of chains that are looked at, at most, before it is followed once more.
+# Number of inspected ops of chains after which no further simulation starts.
 _WORK = 100_000
-# How often a step is followed with fewer bytes where its plan takes more than allowed; each time they fall by one
-# part in so many, or more.
+# Maximum number of simulations with lower limits. If a plan exceeds the room, the limit falls by at least the room
+# divided by this number.
 _LOWER = 16
-# How many contents may go from which a chain starts, one by one.
+# Maximum number of a chain's inputs that are evicted to make it fit.
 _MORE = 8
 
 
 @dataclass(frozen=True)
 class DTR(Checked):
-    """Whatever is cheapest to compute again for its bytes and its age is evicted when room is needed.
+    """Evicts the tensor that is cheapest to recompute for its bytes and its age whenever room is needed.
 
-    Kirisame et al., "Dynamic Tensor Rematerialization" (ICLR 2021, arXiv 2006.09616), sections 2 and 4.1: as the step
-    runs, each allocation that does not fit evicts the tensor for which the heuristic h_DTR is least,
+    Kirisame et al., "Dynamic Tensor Rematerialization" (ICLR 2021, arXiv 2006.09616), sections 2 and 4.1. As the step
+    runs, each allocation that does not fit evicts the tensor with the smallest
 
-        h = (seconds of the op that made it and of its evicted neighbours) / (bytes x seconds since its last use)
+        h_DTR = (seconds of the op that made it and of its evicted neighbours) / (bytes x seconds since its last use)
 
-    and an op whose input was evicted first computes that again, with what it takes.
+    and an op with an evicted input first recomputes it, recursively. Neighbours are the evicted storages that it is
+    made from, or that are made from it, through evicted ones.
 
-        forward    a == b == c == d == e ==     at e there is no room: of a to d the cheapest for its age goes, say b
-        backward   e, d, c, [b from a], a       [ ] computed again right before it is used; it may evict in its turn
+        forward    a == b == c == d == e ==     no room at e: evict the cheapest for its age of a to d, here b
+        backward   e, d, c, [b from a], a       [ ] recomputed right before its use, which may evict others
 
-    Neighbours are evicted storages that it is made from, and those that are made from it, each through evicted ones.
-
-    Different from the paper: evictions are decided before the step runs, with the costs of its ops, and become a plan,
-    which says less than a run does (``evict_online``). A storage is freed after its last use, and each chain of runs
-    that needs it makes it again. Where the plan takes more bytes than allowed, the step is followed with fewer.
-    What exists before the step stays, nothing is copied but inputs and outputs, and storages below 64 KiB stay. Left
-    out: the cheaper approximations of the heuristic, since planning has the time.
+    Different from the paper: evictions are simulated before the step and become a plan, which is less detailed than a
+    run (``evict_online``). If the plan takes too many bytes, the step is simulated with fewer. Each chain that needs a
+    freed storage makes it again. Storages that exist before the step, and those below 64 KiB, stay on the device. The
+    cheaper approximations of the heuristic are left out.
 
     >>> DTR().name
     'dtr'
@@ -60,7 +58,6 @@ class DTR(Checked):
     name = "dtr"
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """The one way there is."""
         contents = Contents.of(graph, costs)
         whole = Choices(Problem.of(graph, costs, room_for_large(graph, costs, budget)), contents)
 
@@ -82,35 +79,27 @@ class DTR(Checked):
 
 
 def evict_online(choices: Choices, limit: int) -> Snapshot | None:
-    """Follow a step with greedy eviction, and return the gaps that are then recomputed.
+    """Simulate greedy eviction, and return the gaps that are then recomputed; None if an op cannot fit.
 
-    They are a change to choices in which all are kept. The change says less than was followed: what has been evicted
-    between two uses is dropped after the first of them, and of several times that it is there again between two uses
-    only the last remains. So it may take more bytes, and more seconds. Where what was evicted cannot be recomputed for
-    lack of room, the step is followed once more from the start, with that kept, and all that is made and used alike.
-
-    Args:
-        choices: of the step; only read.
-        limit: bytes of large blocks that may be held.
-
-    Returns:
-        None if an op does not fit with all evicted that can be.
+    A plan drops a storage right after the use before its eviction, and keeps only the last fetch before the next use.
+    So it may take more bytes and seconds than the simulation. If an evicted storage cannot be recomputed for lack of
+    room, the simulation starts again with it and similar storages pinned. ``choices`` must have every gap resident.
     """
     pinned: frozenset[int] = frozenset()
     work = 0
     for _ in range(_TRIES):
-        following = _Following(choices, limit, pinned)
-        snapshot = following.run()
-        work += following.state.work
-        if snapshot is not None or not following.missed or work > _WORK:
+        simulation = _Following(choices, limit, pinned)
+        snapshot = simulation.run()
+        work += simulation.state.work
+        if snapshot is not None or not simulation.missed or work > _WORK:
             return snapshot
-        kinds = {_kind(choices, g) for g in following.missed}
+        kinds = {_kind(choices, g) for g in simulation.missed}
         pinned |= {g for g in choices.free if _kind(choices, g) in kinds}
     return None
 
 
 def _kind(choices: Choices, g: int) -> tuple[object, ...]:
-    """What gaps have in common of which one step of an unrolled network has one each, such as sums of gradients."""
+    """Return a key that similar gaps share, such as the gaps of an unrolled network's time steps."""
     ops = choices.problem.graph.ops
     maker, reader = ops[choices.contents.maker[choices.content[g]]], ops[choices.end[g]]
     return maker.name, maker.module, reader.name, reader.module, choices.bytes[g]
@@ -121,15 +110,15 @@ class _Following:
     like: Choices
     limit: int
     pinned: frozenset[int] = frozenset()
-    missed: list[int] = field(default_factory=list[int])  # what could not be computed again where it was needed
+    missed: list[int] = field(default_factory=list[int])  # gaps that could not be recomputed where they were needed
     clock: float = 0.0
-    known: dict[int, Chain] = field(default_factory=dict[int, Chain])  # by resident gap, its chain at present
+    known: dict[int, Chain] = field(default_factory=dict[int, Chain])  # by resident gap, its present chain
     seen_by: dict[int, set[int]] = field(
         default_factory=dict[int, set[int]]
-    )  # content -> gaps whose known chain saw it
+    )  # content -> gaps with a cached chain that depends on it
     children: dict[int, frozenset[int]] = field(
         default_factory=dict[int, frozenset[int]]
-    )  # evicted -> what it rests on
+    )  # evicted gap -> contents that its chain depends on
 
     def __post_init__(self) -> None:
         like = self.like
@@ -139,10 +128,11 @@ class _Following:
         self.size = np.array(state.bytes, dtype=np.float64)
         self.content = np.array(state.content, dtype=np.int64)
         self.resident = np.zeros(count, dtype=np.bool_)
-        self.stale = np.zeros(count, dtype=np.bool_)  # whether the chain has to be found anew
+        self.stale = np.zeros(count, dtype=np.bool_)  # whether the cached chain is out of date
         self.cost = np.full(count, np.inf)
         self.last = np.zeros(count)
-        self.below: list[float] = [0.0] * len(like.contents.storage)  # by content, seconds of what rests on it, evicted
+        # By content, the seconds of evicted contents that depend on it.
+        self.below: list[float] = [0.0] * len(like.contents.storage)
         self.opening: dict[int, list[int]] = {}
         self.closing: dict[int, list[int]] = {}
         for g in state.free:
@@ -155,9 +145,9 @@ class _Following:
             self.dying.setdefault(op, []).append(content)
 
     def run(self) -> Snapshot | None:
-        """Follow the step; None, with the reason in ``missed``, where something does not fit."""
+        """Simulate the step; None, with the gaps in ``missed``, if an op does not fit."""
         state, contents = self.state, self.like.contents
-        self.held = state.held.copy()  # without what is evicted
+        self.held = state.held.copy()  # without evicted gaps
         for op, seconds in enumerate(contents.seconds):
             due = [g for g in self.closing.get(op, ()) if state.kind[g] == AGAIN and state.fetch[g] == op]
             for g in self.closing.get(op, ()):
@@ -166,7 +156,7 @@ class _Following:
             need, locked = self._takes(op, chain)
             more = _MORE
             while not self._make_room(op, need, locked):
-                # What the chain starts from may go as well: then it makes that, too.
+                # Evict an input of the chain, which then recomputes it.
                 more -= 1
                 if not due or more < 0 or not self._evict_one(op, locked):
                     return self._missed(due)
@@ -191,19 +181,19 @@ class _Following:
         self.missed = due
 
     def _takes(self, op: int, chain: Chain | None) -> tuple[int, frozenset[int]]:
-        """Bytes that an op takes with its chain, and the contents that must not be evicted for it."""
-        alone = int(self.state.alone[op])
+        """Return the bytes of an op with its chain, and the contents that must stay for it."""
+        op_bytes = int(self.state.alone[op])
         if chain is None:
-            return alone, frozenset()
-        return max(alone, self.like.contents.before[op] - chain.held + chain.bytes), chain.links.seen
+            return op_bytes, frozenset()
+        return max(op_bytes, self.like.contents.before[op] - chain.held + chain.bytes), chain.links.seen
 
     def _evict_one(self, op: int, among: frozenset[int]) -> bool:
-        """Evict what the heuristic says of these contents; False if none of them is there to be evicted."""
+        """Evict the cheapest of these contents by the heuristic; return False if there is no such gap."""
         allowed = self.resident & np.isin(self.content, list(among))
         return self._evict_first(op, allowed)
 
     def _make_room(self, op: int, need: int, locked: frozenset[int]) -> bool:
-        """Evict what the heuristic says until an op with its chain fits; False if nothing is left to evict."""
+        """Evict by the heuristic until an op with its chain fits; return False if no more can be evicted."""
         if self.held[op] + need <= self.limit:
             return True
         allowed = self.resident.copy()
@@ -217,14 +207,14 @@ class _Following:
         return True
 
     def _evict_first(self, op: int, allowed: NDArray[np.bool_]) -> bool:
-        """Evict the one for which the heuristic is least, and allow it no more; False if none can be."""
-        least = _LEAST_STALE * (self.clock + 1e-12)
+        """Evict the allowed gap with the smallest heuristic and disallow it; return False without one."""
+        min_age = _LEAST_STALE * (self.clock + 1e-12)
         open_now = np.flatnonzero(allowed)
         if not len(open_now):
             return False
         for g in open_now[self.stale[open_now]].tolist():
             self._rate(op, g)
-        score = self.cost[open_now] / (self.size[open_now] * np.maximum(self.clock - self.last[open_now], least))
+        score = self.cost[open_now] / (self.size[open_now] * np.maximum(self.clock - self.last[open_now], min_age))
         g = int(open_now[score.argmin()])
         if not np.isfinite(self.cost[g]):
             return False
@@ -233,23 +223,22 @@ class _Following:
         return True
 
     def _rate(self, op: int, g: int) -> None:
-        """Find what computing a gap's content again would take now."""
         state = self.state
         self.stale[g] = False
-        found = state.chain(op, (g,))
+        chain = state.chain(op, (g,))
         content = state.content[g]
-        old = self.known.pop(g, None)
-        before = frozenset[int]() if old is None else old.links.seen
-        now = frozenset[int]() if found is None else found.links.seen
-        for seen in before - now:
-            self.seen_by[seen].discard(g)
-        for seen in now - before:
-            self.seen_by.setdefault(seen, set()).add(g)
-        if found is None:
+        cached = self.known.pop(g, None)
+        dependencies = frozenset[int]() if cached is None else cached.links.seen
+        new_dependencies = frozenset[int]() if chain is None else chain.links.seen
+        for dependency in dependencies - new_dependencies:
+            self.seen_by[dependency].discard(g)
+        for dependency in new_dependencies - dependencies:
+            self.seen_by.setdefault(dependency, set()).add(g)
+        if chain is None:
             self.cost[g] = np.inf
             return
-        self.known[g] = found
-        self.cost[g] = found.seconds + self.below[content]
+        self.known[g] = chain
+        self.cost[g] = chain.seconds + self.below[content]
 
     def _evict(self, op: int, g: int) -> None:
         state, contents = self.state, self.like.contents
@@ -258,24 +247,24 @@ class _Following:
         self.held[op : state.end[g]] -= state.bytes[g]
         self.resident[g] = False
         chain = self.known.pop(g)
-        for seen in chain.links.seen:
-            self.seen_by[seen].discard(g)
-        rests = chain.links.seen - {content}
-        self.children[g] = rests
-        own = contents.seconds[contents.maker[content]]
-        for other in rests:
-            self.below[other] += own
+        for dependency in chain.links.seen:
+            self.seen_by[dependency].discard(g)
+        dependencies = chain.links.seen - {content}
+        self.children[g] = dependencies
+        maker_seconds = contents.seconds[contents.maker[content]]
+        for ancestor in dependencies:
+            self.below[ancestor] += maker_seconds
         self._changed(content)
 
     def _forget_children(self, g: int) -> None:
         contents = self.like.contents
         content = self.state.content[g]
-        own = contents.seconds[contents.maker[content]]
-        for other in self.children.pop(g, ()):
-            self.below[other] -= own
+        maker_seconds = contents.seconds[contents.maker[content]]
+        for child in self.children.pop(g, ()):
+            self.below[child] -= maker_seconds
 
     def _bring_back(self, op: int, chain: Chain) -> None:
-        """What a chain has made and a later op needs is there again."""
+        """Mark contents as resident that a chain has made and a later op needs."""
         state = self.state
         for content in sorted(chain.links.made):
             self._changed(content)
@@ -288,6 +277,6 @@ class _Following:
                     self._forget_children(g)
 
     def _changed(self, content: int) -> None:
-        """A content has come or gone: what rested on it costs something else now."""
+        """Mark the chains out of date that depend on a content that was evicted or made."""
         for g in self.seen_by.get(content, ()):
             self.stale[g] = True

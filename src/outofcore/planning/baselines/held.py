@@ -1,7 +1,6 @@
-"""Bytes that are held at each op under a choice of decisions, found from the graph alone.
+"""Bytes held at each op under some decisions, counted from the graph alone.
 
-As in program order: room is counted as taken from ``fetch_at`` and as free from ``release_by``. What exists
-only while something is computed again is not counted.
+Room counts as taken from ``fetch_at`` and as free from ``release_by``. Temporaries of recomputation are not counted.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from outofcore.planning.problem import Ints
 
 @dataclass(frozen=True)
 class Held:
-    """A step in which everything stays.
+    """The bytes of a step in which everything stays on the device.
 
     Attributes:
         graph: the step.
-        kept: for each op the bytes of large blocks that are held if nothing leaves: what the op touches, its
-            workspace, and what lies between two uses.
+        kept: bytes of large blocks at each op without eviction: tensors it touches, its workspace, and open gaps.
     """
 
     graph: StepGraph
@@ -33,7 +31,6 @@ class Held:
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Held:
-        """What a step holds in which everything stays."""
         n = len(graph.ops)
         change = np.zeros(n + 1, dtype=np.int64)
         for storage in graph.storages:
@@ -44,11 +41,10 @@ class Held:
         return Held(graph, np.array(large_needs(graph, costs), dtype=np.int64) + np.cumsum(change)[:-1])
 
     def bytes_of(self, gap: Gap) -> int:
-        """Bytes that a gap's storage takes."""
         return placed_bytes(self.graph.storages[gap.storage].bytes)
 
     def under(self, decisions: Iterable[Decision]) -> Ints:
-        """For each op the bytes that are held under decisions, each about another gap."""
+        """Return for each op the bytes held under decisions, each about another gap."""
         n = len(self.kept)
         change = np.zeros(n + 1, dtype=np.int64)
         for decision in decisions:
@@ -56,12 +52,12 @@ class Held:
         return self.kept + np.cumsum(change)[:-1]
 
     def peak(self, decisions: Iterable[Decision]) -> int:
-        """The most bytes that are held under decisions."""
+        """Return the most bytes held under decisions."""
         return int(self.under(decisions).max(initial=0))
 
 
 def _add(change: Ints, n: int, first: int, last: int, count: int) -> None:
-    """Note ``count`` bytes over [first, last), in indices that run on into the next step."""
+    """Add ``count`` bytes over [first, last), in indices that run on into the next step."""
     for begin, end in ((first, min(last, n)), (max(first - n, 0), last - n)):
         if begin < end:
             change[begin] += count

@@ -1,4 +1,4 @@
-"""Every feature map is kept, swapped or computed again, as a simulation finds best: PoocH (arXiv 1907.05013)."""
+"""Keep, swap or recompute each feature map by simulation: PoocH (arXiv 1907.05013)."""
 
 from __future__ import annotations
 
@@ -18,40 +18,32 @@ from outofcore.planning.policy import Asked, Checked
 
 @dataclass(frozen=True)
 class PoocH(Checked):
-    """Each feature map is kept, swapped or computed again, by a simulated timeline.
+    """Keeps, swaps or recomputes each feature map, by a simulated timeline.
 
     Ito, Imai, Le, Negishi, Kawachiya, Matsumiya & Endo, "Profiling based Out-of-core Hybrid Method for Large Neural
-    Networks" (arXiv 1907.05013), section 4. An iteration in which everything is swapped is profiled; then the feature
-    maps, which the forward pass leaves for the backward pass, are classified with a simulation of the timeline:
+    Networks" (arXiv 1907.05013), section 4. A simulation classifies the feature maps, which wait for the backward pass:
 
-    1. Keep or swap: all are swapped at first. Of those whose copy-in held the backward pass up, a tree search tries
-       to keep one after the other. At each node of it, those whose copy-out held the forward pass up, the last made
-       first, are kept up to the first that does not fit; then of all others, in the same order, what fits.
-    2. Swap or recompute: for each that is still swapped, the seconds that computing it again adds, against those that
-       swapping it adds, each beside keeping it for nothing. What adds nothing by being swapped, or no less by being
-       computed again, stays swapped for good; of the others that with the least ratio is computed again, the
-       simulation is asked anew, and so on until none is left.
-    3. Copies-in: hoisted to the earliest op from which on their room is free, then delayed as far as that leaves them
-       hidden. Both timings are simulated, and the better one is taken.
+    - Keep or swap: all are swapped at first. A tree search tries to keep, one after the other, maps whose copy-in
+      stalled the backward pass. At each node, maps whose copy-out stalled the forward pass are kept, the last made
+      first, up to the first that does not fit; then all others that fit, in the same order.
+    - Swap or recompute: the map with the smallest ratio of seconds added by recomputing to those added by swapping is
+      recomputed, the ratios are simulated again, and so on while one is below 1.
+    - Copies-in are hoisted to the earliest op from which their room is free, then delayed as far as they stay hidden.
+      Both timings are simulated; the better one is used.
 
         forward    A1 A2 A3 A4 A5 | turn      A4, A5  keep: used soonest, and they fit
         home       A1 ->   A3 ->              A1, A3  swap: their copies hide behind the convolutions
-        backward   A5 A4 (A3 in) (A2 again) (A1 in)   A2  recompute: dearer to copy than to run again
+        backward   A5 A4 (A3 in) (A2 again) (A1 in)   A2  recompute: slower to copy than to run again
 
-    Different from the paper (the authors' code is ``optimize_swap_targets`` in ``chainer/training/trainer.py`` of
-    their fork of Chainer, in which the tree search is switched off): a feature map is any storage that waits over the
-    turn, with several uses beyond it if it has them, and what a chain makes on its way to one recomputed map serves
-    the others too. In step 2 ratios that an earlier choice has made old are computed anew when they come up as the
-    least, which gives the same choices as long as ratios only grow. In networks of so many maps that this would take
-    more than ``effort``, neighbours in rank are judged together, and the tree search ends with it. Copies are timed
-    with the links' rates, not by a profiled iteration. Storages below 64 KiB stay. Of several homes the farthest is
-    used. Without homes there is no plan unless everything fits: the search starts where all maps are swapped. As in
-    the paper parameters, gradients, optimizer states and what lives in one pass only stay, and inputs are there from
-    the start.
+    Different from the paper (the authors' code is ``optimize_swap_targets`` of their fork of Chainer): a feature map is
+    any storage that waits over the turn. A chain's intermediate results serve other maps, too. Ratios are updated only
+    when they come up as the smallest. ``effort`` limits the simulations. Copies are timed by the links' rates. Storages
+    below 64 KiB stay. Of several homes the farthest is used; without homes there is no plan unless everything fits. As
+    in the paper, parameters, gradients, optimizer states and storages of one pass stay, and inputs are there from the
+    start.
 
     Attributes:
-        effort: ops that the simulations of step 2 may run through for one plan, and a quarter as many for the tree
-            search.
+        effort: ops that the simulations of ratios may run for one plan; the tree search may run a quarter of it.
 
     >>> PoocH(effort=100_000)
     PoocH(effort=100000)
@@ -61,38 +53,25 @@ class PoocH(Checked):
     effort: int = 500_000
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         super().__post_init__()
         self.require("effort", self.effort >= 0, "0 or more")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """The one plan for each number of bytes."""
-
-        def plan(one: Costs, room: int) -> Plan:
-            return pooch(graph, one, room, effort=self.effort)
+        def plan(home_costs: Costs, room: int) -> Plan:
+            return pooch(graph, home_costs, room, effort=self.effort)
 
         return (for_one_home(graph, costs, plan),) if costs.homes else ()
 
 
 def pooch(graph: StepGraph, costs: Costs, budget: int, *, effort: int = 500_000) -> Plan:
-    """Plan a step by classification.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed.
-        budget: bytes of large blocks that may be resident.
-        effort: see ``PoocH``.
-
-    Raises:
-        BudgetError: it does not fit even with every feature map away.
-    """
+    """Plan a step by classification (see ``PoocH``); raise ``BudgetError`` if swapping all is not enough."""
     trials = Trials.of(graph, costs, budget)
     in_core = trials.run([Class.KEEP] * len(trials.maps))
     if in_core is not None:
         return Plan("pooch", budget, in_core.decisions)
     classes = [Class.SWAP] * len(trials.maps)
     if not costs.homes or trials.run(classes) is None:
-        raise BudgetError(f"with every feature map away more than {budget} bytes are needed")
+        raise BudgetError(f"the step needs more than {budget} bytes even with every feature map swapped")
     search = _Search(trials, effort)
     _, classes = search.keep(classes, frozenset())
     return Plan("pooch", budget, search.recompute(classes).decisions)
@@ -104,57 +83,48 @@ class _Search:
     effort: int
     visited: int = field(default=0)  # nodes of the tree search
 
-    def keep(self, classes: list[Class], settled: frozenset[int]) -> tuple[float, list[Class]]:
-        """Step 1, from a node of the tree on; returns seconds and classes of the best that was found.
-
-        Args:
-            classes: at this node.
-            settled: maps that need not be tried, since a node before did.
-        """
+    def keep(self, classes: list[Class], tried: frozenset[int]) -> tuple[float, list[Class]]:
+        """Run step 1 from a node of the tree, without ``tried`` maps; return the best seconds and classes."""
         self.visited += 1
         trial = self.trials.run(classes)
         if trial is None:
             return inf, classes
         best = self._filled(classes, trial.stalling_out)
-        for m in sorted(trial.stalling_in - settled, key=lambda m: (self.trials.maps[m].end, m)):
+        for m in sorted(trial.stalling_in - tried, key=lambda m: (self.trials.maps[m].end, m)):
             if self.visited * self.trials.ops * 8 > self.effort:
                 break
-            settled = settled | {m}
-            found = self.keep([*classes[:m], Class.KEEP, *classes[m + 1 :]], settled)
-            best = min(best, found, key=lambda pair: pair[0])
+            tried = tried | {m}
+            candidate = self.keep([*classes[:m], Class.KEEP, *classes[m + 1 :]], tried)
+            best = min(best, candidate, key=lambda pair: pair[0])
         return best
 
     def _filled(self, classes: list[Class], stalling: frozenset[int]) -> tuple[float, list[Class]]:
-        """What is in the way of the forward pass stays, then whatever fits."""
-        found, room = list(classes), self.trials.least_room(classes)
-        order = sorted(range(len(found)), key=lambda m: (-self.trials.maps[m].start, m))
+        """Keep the maps that stall the forward pass, then all others that fit."""
+        filled, room = list(classes), self.trials.least_room(classes)
+        order = sorted(range(len(filled)), key=lambda m: (-self.trials.maps[m].start, m))
         for maps, stops in (([m for m in order if m in stalling], True), (order, False)):
             for m in maps:
-                if found[m] is Class.SWAP:
+                if filled[m] is Class.SWAP:
                     if self.trials.take(room, m):
-                        found[m] = Class.KEEP
+                        filled[m] = Class.KEEP
                     elif stops:
                         break
-        trial = self.trials.run(found)
-        return (inf if trial is None else trial.seconds), found
+        trial = self.trials.run(filled)
+        return (inf if trial is None else trial.seconds), filled
 
     def recompute(self, classes: list[Class]) -> Trial:
-        """Step 2: what has the least ratio is computed again, as long as one is below 1.
-
-        Args:
-            classes: that fit.
-        """
+        """Run step 2: recompute the map with the smallest ratio, as long as one is below 1."""
         trials, classes, now = self.trials, list(classes), self._run(classes)
-        swapped = [m for m, found in enumerate(classes) if found is Class.SWAP and trials.can_recompute(m)]
-        together = 3 * len(swapped) * trials.ops // max(self.effort, 1) + 1
-        if together > 1:
+        swapped = [m for m, map_class in enumerate(classes) if map_class is Class.SWAP and trials.can_recompute(m)]
+        group_size = 3 * len(swapped) * trials.ops // max(self.effort, 1) + 1
+        if group_size > 1:
             swapped.sort(key=lambda m: (trials.chain_seconds(m, classes) / (trials.copy_seconds(m) or 1e-12), m))
-        groups = [tuple(swapped[i : i + together]) for i in range(0, len(swapped), together)]
-        queue = [(0.0, g, -1) for g in range(len(groups))]  # the ratio, the group, how many choices it knows of
+        groups = [tuple(swapped[i : i + group_size]) for i in range(0, len(swapped), group_size)]
+        queue = [(0.0, g, -1) for g in range(len(groups))]  # ratio, group, number of choices when it was computed
         chosen = 0
         while queue:
-            _, g, known = heappop(queue)
-            if known == chosen:
+            _, g, version = heappop(queue)
+            if version == chosen:
                 for m in groups[g]:
                     classes[m] = Class.RECOMPUTE
                 now, chosen = self._run(classes), chosen + 1
@@ -167,17 +137,17 @@ class _Search:
     def _run(self, classes: list[Class]) -> Trial:
         trial = self.trials.run(classes)
         if trial is None:
-            raise BudgetError("the feature maps that are computed again do not fit")
+            raise BudgetError("the recomputed feature maps do not fit")
         return trial
 
     def _ratio(self, classes: list[Class], group: tuple[int, ...], now: Trial) -> float:
-        """Seconds that computing a group again adds, over those that swapping it adds; none, or no fit: infinity."""
+        """Return the ratio of the seconds added by recomputing a group to those added by swapping it."""
 
-        def classed(how: Class) -> list[Class]:
-            return [how if m in group else found for m, found in enumerate(classes)]
+        def with_class(new_class: Class) -> list[Class]:
+            return [new_class if m in group else map_class for m, map_class in enumerate(classes)]
 
-        free, again = self.trials.without_copies(group).run(classes), classed(Class.RECOMPUTE)
-        if free is None or now.seconds <= free.seconds or self.trials.run(again) is None:
+        without_copies, recomputed = self.trials.without_copies(group).run(classes), with_class(Class.RECOMPUTE)
+        if without_copies is None or now.seconds <= without_copies.seconds or self.trials.run(recomputed) is None:
             return inf
-        added = self.trials.compute_seconds(again) - self.trials.compute_seconds(classed(Class.KEEP))
-        return added / (now.seconds - free.seconds)
+        added = self.trials.compute_seconds(recomputed) - self.trials.compute_seconds(with_class(Class.KEEP))
+        return added / (now.seconds - without_copies.seconds)

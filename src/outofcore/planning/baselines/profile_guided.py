@@ -19,26 +19,24 @@ from outofcore.units import PAGE_BYTES, round_up
 
 @dataclass(frozen=True)
 class ProfileGuided(Checked):
-    """Nothing leaves the device, and one rule gives the addresses.
+    """In-core training with addresses by one rule: best fit over the skyline.
 
     Sekiyama, Imamichi, Imai & Raymond, "Profile-guided memory optimization for deep neural networks" (arXiv
-    1804.10001), section 3: the lowest free offset over time is a skyline. Of its lowest segment, the leftmost of
-    equals, it is asked which blocks have their lifetime within it; the longest-lived of these is placed there. Where
-    there is none, the segment is raised to its lower neighbour.
+    1804.10001), section 3. The lowest free offset over time is a skyline. Of the blocks whose lifetime is within its
+    lowest segment (the leftmost of equals), the longest-lived is placed there. If no block fits, the segment is raised
+    to its lower neighbour.
 
-        offset ^        |  C  |            the lowest segment is that above B; D lives longer than E, and lies within it
-               |  A     |-----|=====       so D comes next, then E beside it or above
+        offset ^        |  C  |            the lowest segment is that above B; D lives longer than E, and
+               |  A     |-----|=====       is within it, so D comes next, then E next to it or above
                |--------|  B       |
                +------------------------> time
 
-    There is a plan where these addresses stay within the budget. It says what the rule alone needs: other policies
-    take the lowest of several placements, and search further.
+    It has a plan if these addresses stay within the budget. Other policies use the lowest of several placements.
 
-    Different from the paper: lifetimes and sizes come from the captured step, and what ops ask for beside that (their
-    workspaces) from measurements of each; what is resident when a step ends is one block around the end of time.
-    Small blocks (below 64 KiB) lie below the others, so that large ones are aligned to pages, and what lives through
-    the whole step lies lowest. Left out: to plan again at a request that differs, which a compiled step does with
-    every policy; and to interrupt the plan outside of the step, since nothing else is allocated in the arena.
+    Different from the paper: lifetimes and sizes come from the captured step, and workspaces of ops from measurements.
+    A block that is resident at the end of a step wraps around the end of time. Small blocks (below 64 KiB) are below
+    the others, and blocks that live through the whole step are lowest. Left out: reoptimization and interruption of a
+    plan.
 
     >>> ProfileGuided().name
     'profile-guided'
@@ -47,19 +45,12 @@ class ProfileGuided(Checked):
     name = "profile-guided"
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """The one plan there is, whatever the room; ``placed`` gives it its addresses."""
         return (keep_all,)
 
     def placed(self, graph: StepGraph, costs: Costs, budget: int) -> Planned | None:
-        """The plan with its addresses, or None where they exceed the budget.
-
-        Args:
-            graph: the step.
-            costs: of which only the workspaces matter.
-            budget: bytes of the arena.
-        """
-        everything = all_staying(graph, keep_all(budget)) if graph.gradients_left else keep_all(budget)
-        plans = dict.fromkeys((everything, keep_all(budget)))
+        """Return the plan with its addresses; None if they exceed the budget."""
+        keep_gradients = all_staying(graph, keep_all(budget)) if graph.gradients_left else keep_all(budget)
+        plans = dict.fromkeys((keep_gradients, keep_all(budget)))
         for plan in plans:
             program = _placed(lower(graph, costs, plan))
             if program.arena_bytes <= budget:
@@ -68,15 +59,14 @@ class ProfileGuided(Checked):
 
 
 def _placed(program: Program) -> Program:
-    """A program with the addresses of the rule."""
     small = [block for block in program.blocks if not is_large(block.bytes)]
     large = [block for block in program.blocks if is_large(block.bytes)]
     offsets: dict[int, int] = {}
     top = 0
     for blocks in (small, large):
         base = round_up(top, PAGE_BYTES)
-        found = best_fit([rectangle_of(block, len(program.instructions)) for block in blocks])
-        offsets |= {block.id: base + offset for block, offset in zip(blocks, found.offsets, strict=True)}
-        top = base + found.height
+        packing = best_fit([rectangle_of(block, len(program.instructions)) for block in blocks])
+        offsets |= {block.id: base + offset for block, offset in zip(blocks, packing.offsets, strict=True)}
+        top = base + packing.height
     blocks = tuple(Block(b.id, b.storage, b.bytes, b.born, b.dies, b.wraps, offsets[b.id]) for b in program.blocks)
     return replace(program, blocks=blocks, arena_bytes=top)

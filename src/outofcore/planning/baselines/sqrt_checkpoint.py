@@ -1,4 +1,4 @@
-"""Checkpoints at the borders of segments, everything between them computed again (arXiv 1604.06174)."""
+"""Checkpoints at the borders of segments, with everything between recomputed (arXiv 1604.06174)."""
 
 from __future__ import annotations
 
@@ -17,37 +17,33 @@ from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.baselines.waiting import waiting_gaps
 from outofcore.planning.policy import Asked, Checked
 
-# How far from an equal cut a border may lie, as a share of a segment.
+# Maximum distance of a border from an equal cut, as a share of a segment.
 _REACH = 1 / 3
 
 
 @dataclass(frozen=True)
 class SqrtCheckpoint(Checked):
-    """Segments of which only the borders are kept.
+    """Keeps the borders of segments and recomputes the other storages of each segment.
 
-    Chen, Xu, Zhang & Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174), section 4: a chain
-    of n layers is cut into segments; only what crosses a border is kept, and when the backward pass comes to a
-    segment, the segment's forward ops run again, once, for all that it needs. With sqrt(n) segments of equal size,
-    O(sqrt(n)) memory does for one more forward pass.
+    Chen, Xu, Zhang & Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174), section 4. A chain
+    of n layers is cut into segments, and only tensors that cross a border are kept. When the backward pass reaches a
+    segment, its forward ops run again once. With sqrt(n) segments of equal size, O(sqrt(n)) memory suffices, at the
+    cost of one more forward pass.
 
         forward    |--- segment 1 ---|--- segment 2 ---|--- segment 3 ---| turn
-        backward                                         <-- as it is -- |
+        backward                                         <- kept as is -- |
                      <- 1 runs again   <- 2 runs again
 
-    Different from the paper, adapted to a graph of ops: the forward pass ends at the *turn*, the op over which most
-    bytes wait for later uses. Segments are equal in the bytes that wait in them (4.2 searches a budget for each
-    segment instead; here numbers of segments are tried); within reach of an equal cut, a border lies where what
-    crosses it is there for the backward pass anyway (what is not, a later segment would have to make again from
-    further up), and where it is smallest. What is to be kept is found from the graph, not named by the user. The last
-    segment is not computed again.
-
-    Left out: the recursive form (section 4.3), with O(log n) memory for O(n log n) time; and automatic in-place ops,
-    since a captured step runs the ops that PyTorch runs. Parameters, gradients and optimizer states always stay, so the
-    smallest budget is far above that of policies that offload. Nothing is copied but inputs and outputs.
+    Different from the paper: the forward pass ends at the *turn*, the op over which most bytes wait for later uses.
+    Segments are equal in waiting bytes; numbers of segments are tried instead of budgets (4.2). Near an equal cut, a
+    border is where the crossing tensors wait for the backward pass anyway, and where they are smallest. The last
+    segment is not recomputed. Left out: the recursive form (4.3) and automatic in-place ops. Parameters, gradients and
+    optimizer states stay, so the smallest budget is far above that of policies that offload. Only inputs and outputs
+    are copied.
 
     Attributes:
-        segments: how many; None: the root of the number of storages that wait over the turn, and some numbers up to
-            four times more and fewer, of which the quickest plan is taken.
+        segments: number of segments. None: the root of the number of waiting storages, and some numbers up to four
+            times more and fewer, of which the fastest plan is used.
 
     >>> SqrtCheckpoint(segments=4)
     SqrtCheckpoint(segments=4)
@@ -57,25 +53,17 @@ class SqrtCheckpoint(Checked):
     segments: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         super().__post_init__()
         self.require("segments", self.segments is None or self.segments >= 1, "1 or more")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """One plan for each number of segments, whatever the room."""
         counts = segment_counts(graph) if self.segments is None else (self.segments,)
         plans = [sqrt_checkpoint(graph, budget, segments=count) for count in counts]
         return [lambda room, plan=plan: plan for plan in plans]
 
 
 def sqrt_checkpoint(graph: StepGraph, budget: int, *, segments: int | None = None) -> Plan:
-    """Plan a step by checkpoints.
-
-    Args:
-        graph: the step.
-        budget: bytes, noted in the plan; this policy does the same whatever the budget.
-        segments: how many; by default the root of the number of storages that wait over the turn.
-    """
+    """Plan a step by checkpoints (see ``SqrtCheckpoint``); ``budget`` is only recorded in the plan."""
     waiting = waiting_gaps(graph)
     count = max(isqrt(len(waiting)), 1) if segments is None else segments
     decisions = sorted(_Checkpoints.of(graph, waiting, count).decisions(), key=lambda d: d.gap)
@@ -83,7 +71,7 @@ def sqrt_checkpoint(graph: StepGraph, budget: int, *, segments: int | None = Non
 
 
 def segment_counts(graph: StepGraph) -> tuple[int, ...]:
-    """Numbers of segments worth trying, the published one first (the paper's search over budgets, section 4.2)."""
+    """Return the numbers of segments to try, the published one first."""
     root = max(isqrt(len(waiting_gaps(graph))), 1)
     tries = [root, *(round(root * 2**step) for step in (-0.5, 0.5, -1, 1, -2, 2))]
     return tuple(dict.fromkeys(max(count, 1) for count in tries))
@@ -95,14 +83,16 @@ class _Checkpoints:
     history: History
     waiting: tuple[Gap, ...]  # in order of their storages
     turn: int
-    borders: tuple[int, ...]  # ops that begin a segment, without the first; beyond the last all is kept
+    borders: tuple[int, ...]  # ops that begin a segment, without the first; after the last everything is kept
 
     @staticmethod
     def of(graph: StepGraph, waiting: tuple[Gap, ...], count: int) -> _Checkpoints:
         turn = min((gap.end for gap in waiting), default=0)
         crossing = _crossing(graph, {gap.storage for gap in waiting}, turn)
-        made = sorted((graph.creator[gap.storage], placed_bytes(graph.storages[gap.storage].bytes)) for gap in waiting)
-        ops, below = [op for op, _ in made], list(accumulate((size for _, size in made), initial=0))
+        created = sorted(
+            (graph.creator[gap.storage], placed_bytes(graph.storages[gap.storage].bytes)) for gap in waiting
+        )
+        ops, below = [op for op, _ in created], list(accumulate((size for _, size in created), initial=0))
         waits = [below[bisect_left(ops, op)] for op in range(turn + 1)]  # bytes made before each op that wait
         borders: list[int] = []
         for number in range(1, count):
@@ -114,19 +104,19 @@ class _Checkpoints:
         return _Checkpoints(graph, History.of(graph), waiting, turn, tuple(borders))
 
     def decisions(self) -> Iterator[Decision]:
-        """The gaps to recompute, all of one segment at once when the first of them ends."""
+        """Yield the gaps to recompute: all of one segment when the first of them ends."""
         graph, history = self.graph, self.history
-        kept: set[int] = set()
+        checkpoints: set[int] = set()
         for border in self.borders:
             for gap in self.waiting:
                 uses = graph.uses[gap.storage]
                 at = bisect_left(uses, border)
                 if uses[0] < border and at < len(uses) and uses[at] < self.turn:
-                    kept.add(gap.storage)
+                    checkpoints.add(gap.storage)
         dropped = {
             gap.storage
             for gap in self.waiting
-            if gap.storage not in kept and self.borders and graph.creator[gap.storage] < self.borders[-1]
+            if gap.storage not in checkpoints and self.borders and graph.creator[gap.storage] < self.borders[-1]
         }
         for first, last in pairwise((0, *self.borders)):
             gaps = [g for g in self.waiting if g.storage in dropped and first <= graph.creator[g.storage] < last]
@@ -134,42 +124,39 @@ class _Checkpoints:
                 continue
             fetch = min(gap.end for gap in gaps)
             is_held = self._held_at(fetch, dropped)
-            made: set[Content] = set()  # of these it is known that they can be made, so no chain is followed twice
+            computable: set[Content] = set()  # contents that can be recomputed, so that no chain is followed twice
 
             def at_hand(
-                content: Content, is_held: Callable[[Content], bool] = is_held, made: set[Content] = made
+                content: Content, is_held: Callable[[Content], bool] = is_held, computable: set[Content] = computable
             ) -> bool:
-                return content in made or is_held(content)
+                return content in computable or is_held(content)
 
             for gap in sorted(gaps, key=lambda gap: graph.creator[gap.storage]):
-                wanted = (gap.storage, history.version_at(gap.storage, fetch))
+                target = (gap.storage, history.version_at(gap.storage, fetch))
                 try:
-                    replay(history, [wanted], at_hand)
+                    replay(history, [target], at_hand)
                 except GraphError:
-                    dropped.discard(gap.storage)  # it stays, and others may be made from it
+                    dropped.discard(gap.storage)  # it stays resident, so others may be recomputed from it
                     continue
-                made.add(wanted)
+                computable.add(target)
                 yield Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch)
 
     def _held_at(self, op: int, dropped: set[int]) -> Callable[[Content], bool]:
-        """Which contents are surely on the device or at home right before an op."""
+        """Return a predicate for contents that are surely on the device or at home right before an op."""
         graph, history = self.graph, self.history
         always_held = history.always_held(op)
 
-        def held(content: Content) -> bool:
+        def is_held(content: Content) -> bool:
             storage, version = content
             uses = graph.uses[storage]
             is_alive = storage not in dropped and uses[0] < op <= history.last_op_with(content, uses[-1])
             return always_held(content) or (is_alive and version == history.version_at(storage, op))
 
-        return held
+        return is_held
 
 
 def _crossing(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[int, int]]:
-    """For a border before each op: the bytes that cross it and do not wait for the backward pass, and all that cross.
-
-    What waits, but is written once more after the border, does not wait as it crosses.
-    """
+    """For a border before each op, return the crossing bytes that do not wait over the turn, and all."""
     writes = History.of(graph).writes
     lost = [0] * (turn + 2)
     whole = [0] * (turn + 2)
@@ -178,6 +165,7 @@ def _crossing(graph: StepGraph, waiting: set[int], turn: int) -> Sequence[tuple[
         if not ahead or creator >= turn:
             continue
         count = placed_bytes(graph.storages[storage].bytes)
+        # A storage that waits but is written again after the border does not wait as it crosses.
         steady = max(op for op in writes[storage] if op < turn) if storage in waiting else ahead[-1]
         for change, last in ((whole, ahead[-1]), (lost, min(steady, ahead[-1]))):
             change[creator + 1] += count

@@ -1,4 +1,4 @@
-"""What is dear to compute is offloaded, what is cheap is computed again: SuperNeurons (arXiv 1801.04380)."""
+"""Offload tensors that are slow to compute, recompute the others: SuperNeurons (arXiv 1801.04380)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outofcore.planning.baselines.one_home import for_one_home
 from outofcore.planning.baselines.waiting import waiting_gaps
 from outofcore.planning.policy import Asked, Checked
 
-# An op is heavy if a byte takes it so many times as long as it takes the median op.
+# An op is heavy if it takes this many times the median op's seconds per byte.
 _HEAVY = 2.0
 
 
@@ -26,33 +26,31 @@ _HEAVY = 2.0
 class SuperNeurons(Checked):
     """Liveness, a tensor pool and cost-aware recomputation, adapted from layers to ops.
 
-    Wang et al., "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (PPoPP 2018,
-    arXiv 1801.04380), section 3:
+    Wang et al., "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (PPoPP 2018, arXiv
+    1801.04380), section 3:
 
-    - Liveness (3.2): what has no further use is dropped. Every program does that.
-    - Unified tensor pool (3.3): *checkpoints* go home, and come back one checkpoint ahead in the backward pass. A
-      cache on the device keeps as many of them as there is room for; the least recently used leave first.
-    - Cost-aware recomputation (3.4): what lies between two checkpoints, a *segment*, is dropped and computed again.
-      Where a segment takes no more than the neediest op it comes back at once and stays (speed-centric), else
-      each part of it is computed when it is needed, and nothing else of it stays (memory-centric).
+    - Unified tensor pool (3.3): *checkpoints* go home, and are fetched one checkpoint ahead in the backward pass. A
+      cache on the device keeps as many of them as fit; the least recently used are evicted first.
+    - Cost-aware recomputation (3.4): the storages between two checkpoints, a *segment*, are dropped and recomputed. If
+      a segment takes no more than the neediest op, it is recomputed at once and stays (speed-centric). If it takes
+      more, each storage is recomputed when it is needed, and is then dropped (memory-centric).
 
         forward    C1 - s - s - C2 - s - C3 ...      C: conv, linear, join, fork; s: batch norm, relu, dropout
         home       C1 ------>   C2 -->               copied out while the next ones are computed
-        backward   ... C3   [C2 s] C2   [C1 s s] C1  copied in one ahead; [ ]: computed again, from the checkpoint
+        backward   ... C3   [C2 s] C2   [C1 s s] C1  copied in one ahead; [ ]: recomputed, from the checkpoint
 
-    Checkpoints are the results of heavy ops (the paper's convolutions and fully connected layers; here those
-    that take more than twice as long per byte as the median op, since a graph need not say what its ops
-    are), of joins (ops that read two storages of the step, random numbers not counted), and forks (storages
-    that several ops of the forward pass read).
+    Checkpoints are the results of heavy ops, joins and forks. Heavy ops take more than twice the median seconds per
+    byte, since a graph need not name its ops (in the paper, convolutions and fully connected layers). Joins read two
+    storages of the step (random numbers aside); forks are storages that several forward ops read.
 
-    Different from the paper: all this is decided before the step, and the cache is the number of checkpoints that
-    fit. Where copies leave no room to run one checkpoint ahead, they run just in time. Storages below 64 KiB stay. Of
-    several homes the farthest is used; without any, checkpoints stay. Left out: the preallocated heap, since addresses
-    are planned; and the choice of convolution algorithms by their workspaces (3.5), since other algorithms round
-    otherwise. As in the paper parameters, gradients and optimizer states stay, and inputs are there from the start.
+    Different from the paper: decisions are made before the step, and the cache is the number of checkpoints that fit.
+    If there is no room to fetch one checkpoint ahead, they are fetched just in time. Storages below 64 KiB stay. Of
+    several homes the farthest is used; without any, checkpoints stay. Left out: the preallocated heap, and the choice
+    of algorithms by workspace (3.5), since algorithms round differently. As in the paper, parameters, gradients and
+    optimizer states stay, and inputs are there from the start.
 
     Attributes:
-        recompute: whether segments are computed again; False: they stay, and only checkpoints leave.
+        recompute: recompute segments; False: they stay, and only checkpoints are offloaded.
 
     >>> SuperNeurons(recompute=False)
     SuperNeurons(recompute=False)
@@ -62,37 +60,29 @@ class SuperNeurons(Checked):
     recompute: bool = True
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """The one plan for each number of bytes."""
-
-        def plan(one: Costs, room: int) -> Plan:
-            return superneurons(graph, one, room, recompute=self.recompute)
+        def plan(home_costs: Costs, room: int) -> Plan:
+            return superneurons(graph, home_costs, room, recompute=self.recompute)
 
         return (for_one_home(graph, costs, plan),)
 
 
 def superneurons(graph: StepGraph, costs: Costs, budget: int, *, recompute: bool = True) -> Plan:
-    """Plan a step by checkpoints that are offloaded and segments that are computed again.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed. Without homes checkpoints stay.
-        budget: bytes of large blocks that may be resident.
-        recompute: False leaves the segments where they are.
+    """Plan a step by offloaded checkpoints and recomputed segments (see ``SuperNeurons``).
 
     Raises:
-        BudgetError: it does not fit even with every checkpoint away.
+        BudgetError: the step does not fit even with every checkpoint offloaded.
     """
     parts = _Parts.of(graph, costs)
-    most = len(parts.checkpoints) if costs.homes else 0
+    max_count = len(parts.checkpoints) if costs.homes else 0
     for ahead in (True, False):
 
-        def fits(away: int, ahead: bool = ahead) -> bool:
-            return parts.held.peak(parts.decisions(away, recompute, ahead)) <= budget
+        def fits(count: int, ahead: bool = ahead) -> bool:
+            return parts.held.peak(parts.decisions(count, recompute, ahead)) <= budget
 
-        away = bisect_left(range(most + 1), True, key=fits)
-        if away <= most:
-            return Plan("superneurons", budget, parts.decisions(away, recompute, ahead))
-    raise BudgetError(f"with every checkpoint away more than {budget} bytes are needed")
+        count = bisect_left(range(max_count + 1), True, key=fits)
+        if count <= max_count:
+            return Plan("superneurons", budget, parts.decisions(count, recompute, ahead))
+    raise BudgetError(f"the step needs more than {budget} bytes even with every checkpoint offloaded")
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,7 @@ class _Parts:
     graph: StepGraph
     checkpoints: tuple[Gap, ...]  # the least recently used first
     makers: tuple[int, ...]  # the ops that make them, in order
-    segments: tuple[tuple[Gap, ...], ...]  # those between the first maker and the second, and so on
+    segments: tuple[tuple[Gap, ...], ...]  # gaps before the first maker, between it and the second, and so on
     neediest: int  # bytes that the neediest op takes by itself
     held: Held
 
@@ -125,55 +115,51 @@ class _Parts:
             Held.of(graph, costs),
         )
 
-    def decisions(self, away: int, recompute: bool, ahead: bool) -> tuple[Decision, ...]:
-        """The gaps of the first ``away`` checkpoints and, if asked for, of all segments.
-
-        ``ahead``: copies have time, as the paper gives them; otherwise room is taken as late and given
-        back as early as can be.
-        """
-        found: list[Decision] = []
-        due: dict[Gap, int] = {gap: gap.end for gap in self.checkpoints[:away]}
-        made: dict[int, list[Gap]] = {}  # by the op that makes them
+    def decisions(self, count: int, recompute: bool, ahead: bool) -> tuple[Decision, ...]:
+        """Return decisions for the first ``count`` checkpoints and, if ``recompute``, for all segments."""
+        decisions: list[Decision] = []
+        due: dict[Gap, int] = {gap: gap.end for gap in self.checkpoints[:count]}
+        checkpoints_of: dict[int, list[Gap]] = {}  # by the op that makes them
         for gap in due:
-            made.setdefault(self.graph.creator[gap.storage], []).append(gap)
+            checkpoints_of.setdefault(self.graph.creator[gap.storage], []).append(gap)
         for index, gaps in enumerate(self.segments if recompute else ()):
             together = sum(map(self._bytes, gaps)) <= self.neediest
             first = min((gap.end for gap in gaps), default=0)
             for gap in gaps:
                 fetch = max(first, gap.start + 1) if together else gap.end
-                found.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch))
-            for gap in made.get(self.makers[index - 1], ()) if gaps and index else ():
+                decisions.append(Decision(gap, Residency.RECOMPUTE, gap.start + 1, fetch))
+            for gap in checkpoints_of.get(self.makers[index - 1], ()) if gaps and index else ():
                 due[gap] = max(min(due[gap], first), gap.start + 1)
         times = sorted(set(due.values()))
         for gap, at in due.items():
             release, fetch = gap.start + 1, at
-            if ahead:
+            if ahead:  # the times of the paper; if not, room is taken as late and freed as early as possible
                 earlier = bisect_left(times, at)
                 fetch = max(times[earlier - 1] if earlier else at, release)
                 following = bisect_right(self.makers, gap.start)
                 release = min(self.makers[following] if following < len(self.makers) else release, fetch)
-            found.append(Decision(gap, Residency.OFFLOAD, max(release, gap.start + 1), fetch))
-        return tuple(sorted(found, key=lambda d: d.gap))
+            decisions.append(Decision(gap, Residency.OFFLOAD, max(release, gap.start + 1), fetch))
+        return tuple(sorted(decisions, key=lambda d: d.gap))
 
     def _bytes(self, gap: Gap) -> int:
         return placed_bytes(self.graph.storages[gap.storage].bytes)
 
 
 def _branching(graph: StepGraph, costs: Costs, waiting: tuple[Gap, ...]) -> set[int]:
-    """Storages made by heavy ops or joins, and forks."""
+    """Return the storages made by heavy ops or joins, and the forks."""
     turn = min((gap.end for gap in waiting), default=0)
-    drawn = {s for op in graph.ops if op.random for s in op.mutates + op.creates}
+    random_storages = {s for op in graph.ops if op.random for s in op.mutates + op.creates}
     forward = [op for op in graph.ops[:turn] if any(_is_made(graph, s) for s in op.creates)]
-    usual = median(_intensity(graph, costs, op) for op in forward) if forward else 0.0
+    median_intensity = median(_intensity(graph, costs, op) for op in forward) if forward else 0.0
     readers: dict[int, int] = {}
-    found: set[int] = set()
+    branching: set[int] = set()
     for op in graph.ops[:turn]:
-        read = {s for s in op.reads if _is_made(graph, s) and s not in drawn}
+        read = {s for s in op.reads if _is_made(graph, s) and s not in random_storages}
         for storage in read - set(op.mutates):
             readers[storage] = readers.get(storage, 0) + 1
-        if len(read) > 1 or _intensity(graph, costs, op) > _HEAVY * usual:
-            found.update(s for s in op.mutates + op.creates if _is_made(graph, s) and s not in drawn)
-    return found | {storage for storage, count in readers.items() if count > 1}
+        if len(read) > 1 or _intensity(graph, costs, op) > _HEAVY * median_intensity:
+            branching.update(s for s in op.mutates + op.creates if _is_made(graph, s) and s not in random_storages)
+    return branching | {storage for storage, count in readers.items() if count > 1}
 
 
 def _is_made(graph: StepGraph, storage: int) -> bool:

@@ -1,4 +1,4 @@
-"""Swap what is used again far away, and fetch it a fixed distance ahead: TFLMS (arXiv 1807.02037)."""
+"""Swap tensors with a distant next use, fetch them a fixed distance ahead: TFLMS (arXiv 1807.02037)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODES: tuple[Mode, ...] = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class TFLMS(Checked):
-    """Swapping by three distances in the order of the ops, tuned to the budget.
+    """Swaps by three distances in the order of the ops, tuned to the budget.
 
     Le, Imai, Negishi & Kawachiya, "TFLMS: Large Model Support in TensorFlow by Graph Rewriting", arXiv 1807.02037,
     section 4, and the tuning of its second version (same authors, "Automatic GPU memory management for large neural
@@ -32,35 +32,31 @@ class TFLMS(Checked):
 
         op           0 1 2 3 4 5 6 7 8 9          threshold 3, ahead 2, group 1
         made, used   M u         u u   u
-        on device    ===     ===========          op 9 is served by a swap-in of its own, which starts at
-        home          \\out--  \\in    \\in         op 8, since the room of the first is in use until then
+        on device    ===     ===========          op 9 is served by a second swap-in, which starts at op 8,
+        home          \\out--  \\in    \\in         since the room of the first is in use until then
 
-    What is not given is tuned in this order, with a simulation of the bytes held: the largest threshold that fits
-    with ``ahead`` 1 and ``group`` 0, in the first mode in which one does; then the largest ``ahead``; then the
-    largest ``group``. Where nothing has to be swapped, nothing is.
+    Unset fields are tuned in this order, by a simulation of the bytes held: the largest threshold that fits with
+    ``ahead`` 1 and ``group`` 0, in the first mode with such a threshold; then the largest ``ahead``; then the largest
+    ``group``. If the step fits, nothing is swapped.
 
-    Different from the papers (the code of both versions, IBM ``tensorflow-large-model-support``, says more): each op
-    is a level of its own, since a captured step runs its ops one after the other ("serialization" of all levels). A
-    result is what an op last wrote, since captured ops may write in place. A copy-out takes the seconds of the link,
-    where the simulator of the second version takes one level, and all of the memory is used, not nine tenths. What
-    was copied out and has not changed leaves again without a copy. The largest group that fits is looked for, where
-    the code stops at the first that does. Storages below 64 KiB stay, where the code never swaps vectors. Of several
-    homes the farthest is used.
-
-    Left out: the scopes and op types that a user may exclude; ``ub``, ``branch_threshold``, ``n_tensors`` and the
-    "chain rule" of the first version, which pick the op of a control edge, and are one distance, ``ahead``, in the
-    second. As in TFLMS variables stay (parameters, gradients that persist, optimizer states, buffers), and inputs are
-    there from the start.
+    Different from the papers (see IBM ``tensorflow-large-model-support``): each op is a level of its own. A result is
+    what an op last wrote, since captured ops may write in place. A copy-out takes the seconds of the link, where the
+    simulator of the second version takes one level; and all of the memory is used, not nine tenths. Clean storages are
+    evicted without a copy. The largest group that fits is used, where the code stops at the first. Storages below 64
+    KiB stay, where the code never swaps vectors. Of several homes the farthest is used. Left out: excluded scopes and
+    op types, and the parameters of the first version that pick the op of a control edge, which are one distance,
+    ``ahead``, in the second. As in TFLMS, variables stay (parameters, persistent gradients, optimizer states, buffers),
+    and inputs are there from the start.
 
     Attributes:
-        threshold: in ops. A result goes home if a consumer lies further away than this from the op that wrote it;
-            nearer consumers take it from the device. None: tuned.
-        ahead: in ops, at least 1. A swap-in starts so long before the first consumer that it serves. None: tuned. Not
+        threshold: in ops. A result goes home if a consumer is further than this from the op that wrote it; nearer
+            consumers use it on the device. None: tuned.
+        ahead: in ops, at least 1. A swap-in starts this far before the first consumer that it serves. None: tuned. Not
             used in modes 2 and 3.
-        group: in ops. Far consumers of which each is within this distance of the one before share a swap-in; between
-            them the bytes stay. 0: each has its own. None: tuned, and in modes 2 and 3 0.
-        mode: what is synchronous: 0 nothing; 1 swapping out, whose room is counted on at once, so that the op that
-            takes it waits; 2 swapping in, which begins when the consumer is due; 3 both. None: the first that fits.
+        group: in ops. Consecutive far consumers within this distance share a swap-in, and the bytes stay between them.
+            0: each has its own. None: tuned, and 0 in modes 2 and 3.
+        mode: the synchronous copies. 0: none. 1: swap-outs; their room counts as free at once, so the op that takes it
+            waits. 2: swap-ins, which begin when the consumer is due. 3: both. None: the first that fits.
 
     >>> TFLMS(ahead=4)
     TFLMS(threshold=None, ahead=4, group=None, mode=None)
@@ -73,30 +69,26 @@ class TFLMS(Checked):
     mode: Mode | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         super().__post_init__()
         self.require("threshold", self.threshold is None or self.threshold >= 0, "0 or more")
         self.require("ahead", self.ahead is None or self.ahead >= 1, "1 or more")
         self.require("group", self.group is None or self.group >= 0, "0 or more")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """The one plan for each number of bytes."""
-        return (for_one_home(graph, costs, lambda one, room: tflms(graph, one, room, self)),) if costs.homes else ()
+        return (
+            (for_one_home(graph, costs, lambda home_costs, room: tflms(graph, home_costs, room, self)),)
+            if costs.homes
+            else ()
+        )
 
 
-def tflms(graph: StepGraph, costs: Costs, budget: int, how: TFLMS | None = None) -> Plan:
-    """Plan a step by the three distances.
-
-    Args:
-        graph: the step.
-        costs: measured or assumed. Without homes there is no plan unless everything fits.
-        budget: bytes of large blocks that may be resident.
-        how: what is not to be tuned.
+def tflms(graph: StepGraph, costs: Costs, budget: int, options: TFLMS | None = None) -> Plan:
+    """Plan a step by the three distances (see ``TFLMS``); ``options`` has the fields that are not tuned.
 
     Raises:
-        BudgetError: it does not fit in any mode that may be taken, with the distances that are given.
+        BudgetError: the step does not fit in any allowed mode with the given distances.
     """
-    how = how or TFLMS()
+    options = options or TFLMS()
     rewriting, n = Rewriting.of(graph, costs), len(graph.ops)
     if rewriting.held.peak(()) <= budget:
         return Plan("tflms", budget, ())
@@ -104,59 +96,50 @@ def tflms(graph: StepGraph, costs: Costs, budget: int, how: TFLMS | None = None)
     def fits(threshold: int, ahead: int, group: int, mode: Mode) -> bool:
         return rewriting.held.peak(rewriting.decisions(threshold, ahead, group, mode)) <= budget
 
-    least, closest = (how.ahead or 1, how.group or 0)
-    for mode in (_MODES if how.mode is None else (how.mode,)) if costs.homes else ():
-        threshold, ahead, group = how.threshold, least, closest
+    min_ahead, min_group = (options.ahead or 1, options.group or 0)
+    for mode in (_MODES if options.mode is None else (options.mode,)) if costs.homes else ():
+        threshold, ahead, group = options.threshold, min_ahead, min_group
         if not fits(0 if threshold is None else threshold, ahead, group, mode):
             continue
         if threshold is None:
-            threshold = _largest(0, n, lambda value, mode=mode: fits(value, least, closest, mode))
-        if mode < 2 and how.ahead is None:
-            ahead = _largest(1, n, lambda value, t=threshold, mode=mode: fits(t, value, closest, mode))
-        if mode < 2 and how.group is None:
+            threshold = _largest(0, n, lambda value, mode=mode: fits(value, min_ahead, min_group, mode))
+        if mode < 2 and options.ahead is None:
+            ahead = _largest(1, n, lambda value, t=threshold, mode=mode: fits(t, value, min_group, mode))
+        if mode < 2 and options.group is None:
             group = _largest(0, n, lambda value, t=threshold, a=ahead, mode=mode: fits(t, a, value, mode))
         return Plan("tflms", budget, rewriting.decisions(threshold, ahead, group, mode))
-    raise BudgetError(f"with every result swapped more than {budget} bytes are needed")
+    raise BudgetError(f"the step needs more than {budget} bytes even with every result swapped")
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest value that fits, if what fits does so up to some value; ``low`` is known to fit."""
+    """Return the largest value that fits, if all values up to it fit; ``low`` fits."""
     return low + bisect_left(range(low + 1, high + 1), True, key=lambda value: not fits(value))
 
 
 @dataclass(frozen=True)
 class Rewriting:
-    """A step to which swaps can be added.
-
-    Attributes:
-        graph: the step.
-        costs: with one home.
-        held: what stays.
-        gaps: of what the step creates, each with the op that last wrote the bytes.
-        times: when each op starts if nothing ever stalls, in seconds.
-    """
+    """A step to which swaps can be added; ``costs`` have one home."""
 
     graph: StepGraph
     costs: Costs
-    held: Held
-    gaps: tuple[tuple[Gap, int], ...]
-    times: tuple[float, ...]
+    held: Held  # without swaps
+    gaps: tuple[tuple[Gap, int], ...]  # of storages that the step creates, each with the op that last wrote the bytes
+    times: tuple[float, ...]  # the second at which each op starts if there are no stalls
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Rewriting:
-        """A step without any swaps yet."""
         writes = History.of(graph).writes
-        found = [
+        gaps = [
             (gap, writes[storage][bisect_left(writes[storage], gap.start + 1) - 1])
             for storage in sorted(graph.creator)
             if is_large(graph.storages[storage].bytes)
             for gap in gaps_of(graph, storage)
         ]
         times = tuple(accumulate((cost.seconds for cost in costs.ops), initial=0.0))
-        return Rewriting(graph, costs, Held.of(graph, costs), tuple(found), times)
+        return Rewriting(graph, costs, Held.of(graph, costs), tuple(gaps), times)
 
     def decisions(self, threshold: int, ahead: int, group: int, mode: Mode) -> tuple[Decision, ...]:
-        """The gaps that end with a swap-in, by storage."""
+        """Return the gaps that end with a swap-in, by storage."""
         swapped: dict[Gap, int] = {}
         for gap, written in self.gaps:
             is_far = gap.end - written > threshold and gap.end > gap.start + 1
@@ -164,14 +147,14 @@ class Rewriting:
             if is_far and not is_served:
                 swapped[gap] = written
         ahead = 0 if mode >= 2 else ahead
-        found = {gap: max(gap.end - ahead, gap.start + 1) for gap in swapped}
+        fetch = {gap: max(gap.end - ahead, gap.start + 1) for gap in swapped}
         release = {gap: gap.start + 1 for gap in swapped}
-        done = 0.0
-        at_home: dict[int, int] = {}  # storage -> the op whose result its home holds
+        link_free = 0.0
+        at_home: dict[int, int] = {}  # storage -> the op that wrote the copy at home
         for gap in sorted(swapped, key=lambda gap: (gap.start, gap.storage)) if mode in (0, 2) else ():
             if at_home.get(gap.storage) != swapped[gap]:
                 at_home[gap.storage] = swapped[gap]
                 seconds = self.costs.homes[0].out_seconds(self.graph.storages[gap.storage].bytes)
-                done = max(done, self.times[gap.start + 1]) + seconds
-                release[gap] = min(max(bisect_left(self.times, done), gap.start + 1), found[gap])
-        return tuple(Decision(gap, Residency.OFFLOAD, release[gap], found[gap]) for gap in sorted(swapped))
+                link_free = max(link_free, self.times[gap.start + 1]) + seconds
+                release[gap] = min(max(bisect_left(self.times, link_free), gap.start + 1), fetch[gap])
+        return tuple(Decision(gap, Residency.OFFLOAD, release[gap], fetch[gap]) for gap in sorted(swapped))

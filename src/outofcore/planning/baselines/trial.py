@@ -1,9 +1,8 @@
-"""A quick simulation of steps whose feature maps are kept, swapped or computed again.
+"""A quick simulation of kept, swapped and recomputed feature maps, for PoocH (see ``pooch``).
 
-It stands for the prediction of PoocH (arXiv 1907.05013, see ``pooch``): no program is lowered and no address planned.
-Ops run in order; copies-out run in the order in which maps are made, as soon as these are used no more; copies-in run
-in the order of use, from the op on that they are given room at. What runs again is added to the op before which it
-runs; what it reads from its home is not timed.
+It lowers no program and plans no addresses. Ops run in order. Copies-out run in the order of their maps' creation,
+after the last use; copies-in in the order of use, from the op at which they get room. Recomputation adds to the time of
+the op before which it runs; its reads from home are not timed.
 """
 
 from __future__ import annotations
@@ -27,49 +26,33 @@ from outofcore.planning.problem import Ints
 
 
 class Class(Enum):
-    """What becomes of a feature map."""
+    """The class of a feature map."""
 
-    KEEP = "keep"  # it stays on the device
-    SWAP = "swap"  # it goes home and comes back
-    RECOMPUTE = "recompute"  # it is dropped and computed again
+    KEEP = "keep"  # resident
+    SWAP = "swap"  # offloaded and fetched
+    RECOMPUTE = "recompute"  # dropped and recomputed
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a classification comes to.
-
-    Attributes:
-        decisions: the plan.
-        seconds: of the step.
-        stalling_out: the maps whose copy-out an op or a copy-in waited for.
-        stalling_in: the maps whose copy-in an op waited for.
-    """
+    """The result of simulating a classification."""
 
     decisions: tuple[Decision, ...]
     seconds: float
-    stalling_out: frozenset[int]
-    stalling_in: frozenset[int]
+    stalling_out: frozenset[int]  # the maps whose copy-out an op or a copy-in waited for
+    stalling_in: frozenset[int]  # the maps whose copy-in an op waited for
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """What runs again before one op, for one map or several."""
-
     maps: tuple[int, ...]
     seconds: float
-    bytes: int  # that it takes beyond the maps
+    bytes: int  # needed in addition to the maps
 
 
 @dataclass(frozen=True)
 class Trials:
-    """A step that classifications are tried on.
-
-    Attributes:
-        graph: the step.
-        costs: measured or assumed.
-        limit: bytes of large blocks that may be resident.
-        maps: the gaps of the feature maps, in order of their storages.
-    """
+    """The simulator of classifications of one step; ``maps`` are the gaps of the feature maps, by storage."""
 
     graph: StepGraph
     costs: Costs
@@ -78,61 +61,57 @@ class Trials:
     sizes: tuple[int, ...]
     held: Held
     history: History
-    again: frozenset[int]  # maps that can be computed again
+    again: frozenset[int]  # maps that can be recomputed
     out_seconds: tuple[float, ...]
     in_seconds: tuple[float, ...]
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs, limit: int) -> Trials:
-        """The trials of a step in which large blocks may take ``limit`` bytes."""
+        """Build the simulator of a step in which large blocks may take ``limit`` bytes."""
         maps, history = waiting_gaps(graph), History.of(graph)
-        again = frozenset(m for m, gap in enumerate(maps) if can_recompute(history, gap.storage, gap.end))
+        recomputable = frozenset(m for m, gap in enumerate(maps) if can_recompute(history, gap.storage, gap.end))
         sizes = tuple(placed_bytes(graph.storages[gap.storage].bytes) for gap in maps)
         home = costs.homes[0] if costs.homes else None
         counts = [graph.storages[gap.storage].bytes for gap in maps]
         out = tuple(home.out_seconds(count) if home else 0.0 for count in counts)
         back = tuple(home.in_seconds(count) if home else 0.0 for count in counts)
-        return Trials(graph, costs, limit, maps, sizes, Held.of(graph, costs), history, again, out, back)
+        return Trials(graph, costs, limit, maps, sizes, Held.of(graph, costs), history, recomputable, out, back)
 
     @property
     def ops(self) -> int:
-        """How many ops the step has."""
         return len(self.graph.ops)
 
     def can_recompute(self, m: int) -> bool:
-        """Whether a map can be computed again."""
         return m in self.again
 
     def copy_seconds(self, m: int) -> float:
-        """Seconds of a map's copies."""
         return self.out_seconds[m] + self.in_seconds[m]
 
     def chain_seconds(self, m: int, classes: list[Class]) -> float:
-        """Seconds that computing a map again by itself takes."""
+        """Return the seconds of recomputing a map by itself."""
         trial = list(classes)
         trial[m] = Class.RECOMPUTE
         return next((chain.seconds for chain in self._chains(trial).values() if m in chain.maps), 0.0)
 
     def without_copies(self, maps: Iterable[int]) -> Trials:
-        """The same with copies of these maps that take no time."""
-        gone = set(maps)
-        out = tuple(0.0 if m in gone else seconds for m, seconds in enumerate(self.out_seconds))
-        back = tuple(0.0 if m in gone else seconds for m, seconds in enumerate(self.in_seconds))
+        """Return the simulator with free copies of these maps."""
+        free_maps = set(maps)
+        out = tuple(0.0 if m in free_maps else seconds for m, seconds in enumerate(self.out_seconds))
+        back = tuple(0.0 if m in free_maps else seconds for m, seconds in enumerate(self.in_seconds))
         return replace(self, out_seconds=out, in_seconds=back)
 
     def compute_seconds(self, classes: list[Class]) -> float:
-        """Seconds of all ops, with those that run again."""
-        again = sum(chain.seconds for chain in self._chains(classes).values())
-        return sum(cost.seconds for cost in self.costs.ops) + again
+        recompute_seconds = sum(chain.seconds for chain in self._chains(classes).values())
+        return sum(cost.seconds for cost in self.costs.ops) + recompute_seconds
 
     def least_room(self, classes: list[Class]) -> Ints:
-        """For each op the bytes that are left with every map away that is not kept."""
-        gone = [gap for gap, found in zip(self.maps, classes, strict=True) if found is not Class.KEEP]
-        away = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in gone]
-        return self.limit - self.held.under(away)
+        """Return for each op the bytes left if only maps of class ``KEEP`` are on the device."""
+        evicted = [gap for gap, map_class in zip(self.maps, classes, strict=True) if map_class is not Class.KEEP]
+        evictions = [Decision(gap, Residency.OFFLOAD, gap.start + 1, gap.end) for gap in evicted]
+        return self.limit - self.held.under(evictions)
 
     def take(self, room: Ints, m: int) -> bool:
-        """Take the bytes of a map over its gap, if they are there."""
+        """Subtract the bytes of a map over its gap from ``room``; return False if they do not fit."""
         gap = self.maps[m]
         if int(room[gap.start + 1 : gap.end].min(initial=self.sizes[m])) < self.sizes[m]:
             return False
@@ -140,7 +119,7 @@ class Trials:
         return True
 
     def run(self, classes: list[Class]) -> Trial | None:
-        """Simulate a classification; None if it does not fit."""
+        """Simulate a classification; return None if it does not fit."""
         chains = self._chains(classes)
         room = self.least_room(classes)
         extra = [0.0] * self.ops
@@ -155,25 +134,25 @@ class Trials:
         if int(room.min(initial=0)) < 0:
             return None
         times = (0.0, *accumulate(cost.seconds + more for cost, more in zip(self.costs.ops, extra, strict=True)))
-        swapped = [m for m, found in enumerate(classes) if found is Class.SWAP]
+        swapped = [m for m, map_class in enumerate(classes) if map_class is Class.SWAP]
         releases = self._releases(swapped, room, times)
         best: Trial | None = None
         for delayed in (True, False):
             fetches = self._fetches(swapped, room.copy(), times, releases, delayed)
             seconds, out, back = self._timeline(swapped, times, releases, fetches)
             if best is None or seconds < best.seconds:
-                made = [Decision(self.maps[m], Residency.OFFLOAD, releases[m], fetches[m]) for m in swapped]
-                best = Trial(tuple(sorted([*decisions, *made], key=lambda d: d.gap)), seconds, out, back)
+                swaps = [Decision(self.maps[m], Residency.OFFLOAD, releases[m], fetches[m]) for m in swapped]
+                best = Trial(tuple(sorted([*decisions, *swaps], key=lambda d: d.gap)), seconds, out, back)
         return best
 
     def _chains(self, classes: list[Class]) -> dict[int, _Chain]:
-        """What runs again before which op. A map that a chain passes through is back from then on."""
+        """Return the chains by op. A map that a chain passes through is resident from then on."""
         graph, history = self.graph, self.history
-        again = {gap.storage: m for m, gap in enumerate(self.maps) if classes[m] is Class.RECOMPUTE}
+        recomputed = {gap.storage: m for m, gap in enumerate(self.maps) if classes[m] is Class.RECOMPUTE}
         back: dict[int, int] = {}
-        found: dict[int, _Chain] = {}
+        chains: dict[int, _Chain] = {}
         due: dict[int, list[int]] = defaultdict(list)
-        for m in again.values():
+        for m in recomputed.values():
             due[self.maps[m].end].append(m)
         for op in sorted(due):
             targets = [m for m in due[op] if m not in back]
@@ -181,34 +160,34 @@ class Trials:
                 continue
             always = history.always_held(op)
 
-            def held(content: Content, op: int = op, always: Callable[[Content], bool] = always) -> bool:
+            def is_held(content: Content, op: int = op, always: Callable[[Content], bool] = always) -> bool:
                 storage, version = content
                 if version != history.version_at(storage, op):
                     return False
-                uses, m = graph.uses[storage], again.get(storage)
+                uses, m = graph.uses[storage], recomputed.get(storage)
                 if m is not None and m not in back and self.maps[m].start < op <= self.maps[m].end:
                     return False
                 return always(content) or uses[0] < op <= history.last_op_with(content, uses[-1])
 
             contents = [(self.maps[m].storage, history.version_at(self.maps[m].storage, op)) for m in targets]
             try:
-                runs = replay(history, contents, held)
+                runs = replay(history, contents, is_held)
             except GraphError:
-                # Something that it is made from can be had from the start of the step only.
+                # An input of the chain exists only at the start of the step.
                 runs = replay(history, contents, always)
-            made = {content for index in runs for content in history.makes(graph.ops[index])}
+            contents_made = {content for index in runs for content in history.makes(graph.ops[index])}
             passed = [
-                again[storage]
-                for storage, version in sorted(made)
-                if storage in again
-                and again[storage] not in back
-                and self.maps[again[storage]].start < op <= self.maps[again[storage]].end
+                recomputed[storage]
+                for storage, version in sorted(contents_made)
+                if storage in recomputed
+                and recomputed[storage] not in back
+                and self.maps[recomputed[storage]].start < op <= self.maps[recomputed[storage]].end
                 and version == history.version_at(storage, op)
             ]
             for m in passed:
                 back[m] = op
-            found[op] = self._chain(op, tuple(passed), runs)
-        return found
+            chains[op] = self._chain(op, tuple(passed), runs)
+        return chains
 
     def _chain(self, op: int, maps: tuple[int, ...], runs: tuple[int, ...]) -> _Chain:
         graph = self.graph
@@ -219,7 +198,7 @@ class Trials:
             scratch = placed_bytes(self.costs.ops[index].workspace_bytes)
             touched = set(graph.ops[index].touched) - returned - alive
             needs = max(needs, sum(map(self._large, touched)) + (scratch if is_large(scratch) else 0))
-        # The op itself does not run meanwhile: its own results and workspace leave their room to the chain.
+        # The chain may use the room of the op's own results and workspace, since the op has not started.
         scratch = placed_bytes(self.costs.ops[op].workspace_bytes)
         spare = sum(map(self._large, graph.ops[op].creates)) + (scratch if is_large(scratch) else 0)
         seconds = sum(self.costs.ops[index].seconds for index in runs)
@@ -230,14 +209,14 @@ class Trials:
         return placed_bytes(count) if is_large(count) else 0
 
     def _releases(self, swapped: list[int], room: Ints, times: tuple[float, ...]) -> dict[int, int]:
-        """When the room of what is copied out is counted on: once that is done, if there is room to wait."""
+        """Return when each copy-out's room counts as free: when the copy ends, or when others need the room."""
         releases: dict[int, int] = {}
-        done = 0.0
+        link_free = 0.0
         for m in sorted(swapped, key=lambda m: self.maps[m].start):
             gap, size = self.maps[m], self.sizes[m]
             first = gap.start + 1
-            done = max(done, times[first]) + self.out_seconds[m]
-            safe = min(max(bisect_left(times, done), first), gap.end)
+            link_free = max(link_free, times[first]) + self.out_seconds[m]
+            safe = min(max(bisect_left(times, link_free), first), gap.end)
             short = (room[first:safe] < size).nonzero()[0]
             releases[m] = first + int(short[0]) if len(short) else safe
             room[first : releases[m]] -= size
@@ -246,7 +225,7 @@ class Trials:
     def _fetches(
         self, swapped: list[int], room: Ints, times: tuple[float, ...], releases: dict[int, int], delayed: bool
     ) -> dict[int, int]:
-        """Step 3: the earliest op from which on there is room; if delayed, no earlier than copies can use."""
+        """Run step 3: the earliest op with room from there on; if ``delayed``, as late as hides the copy."""
         latest: dict[int, float] = {}
         due = float("inf")
         for m in sorted(swapped, key=lambda m: -self.maps[m].end):
@@ -265,8 +244,8 @@ class Trials:
     def _timeline(
         self, swapped: list[int], times: tuple[float, ...], releases: dict[int, int], fetches: dict[int, int]
     ) -> tuple[float, frozenset[int], frozenset[int]]:
-        """Seconds of the step, and the maps whose copies out and in were waited for."""
-        events: list[tuple[int, int, int]] = []  # the op before which it happens, what, the map
+        """Return the seconds of the step, and the maps whose copies out and in were waited for."""
+        events: list[tuple[int, int, int]] = []  # the op before which it happens, the kind, the map
         for m in swapped:
             gap = self.maps[m]
             events += [(gap.start + 1, 0, m), (releases[m], 1, m), (fetches[m], 2, m), (gap.end, 3, m)]
@@ -275,15 +254,15 @@ class Trials:
         in_done: dict[int, float] = {}
         stalling_out: set[int] = set()
         stalling_in: set[int] = set()
-        for op, what, m in sorted(events):
+        for op, kind, m in sorted(events):
             now = times[op] + late
-            if what == 0:
+            if kind == 0:
                 out_free = out_done[m] = max(out_free, now) + self.out_seconds[m]
-            elif what == 1:
+            elif kind == 1:
                 if out_done[m] > now:
                     stalling_out.add(m)
                     late += out_done[m] - now
-            elif what == 2:
+            elif kind == 2:
                 in_free = in_done[m] = max(in_free, now, out_done[m]) + self.in_seconds[m]
             elif in_done[m] > now:
                 stalling_in.add(m)

@@ -1,4 +1,4 @@
-"""What the forward pass of a step leaves for the backward pass, found from the graph alone."""
+"""The storages that the forward pass leaves for the backward pass, found from the graph alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from outofcore.plan import Gap
 
 
 def waiting_gaps(graph: StepGraph) -> tuple[Gap, ...]:
-    """Gaps over the *turn*, of large storages that the step creates, in order of storages.
+    """Return the gaps over the *turn* of large storages that the step creates, by storage.
 
-    The turn is the op over which most bytes wait for later uses: in a training step, where the forward pass ends.
+    The turn is the op over which most bytes wait for later uses: in a training step the end of the forward pass.
     """
     gaps = [
         gap
@@ -26,6 +26,6 @@ def waiting_gaps(graph: StepGraph) -> tuple[Gap, ...]:
         count = placed_bytes(graph.storages[gap.storage].bytes)
         change[gap.start + 1] += count
         change[gap.end] -= count
-    held = list(accumulate(change))
-    turn = max(range(len(held)), key=held.__getitem__)
+    waiting_bytes = list(accumulate(change))
+    turn = max(range(len(waiting_bytes)), key=waiting_bytes.__getitem__)
     return tuple(sorted(gap for gap in gaps if gap.start < turn < gap.end))

@@ -14,9 +14,9 @@ from outofcore.plan import Decision, Gap, Plan, Residency
 from outofcore.planning.baselines.one_home import for_one_home
 from outofcore.planning.policy import Asked, Checked
 
-# How often the step is replayed until residency at its end agrees with that at its start.
+# Replays of the step, after which residency at its end agrees with that at its start.
 _CYCLES = 3
-# In how many places the replay can be taken up again.
+# Number of points at which the replay can resume.
 _SNAPSHOTS = 256
 
 
@@ -24,28 +24,22 @@ _SNAPSHOTS = 256
 class Window(Checked):
     """The adaptive window schedule: Hayakawa & Narihira, arXiv 2010.14109, section 3.
 
-    Two byte budgets rule it: what may be resident, and how far ahead copies-in may run, the *window*.
-    Before each op the window is extended over the coming uses until either is full, so that it reaches
-    far over small ops and not far over large ones. After an op, what has no use within the window leaves;
-    room is waited for oldest copy-out first, and only when it is needed. A copy-out that nobody has
-    waited for yet is cancelled if its storage enters the window again. Where there is no room for what an op makes,
-    the latest prefetches are cancelled: they may not start before the next op, and the schedule is made again.
+    It has two byte budgets: for resident bytes, and for how far ahead copies-in may run, the *window*. Before each op
+    the window is extended over the next uses until either budget is full. So it reaches far over small ops and not far
+    over large ones. After an op, storages without a use in the window are evicted. Room is waited for only when it is
+    needed, oldest copy-out first. If a storage enters the window again, its pending copy-out is cancelled. If an op's
+    results do not fit, the latest prefetches are cancelled: they may not start before the next op, and the schedule is
+    made again.
 
-    Different from the paper (the authors' code, ``src/nbla/lms/swap_in_out_scheduler.cpp`` of nnabla, says more):
-
-    - What is up to date at home leaves without a copy, and what is resident when a step ends may stay, as far as
-      the window reaches; with ``persist=False`` everything leaves there, as in the paper.
-    - The workspace of an op takes room like what it makes.
-    - The schedule is made again from shortly before the first prefetch that was cancelled; what lies before does not
-    change.
-    - Parameters and storages are not told apart; storages below 64 KiB stay. Of several homes the farthest is used.
-
-    Left out: virtual addressing, since blocks have planned addresses; type casts, of which a graph knows nothing;
-    and "preclear", since every program drops what has no further use.
+    Different from the paper (see ``src/nbla/lms/swap_in_out_scheduler.cpp`` of nnabla): clean storages are evicted
+    without a copy. Storages in the window at the end of a step stay resident, unless ``persist`` is False. Workspaces
+    take room like results. The schedule is made again only from shortly before the first cancelled prefetch. Parameters
+    are treated like other storages; storages below 64 KiB stay. Of several homes the farthest is used. Left out:
+    virtual addressing, type casts and "preclear", which programs here do not need.
 
     Attributes:
-        reach: the window in multiples of the bytes that may be resident; the paper's implementation takes 1.5.
-        persist: whether what is resident when a step ends may stay for the next.
+        reach: the window in multiples of the bytes that may be resident; the paper's implementation uses 1.5.
+        persist: whether storages that are resident when a step ends may stay for the next.
 
     >>> Window(reach=2.0)
     Window(reach=2.0, persist=True)
@@ -59,15 +53,12 @@ class Window(Checked):
     persist: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
         super().__post_init__()
         self.require("reach", self.reach > 0, "above 0")
 
     def variants(self, graph: StepGraph, costs: Costs, budget: int) -> Sequence[Asked]:
-        """The one plan for each number of bytes."""
-
-        def plan(one: Costs, room: int) -> Plan:
-            return window(graph, one, room, reach=self.reach, persist=self.persist)
+        def plan(home_costs: Costs, room: int) -> Plan:
+            return window(graph, home_costs, room, reach=self.reach, persist=self.persist)
 
         return (for_one_home(graph, costs, plan),) if costs.homes else ()
 
@@ -76,24 +67,17 @@ class Window(Checked):
 class _Order:
     """The uses of large storages over several steps.
 
-    What is used under one *name* is on the device or at home with the same contents: storages that do not persist have
-    another name in each step, and so has what an op overwrites as a whole where nothing is held before.
-
-    Attributes:
-        uses: when, and which name.
-        at: for each op of all steps the names that it touches.
-        fresh: for each the names of which it needs no bytes: what it creates or overwrites as a whole.
-        dying: for each the names that it uses last.
-        storage: of each name.
-        final: of each storage its name at the end of the last step.
+    A *name* stands for one lifetime of a storage's contents. Storages that do not persist have another name in each
+    step, and so have storages that an op overwrites as a whole while they are not held.
     """
 
-    uses: tuple[tuple[int, int], ...]
-    at: tuple[tuple[int, ...], ...]
+    uses: tuple[tuple[int, int], ...]  # time and name of each
+    at: tuple[tuple[int, ...], ...]  # for each op of all steps the names that it touches
+    # For each op the names that it creates or overwrites as a whole, without reading them.
     fresh: tuple[frozenset[int], ...]
-    dying: tuple[frozenset[int], ...]
-    storage: tuple[int, ...]
-    final: dict[int, int]
+    dying: tuple[frozenset[int], ...]  # for each op the names that it uses last
+    storage: tuple[int, ...]  # by name
+    final: dict[int, int]  # by storage, its name at the end of the last step
 
     @staticmethod
     def of(graph: StepGraph, steps: int) -> _Order:
@@ -128,20 +112,18 @@ class _Order:
 
 @dataclass
 class _State:
-    """Where everything is when an op begins."""
-
-    used: int = 0  # bytes on the device, with what is still copied out
+    used: int = 0  # bytes on the device, pending copies-out included
     ahead: int = 0  # bytes of the window
     head: int = 0  # the first use that is not in the window yet
     counts: dict[int, int] = field(default_factory=dict[int, int])  # by name, its uses in the window
     resident: set[int] = field(default_factory=set[int])
-    pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])  # copies-out not waited for
+    pending: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])  # copies-out not awaited yet
     leaving: int = 0  # bytes of these
     dirty: set[int] = field(default_factory=set[int])
     last: dict[int, int] = field(default_factory=dict[int, int])  # by name, its last use so far
-    left: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room was free
+    left: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room became free
     taken: dict[int, int] = field(default_factory=dict[int, int])  # by name, when its room was last taken
-    entered: list[int] = field(default_factory=list[int])  # for each use in the window or before, when it got there
+    entered: list[int] = field(default_factory=list[int])  # by use up to the window's end, when it entered
     decided: dict[Gap, Decision] = field(default_factory=dict[Gap, Decision])
 
     def copy(self) -> _State:
@@ -163,7 +145,7 @@ class _State:
 
 
 class _Window:
-    """The replay of some steps, of which the last is the plan."""
+    """The replay of several steps, of which the last is the plan."""
 
     def __init__(self, graph: StepGraph, costs: Costs, limit: int, reach: int, steps: int) -> None:
         self.graph, self.costs, self.limit, self.reach, self.steps = graph, costs, limit, reach, steps
@@ -180,41 +162,41 @@ class _Window:
         while now < total:
             if now % stride == 0:
                 snapshots[now] = self.state.copy()
-            again = self._run_op(now)
-            if again is None:
+            resume_at = self._run_op(now)
+            if resume_at is None:
                 now += 1
             else:
-                now = again - again % stride
+                now = resume_at - resume_at % stride
                 self.state = snapshots[now]
         return tuple(map(self._settled, sorted(self.state.decided)))
 
     def _settled(self, gap: Gap) -> Decision:
-        """A decision; what leaves at the end of the only step does so when its copy was waited for."""
+        """Return a decision; an eviction at the end of the only step ends when its copy was waited for."""
         decision, n = self.state.decided[gap], len(self.graph.ops)
         if gap.end < n or self.steps > 1:
             return decision
-        left = self.state.left.get(self.order.final[gap.storage], n)
-        return replace(decision, release_by=min(max(left, gap.start + 1), n))
+        released = self.state.left.get(self.order.final[gap.storage], n)
+        return replace(decision, release_by=min(max(released, gap.start + 1), n))
 
     def _run_op(self, now: int) -> int | None:
-        """Do what happens before, at and after an op; or else the op from which on all is to be done again."""
+        """Replay one op; if its results do not fit, return the op from which to replay again."""
         state = self.state
         self._extend(now)
         op = self.graph.ops[now % len(self.graph.ops)]
         scratch = placed_bytes(self.costs.ops[op.id].workspace_bytes)
         scratch = scratch if is_large(scratch) else 0
-        made = [s for s in self.order.at[now] if s not in state.resident]
-        need = scratch + sum(self.sizes[s] for s in made)
+        allocated = [s for s in self.order.at[now] if s not in state.resident]
+        need = scratch + sum(self.sizes[s] for s in allocated)
         while state.used + need > self.limit:
             if not self._wait_for_oldest(now):
                 return self._cancel(now, state.used + need - self.limit)
-        for s in made:
+        for s in allocated:
             self._take(s, now)
         self._leave(now)
         return None
 
     def _extend(self, now: int) -> None:
-        """Let uses into the window, and fetch what they need."""
+        """Extend the window over the next uses, and fetch their storages."""
         state, uses = self.state, self.order.uses
         while state.head < len(uses):
             when, s = uses[state.head]
@@ -259,7 +241,7 @@ class _Window:
         self.state.left[s] = when
 
     def _cancel(self, now: int, missing: int) -> int:
-        """Bar the latest uses from the window until after this op; returns when the first of them came into it."""
+        """Bar the latest uses from the window until after this op; return when the first of them entered it."""
         state, counts = self.state, dict(self.state.counts)
         first, at = now, state.head
         while missing > 0:
@@ -279,7 +261,7 @@ class _Window:
         return BudgetError(f"op {op.id} ({op.name}) needs more than the {self.limit} bytes that the window may use")
 
     def _leave(self, now: int) -> None:
-        """After an op: note what was decided about the gaps that end here, and let go."""
+        """Record decisions about gaps that end here, and evict storages without a use in the window."""
         state = self.state
         op = self.graph.ops[now % len(self.graph.ops)]
         for s in self.order.at[now]:
@@ -299,43 +281,36 @@ class _Window:
                 self._free(s, now + 1)
 
     def _decide(self, s: int, now: int) -> None:
-        """Record the decision about the gap that ends with this use, if it is one of the last step."""
+        """Record the decision about the gap that ends with this use, if it is in the last step."""
         n, state = len(self.graph.ops), self.state
-        storage, before, taken = self.order.storage[s], state.last.get(s), state.taken[s]
+        storage, before, taken_at = self.order.storage[s], state.last.get(s), state.taken[s]
         base = (self.steps - 1) * n
         if now < base:
             return
-        fetch = max(taken - base, 0)
+        fetch = max(taken_at - base, 0)
         if before is None:
             if self.graph.storages[storage].arrives and s not in self.order.fresh[now]:
                 gap = Gap(storage, -1, now - base)
                 state.decided[gap] = Decision(gap, Residency.OFFLOAD, 0, fetch)
             elif storage in self.graph.persistent and now == self.graph.uses[storage][0]:
-                # There is but one step: it begins with nothing on the device, and ends with nothing there.
+                # The only step begins and ends with an empty device.
                 gap = Gap(storage, self.graph.uses[storage][-1], n + now)
                 state.decided[gap] = Decision(gap, Residency.OFFLOAD, n, n + fetch)
-        elif taken > before:
+        elif taken_at > before:
             release = max(state.left[s], before + 1)
             if before >= base:
                 gap = Gap(storage, before - base, now - base)
-                state.decided[gap] = Decision(gap, Residency.OFFLOAD, release - base, max(taken, release) - base)
+                state.decided[gap] = Decision(gap, Residency.OFFLOAD, release - base, max(taken_at, release) - base)
             else:
                 gap = Gap(storage, before - base + n, now - base + n)
                 state.decided[gap] = Decision(gap, Residency.OFFLOAD, min(release - base + n, n), n + fetch)
 
 
 def window(graph: StepGraph, costs: Costs, budget: int, *, reach: float = 1.5, persist: bool = True) -> Plan:
-    """Plan a step by the adaptive window.
-
-    Args:
-        graph: the step.
-        costs: of which only the workspaces matter here.
-        budget: bytes of large blocks (64 KiB and more) that may be resident.
-        reach: the window in multiples of ``budget``; the paper's implementation takes 1.5.
-        persist: let residency persist over the end of a step.
+    """Plan a step by the adaptive window (see ``Window``).
 
     Raises:
-        BudgetError: an op needs more than the budget by itself.
+        BudgetError: an op by itself exceeds the budget.
     """
     replay = _Window(graph, costs, budget, int(budget * reach), _CYCLES if persist else 1)
     return Plan("window", budget, replay.run())

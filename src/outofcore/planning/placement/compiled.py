@@ -1,4 +1,4 @@
-"""The functions of ``placement.cpp`` on arrays; ``outofcore.compiling`` says when that file is compiled."""
+"""Bindings of ``placement.cpp`` (compiled by ``outofcore.compiling``)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _FUNCTIONS = {
 
 
 class Answer(Enum):
-    """What the canonical search says."""
+    """The result of the canonical search."""
 
-    NONE = 0  # there is no placement within the capacity
+    NONE = 0  # no placement within the capacity exists
     FOUND = 1
-    STOPPED = 2  # by its limits
+    STOPPED = 2  # the limits of effort or time were reached
 
 
 class _Layout(ctypes.Structure):
@@ -46,35 +46,20 @@ class Watch:
 
     @property
     def over(self) -> bool:
-        """Whether the deadline is past."""
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Load the library of this process.
-
-    Raises:
-        StateError: as ``load_functions``.
-    """
+    """Load the native library once per process; raises ``StateError`` like ``load_functions``."""
     return load_functions(Path(__file__).with_name("placement.cpp"), _FUNCTIONS)
 
 
 def best_fit(rectangles: Rectangles, worth: NDArray[np.float64], snug: float = 0.0) -> Ints:
-    """Return offsets by best fit over the skyline.
+    """Return offsets by best fit over the skyline (see ``packing.best_fit``), on a circle of time.
 
-    After Sekiyama, Imamichi, Imai & Raymond, "Profile-guided memory optimization for deep neural networks"
-    (arXiv 1804.10001), section 3: the skyline is the lowest free offset over time. Take its lowest segment, the
-    leftmost of equals; of the rectangles whose lifetime lies within it place the best; if there is none, raise the
-    segment to its lowest neighbour.
-
-    Different from the paper: time is a circle, so that what is held over the end of a step and the start of the next
-    is one rectangle; and the best need not be the longest-lived. A gap that is not at the ends of time counts as held.
-
-    Args:
-        rectangles: to be placed.
-        worth: of each, not negative; of those that fit, the one worth most is placed.
-        snug: what it adds to the worth if a rectangle begins where the segment does, or ends where it does.
+    Of the rectangles that fit, the one with the most ``worth`` is placed; ``snug`` is added for each end that it shares
+    with the segment. A gap that is not at the ends of time counts as held.
     """
     offsets = np.zeros(len(rectangles), np.int64)
     worth = np.ascontiguousarray(worth, np.float64)
@@ -83,7 +68,7 @@ def best_fit(rectangles: Rectangles, worth: NDArray[np.float64], snug: float = 0
 
 
 def first_fit(rectangles: Rectangles, order: Ints) -> Ints:
-    """Return offsets by first fit: in an order, each at the lowest one where nothing placed before is in its way."""
+    """Return offsets by first fit: in order, each at the lowest offset that is free."""
     offsets = np.zeros(len(rectangles), np.int64)
     order = np.ascontiguousarray(order, np.int64)
     load_library().outofcore_first_fit(_layout(rectangles), order.ctypes.data, offsets.ctypes.data)
@@ -91,15 +76,7 @@ def first_fit(rectangles: Rectangles, order: Ints) -> Ints:
 
 
 def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: Watch) -> Ints:
-    """Return offsets that reach less high, or the same ones (see the package's description).
-
-    Args:
-        rectangles: what is placed.
-        offsets: a placement.
-        goal: the height at which to stop.
-        effort: how many rectangles may be looked at, about.
-        watch: asked now and then whether to stop.
-    """
+    """Return a lower placement by ejection, or the same offsets; stop at height ``goal``."""
     offsets = offsets.copy()
     load_library().outofcore_eject(_layout(rectangles), goal, effort, watch.callback, offsets.ctypes.data)
     return offsets
@@ -108,15 +85,15 @@ def eject(rectangles: Rectangles, offsets: Ints, goal: int, effort: int, watch: 
 def canonical_run(
     rectangles: Rectangles, capacity: int, order: Ints, techniques: int, nodes: int, effort: int, watch: Watch
 ) -> tuple[Answer, Ints, int]:
-    """Return one run of the canonical search (see ``canonical``): its answer, offsets if found, and the effort left."""
+    """Run the canonical search once; return its answer, the offsets if found, and the effort left."""
     offsets = np.zeros(len(rectangles), np.int64)
     order = np.ascontiguousarray(order, np.int64)
-    left = _COUNT(effort)
+    effort_left = _COUNT(effort)
     answer = load_library().outofcore_canonical(
-        _layout(rectangles), capacity, order.ctypes.data, techniques, nodes, ctypes.byref(left), watch.callback,
+        _layout(rectangles), capacity, order.ctypes.data, techniques, nodes, ctypes.byref(effort_left), watch.callback,
         offsets.ctypes.data,
     )  # fmt: skip
-    return Answer(answer), offsets, left.value
+    return Answer(answer), offsets, effort_left.value
 
 
 def _layout(rectangles: Rectangles) -> object:

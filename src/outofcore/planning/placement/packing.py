@@ -1,4 +1,4 @@
-"""From rectangles to addresses: which techniques are tried, and in which order."""
+"""From rectangles to addresses: the techniques and their order."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from outofcore.planning.placement.rectangles import FAR, Ints, Rectangle, Rectan
 from outofcore.units import round_up
 
 _log = logging.getLogger("outofcore.planning")
-# Beyond this many rectangles, first fit takes more than its share: each looks at all the others.
+# First fit is quadratic, so it is skipped for more rectangles.
 _FIRST_FIT_COUNT = 4096
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where everything lies.
+    """A placement of rectangles.
 
     Attributes:
-        offsets: of each rectangle, in the order given.
+        offsets: of each rectangle, in the given order.
         height: the end of the highest rectangle.
-        lower_bound: bytes below which no placement can stay: the most that are live at once, or more where a search
-            has shown that the capacity asked for cannot do.
+        lower_bound: bytes that every placement needs: the peak, or more if the capacity is proved too small.
     """
 
     offsets: tuple[int, ...]
@@ -40,20 +39,18 @@ class Packing:
 def pack(
     rectangles: Sequence[Rectangle], *, capacity: int | None = None, params: PlacementParams | None = None
 ) -> Packing:
-    """Place rectangles so that none that share a moment share an address, as low as is found.
+    """Place rectangles as low as possible; rectangles that are live at the same moment never overlap.
 
-    What is held all the time lies at the bottom; the rest is placed as if it were not there, above it. That loses
-    nothing: in any placement it can be moved to the bottom, and what was below it up by its size.
-
-    The same rectangles in the same order give the same offsets, unless ``params.seconds`` runs out.
+    Rectangles that are always held are placed at the bottom, which loses no solutions. The same rectangles in the same
+    order give the same offsets, unless ``params.seconds`` runs out.
 
     Args:
-        rectangles: with ids of their own. One without bytes or without a lifetime gets offset 0.
-        capacity: a height that will do; where none is given, the search goes on down to the lower bound.
-        params: what is tried, and how hard; by default ``PlacementParams()``.
+        rectangles: with unique ids. Those without bytes or lifetime get offset 0.
+        capacity: a height that is low enough; None: search down to the lower bound.
+        params: techniques and their effort; by default ``PlacementParams()``.
 
     Returns:
-        The lowest placement found. Its height may lie above ``capacity``: it is for the caller to compare.
+        The lowest placement found. Its height may exceed ``capacity``; the caller compares.
 
     Raises:
         InputError: a rectangle contradicts itself, two have the same id, or there are more bytes than addresses.
@@ -68,11 +65,11 @@ def pack(
 
 
 def best_fit(rectangles: Sequence[Rectangle]) -> Packing:
-    """The best-fit rule of profile-guided memory optimization alone: no other rule, and no search.
+    """Place rectangles by the best-fit rule of profile-guided memory optimization alone, without search.
 
-    At the lowest free offset, of the rectangles whose lifetime lies within it, place the one with the longest lifetime.
-    After Sekiyama, Imamichi, Imai & Raymond, "Profile-guided memory optimization for deep neural networks"
-    (arXiv 1804.10001), section 3.
+    At the lowest free offset, of the rectangles whose lifetime fits, place the one with the longest lifetime. After
+    Sekiyama, Imamichi, Imai & Raymond, "Profile-guided memory optimization for deep neural networks" (arXiv
+    1804.10001), section 3.
 
     Raises:
         InputError, StateError: as ``pack``.
@@ -84,7 +81,7 @@ def best_fit(rectangles: Sequence[Rectangle]) -> Packing:
 
 
 def _packed(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], tuple[Ints, int] | Ints]) -> Packing:
-    """A packing by a rule for what is neither empty nor held all the time."""
+    """Pack all rectangles, using a rule for those that are not empty or always held."""
     _check(rectangles)
     offsets = [0] * len(rectangles)
     segments = [r.segments for r in rectangles]
@@ -92,43 +89,43 @@ def _packed(rectangles: Sequence[Rectangle], place: Callable[[Rectangles, int], 
     start = min((segments[i][0][0] for i in solid), default=0)
     stop = max((segments[i][-1][1] for i in solid), default=0)
     height = base = 0
-    whole = [i for i in solid if segments[i] == ((start, stop),)]
-    for index in sorted(whole, key=lambda i: -rectangles[i].alignment):
+    lifelong = [i for i in solid if segments[i] == ((start, stop),)]
+    for index in sorted(lifelong, key=lambda i: -rectangles[i].alignment):
         offsets[index] = round_up(base, rectangles[index].alignment)
         base = height = offsets[index] + rectangles[index].size
-    bound = sum(rectangles[i].size for i in whole)
-    if len(whole) < len(solid):
-        held = set(whole)
-        others = [i for i in solid if i not in held]
-        layout = Rectangles.of([rectangles[i] for i in others], base, [segments[i] for i in others])
+    bound = sum(rectangles[i].size for i in lifelong)
+    if len(lifelong) < len(solid):
+        always_held = set(lifelong)
+        placeable = [i for i in solid if i not in always_held]
+        layout = Rectangles.of([rectangles[i] for i in placeable], base, [segments[i] for i in placeable])
         bound += int(layout.live().max())
-        found = place(layout, bound)
-        placed, bound = found if isinstance(found, tuple) else (found, bound)
+        result = place(layout, bound)
+        placed, bound = result if isinstance(result, tuple) else (result, bound)
         height = layout.height(placed)
-        for index, offset in zip(others, placed.tolist(), strict=True):
+        for index, offset in zip(placeable, placed.tolist(), strict=True):
             offsets[index] = offset
     idle = max((r.size for r, parts in zip(rectangles, segments, strict=True) if not parts), default=0)
     return Packing(tuple(offsets), max(height, idle), bound)
 
 
 def _check(rectangles: Sequence[Rectangle]) -> None:
-    known: set[int | str] = set()
+    ids: set[int | str] = set()
     total = 0
     for rectangle in rectangles:
         rectangle.check()
-        if rectangle.id in known:
+        if rectangle.id in ids:
             raise InputError(f"two rectangles have the id {rectangle.id}; give each its own")
-        known.add(rectangle.id)
+        ids.add(rectangle.id)
         total += rectangle.size + rectangle.alignment
     if total >= FAR:
         raise InputError(f"the rectangles have {total} bytes with their alignments, more than there are addresses")
 
 
 def _place(layout: Rectangles, bound: int, capacity: int | None, params: PlacementParams) -> tuple[Ints, int]:
-    """Offsets, and the lower bound that is known after it."""
+    """Return offsets, and the lower bound after the search."""
     watch = Watch(params.seconds)
     goal = bound if capacity is None else max(bound, capacity)
-    # Where even the bound does not fit, how far above it things end matters little.
+    # If even the bound exceeds the capacity, the height matters little.
     hopeless = capacity is not None and bound > capacity
     best: Ints | None = None
     height = 0
@@ -140,11 +137,11 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
         if height <= goal or (hopeless and not params.effort) or watch.over:
             return best, bound
     if best is None:
-        raise InputError("there is nothing to place")
+        raise InputError("no rectangles to place")
     if hopeless or not params.effort:
         return best, bound
     if params.canonical and len(layout) <= canonical.MOST:
-        # Half of the seconds, if they are counted, so that some are left for ejection.
+        # Leave half of the time limit for ejection.
         half = Watch(None if params.seconds is None else params.seconds / 2)
         answer, offsets = canonical.search(layout, goal, params, half)
         _log.debug("placing %d rectangles: canonical search within %d: %s", len(layout), goal, answer.name)
@@ -159,11 +156,11 @@ def _place(layout: Rectangles, bound: int, capacity: int | None, params: Placeme
 
 
 def _rules(layout: Rectangles, params: PlacementParams) -> Iterator[Callable[[], Ints]]:
-    """The quick rules, the most promising first."""
-    held, size = _share(layout.held), _share(layout.sizes)
+    """Yield the quick rules, the most promising first."""
+    lifetime, size = _share(layout.held), _share(layout.sizes)
     area = _share(layout.held * layout.sizes.astype(np.float64))
     yield lambda: compiled.best_fit(layout, area)
-    yield lambda: compiled.best_fit(layout, held, 0.1)
+    yield lambda: compiled.best_fit(layout, lifetime, 0.1)
     yield lambda: compiled.best_fit(layout, size)
     yield lambda: compiled.best_fit(layout, area, 1.0)
     if params.first_fit and len(layout) <= _FIRST_FIT_COUNT:

@@ -1,4 +1,4 @@
-"""What placement tries, and how hard: one switch for each technique."""
+"""The switches of placement, one for each technique."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class PlacementParams:
     """Switches and effort of ``pack``.
 
     Attributes:
-        effort: rectangles that the canonical search may look at, and ejection likewise; some 400 million take a second.
-            0: the quick rules only.
-        seconds: stop as well after so many; then the result depends on the machine. None: no such limit.
-        first_fit: first fit in orders by size and area, beside best fit over the skyline.
+        effort: rectangles that the canonical search and ejection may inspect each; 400 million take about a second. 0:
+            quick rules only.
+        seconds: time limit; the result then depends on the machine. None: no limit.
+        first_fit: first fit by size and by area, in addition to best fit over the skyline.
         canonical: the canonical search within the capacity.
-        ejection: lower the lowest placement found by ejection.
-        dominance: see ``canonical``, as for the following.
-        lifting: of what is passed over.
+        ejection: lower the best placement by ejection.
+        dominance: dominance in the canonical search (see ``canonical``, as for the following).
+        lifting: lifting of rectangles that are passed over.
         precedence: the not-first rule in each section.
-        decomposition: solve stretches of time apart.
-        restarts: of the canonical search.
+        decomposition: solve disconnected intervals of time separately.
+        restarts: restarts of the canonical search.
     """
 
     effort: int = 200_000_000

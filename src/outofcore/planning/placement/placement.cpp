@@ -1,11 +1,11 @@
 // The inner loops of placement: best fit over the skyline, first fit, ejection and the canonical search.
 //
-// Called through ctypes by compiled.py, which says what each function promises; canonical.py and the package's
-// description explain the searches. Everything here is deterministic: integers, a fixed generator of lots, and effort
-// counted in rectangles looked at.
+// compiled.py calls these functions through ctypes and documents them; canonical.py and the package's docstring explain
+// the searches. Everything here is deterministic: integers, a fixed random generator, and effort counted in rectangles
+// inspected.
 //
-// Rectangles come as parallel arrays: held over slots of time [begin, end) and, if they return, [again, over), which
-// lie beyond all slots where they do not.
+// Rectangles are parallel arrays: held over slots of time [begin, end) and, if they return, [again, over). These are
+// beyond all slots if they do not return.
 
 #include <algorithm>
 #include <cmath>
@@ -24,7 +24,7 @@ namespace {
 using Bytes = std::int64_t;
 using Index = std::int32_t;
 
-constexpr Bytes kFar = Bytes{1} << 60;  // the offset of what is not placed
+constexpr Bytes kFar = Bytes{1} << 60;  // the offset of unplaced rectangles
 
 struct Layout {
     std::int64_t count, slots, base;
@@ -37,7 +37,7 @@ Bytes round_up(Bytes value, Bytes step) { return step == 1 ? value : (value + st
 
 // ------------------------------------------------------------------------------------------------------- skyline
 
-// Segments of a circle of time, each from its start to the next one's, and how high each is.
+// Segments of a circle of time, each from its start to the next segment's, with their heights.
 class Skyline {
 public:
     Skyline(const Layout& layout, const double* worth, double snug) : l_(layout), snug_(snug) {
@@ -53,7 +53,7 @@ public:
         std::stable_sort(order_.begin(), order_.end(), [&](Index a, Index b) {
             return std::make_pair(from[a], -length[a]) < std::make_pair(from[b], -length[b]);
         });
-        // All twice, a period apart, so that a segment that runs over the end of time is one stretch of them.
+        // Repeat all rectangles one period later, so that a segment over the end of time is one contiguous range.
         for (int round = 0; round < 2; ++round) {
             for (const Index i : order_) {
                 begin_.push_back(from[i] + round * period);
@@ -71,22 +71,22 @@ public:
 
     void place(Bytes* offsets) {
         add(0, l_.base);
-        for (std::int64_t left = l_.count; left;) {
+        for (std::int64_t remaining = l_.count; remaining;) {
             const auto [level, start] = heap_.top();
             heap_.pop();
             const std::size_t at = position(start);
             if (at == starts_.size() || starts_[at] != start || levels_[at] != level) continue;  // outdated
-            const std::int64_t found = best(at);
-            if (found < 0) {
+            const std::int64_t best_entry = best(at);
+            if (best_entry < 0) {
                 raise(at);
                 continue;
             }
-            const std::int64_t which = found % l_.count;
-            worth_[which] = worth_[which + l_.count] = -1;
-            const Index chosen = order_[which];
+            const std::int64_t entry = best_entry % l_.count;
+            worth_[entry] = worth_[entry + l_.count] = -1;
+            const Index chosen = order_[entry];
             offsets[chosen] = round_up(level, l_.alignments[chosen]);
-            cover(at, begin_[found], length_[found], offsets[chosen] + l_.sizes[chosen]);
-            --left;
+            cover(at, begin_[best_entry], length_[best_entry], offsets[chosen] + l_.sizes[chosen]);
+            --remaining;
         }
     }
 
@@ -99,23 +99,23 @@ private:
         return at + 1 < starts_.size() ? starts_[at + 1] : starts_[0] + l_.slots;
     }
 
-    // The rectangle worth most of those within the segment: its index among the doubled ones, or -1.
+    // Return the rectangle with the most worth that fits the segment, as an index into the repeated ones, or -1.
     std::int64_t best(std::size_t at) const {
         const bool flat = starts_.size() == 1;  // everything fits
         const std::int64_t start = starts_[at], end = end_of(at);
         const std::int64_t low = flat ? 0 : first_[start], high = flat ? l_.count : first_[end];
-        std::int64_t found = -1;
-        double most = -1;
+        std::int64_t best_entry = -1;
+        double best_worth = -1;
         for (std::int64_t i = low; i < high; ++i) {
             const std::int64_t ends = begin_[i] + length_[i];
             if (worth_[i] < 0 || (!flat && ends > end)) continue;
             const double worth = flat ? worth_[i] : worth_[i] + snug_ * ((ends == end) + (begin_[i] == start));
-            if (worth > most) most = worth, found = i;
+            if (worth > best_worth) best_worth = worth, best_entry = i;
         }
-        return found;
+        return best_entry;
     }
 
-    // Put [begin, begin + length) of a segment at a level.
+    // Set the level of [begin, begin + length) in a segment.
     void cover(std::size_t at, std::int64_t begin, std::int64_t length, Bytes level) {
         const Bytes former = levels_[at];
         const std::int64_t period = l_.slots;
@@ -134,7 +134,7 @@ private:
         join(end % period);
     }
 
-    // Raise a segment to its lower neighbour.
+    // Raise a segment to its lower neighbour's level.
     void raise(std::size_t at) {
         const std::size_t count = starts_.size(), after = (at + 1) % count;
         const std::int64_t start = starts_[at], end = starts_[after];
@@ -145,9 +145,9 @@ private:
     }
 
     void add(std::int64_t start, Bytes level) {
-        const auto where = std::upper_bound(starts_.begin(), starts_.end(), start) - starts_.begin();
-        starts_.insert(starts_.begin() + where, start);
-        levels_.insert(levels_.begin() + where, level);
+        const auto at = std::upper_bound(starts_.begin(), starts_.end(), start) - starts_.begin();
+        starts_.insert(starts_.begin() + at, start);
+        levels_.insert(levels_.begin() + at, level);
         heap_.emplace(level, start);
     }
 
@@ -156,7 +156,7 @@ private:
         levels_.erase(levels_.begin() + at);
     }
 
-    // Do away with a boundary that is as high on both sides; one boundary always stays.
+    // Remove a boundary between equal levels; one boundary always stays.
     void join(std::int64_t start) {
         const std::size_t at = position(start), count = starts_.size();
         if (at == count || count == 1 || starts_[at] != start) return;
@@ -192,24 +192,24 @@ void first_fit(const Layout& l, const std::int64_t* order, Bytes* offsets) {
             if (top > at && share_a_moment(l, index, other)) at = round_up(top, l.alignments[index]);
         }
         offsets[index] = at;
-        const auto where = std::upper_bound(placed.begin(), placed.end(), at,
+        const auto place = std::upper_bound(placed.begin(), placed.end(), at,
                                             [&](Bytes value, Index other) { return value < offsets[other]; });
-        placed.insert(where, static_cast<Index>(index));
+        placed.insert(place, static_cast<Index>(index));
     }
 }
 
 // ------------------------------------------------------------------------------------------------------ ejection
 
-// Called every kGlance rectangles to decide whether to stop. Leaves the answer unchanged after Ctrl-C, which is then raised
-// again for Python to handle after this library returns.
+// Called every kGlance rectangles to decide whether to stop. Leaves the answer unchanged after Ctrl-C, which is then
+// raised again for Python to handle after this library returns.
 using Stop = void (*)(std::int64_t* answer);
-bool answers_yes(Stop stop) {
+bool must_stop(Stop stop) {
     std::int64_t answer = -1;
     stop(&answer);
     if (answer < 0) std::raise(SIGINT);
     return answer != 0;
 }
-constexpr std::int64_t kGlance = std::int64_t{1} << 22;  // rectangles looked at between two such questions
+constexpr std::int64_t kGlance = std::int64_t{1} << 22;  // rectangles inspected between two calls of `Stop`
 
 class Ejection {
 public:
@@ -218,14 +218,14 @@ public:
         start_from(offsets);
         const Bytes largest = *std::max_element(l_.sizes, l_.sizes + l_.count);
         for (std::int64_t i = 0; i < l_.count; ++i) {
-            // The root: small ones are pushed rather than large ones, but not any number of small ones.
+            // The square root: pushing a small rectangle is better than a large one, but not any number of small ones.
             const double share = static_cast<double>(l_.sizes[i]) / static_cast<double>(largest);
             burden_.push_back(1 + static_cast<std::int64_t>(std::sqrt(share * (1 << 20))));
         }
         weights_ = burden_;
     }
 
-    // Lowers the placement towards the goal, and writes the lowest found.
+    // Lower the placement towards the goal, and write the lowest one found.
     void improve(Bytes goal, Bytes* best) {
         Bytes height = height_of(best);
         double step = kFirstStep;
@@ -237,9 +237,9 @@ public:
                 std::copy(offsets_.begin(), offsets_.end(), best);
                 height = height_of(best);
                 step = std::min(2 * step, kFirstStep);
-            } else if (step > kLeastStep && ceiling < height - 1) {
+            } else if (step > kMinStep && ceiling < height - 1) {
                 step /= 2;
-            } else {  // the ceiling is as good as the height: start again from the best, with what was learnt
+            } else {  // the ceiling is next to the height: start again from the best, with the weights found so far
                 start_from(best);
                 step = kFirstStep;
                 ++rounds;
@@ -248,10 +248,10 @@ public:
     }
 
 private:
-    static constexpr std::int64_t kMove = 250;  // what a move costs apart from its neighbours
-    static constexpr int kRounds = 4;           // how often all ceilings may have failed
-    // How far towards the goal the first ceiling is, and the least step.
-    static constexpr double kFirstStep = 0.25, kLeastStep = 1.0 / 128;
+    static constexpr std::int64_t kMove = 250;  // effort of a move without its neighbours
+    static constexpr int kRounds = 4;           // number of times that all ceilings may fail
+    // The distance of the first ceiling and the smallest step, as shares of the way to the goal.
+    static constexpr double kFirstStep = 0.25, kMinStep = 1.0 / 128;
 
     Bytes height_of(const Bytes* offsets) const {
         Bytes height = l_.base;
@@ -259,7 +259,7 @@ private:
         return height;
     }
 
-    // Take out what stands above a ceiling; it may be higher than the one before.
+    // Take out the rectangles above a ceiling, which may be higher than the last one.
     void lower(Bytes ceiling) {
         ceiling_ = ceiling;
         for (std::int64_t i = 0; i < l_.count; ++i) {
@@ -267,14 +267,14 @@ private:
         }
     }
 
-    // Move until everything is placed: false if that takes more effort than there is.
+    // Place rectangles until all are placed; false if the effort runs out.
     bool settle(std::int64_t patience) {
         const std::int64_t last = std::max<std::int64_t>(effort_ - patience, 0);
         while (!out_.empty()) {
             if (effort_ <= last) return false;
             if (stop_ && effort_ < glance_) {
                 glance_ = effort_ - kGlance;
-                if (answers_yes(stop_)) {
+                if (must_stop(stop_)) {
                     effort_ = 0;
                     return false;
                 }
@@ -293,13 +293,13 @@ private:
         for (std::int64_t i = 0; i < l_.count; ++i) near += near_[i] = i != index && share_a_moment(l_, index, i);
         effort_ -= kMove + near + l_.count / 8;
         const Bytes bottom = round_up(l_.base, alignment);
-        if (bottom > last) {  // even alone it does not fit below the ceiling: it stays out
+        if (bottom > last) {  // it does not fit below the ceiling even alone
             out_.push_back(index);
             return;
         }
-        std::int64_t in_the_way = 0, least = INT64_MAX, equals = 0;
+        std::int64_t in_the_way = 0, min_weight = INT64_MAX, equals = 0;
         Bytes chosen = 0;
-        auto reached = by_offset_.begin(), passed = by_top_.begin();  // what begins below the top, what ends below
+        auto reached = by_offset_.begin(), passed = by_top_.begin();  // rectangles before these begin, or end, below
         const auto try_at = [&](Bytes place) {
             for (; reached != by_offset_.end() && reached->first < place + size; ++reached) {
                 if (near_[reached->second]) in_the_way += weights_[reached->second];
@@ -307,17 +307,17 @@ private:
             for (; passed != by_top_.end() && passed->first <= place; ++passed) {
                 if (near_[passed->second]) in_the_way -= weights_[passed->second];
             }
-            if (in_the_way < least) least = in_the_way, equals = 0;
-            if (in_the_way == least && draw(++equals) == 0) chosen = place;
+            if (in_the_way < min_weight) min_weight = in_the_way, equals = 0;
+            if (in_the_way == min_weight && draw(++equals) == 0) chosen = place;
         };
         try_at(bottom);
-        for (auto below = by_top_.begin(); least && below != by_top_.end(); ++below) {
+        for (auto below = by_top_.begin(); min_weight && below != by_top_.end(); ++below) {
             if (!near_[below->second]) continue;
             const Bytes place = round_up(below->first, alignment);
             if (place > last) break;
             try_at(place);
         }
-        if (least) {
+        if (min_weight) {
             for (std::int64_t i = 0; i < l_.count; ++i) {
                 if (near_[i] && offsets_[i] < chosen + size && offsets_[i] + l_.sizes[i] > chosen) {
                     weights_[i] += burden_[i];
@@ -331,14 +331,14 @@ private:
     }
 
     void eject(std::int64_t index) {
-        const Index which = static_cast<Index>(index);
-        remove(by_offset_, {offsets_[index], which});
-        remove(by_top_, {offsets_[index] + l_.sizes[index], which});
+        const Index entry = static_cast<Index>(index);
+        remove(by_offset_, {offsets_[index], entry});
+        remove(by_top_, {offsets_[index] + l_.sizes[index], entry});
         offsets_[index] = kFar;
-        out_.push_back(which);
+        out_.push_back(entry);
     }
 
-    // Start from offsets at which everything is placed.
+    // Start from a complete placement.
     void start_from(const Bytes* offsets) {
         offsets_.assign(offsets, offsets + l_.count);
         out_.clear();
@@ -353,14 +353,14 @@ private:
     }
 
     using Order = std::vector<std::pair<Bytes, Index>>;  // placed blocks, ascending
-    static void insert(Order& order, Order::value_type what) {
-        order.insert(std::lower_bound(order.begin(), order.end(), what), what);
+    static void insert(Order& order, Order::value_type entry) {
+        order.insert(std::lower_bound(order.begin(), order.end(), entry), entry);
     }
-    static void remove(Order& order, Order::value_type what) {
-        order.erase(std::lower_bound(order.begin(), order.end(), what));
+    static void remove(Order& order, Order::value_type entry) {
+        order.erase(std::lower_bound(order.begin(), order.end(), entry));
     }
 
-    // A lot below a limit, by xorshift64* (Vigna, arXiv 1402.6246).
+    // Return a random number below a limit, by xorshift64* (Vigna, arXiv 1402.6246).
     std::size_t draw(std::size_t limit) {
         state_ ^= state_ >> 12;
         state_ ^= state_ << 25;
@@ -371,9 +371,9 @@ private:
     const Layout& l_;
     std::vector<Bytes> offsets_;
     std::vector<std::int64_t> burden_, weights_;
-    std::vector<char> near_;  // whether each shares a moment with the one that is placed next
+    std::vector<char> near_;  // whether a rectangle shares a moment with the next one to place
     Order by_offset_, by_top_;
-    std::vector<Index> out_;  // what is not placed
+    std::vector<Index> out_;  // rectangles that are not placed
     std::int64_t effort_;
     Stop stop_;
     std::int64_t glance_;
@@ -387,7 +387,7 @@ struct Techniques {
     bool dominance, lifting, sections, precedence, decomposition;
 };
 
-enum class Answer { kNone, kFound, kStopped };
+enum class CanonicalResult { kNone, kFound, kStopped };
 
 class Canonical {
 public:
@@ -420,7 +420,7 @@ public:
         for (std::size_t s = 0; s < members_.size(); ++s) touch(static_cast<Index>(s));
     }
 
-    Answer search() {
+    CanonicalResult search() {
         std::vector<Index> all(l_.count);
         std::iota(all.begin(), all.end(), 0);
         return descend(all, l_.base, 0);
@@ -431,10 +431,10 @@ public:
 
 private:
     struct Range {
-        Index begin, end, again, over;  // sections; the second range is empty where there is none
+        Index begin, end, again, over;  // sections; the second range may be empty
     };
 
-    // The moments at which a set of rectangles is live that is not part of the next one's or the last one's.
+    // Find the moments with a live set that is not part of the next or the previous one.
     void find_sections() {
         std::vector<std::pair<std::int64_t, int>> events;  // a slot; 0: something ends, 1: something begins
         for (std::int64_t i = 0; i < l_.count; ++i) {
@@ -472,8 +472,8 @@ private:
         for (Index s = ranges_[i].again; s < ranges_[i].over; ++s) visit(s);
     }
 
-    // Each section that a rectangle connects with the next one; the last one is followed by the first. Over a gap that
-    // is not around the end of time it counts as held.
+    // Visit each section that a rectangle connects with the next one, cyclically. A gap that is not around the end of
+    // time counts as held.
     template <class Visit>
     void each_cut(std::int64_t i, Visit visit) {
         const Range& r = ranges_[i];
@@ -496,13 +496,13 @@ private:
         queue_.push_back(section);
     }
 
-    void raise(Index i, Bytes least) {
+    void raise(Index i, Bytes bound) {
         raised_.emplace_back(i, bound_[i]);
-        bound_[i] = round_up(least, l_.alignments[i]);
+        bound_[i] = round_up(bound, l_.alignments[i]);
         each_section(i, [&](Index s) { touch(s); });
     }
 
-    // Bounds from the sections whose rectangles' bounds have risen; false if nothing fits any more.
+    // Update the bounds in sections where bounds have risen; return false if the open rectangles cannot fit.
     bool propagate() {
         bool fits = true;
         for (std::size_t at = 0; at < queue_.size(); ++at) {
@@ -514,7 +514,7 @@ private:
     }
 
     bool section_fits(Index section) {
-        // Those not placed come first, the highest bound first; the order is kept, as it changes little.
+        // Sort the open rectangles to the front by descending bound; the order is stored, as it changes little.
         std::vector<Index>& all = members_[section];
         std::size_t count = 0;
         for (std::size_t k = 0; k < all.size(); ++k) {
@@ -526,33 +526,33 @@ private:
             all[to] = i;
         }
         effort_ -= static_cast<std::int64_t>(all.size() + count);
-        // Above the bound of each there must be room for it and all whose bounds are no lower.
+        // Above each bound there must be room for the rectangle and all with bounds that are no lower.
         Bytes total = 0;
         for (std::size_t k = 0; k < count; ++k) {
             total += l_.sizes[all[k]];
             if (bound_[all[k]] + total > capacity_) return false;
         }
         if (!t_.precedence) return true;
-        // Whoever cannot lie below all others lies above one of those that can.
+        // A rectangle that cannot be below all others is above one that can.
         const Bytes slack = capacity_ - total;
-        Bytes least = kFar;
+        Bytes min_top = kFar;
         std::size_t k = count;
         for (; k && bound_[all[k - 1]] <= slack; --k) {
-            least = std::min(least, bound_[all[k - 1]] + l_.sizes[all[k - 1]]);
+            min_top = std::min(min_top, bound_[all[k - 1]] + l_.sizes[all[k - 1]]);
         }
         while (k--) {
             const Index i = all[k];
-            if (bound_[i] >= least) continue;
-            if (least + l_.sizes[i] > capacity_) return false;
-            raise(i, least);
+            if (bound_[i] >= min_top) continue;
+            if (min_top + l_.sizes[i] > capacity_) return false;
+            raise(i, min_top);
         }
         return true;
     }
 
-    // Bounds of all that is open, as it must come after (last, rank) in canonical order; false if that cannot be.
-    bool lift(const std::vector<Index>& open_ones, Bytes last, Index rank) {
-        for (const Index i : open_ones) {
-            Bytes least = pushed_[i];
+    // Raise the bounds of open rectangles, which come after (last, rank) in canonical order; false if impossible.
+    bool lift(const std::vector<Index>& open_rectangles, Bytes last, Index rank) {
+        for (const Index i : open_rectangles) {
+            Bytes bound = pushed_[i];
             if (t_.lifting && passed_over(i, last, rank)) {
                 Bytes above = kFar;
                 for (const Index other : near_[i]) {
@@ -560,9 +560,9 @@ private:
                 }
                 effort_ -= static_cast<std::int64_t>(near_[i].size());
                 if (above + l_.sizes[i] > capacity_) return false;
-                least = std::max(least, above);
+                bound = std::max(bound, above);
             }
-            if (least > bound_[i]) raise(i, least);
+            if (bound > bound_[i]) raise(i, bound);
         }
         return true;
     }
@@ -571,18 +571,18 @@ private:
         return pushed_[i] < last || (pushed_[i] == last && rank_[i] < rank);
     }
 
-    Answer descend(const std::vector<Index>& part, Bytes last, Index rank) {
+    CanonicalResult descend(const std::vector<Index>& part, Bytes last, Index rank) {
         const std::size_t mark = raised_.size();
-        const Answer answer = choose(part, last, rank);
-        if (answer != Answer::kFound) {
+        const CanonicalResult answer = choose(part, last, rank);
+        if (answer != CanonicalResult::kFound) {
             for (; raised_.size() > mark; raised_.pop_back()) bound_[raised_.back().first] = raised_.back().second;
         }
         return answer;
     }
 
-    Answer choose(const std::vector<Index>& part, Bytes last, Index rank) {
-        if (part.empty()) return Answer::kFound;
-        if (!nodes_ || effort_ <= 0 || asked_to_stop()) return Answer::kStopped;
+    CanonicalResult choose(const std::vector<Index>& part, Bytes last, Index rank) {
+        if (part.empty()) return CanonicalResult::kFound;
+        if (!nodes_ || effort_ <= 0 || should_stop()) return CanonicalResult::kStopped;
         --nodes_;
         effort_ -= static_cast<std::int64_t>(part.size());
         const bool fits = lift(part, last, rank);
@@ -590,28 +590,28 @@ private:
             for (const Index s : queue_) dirty_[s] = 0;
             queue_.clear();
         }
-        if (!fits || !propagate()) return Answer::kNone;
-        // At or above the lowest top nothing is placed next: what has that top would fit below.
+        if (!fits || !propagate()) return CanonicalResult::kNone;
+        // The next rectangle is below the lowest top, since the rectangle with that top would fit below it.
         Bytes lowest_top = kFar;
         if (t_.dominance) {
             for (const Index i : part) lowest_top = std::min(lowest_top, pushed_[i] + l_.sizes[i]);
         }
         std::vector<std::pair<Bytes, Index>> choices;
         for (const Index i : part) {
-            // What must rise above where it could lie now waits for what will lie below it.
+            // A rectangle with a bound above its present offset waits for the rectangles below it.
             if (bound_[i] == pushed_[i] && !passed_over(i, last, rank) && pushed_[i] < lowest_top) {
                 choices.emplace_back(pushed_[i], rank_[i]);
             }
         }
         std::sort(choices.begin(), choices.end());
         for (const auto& [offset, at] : choices) {
-            const Answer answer = try_at(part, order_[at], offset);
-            if (answer != Answer::kNone) return answer;
+            const CanonicalResult answer = try_at(part, order_[at], offset);
+            if (answer != CanonicalResult::kNone) return answer;
         }
-        return Answer::kNone;
+        return CanonicalResult::kNone;
     }
 
-    Answer try_at(const std::vector<Index>& part, Index chosen, Bytes offset) {
+    CanonicalResult try_at(const std::vector<Index>& part, Index chosen, Bytes offset) {
         const std::size_t mark = pushes_.size();
         const Bytes top = offset + l_.sizes[chosen];
         offsets_[chosen] = offset;
@@ -623,13 +623,13 @@ private:
             fits = fits && pushed_[other] + l_.sizes[other] <= capacity_;
         }
         effort_ -= static_cast<std::int64_t>(near_[chosen].size());
-        Answer answer = Answer::kNone;
+        CanonicalResult answer = CanonicalResult::kNone;
         if (fits) {
             bool apart = false;
             each_cut(chosen, [&](Index s) { apart |= --cuts_[s] == 0; });
             answer = apart && t_.decomposition ? each_part(part, offset, rank_[chosen])
                                                : descend(without(part, chosen), offset, rank_[chosen]);
-            if (answer == Answer::kFound) return answer;
+            if (answer == CanonicalResult::kFound) return answer;
             each_cut(chosen, [&](Index s) { ++cuts_[s]; });
         }
         for (; pushes_.size() > mark; pushes_.pop_back()) pushed_[pushes_.back().first] = pushes_.back().second;
@@ -638,16 +638,16 @@ private:
     }
 
     std::vector<Index> without(const std::vector<Index>& part, Index chosen) const {
-        std::vector<Index> rest;
-        rest.reserve(part.size() - 1);
+        std::vector<Index> remaining;
+        remaining.reserve(part.size() - 1);
         for (const Index i : part) {
-            if (i != chosen) rest.push_back(i);
+            if (i != chosen) remaining.push_back(i);
         }
-        return rest;
+        return remaining;
     }
 
-    // What no open rectangle connects is solved apart.
-    Answer each_part(const std::vector<Index>& part, Bytes last, Index rank) {
+    // Solve groups of sections that no open rectangle connects separately.
+    CanonicalResult each_part(const std::vector<Index>& part, Bytes last, Index rank) {
         const Index count = static_cast<Index>(members_.size());
         std::vector<Index> label(count);
         Index labels = 0;
@@ -665,9 +665,9 @@ private:
         std::stable_sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); });
         const std::size_t mark = pushes_.size(), bounds = raised_.size();
         for (std::size_t k = 0; k < parts.size(); ++k) {
-            const Answer answer = descend(parts[k], last, rank);
-            if (answer == Answer::kFound) continue;
-            // The parts before this one are given up, too.
+            const CanonicalResult answer = descend(parts[k], last, rank);
+            if (answer == CanonicalResult::kFound) continue;
+            // Undo the parts before this one, too.
             for (std::size_t before = 0; before < k; ++before) {
                 for (const Index i : parts[before]) {
                     offsets_[i] = kFar;
@@ -678,13 +678,13 @@ private:
             for (; raised_.size() > bounds; raised_.pop_back()) bound_[raised_.back().first] = raised_.back().second;
             return answer;
         }
-        return Answer::kFound;
+        return CanonicalResult::kFound;
     }
 
-    bool asked_to_stop() {
+    bool should_stop() {
         if (!stop_ || effort_ >= glance_) return false;
         glance_ = effort_ - kGlance;
-        return answers_yes(stop_);
+        return must_stop(stop_);
     }
 
     const Layout& l_;
@@ -698,9 +698,9 @@ private:
     std::vector<std::vector<Index>> near_, members_;  // members_: of each section
     std::vector<Range> ranges_;
     std::vector<Bytes> offsets_;
-    std::vector<Bytes> pushed_;  // the lowest offset above what is placed
-    std::vector<Bytes> bound_;   // no offset below is possible; at least pushed_, once lift has run
-    std::vector<Index> cuts_;    // how many open rectangles connect a section with the next one
+    std::vector<Bytes> pushed_;  // the lowest offset above the placed rectangles
+    std::vector<Bytes> bound_;   // a lower bound of the offset; at least pushed_, once lift has run
+    std::vector<Index> cuts_;    // the number of open rectangles that connect a section with the next one
     std::vector<char> dirty_;
     std::vector<Index> queue_;  // the dirty sections
     std::vector<std::pair<Index, Bytes>> pushes_, raised_;
@@ -720,14 +720,14 @@ EXPORT void outofcore_eject(const Layout* layout, Bytes goal, std::int64_t effor
     Ejection(*layout, offsets, effort, stop).improve(goal, offsets);
 }
 
-// 0: there is no placement; 1: found; 2: stopped. ``effort`` is that allowed, and then that left.
+// Return 0 if there is no placement, 1 if one was found, 2 if stopped. `effort` is reduced by the effort spent.
 EXPORT int outofcore_canonical(const Layout* layout, Bytes capacity, const std::int64_t* order, std::int64_t techniques,
                                std::int64_t nodes, std::int64_t* effort, Stop stop, Bytes* offsets) {
     const Techniques chosen{(techniques & 1) != 0, (techniques & 2) != 0, true, (techniques & 4) != 0,
                             (techniques & 8) != 0};
     Canonical search(*layout, capacity, order, chosen, nodes, *effort, stop);
-    const Answer answer = search.search();
+    const CanonicalResult answer = search.search();
     *effort = search.effort();
-    if (answer == Answer::kFound) std::copy(search.offsets().begin(), search.offsets().end(), offsets);
+    if (answer == CanonicalResult::kFound) std::copy(search.offsets().begin(), search.offsets().end(), offsets);
     return static_cast<int>(answer);
 }

@@ -1,8 +1,4 @@
-"""The rectangles of dynamic storage allocation: bytes by the time over which they are held.
-
-Two rectangles that share a moment may not share an address. To find the lowest arena is NP-hard, in
-practice as in theory; ``packing`` says which ways of placing are tried.
-"""
+"""The rectangles of dynamic storage allocation: bytes by the time over which they are held."""
 
 from __future__ import annotations
 
@@ -17,22 +13,22 @@ from outofcore.errors import InputError
 
 Ints = NDArray[np.int64]
 
-# The offset of what is not placed: above everything, and far from overflowing when doubled.
+# The offset of unplaced rectangles: above all others, and far from overflow when doubled.
 FAR = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Bytes held over [lower, upper), but not over the gap in it, if there is one.
+    """Bytes held over [lower, upper), except during an optional gap.
 
     Attributes:
         id: unique among those packed together.
-        lower: when the bytes are taken; any unit, a whole number.
-        upper: when they are given back.
+        lower: when the bytes are taken; a whole number in any unit.
+        upper: when they are freed.
         size: bytes.
-        alignment: what the offset must be a multiple of.
-        gap: half-open; the bytes need not be there meanwhile, but come back at the same address. What wraps
-            around the end of a period is held over [0, a) and [b, end): lower 0, upper end, gap (a, b).
+        alignment: the offset is a multiple of this.
+        gap: half-open; a rectangle that wraps around the end of a period has lower 0, and a gap from its end to its
+            begin.
     """
 
     id: int | str
@@ -43,64 +39,47 @@ class Rectangle:
     gap: tuple[int, int] | None = None
 
     def check(self) -> None:
-        """Refuse a rectangle that contradicts itself.
-
-        Raises:
-            InputError: its lifetime, size, alignment or gap cannot be.
-        """
+        """Raise ``InputError`` if its lifetime, size, alignment or gap is invalid."""
         if max(abs(self.lower), abs(self.upper), self.size, self.alignment) >= FAR:
             raise InputError(f"rectangle {self.id} has a time, size or alignment of 2**60 or more")
         if self.lower > self.upper:
             raise InputError(f"rectangle {self.id} ends at {self.upper}, before it begins at {self.lower}")
         if self.size < 0 or self.alignment < 1:
             raise InputError(
-                f"rectangle {self.id} has size {self.size} and alignment {self.alignment}; at least 0 and 1"
+                f"rectangle {self.id} has size {self.size} and alignment {self.alignment}; use at least 0 and 1"
             )
         if self.gap is not None and not self.lower <= self.gap[0] <= self.gap[1] <= self.upper:
-            raise InputError(f"the gap {self.gap} of rectangle {self.id} lies outside [{self.lower}, {self.upper})")
+            raise InputError(f"the gap {self.gap} of rectangle {self.id} is outside [{self.lower}, {self.upper})")
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """The one or two stretches of time over which the bytes are held; none is empty."""
+        """The one or two non-empty intervals over which the bytes are held."""
         if self.gap is None or self.gap[0] >= self.gap[1]:
             return ((self.lower, self.upper),) if self.lower < self.upper else ()
-        found = ((self.lower, self.gap[0]), (self.gap[1], self.upper))
-        return tuple((begin, end) for begin, end in found if begin < end)
+        intervals = ((self.lower, self.gap[0]), (self.gap[1], self.upper))
+        return tuple((begin, end) for begin, end in intervals if begin < end)
 
 
 @dataclass(frozen=True)
 class Rectangles:
-    """Rectangles as arrays, over times counted from 0 without leaving any out.
-
-    Attributes:
-        sizes: bytes; above zero.
-        alignments: of each.
-        begin: of the first segment, in slots of time.
-        end: of the first segment.
-        again: when the second segment begins; beyond all times where there is none.
-        over: when the second segment ends; likewise.
-        slots: how many slots of time there are.
-        held: of each, how long it is held in the caller's unit of time.
-        base: the lowest offset that may be given.
-        wrapping: indices of those that have a second segment.
-    """
+    """Rectangles as arrays, over consecutive slots of time."""
 
     sizes: Ints
     alignments: Ints
-    begin: Ints
+    begin: Ints  # the slot where the first segment begins
     end: Ints
-    again: Ints
-    over: Ints
-    slots: int
-    held: Ints
-    base: int
-    wrapping: Ints
+    again: Ints  # the slot where the second segment begins, or more than ``slots``
+    over: Ints  # the slot where the second segment ends
+    slots: int  # number of slots
+    held: Ints  # lifetimes in the caller's unit of time
+    base: int  # the lowest offset to use
+    wrapping: Ints  # indices of those with a second segment
 
     @staticmethod
     def of(
         rectangles: Sequence[Rectangle], base: int, segments: Sequence[tuple[tuple[int, int], ...]] | None = None
     ) -> Rectangles:
-        """Arrays of rectangles that all have a size and a lifetime; ``segments`` are theirs, where they are known."""
+        """Build the arrays of rectangles with a size and a lifetime; ``segments`` are theirs, if computed."""
         parts = [r.segments for r in rectangles] if segments is None else segments
         bounds = np.array([(p[0], p[-1]) for p in parts], dtype=np.int64).reshape(-1, 2, 2)
         moments, places = np.unique(bounds, return_inverse=True)
@@ -126,19 +105,21 @@ class Rectangles:
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Where in memory the arrays lie that say what is placed: sizes, alignments, begin, end, again, over."""
+        """The memory addresses of sizes, alignments, begin, end, again and over."""
         arrays = (self.sizes, self.alignments, self.begin, self.end, self.again, self.over)
         return tuple(array.ctypes.data for array in arrays)
 
     def part(self, indices: Ints) -> Rectangles:
-        """Some of them, over the same slots of time."""
+        """Return some of them, over the same slots of time."""
         arrays = (self.sizes, self.alignments, self.begin, self.end, self.again, self.over, self.held)
-        sizes, alignments, begin, end, again, over, held = (a[indices] for a in arrays)
-        wrapping = np.flatnonzero(over <= self.slots)
-        return Rectangles(sizes, alignments, begin, end, again, over, self.slots, held, self.base, wrapping)
+        sizes, alignments, begin, end, second_begin, second_end, lifetimes = (a[indices] for a in arrays)
+        wrapping = np.flatnonzero(second_end <= self.slots)
+        return Rectangles(
+            sizes, alignments, begin, end, second_begin, second_end, self.slots, lifetimes, self.base, wrapping
+        )
 
     def live(self) -> Ints:
-        """Bytes held in each slot of time."""
+        """Return the bytes held in each slot of time."""
         change = np.zeros(self.slots + 1, np.int64)
         np.add.at(change, self.begin, self.sizes)
         np.subtract.at(change, self.end, self.sizes)
@@ -147,33 +128,29 @@ class Rectangles:
         return np.cumsum(change)
 
     def height(self, offsets: Ints) -> int:
-        """The end of the highest rectangle."""
         return int((offsets + self.sizes).max(initial=self.base))
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most bytes are held, the first of them."""
+    """The first moment at which the most bytes are held."""
 
     bytes: int
     time: int
-    ids: tuple[int | str, ...]  # whose they are
+    ids: tuple[int | str, ...]  # the rectangles held then
 
 
 def peak(rectangles: Sequence[Rectangle]) -> Peak:
-    """Where the most bytes are live: no arena can be lower than that.
-
-    Limits: alignment is not counted.
-    """
+    """Return the peak, a lower bound of the height of any arena; alignment is not counted."""
     change: dict[int, int] = {}
     for rectangle in rectangles:
         for begin, end in rectangle.segments:
             change[begin] = change.get(begin, 0) + rectangle.size
             change[end] = change.get(end, 0) - rectangle.size
-    held, most, when = 0, 0, min(change, default=0)
+    live, peak_bytes, peak_time = 0, 0, min(change, default=0)
     for moment in sorted(change):
-        held += change[moment]
-        if held > most:
-            most, when = held, moment
-    ids = tuple(r.id for r in rectangles if r.size and any(begin <= when < end for begin, end in r.segments))
-    return Peak(most, when, ids)
+        live += change[moment]
+        if live > peak_bytes:
+            peak_bytes, peak_time = live, moment
+    ids = tuple(r.id for r in rectangles if r.size and any(begin <= peak_time < end for begin, end in r.segments))
+    return Peak(peak_bytes, peak_time, ids)

@@ -1,9 +1,8 @@
-"""What one op asks of the allocator, learnt from a log of one run.
+"""The allocator requests of one op, learnt from a log of one run.
 
-The sizes and lifetimes of an op's requests are the same in every run, so an address can be planned
-for each (profile-guided memory allocation: Sekiyama et al., arXiv 1804.10001, section 3). Here only
-the op's own scratch memory is laid out, in one block; its results are placed by the planner of the
-whole step.
+The sizes and lifetimes of an op's requests are the same in every run, so an address can be planned for each
+(profile-guided memory allocation: Sekiyama et al., arXiv 1804.10001, section 3). Only the op's scratch memory is placed
+here, in one block; the planner of the whole step places its results.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from outofcore.units import PAGE_BYTES, round_up
 
 
 class EventKind(Enum):
-    """What a thread did with the allocator."""
+    """A thread's call of the allocator."""
 
-    ALLOCATE = "allocate"  # was given ``bytes`` bytes at ``pointer``
-    FREE = "free"  # gave back the bytes at ``pointer``
+    ALLOCATE = "allocate"  # received ``bytes`` bytes at ``pointer``
+    FREE = "free"  # freed the bytes at ``pointer``
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One call of the allocator. ``bytes`` is 0 for FREE."""
+    """One call of the allocator; ``bytes`` is 0 for FREE."""
 
     kind: EventKind
     bytes: int
@@ -38,24 +37,21 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The request is the storage of the op's result ``key``."""
+    """A request for the storage of the op's result ``key``."""
 
     key: int
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """The request is scratch memory ``offset`` bytes into the op's workspace block."""
+    """A request for scratch memory ``offset`` bytes into the op's workspace block."""
 
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """The request outlives the op without being a result, as a library's cache does: no address is planned.
-
-    It may be absent when the op runs again.
-    """
+    """A request that outlives the op without being a result, such as a library's cache: it has no address."""
 
 
 Placement = Result | Scratch | Elsewhere
@@ -63,15 +59,13 @@ Placement = Result | Scratch | Elsewhere
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, and where it goes."""
-
     bytes: int
     placement: Placement
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """An op's requests, in order, and the size of the workspace block that holds its scratch memory."""
+    """An op's requests, in order, and the size of the workspace block for its scratch memory."""
 
     requests: tuple[Request, ...]
     workspace_bytes: int
@@ -80,19 +74,15 @@ class Requests:
 def workspace_layout(
     events: Sequence[Event], result_pointers: Mapping[int, int], alignment: int = SMALL_ALIGNMENT
 ) -> Requests:
-    """The requests of one op, its scratch memory laid out so that lifetimes which do not meet share bytes.
+    """Return the requests of one op, with its scratch memory placed by the quick rules of ``pack``.
 
     Args:
-        events: everything the op's thread did with the allocator while the op ran; frees of memory
-            that the op did not allocate are ignored.
-        result_pointers: the key of each result by the address of its storage, taken while the results
-            were still referred to. Addresses that the op did not allocate (aliases of its arguments) are ignored.
+        events: allocator calls of the op's thread while the op ran.
+        result_pointers: the key of each result by the address of its storage, read while the results were alive.
         alignment: of requests below 64 KiB; larger ones begin on pages.
 
-    Scratch memory is placed by the quick rules of ``pack``.
-
     Raises:
-        GraphError: memory was allocated at an address that was in use: the log is damaged.
+        GraphError: the log is damaged: it allocates an address that is in use.
     """
     sizes: list[int] = []
     placements: list[Placement] = []
@@ -116,9 +106,9 @@ def workspace_layout(
         if pointer in result_pointers:
             placements[index] = Result(result_pointers[pointer])
 
-    found = pack(scratch, params=PlacementParams(effort=0))
+    packing = pack(scratch, params=PlacementParams(effort=0))
     end = 0
-    for one, offset in zip(scratch, found.offsets, strict=True):
-        placements[int(one.id)] = Scratch(offset)
-        end = max(end, round_up(offset + one.size, one.alignment))
+    for rectangle, offset in zip(scratch, packing.offsets, strict=True):
+        placements[int(rectangle.id)] = Scratch(offset)
+        end = max(end, round_up(offset + rectangle.size, rectangle.alignment))
     return Requests(tuple(map(Request, sizes, placements)), end)

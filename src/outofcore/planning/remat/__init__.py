@@ -1,1 +1,1 @@
-"""What to compute again (rematerialization): numbered contents, chains of runs, and the search over them."""
+"""Rematerialization: numbered contents, chains of runs, and searches for gaps to recompute."""

@@ -1,7 +1,6 @@
-// The chain of runs that makes some contents before an op; chains.py says what a chain is.
+// The chain of runs that makes some contents before an op; chains.py defines chains.
 //
-// tests/unit/naive_chains.py adds the seconds of a chain up in the same order, so that both give the same to the last
-// bit.
+// tests/unit/naive_chains.py adds up the seconds of a chain in the same order, so results are equal to the last bit.
 
 #pragma once
 
@@ -14,10 +13,9 @@ namespace remat {
 using Index = std::int64_t;
 
 // As in contents.py and chains.py.
-constexpr Index kAtHome = 1, kKept = 0, kAway = 1, kAgain = 2;
+constexpr Index kAtHome = 1, kResident = 0, kOffloaded = 1, kRecomputed = 2;
 
-// A step that does not change: contents and ops by number. Lists of lists lie one after the other, each from from[i] to
-// before from[i + 1].
+// A constant step: contents and ops by number. Lists of lists are concatenated; list i is [from[i], from[i + 1]).
 struct Step {
     Index contents, ops;
     const Index *maker, *born, *gone, *lasting, *size, *storage;  // by content
@@ -29,14 +27,14 @@ struct Step {
     const Index* start;                                           // by gap
 };
 
-struct Found {
+struct FoundChain {
     double seconds;
     Index bytes, held;
-    Index ops, made, seen, home;  // how many of each there are in the list, in this order
+    Index ops, made, seen, home;  // the number of each in the list, in this order
     const Index* list;
 };
 
-// Numbers below a bound that belong to a set, which is emptied at once.
+// A set of small integers that is cleared in constant time.
 class Marks {
 public:
     explicit Marks(Index count) : round_(count, 0) {}
@@ -56,45 +54,45 @@ public:
         : s_(step), target_(step.contents), met_(step.contents), home_(step.contents), block_(step.contents),
           made_(step.contents), running_(step.ops), last_(step.contents) {}
 
-    // Find a chain: its seconds, bytes and bytes held; false if none takes `limit` seconds at most.
+    // Find a chain: its seconds, bytes and target bytes; false if it is impossible or takes more than `limit` seconds.
     bool weigh(Index at, Index count, const Index* targets, double limit, const Index* kind, const Index* fetch,
-               Found& found) {
-        if (!collect(at, count, targets, limit, kind, fetch, found.seconds)) return false;
+               FoundChain& result) {
+        if (!collect(at, count, targets, limit, kind, fetch, result.seconds)) return false;
         std::sort(runs_.begin(), runs_.end());
         std::sort(from_home_.begin(), from_home_.end());
-        measure(found.bytes);
-        found.held = 0;
-        for (Index i = 0; i < count; ++i) found.held += s_.size[targets[i]];
+        measure(result.bytes);
+        result.held = 0;
+        for (Index i = 0; i < count; ++i) result.held += s_.size[targets[i]];
         return true;
     }
 
-    // Find a chain, and list what it is made of.
+    // Find a chain, and list its ops and contents.
     bool find(Index at, Index count, const Index* targets, double limit, const Index* kind, const Index* fetch,
-              Found& found) {
-        if (!weigh(at, count, targets, limit, kind, fetch, found)) return false;
+              FoundChain& result) {
+        if (!weigh(at, count, targets, limit, kind, fetch, result)) return false;
         list_.assign(runs_.begin(), runs_.end());
         list_.insert(list_.end(), makes_.begin(), makes_.end());
         const std::size_t before = list_.size();
         for_each_seen([this](Index content) { list_.push_back(content); });
-        found.ops = static_cast<Index>(runs_.size());
-        found.made = static_cast<Index>(makes_.size());
-        found.seen = static_cast<Index>(list_.size() - before);
-        found.home = static_cast<Index>(from_home_.size());
+        result.ops = static_cast<Index>(runs_.size());
+        result.made = static_cast<Index>(makes_.size());
+        result.seen = static_cast<Index>(list_.size() - before);
+        result.home = static_cast<Index>(from_home_.size());
         list_.insert(list_.end(), from_home_.begin(), from_home_.end());
-        found.list = list_.data();
+        result.list = list_.data();
         return true;
     }
 
-    // The ops of the chain found last.
+    // The number of ops of the last chain found.
     Index runs() const { return static_cast<Index>(runs_.size()); }
 
-    // Whether it makes a content.
+    // Whether the last chain makes a content.
     bool makes(Index content) const { return made_.has(content); }
 
-    // The contents that it copies in.
+    // The contents that the last chain copies in.
     const std::vector<Index>& from_home() const { return from_home_; }
 
-    // Visit the contents that it found or makes.
+    // Visit the contents that the last chain reads or makes.
     template <typename Visit> void for_each_seen(const Visit& visit) const {
         for (const Index content : seen_)
             if (!made_.has(content)) visit(content);
@@ -102,7 +100,7 @@ public:
     }
 
 private:
-    // Which ops have to run, and what they find at home.
+    // Collect the ops that must run, and the contents that they copy in from home.
     bool collect(Index at, Index count, const Index* targets, double limit, const Index* kind, const Index* fetch,
                  double& seconds) {
         target_.clear(), met_.clear(), home_.clear(), running_.clear();
@@ -138,16 +136,16 @@ private:
         return true;
     }
 
-    // Whether what the step holds before an op is on the device then, or comes from home.
+    // Whether a content that is alive before an op is resident then, or can be copied in from home.
     bool is_there(Index content, Index at, const Index* kind, const Index* fetch) {
-        bool there = true;
+        bool is_resident = true;
         for (Index i = s_.gaps_from[content]; i < s_.gaps_from[content + 1]; ++i) {
             const Index gap = s_.gaps[i];
             const bool is_open = s_.start[gap] < at && at < fetch[gap];
-            if (is_open && kind[gap] == kAgain) there = false;
-            if (is_open && kind[gap] == kAway) comes_from_home(content);
+            if (is_open && kind[gap] == kRecomputed) is_resident = false;
+            if (is_open && kind[gap] == kOffloaded) comes_from_home(content);
         }
-        return there;
+        return is_resident;
     }
 
     void comes_from_home(Index content) {
@@ -156,14 +154,14 @@ private:
         from_home_.push_back(content);
     }
 
-    // The most bytes that the runs hold at once.
-    void measure(Index& most) {
+    // Measure the most bytes that the runs hold at once.
+    void measure(Index& max_bytes) {
         for (const Index op : runs_)
             for (Index i = s_.needs_from[op]; i < s_.needs_from[op + 1]; ++i) last_[s_.needs[i]] = op;
         block_.clear(), made_.clear();
         makes_.clear();
         Index used = 0;
-        most = 0;
+        max_bytes = 0;
         for (const Index op : runs_) {
             const Index *needs = s_.needs + s_.needs_from[op], *needs_end = s_.needs + s_.needs_from[op + 1];
             const Index *makes = s_.makes + s_.makes_from[op], *makes_end = s_.makes + s_.makes_from[op + 1];
@@ -173,13 +171,13 @@ private:
                     used += s_.size[*need];
                 }
             used += s_.fresh[op];
-            most = std::max(most, used + s_.workspace[op]);
+            max_bytes = std::max(max_bytes, used + s_.workspace[op]);
             used -= s_.scratch[op];
             for (const Index* need = needs; need != needs_end; ++need) {
                 if (!block_.has(*need)) continue;
                 const auto is_same = [&](Index made) { return s_.storage[made] == s_.storage[*need]; };
                 if (std::any_of(makes, makes_end, is_same)) {
-                    block_.drop(*need);  // written in place: the block goes on as the new content
+                    block_.drop(*need);  // written in place: its block becomes the new content's
                 } else if (last_[*need] == op && !target_.has(*need)) {
                     block_.drop(*need);
                     used -= s_.size[*need];
@@ -190,7 +188,7 @@ private:
                     made_.add(*made);
                     makes_.push_back(*made);
                 }
-                // Of what no run reads, last_ is of another chain; it is met all the same if it is wanted itself.
+                // last_ is stale for contents that no run reads; these are in met_ only if they are targets.
                 if (target_.has(*made) || (met_.has(*made) && last_[*made] > op))
                     block_.add(*made);
                 else

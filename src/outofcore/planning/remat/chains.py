@@ -1,8 +1,8 @@
-"""Which gaps are recomputed (rematerialized), and what that takes.
+"""Which gaps are recomputed (rematerialized), and the chains of runs that this takes.
 
-Each gap is kept, offloaded, or recomputed right before the op ``fetch`` and held from there to its next use. Everything
-fetched before one op is made by one *chain* of runs, as the lowering does it. A chain depends on what else is there at
-its time. The searches of ``compiled`` begin with such choices, and change them gap by gap.
+A recomputed gap is made right before the op ``fetch`` and held to its next use. One *chain* of runs makes everything
+that is fetched before the same op, as in lowering; it depends on the contents resident then. The searches of
+``compiled`` start from such choices and change them gap by gap.
 """
 
 from __future__ import annotations
@@ -19,48 +19,38 @@ from outofcore.planning.problem import Ints, Problem
 from outofcore.planning.remat.compiled import CompiledChains, CompiledSearch, Lists
 from outofcore.planning.remat.contents import Contents
 
+# Kinds of gaps as chains find them: on the device, copied in from home by each chain, or made by a chain.
 KEPT, AWAY, AGAIN = 0, 1, 2
-# Gaps that are recomputed, each with its kind and the op before which it comes back.
+# The recomputed gaps, each with its kind and the op before which it is fetched.
 Snapshot = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What a chain is made of.
+    """The ops and contents of a chain."""
 
-    Attributes:
-        ops: that run, in that order.
-        made: contents that it makes.
-        seen: contents that it makes, or found and needs: what it depends on.
-        copied: bytes of each content that it reads from home.
-        home: those contents.
-    """
-
-    ops: tuple[int, ...]
-    made: frozenset[int]
-    seen: frozenset[int]
-    copied: tuple[int, ...]
-    home: frozenset[int]
+    ops: tuple[int, ...]  # in the order in which they run
+    made: frozenset[int]  # contents that it makes
+    seen: frozenset[int]  # contents that it makes or reads, and so depends on
+    copied: tuple[int, ...]  # bytes of each content that it copies in from home
+    home: frozenset[int]  # contents that it copies in from home
 
 
 class Chain:
-    """What runs again right before one op.
+    """The ops that run again right before one op.
 
-    Attributes:
-        seconds: of all its runs.
-        bytes: the most that it holds beside what is there already.
-        held: bytes of what it was run for, which stay.
+    ``bytes`` is the most that it holds in addition to resident contents, ``target_bytes`` the bytes that stay after it.
     """
 
     __slots__ = ("_links", "bytes", "held", "seconds")
 
-    def __init__(self, seconds: float, count: int, held: int, links: Links | Callable[[], Links]) -> None:
-        self.seconds, self.bytes, self.held = seconds, count, held
+    def __init__(self, seconds: float, count: int, target_bytes: int, links: Links | Callable[[], Links]) -> None:
+        self.seconds, self.bytes, self.held = seconds, count, target_bytes
         self._links = links
 
     @property
     def links(self) -> Links:
-        """What it is made of; put together when it is first asked for, as most chains are only weighed."""
+        """Its ops and contents, built lazily because most chains are only weighed."""
         if not isinstance(self._links, Links):
             self._links = self._links()
         return self._links
@@ -68,29 +58,18 @@ class Chain:
 
 @dataclass
 class Choices:
-    """Residencies of all gaps of a problem, and the chains that follow from them.
-
-    Attributes:
-        problem: the step under its limit.
-        contents: of the step.
-        limit: bytes of large blocks that may be held; by default those of the problem.
-        kind: by gap, KEPT, AWAY or AGAIN.
-        fetch: by gap, the op before which it comes back if it is computed again.
-        chains: by the op before which they run.
-        seconds: of all chains.
-        work: ops in all chains looked at so far; effort is counted in these.
-        like: other choices for the same problem, with which what never changes is shared.
-    """
+    """Residencies of all gaps of a problem, and the chains that follow from them."""
 
     problem: Problem
     contents: Contents
-    limit: int = -1
-    kind: array[int] = field(default_factory=lambda: array("q"))
+    limit: int = -1  # bytes of large blocks that may be held; by default the problem's
+    kind: array[int] = field(default_factory=lambda: array("q"))  # by gap, RESIDENT, OFFLOADED or RECOMPUTED
+    # By gap, the op before which it is fetched if it is recomputed.
     fetch: array[int] = field(default_factory=lambda: array("q"))
-    chains: dict[int, Chain] = field(default_factory=dict[int, Chain])
-    seconds: float = 0.0
-    work: int = 0
-    like: Choices | None = None
+    chains: dict[int, Chain] = field(default_factory=dict[int, Chain])  # by the op before which they run
+    seconds: float = 0.0  # of all chains
+    work: int = 0  # ops in all chains inspected so far, the unit of effort
+    like: Choices | None = None  # other choices for the same problem, whose constant parts are shared
 
     def __post_init__(self) -> None:
         problem, contents, like = self.problem, self.contents, self.like
@@ -109,7 +88,7 @@ class Choices:
                 self.gaps_of[contents.first[info.gap.storage]].append(g)
         self.compiled = CompiledChains(contents, self.gaps_of, self.start) if like is None else like.compiled
         self.limit = problem.limit if self.limit < 0 else self.limit
-        # What each op takes by itself, or its chain if that takes more.
+        # Bytes of each op by itself, or of its chain if that needs more.
         self.alone: Ints = problem.limit - problem.free
         self.need: Ints = self.alone.copy()
         self.held: Ints = problem.held(problem.nothing_leaves() == -1)
@@ -130,14 +109,11 @@ class Choices:
         self.free: list[int] = [g for g, can in enumerate(self.can) if can]
 
     def snapshot(self) -> Snapshot:
-        """The gaps that are computed again, each with its kind and the op before which it comes back."""
+        """Return the recomputed gaps, each with its kind and the op before which it is fetched."""
         return tuple((g, self.kind[g], self.fetch[g]) for g in self.free if self.kind[g] == AGAIN)
 
     def begin(self, snapshot: Snapshot) -> bool:
-        """Go from choices in which all gaps are kept to a snapshot.
-
-        False, with these choices of no more use, if something cannot be computed again that way.
-        """
+        """Go from choices with every gap resident to a snapshot; False (and unusable choices) if that fails."""
         targets: dict[int, list[int]] = {}
         for g, kind, fetch in snapshot:
             self.problem.take(self.held, g, self.bytes[g])
@@ -151,12 +127,12 @@ class Choices:
                 return False
             self.chains[at] = chain
             self.seconds += chain.seconds
-            # The bytes of the op and its chain, without those of gaps held over the op.
+            # Bytes of the op and its chain, without gaps that are held over the op.
             self.need[at] = max(int(self.alone[at]), self.contents.before[at] - chain.held + chain.bytes)
         return True
 
     def search(self) -> CompiledSearch:
-        """A compiled search that begins with these choices, in which nothing may be recomputed or offloaded yet."""
+        """Return a compiled search that begins with these choices, in which every gap must be resident."""
         return CompiledSearch(
             self.compiled,
             end=self.end,
@@ -170,31 +146,32 @@ class Choices:
         )
 
     def chain(self, at: int, gaps: Sequence[int], limit: float = float("inf")) -> Chain | None:
-        """The chain before op ``at`` that makes what these gaps hold; None if none takes ``limit`` seconds at most."""
+        """Return the chain before op ``at`` that makes these gaps in at most ``limit`` seconds, or None."""
         targets = sorted({self.content[g] for g in gaps})
-        found = self.compiled.once(at, targets, limit, self.kind, self.fetch)
-        if found is None:
+        result = self.compiled.once(at, targets, limit, self.kind, self.fetch)
+        if result is None:
             return None
-        seconds, most, held, lists = found
+        seconds, max_bytes, target_bytes, lists = result
         self.work += lists.ops
-        return Chain(seconds, most, held, partial(_links, lists, self.contents.size))
+        return Chain(seconds, max_bytes, target_bytes, partial(_links, lists, self.contents.size))
 
     def over(self) -> Ints:
-        """Bytes above the limit at each op, of shape (ops,); an op and its chain alone must keep to the problem's."""
-        found = self.held + self.need
-        found -= self.limit
+        """Return the bytes above the limit at each op; an op with its chain must keep to the problem's limit."""
+        excess = self.held + self.need
+        excess -= self.limit
         if self.limit > self.problem.limit:
-            np.maximum(found, self.need - self.problem.limit, out=found)
-        return np.maximum(found, 0, out=found)
+            np.maximum(excess, self.need - self.problem.limit, out=excess)
+        return np.maximum(excess, 0, out=excess)
 
 
 def _links(lists: Lists, size: Sequence[int]) -> Links:
-    ops, made, seen, home = lists.unpacked()
-    return Links(tuple(ops), frozenset(made), frozenset(seen), tuple(size[x] for x in home), frozenset(home))
+    ops, contents_made, contents_seen, home = lists.unpacked()
+    return Links(
+        tuple(ops), frozenset(contents_made), frozenset(contents_seen), tuple(size[x] for x in home), frozenset(home)
+    )
 
 
 def decisions_again(choices: Choices) -> tuple[Decision, ...]:
-    """Return the decisions to recompute gaps."""
     gaps = choices.problem.gaps
     return tuple(
         Decision(gaps[g].gap, Residency.RECOMPUTE, choices.start[g] + 1, choices.fetch[g])
@@ -204,12 +181,9 @@ def decisions_again(choices: Choices) -> tuple[Decision, ...]:
 
 
 def arrivals(choices: Choices) -> tuple[Decision, ...]:
-    """When inputs come that cannot be there from the start of the step: as early as there is room for them.
-
-    Inputs about which nothing is said come before the first op.
-    """
+    """Return decisions to fetch inputs that have no room at the start of the step, as early as possible."""
     room = choices.limit - (choices.held + choices.need)
-    found: list[Decision] = []
+    decisions: list[Decision] = []
     for info in choices.problem.gaps:
         if not info.arriving:
             continue
@@ -218,5 +192,5 @@ def arrivals(choices: Choices) -> tuple[Decision, ...]:
             first -= 1
         room[first : info.gap.end] -= info.bytes
         if first:
-            found.append(Decision(info.gap, Residency.OFFLOAD, 0, first))
-    return tuple(found)
+            decisions.append(Decision(info.gap, Residency.OFFLOAD, 0, first))
+    return tuple(decisions)

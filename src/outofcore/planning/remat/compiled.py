@@ -1,4 +1,4 @@
-"""The loops of ``remat.cpp``: chains, and searches over them. ``outofcore.compiling`` says when it is compiled."""
+"""Bindings of ``remat.cpp``: chains, and searches over them (compiled by ``outofcore.compiling``)."""
 
 from __future__ import annotations
 
@@ -74,16 +74,7 @@ class _Best(ctypes.Structure):
 
 
 class CompiledChains:
-    """Chains of one step.
-
-    Args:
-        contents: of the step.
-        gaps_of: by content, the gaps in which it is not used.
-        start: by gap, the op after which it begins.
-
-    Raises:
-        StateError: as ``load_functions``.
-    """
+    """The chains of one step, found by the native library."""
 
     def __init__(self, contents: Contents, gaps_of: Sequence[Sequence[int]], start: Sequence[int]) -> None:
         library = load_library()
@@ -97,7 +88,7 @@ class CompiledChains:
             "home_seconds": array("d", contents.home_seconds),
             "start": array("q", start),
         }
-        # The library reads them where they are.
+        # The library keeps pointers to these arrays.
         self._arrays = arrays
         addresses = {name: values.buffer_info()[0] for name, values in arrays.items()}
         self.step = _Step(contents=len(contents.storage), ops=len(contents.seconds), **addresses)
@@ -109,28 +100,27 @@ class CompiledChains:
     def once(
         self, at: int, targets: Sequence[int], limit: float, kind: array[int], fetch: array[int]
     ) -> tuple[float, int, int, Lists] | None:
-        """The seconds, bytes and bytes held of a chain in which each op runs once, and the rest of it; or None.
-
-        Args:
-            at: the op before which it runs.
-            targets: the contents that it makes, in order.
-            limit: seconds that it may take.
-            kind: by gap, what becomes of its content.
-            fetch: by gap, the op before which it comes back.
-        """
-        wanted = (_COUNT * len(targets))(*targets)
+        """Return seconds, bytes, bytes held and lists of the chain that makes ``targets`` (in order), or None."""
+        target_array = (_COUNT * len(targets))(*targets)
         if not self._chain(
-            self._handle, at, len(targets), wanted, limit, kind.buffer_info()[0], fetch.buffer_info()[0], self._out
+            self._handle,
+            at,
+            len(targets),
+            target_array,
+            limit,
+            kind.buffer_info()[0],
+            fetch.buffer_info()[0],
+            self._out,
         ):
             return None
-        found = self._found
-        counts = found.ops, found.made, found.seen, found.home
-        lists = Lists(ctypes.string_at(found.list, sum(counts) * _WORD), counts)
-        return found.seconds, found.bytes, found.held, lists
+        result = self._found
+        counts = result.ops, result.made, result.seen, result.home
+        lists = Lists(ctypes.string_at(result.list, sum(counts) * _WORD), counts)
+        return result.seconds, result.bytes, result.held, lists
 
 
 class Lists:
-    """The ops, contents made, contents seen and contents from home of a chain, as the library wrote them."""
+    """The ops, contents made, contents seen and contents from home of a chain, in the library's layout."""
 
     __slots__ = ("_counts", "_raw")
 
@@ -139,54 +129,34 @@ class Lists:
 
     @property
     def ops(self) -> int:
-        """How many there are."""
         return self._counts[0]
 
     def unpacked(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """The four lists."""
         words = memoryview(self._raw).cast("q").tolist()
         ends = [0, *accumulate(self._counts)]
-        one, two, three, four = (words[first:last] for first, last in pairwise(ends))
-        return one, two, three, four
+        ops, made_contents, seen_contents, home_contents = (words[first:last] for first, last in pairwise(ends))
+        return ops, made_contents, seen_contents, home_contents
 
 
 @dataclass(frozen=True, slots=True)
 class Annealed:
-    """The best state that a search saw within a limit.
+    """The best state within a limit that a search visited."""
 
-    Attributes:
-        seconds: of all chains.
-        bytes: the most that large blocks take at an op.
-        pairs: the gaps that are recomputed, each followed by the op before which it comes back.
-    """
-
-    seconds: float
-    bytes: int
-    pairs: array[int]
+    seconds: float  # of all chains
+    bytes: int  # the most that large blocks take at an op
+    pairs: array[int]  # the recomputed gaps, each followed by the op before which it is fetched
 
 
 class CompiledSearch:
-    """A state of what one step recomputes, and two searches that change it: annealing, and a greedy one.
+    """A state of one step's recomputation, and two searches that change it.
 
-    *Annealing* (``run``): Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing" (1983): random changes of
-    one gap, or of two that trade places, accepted the more readily the earlier. It minimises the seconds of what runs
-    again, and for each op a price for every byte above the limit. Prices rise while an op stays above the limit and
-    fall otherwise, as the multipliers of a Lagrangian relaxation do, so the search passes through states that do not
-    fit and comes back. Numbers are drawn from a seed, and effort is counted in changes: the same state gives the same
-    result.
+    *Annealing* (``anneal``; Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing", 1983) tries random
+    changes of one gap, or of two that trade places. It minimises the seconds of recomputation plus a price for every
+    byte above the limit at each op. Prices rise while an op is above the limit and fall otherwise, like the multipliers
+    of a Lagrangian relaxation, so the search passes through states that do not fit. The same seed and state give the
+    same result.
 
-    *Greedy* (``drop`` and ``settle``): see ``remat.selection``.
-
-    Args:
-        chains: of the step.
-        end: by gap, the op before which it ends.
-        sizes: by gap, bytes.
-        content: by gap.
-        kind: by gap, what becomes of it when nothing is recomputed.
-        free: the gaps that may be recomputed.
-        alone: by op, bytes that it needs without a chain.
-        held: by op, bytes that are held over it when nothing is recomputed.
-        before: by op, bytes that it finds on the device and needs.
+    *Greedy* (``drop`` and ``settle``): see ``remat.selection``. The arguments are those of ``Gaps`` in ``search.h``.
     """
 
     def __init__(
@@ -206,7 +176,7 @@ class CompiledSearch:
         self._anneal, self._restore = library.outofcore_anneal, library.outofcore_search_restore
         lists = {"end": end, "bytes": sizes, "content": content, "kind": kind, "free": free}
         lists |= {"alone": alone, "held": held, "before": before}
-        # The library reads them, and those of the chains, where they are.
+        # The library keeps pointers to these arrays and to the arrays of the chains.
         self._chains, self._arrays = chains, {name: array("q", values) for name, values in lists.items()}
         addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
         self.gaps = _Gaps(count=len(end), free_count=len(free), **addresses)
@@ -215,28 +185,21 @@ class CompiledSearch:
         self._best = _Best()
 
     def run(self, limit: int, changes: int, work: int, hot: float, seed: int) -> Annealed | None:
-        """Try random changes from the present state on, which is left as it is in the end.
+        """Anneal from the present state, and change it; return the best state within the limit, or None.
 
-        Args:
-            limit: bytes of large blocks.
-            changes: how many, at most.
-            work: ops that may be looked at.
-            hot: the temperature in the beginning, in mean seconds of an op that may run again.
-            seed: of the random numbers.
-
-        Returns:
-            The best state; None if none was within the limit.
+        At most ``changes`` are tried and ``work`` ops inspected. ``hot`` is the initial temperature, in mean seconds of
+        an op that may run again.
         """
         self._anneal(self._handle, limit, changes, work, hot, seed, ctypes.byref(self._best))
         return self._found()
 
     def drop(self, limit: int, need_limit: int, patience: int) -> Annealed | None:
-        """Drop gaps greedily from the present state on; None if that does not come to fit (see ``remat.selection``)."""
+        """Drop gaps greedily from the present state; return None if the state does not fit in the end."""
         self._library.outofcore_drop(self._handle, limit, need_limit, patience, ctypes.byref(self._best))
         return self._found()
 
     def settle(self, limit: int, need_limit: int, patience: int) -> Annealed:
-        """Recompute gaps of the present state elsewhere where that saves seconds and adds no overload."""
+        """Recompute gaps of the present state elsewhere if that saves seconds and adds no overload."""
         self._library.outofcore_settle(self._handle, limit, need_limit, patience, ctypes.byref(self._best))
         return self._read()
 
@@ -250,12 +213,12 @@ class CompiledSearch:
         return Annealed(best.seconds, best.bytes, pairs)
 
     def restore(self, pairs: array[int]) -> None:
-        """Go to the state in which these gaps are recomputed, as ``Annealed.pairs`` has them."""
+        """Go to the state that recomputes these gaps, in the format of ``BestState.pairs``."""
         self._restore(self._handle, pairs.buffer_info()[0], len(pairs) // 2)
 
 
 def _lists(name: str, lists: Iterable[Sequence[int]]) -> dict[str, array[int]]:
-    """Lists one after the other, and where each begins."""
+    """Return the concatenated lists, and the index at which each begins."""
     lists = list(lists)
     return {
         f"{name}_from": array("q", accumulate(map(len, lists), initial=0)),
@@ -265,9 +228,5 @@ def _lists(name: str, lists: Iterable[Sequence[int]]) -> dict[str, array[int]]:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Load the library of this process.
-
-    Raises:
-        StateError: as ``load_functions``.
-    """
+    """Load the native library once per process; raises ``StateError`` like ``load_functions``."""
     return load_functions(Path(__file__).with_name("remat.cpp"), _FUNCTIONS)

@@ -1,8 +1,4 @@
-"""The contents of a step, numbered, for searches that ask many times what making one again takes.
-
-A content is a storage at a version (see ``analysis.recipes``). Each has a number, and what a search needs to know of it
-is in a list at that index.
-"""
+"""The contents of a step (storages at a version, see ``analysis.recipes``), numbered for searches."""
 
 from __future__ import annotations
 
@@ -13,81 +9,62 @@ from outofcore.analysis.recipes import History
 from outofcore.costs import Costs
 from outofcore.graph import StepGraph, StorageKind
 
-# Values of ``Contents.lasting``.
+# Values of ``StepContents.lasting``, for contents after their last use. FLEETING: freed. AT_HOME: at home, as an input
+# that is not written. ALWAYS: on the device, as a constant.
 FLEETING, AT_HOME, ALWAYS = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All contents of a step, and its ops, by number.
+    """All contents of a step, and its ops, by number."""
 
-    Attributes:
-        first: by storage, the number of its version 0.
-        storage: by content, its storage.
-        size: by content, the bytes that it takes among large blocks; 0 if it is small.
-        maker: by content, the op that writes it; -1 if no op may do so again.
-        born: by content, the op after which the storage is at that version; -1: when the step begins.
-        gone: by content, the last op that finds it on the device.
-        lasting: by content, whether it is there when its last use is over: no (FLEETING), at home (AT_HOME: an input
-            that is not written), or on the device (ALWAYS: a constant).
-        needs: by op, the contents that it must find when it runs again.
-        makes: by op, the contents that it leaves when it runs again.
-        fresh: by op, bytes of large blocks that running it again takes beside what it needs.
-        scratch: by op, those of them that are thrown away after the run.
-        workspace: by op, bytes of its workspace, if that is large.
-        before: by op, bytes of large blocks that it finds on the device and needs.
-        seconds: by op.
-        home_seconds: by content, of a copy in from the last home.
-    """
-
-    first: list[int]
-    storage: list[int]
-    size: list[int]
-    maker: list[int]
-    born: list[int]
-    gone: list[int]
-    lasting: list[int]
-    needs: list[tuple[int, ...]]
-    makes: list[tuple[int, ...]]
-    fresh: list[int]
-    scratch: list[int]
-    workspace: list[int]
-    before: list[int]
-    seconds: list[float]
-    home_seconds: list[float]
+    first: list[int]  # by storage, the number of its version 0
+    storage: list[int]  # by content
+    size: list[int]  # by content, its bytes among large blocks; 0 if it is small
+    maker: list[int]  # by content, the op that writes it; -1 if no op may do so again
+    born: list[int]  # by content, the op after which the storage has that version; -1: at the start of the step
+    gone: list[int]  # by content, the last op that finds it on the device
+    lasting: list[int]  # by content, where it is after its last use: one of the constants above
+    needs: list[tuple[int, ...]]  # by op, the contents that it reads when it runs again
+    makes: list[tuple[int, ...]]  # by op, the contents that it leaves when it runs again
+    fresh: list[int]  # by op, bytes of large blocks that running it again allocates
+    scratch: list[int]  # by op, the part of ``fresh`` that is freed after the run
+    workspace: list[int]  # by op, bytes of its workspace, if that is large
+    before: list[int]  # by op, bytes of large blocks of its inputs on the device
+    seconds: list[float]  # by op
+    home_seconds: list[float]  # by content, of a copy in from the last home
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> Contents:
-        """The contents of a step."""
         history = History.of(graph)
         n = len(graph.ops)
         size = [placed_bytes(s.bytes) if is_large(s.bytes) else 0 for s in graph.storages]
-        found = Contents([], [], [], [], [], [], [], [], [], [], [], [], [], [cost.seconds for cost in costs.ops], [])
+        result = Contents([], [], [], [], [], [], [], [], [], [], [], [], [], [cost.seconds for cost in costs.ops], [])
         for storage in graph.storages:
-            found.first.append(len(found.storage))
+            result.first.append(len(result.storage))
             writes = history.writes[storage.id]
             uses = graph.uses[storage.id]
             end = n if storage.id in graph.persistent else (uses[-1] if uses else -1)
             constant = storage.kind is StorageKind.CONSTANT
             for version in range(len(writes) + 1):
                 op = graph.ops[writes[version - 1]] if version else None
-                found.storage.append(storage.id)
-                found.size.append(0 if constant else size[storage.id])
-                found.home_seconds.append(costs.homes[-1].in_seconds(found.size[-1]) if costs.homes else 0.0)
-                again = op is not None and op.rerunnable and storage.id not in op.discards
-                found.maker.append(op.id if op is not None and again else -1)
-                found.born.append(op.id if op is not None else -1)
-                found.gone.append(min(end, history.last_op_with((storage.id, version), end)))
+                result.storage.append(storage.id)
+                result.size.append(0 if constant else size[storage.id])
+                result.home_seconds.append(costs.homes[-1].in_seconds(result.size[-1]) if costs.homes else 0.0)
+                may_rerun = op is not None and op.rerunnable and storage.id not in op.discards
+                result.maker.append(op.id if op is not None and may_rerun else -1)
+                result.born.append(op.id if op is not None else -1)
+                result.gone.append(min(end, history.last_op_with((storage.id, version), end)))
                 is_input = storage.arrives and not writes
-                found.lasting.append(ALWAYS if constant else AT_HOME if is_input else FLEETING)
+                result.lasting.append(ALWAYS if constant else AT_HOME if is_input else FLEETING)
         for op in graph.ops:
             needs, makes = dict(history.needs(op)), dict(history.makes(op))
-            found.needs.append(tuple(found.first[s] + v for s, v in needs.items()))
-            found.makes.append(tuple(found.first[s] + v for s, v in makes.items()))
-            found.fresh.append(sum(size[s] for s in op.touched if s not in needs))
-            found.scratch.append(sum(size[s] for s in op.touched if s not in needs and s not in makes))
+            result.needs.append(tuple(result.first[s] + v for s, v in needs.items()))
+            result.makes.append(tuple(result.first[s] + v for s, v in makes.items()))
+            result.fresh.append(sum(size[s] for s in op.touched if s not in needs))
+            result.scratch.append(sum(size[s] for s in op.touched if s not in needs and s not in makes))
             extra = placed_bytes(costs.ops[op.id].workspace_bytes)
-            found.workspace.append(extra if is_large(extra) else 0)
-            kept = (s for s in op.touched if s not in op.creates)
-            found.before.append(sum(size[s] for s in kept if graph.storages[s].kind is not StorageKind.CONSTANT))
-        return found
+            result.workspace.append(extra if is_large(extra) else 0)
+            inputs = (s for s in op.touched if s not in op.creates)
+            result.before.append(sum(size[s] for s in inputs if graph.storages[s].kind is not StorageKind.CONSTANT))
+        return result

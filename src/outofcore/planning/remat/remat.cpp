@@ -1,5 +1,5 @@
-// The loops of planning: chains of runs, searches for what to recompute, and tuning. compiled.py and tuner.py call them
-// through ctypes.
+// The inner loops of planning: chains of runs, searches for gaps to recompute, and tuning. compiled.py and tuner.py
+// call them through ctypes.
 
 #include "chains.h"
 #include "search.h"
@@ -14,7 +14,7 @@ EXPORT void* outofcore_chains_open(const Step* step) { return new Chains(*step);
 EXPORT void outofcore_chains_close(void* chains) { delete static_cast<Chains*>(chains); }
 
 EXPORT int outofcore_chain(void* chains, Index at, Index count, const Index* targets, double limit, const Index* kind,
-                           const Index* fetch, Found* found) {
+                           const Index* fetch, FoundChain* found) {
     return static_cast<Chains*>(chains)->find(at, count, targets, limit, kind, fetch, *found);
 }
 

@@ -1,9 +1,9 @@
 """Which gaps to recompute: a greedy search by single changes.
 
-Whatever costs the fewest seconds per overload removed is dropped, until nothing lies above the limit (overload: bytes
-above it, summed over ops). Now and then, and in the end, choices are *settled*: what runs again is held from an earlier
-run on where that saves a run and there is room, and kept altogether where it fits after all. Without that, chains of
-runs grow with the square of their length, or all live at once. The loops are in ``remat.cpp``.
+It drops the gap with the fewest seconds per overload removed, until no op is above the limit (overload: bytes above it,
+summed over ops). Now and then, and in the end, it *settles* choices: a recomputed gap is fetched by an earlier chain if
+that saves a run and fits, or kept if it fits after all. Otherwise chains would grow with the square of their length, or
+all be resident at once. The loops are in ``remat.cpp``.
 """
 
 from __future__ import annotations
@@ -14,33 +14,27 @@ from collections.abc import Iterable
 from outofcore.errors import GraphError
 from outofcore.planning.remat.chains import AGAIN, Choices
 
-# Runs of chains that a search may look at: for each gap and for a few more, but no more than the most altogether; of
-# very many gaps, so many for each.
+# Runs of chains that a search may inspect: for each gap and each of some extra gaps, at most; and the maximum of these
+# runs, or a maximum for each gap if that is more.
 _RUNS_EACH, _EXTRA, _MOST, _MANY = 1000, 50, 300_000, 150
 
 
 class Selection:
-    """The greedy search over the gaps of a step.
+    """The greedy search over the gaps of a step; ``choices`` have no recomputation."""
 
-    Args:
-        kept: choices in which nothing is recomputed.
-    """
-
-    def __init__(self, kept: Choices) -> None:
-        self.kept, self._search = kept, kept.search()
-        self._patience = patience(kept)
+    def __init__(self, choices: Choices) -> None:
+        self.kept, self._search = choices, choices.search()
+        self._patience = patience(choices)
 
     def drop(self, limit: int) -> Choices | None:
-        """Choices of what to recompute so that large blocks take no more than a limit; None if none are found.
-
-        What an op needs with its chain keeps to the limit of the problem, which may be lower.
-        """
+        """Return choices in which large blocks take at most ``limit`` bytes, or None."""
         self._search.restore(array("q"))
-        found = self._search.drop(limit, min(limit, self.kept.problem.limit), self._patience)
-        return None if found is None else choices_of(self.kept, found.pairs, limit)
+        # An op with its chain must stay within the problem's limit, which may be lower.
+        best = self._search.drop(limit, min(limit, self.kept.problem.limit), self._patience)
+        return None if best is None else choices_of(self.kept, best.pairs, limit)
 
     def settle(self, gaps: Iterable[int]) -> Choices:
-        """Choices in which some gaps are recomputed before their next use, or earlier where that saves seconds."""
+        """Return choices that recompute these gaps before their next use, or earlier if that saves seconds."""
         limit = self.kept.problem.limit
         pairs = array("q")
         for g in gaps:
@@ -50,15 +44,15 @@ class Selection:
 
 
 def patience(choices: Choices) -> int:
-    """Return how many runs of chains a search may look at."""
+    """Return the number of chain runs that a search may inspect."""
     gaps = len(choices.free)
     return min(_RUNS_EACH * (gaps + _EXTRA), max(_MOST, _MANY * gaps))
 
 
-def choices_of(kept: Choices, pairs: array[int], limit: int) -> Choices:
-    """Return choices within a limit in which gaps are recomputed, as ``Annealed.pairs`` names them."""
-    choices = Choices(kept.problem, kept.contents, limit, like=kept)
-    again = tuple((g, AGAIN, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
-    if not choices.begin(again):
-        raise GraphError(f"a search recomputes what cannot be, which is a fault of outofcore: {again}")
+def choices_of(base: Choices, pairs: array[int], limit: int) -> Choices:
+    """Return choices within a limit that recompute ``pairs`` (see ``BestState.pairs``)."""
+    choices = Choices(base.problem, base.contents, limit, like=base)
+    snapshot = tuple((g, AGAIN, fetch) for g, fetch in zip(pairs[::2], pairs[1::2], strict=True))
+    if not choices.begin(snapshot):
+        raise GraphError(f"a search recomputed gaps that cannot be recomputed (a bug in outofcore): {snapshot}")
     return choices

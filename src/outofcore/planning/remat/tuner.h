@@ -1,7 +1,7 @@
-// Tuning: a local search over what becomes of each gap, judged by when copies run.
+// Tuning: a local search over the residencies of gaps, judged by the schedule of their copies.
 //
-// tuner.py says what a state is and how copies are scheduled. tests/unit/naive_schedule.py adds times up in the
-// same order, so that both give the same to the last bit.
+// tuner.py defines states and schedules. tests/unit/naive_schedule.py adds up times in the same order, so both results
+// are equal to the last bit.
 
 #pragma once
 
@@ -18,27 +18,27 @@
 
 namespace remat {
 
-// What copies take, and where the bytes of gaps may go. Lists of lists lie one after the other, as in Step.
+// The costs of copies, and the homes of gaps. Lists of lists are concatenated, as in Step.
 struct Transfers {
-    Index homes, limit;  // how many homes there are, and the bytes that large blocks may take
-    double weight;       // seconds of a step that a second of copying counts for
+    Index homes, limit;  // number of homes, and the bytes that large blocks may take
+    double weight;       // cost of a second of copying, in seconds of a step
     const Index *storage, *segment, *first_content, *slot;                  // by gap
-    const Index *cyclic, *arriving, *fetched, *final, *fixed, *frozen, *arrives;  // by gap, whether it is so
+    const Index *cyclic, *arriving, *fetched, *final, *fixed, *frozen, *arrives;  // by gap: 0 or 1
     const Index *homes_from, *homes_of;                                     // by gap
     const double *in_seconds, *out_seconds;                                 // by gap and home
-    const Index* capacity;                                                  // by home; negative: not limited
+    const Index* capacity;                                                  // by home; negative: unlimited
 };
 
-// The copies of a state, and what the step takes with them.
+// The copies of a state, and the seconds of the step with them.
 struct Schedule {
     double seconds = 0.0, copied = 0.0;
-    std::vector<double> starts;           // by op, and when the last one ends
+    std::vector<double> starts;           // by op, and the end of the last one
     std::vector<double> waited;           // by gap, seconds that ops waited for its copies
-    std::vector<Index> flowing;           // by op, bytes that are still to leave when it starts
-    std::vector<Index> release, arrival;  // by gap, the op before which it has left, or starts to come; or kNever
+    std::vector<Index> flowing;           // by op, bytes that are still being copied out when it starts
+    std::vector<Index> release, arrival;  // by gap, the op before which its room is free, its copy in starts; or kNever
 };
 
-// A tuner's present state, for those who read it.
+// A tuner's present state, for tuner.py.
 struct View {
     double value, seconds, copied;
     const Index *kind, *fetch, *home, *open, *release, *arrival;  // by gap
@@ -51,13 +51,13 @@ public:
         : Search(step, gaps), t_(transfers), home_(gaps.count, kNever), spared_(step.ops), room_(step.ops),
           delta_(step.ops + 1), spare_(step.ops), end_(gaps.count), open_(gaps.count), is_dirty_(gaps.count),
           by_start_(gaps.count), by_start_from_(step.ops + 1), first_of_(gaps.count), copying_(gaps.count),
-          op_seconds_(step.seconds, step.seconds + step.ops), soonest_(gaps.count), arrived_(gaps.count),
-          at_home_(transfers.homes), lanes_(transfers.homes), can_recompute_(gaps.count), counted_(gaps.count),
-          held_for_chains_(step.ops), kept_(step.ops), is_stale_(gaps.count), is_put_off_(gaps.count) {
+          op_seconds_(step.seconds, step.seconds + step.ops), earliest_(gaps.count), arrived_(gaps.count),
+          at_home_(transfers.homes), lanes_(transfers.homes), can_recompute_(gaps.count), extents_(gaps.count),
+          held_for_chains_(step.ops), resident_(step.ops), is_stale_(gaps.count), is_deferred_(gaps.count) {
         counts_overload_ = false;
-        for (Schedule* each : {&now_, &next_}) {
-            each->starts.resize(step.ops + 1), each->waited.resize(gaps.count), each->flowing.resize(step.ops);
-            each->release.resize(gaps.count), each->arrival.resize(gaps.count);
+        for (Schedule* timing : {&now_, &next_}) {
+            timing->starts.resize(step.ops + 1), timing->waited.resize(gaps.count), timing->flowing.resize(step.ops);
+            timing->release.resize(gaps.count), timing->arrival.resize(gaps.count);
         }
         for (Index g = 0; g < g_.count; ++g) {
             first_of_[g] = g > 0 && t_.storage[g - 1] == t_.storage[g] ? first_of_[g - 1] : g;
@@ -75,9 +75,8 @@ public:
         for (const Index first : storages_) find_copies(first);
     }
 
-    // Go to a state and schedule its copies, again with the last schedule in mind for as long as it gets shorter. A state
-    // that does not fit is repaired. False if it cannot be; then there is nothing to tune. Gaps that must leave are not
-    // kept, now or later.
+    // Go to a state, repair it if it does not fit, and schedule its copies, based on the last schedule for as long as
+    // that makes it shorter. False if the repair fails; then there is no state to tune. `leaving` gaps are never kept.
     bool begin(const Index* kind, const Index* fetch, const Index* home, const Index* spared, const Index* leaving,
                double slack, Index passes) {
         spared_.assign(spared, spared + s_.ops);
@@ -86,11 +85,11 @@ public:
         go_to(kind, fetch, home);
         start_trial();
         if (!repair(kNever) || !fits_homes()) return false;
-        has_before_ = false;
+        has_previous_ = false;
         std::fill(now_.flowing.begin(), now_.flowing.end(), 0);
         schedule(kAnyTime);
         std::swap(now_, next_);
-        has_before_ = true;
+        has_previous_ = true;
         schedule(kAnyTime);
         std::swap(now_, next_);
         for (Index pass = 1; pass < passes; ++pass) {
@@ -100,7 +99,7 @@ public:
         return true;
     }
 
-    // Change gaps at random, and keep what is no slower. A share of the changes is about what is recomputed.
+    // Change gaps at random, and keep changes that do not slow the step; a share of them is about recomputation.
     void tune(Index tries, double recomputes, std::uint64_t seed) {
         random_ = Random(seed), recomputes_ = recomputes;
         double value = value_of(now_);
@@ -110,7 +109,7 @@ public:
                 std::swap(now_, next_);
                 value = value_of(now_);
             } else {
-                take_back();
+                undo_trial();
             }
         }
     }
@@ -122,14 +121,14 @@ public:
 
 private:
     static constexpr Index kNever = -1;
-    // A schedule that is no shorter than this, as a share of the one before, ends the passes.
+    // The passes end with a schedule that is longer than this share of the previous one.
     static constexpr double kShorter = 0.9999;
-    // How often a gap to change is drawn from those that ops waited for.
+    // Probability that the gap to change is drawn from the gaps that ops waited for.
     static constexpr double kWaited = 0.6;
-    // Of what is offloaded: how often it goes to another home, if there is one; and how often a chain copies in for itself
-    // what it reads early, or no longer does.
+    // Probabilities for an offloaded gap: move it to another home, if there is one; and, if a chain reads it early,
+    // switch between one early fetch and a copy for each chain.
     static constexpr double kElsewhere = 0.3, kThrough = 0.2;
-    // After so many repairs a state that does not fit is given up.
+    // The number of repairs after which a state that does not fit is abandoned.
     static constexpr int kRepairs = 500;
 
     double value_of(const Schedule& found) const { return found.seconds + t_.weight * found.copied; }
@@ -137,77 +136,77 @@ private:
     // States
 
     void go_to(const Index* kind, const Index* fetch, const Index* home) {
-        puts_off_ = true;
-        // What is kept makes more chains possible, so everything that will change is kept first.
+        defers_updates_ = true;
+        // Keep all gaps that will change first, since resident contents make more chains possible.
         for (const Index g : movable_) {
             start_trial();
-            if (kind_[g] != kKept && (kind[g] != kind_[g] || fetch[g] != fetch_[g])) alter(g, kKept, g_.end[g]);
+            if (kind_[g] != kResident && (kind[g] != kind_[g] || fetch[g] != fetch_[g])) alter(g, kResident, g_.end[g]);
         }
         for (const Index g : movable_) {
             start_trial();
             if (kind_[g] != kind[g]) alter(g, kind[g], fetch[g]);
-            put(g, (kind[g] == kAway || leaves_[g]) && home[g] == kNever ? usual_home(g) : home[g]);
+            set_home(g, (kind[g] == kOffloaded || leaves_[g]) && home[g] == kNever ? default_home(g) : home[g]);
         }
-        puts_off_ = false;
-        for (const Index g : put_off_) is_put_off_[g] = false, recount(g);
-        put_off_.clear();
+        defers_updates_ = false;
+        for (const Index g : deferred_) is_deferred_[g] = false, update_gap(g);
+        deferred_.clear();
     }
 
     void start_trial() { homes_before_.clear(), change_count_ = 0; }
 
-    void take_back() {
+    void undo_trial() {
         for (; !homes_before_.empty(); homes_before_.pop_back()) {
             home_[homes_before_.back().first] = homes_before_.back().second;
-            recount(homes_before_.back().first);
+            update_gap(homes_before_.back().first);
         }
-        while (change_count_ > 0) make(trial_[--change_count_]);
+        while (change_count_ > 0) toggle(trial_[--change_count_]);
     }
 
-    void put(Index g, Index home) {
+    void set_home(Index g, Index home) {
         if (home == home_[g]) return;
         homes_before_.push_back({g, home_[g]});
         home_[g] = home;
-        recount(g);
+        update_gap(g);
     }
 
     bool alter(Index g, Index kind, Index fetch) {
         if (change_count_ == trial_.size()) trial_.emplace_back();
         if (!weigh(g, kind, fetch, kAnyTime, trial_[change_count_])) return false;
-        make(trial_[change_count_++]);
+        toggle(trial_[change_count_++]);
         return true;
     }
 
-    // Make a change, or undo it.
-    void make(Change& change) {
+    // Make a change, or undo it if it was made.
+    void toggle(Change& change) {
         apply(change);
-        recount(change.gap);
+        update_gap(change.gap);
         for (std::size_t i = 0; i < change.count; ++i) {
-            const Replacement& each = change.replacements[i];
-            const Chain& chain = chain_[each.at];
-            op_seconds_[each.at] = s_.seconds[each.at] + chain.seconds;
-            for (const std::vector<Index>* reads : {&each.chain.reads, &chain.reads})
+            const Replacement& replaced = change.replacements[i];
+            const Chain& chain = chain_[replaced.at];
+            op_seconds_[replaced.at] = s_.seconds[replaced.at] + chain.seconds;
+            for (const std::vector<Index>* reads : {&replaced.chain.reads, &chain.reads})
                 for (const Index content : *reads)
-                    for (Index j = s_.gaps_from[content]; j < s_.gaps_from[content + 1]; ++j) recount(s_.gaps[j]);
+                    for (Index j = s_.gaps_from[content]; j < s_.gaps_from[content + 1]; ++j) update_gap(s_.gaps[j]);
         }
     }
 
     // Keep a gap, or offload it.
     bool move(Index g, Index home) {
         if (home == kNever && leaves_[g]) return false;
-        put(g, home);
-        const bool is_done = kind_[g] == kKept || (kind_[g] == kAway && home != kNever);
-        return is_done || alter(g, kKept, g_.end[g]);
+        set_home(g, home);
+        const bool is_done = kind_[g] == kResident || (kind_[g] == kOffloaded && home != kNever);
+        return is_done || alter(g, kResident, g_.end[g]);
     }
 
     bool has_home(Index g) const { return t_.homes_from[g] < t_.homes_from[g + 1]; }
 
-    Index any_home(Index g) {
+    Index random_home(Index g) {
         const Index first = t_.homes_from[g], count = t_.homes_from[g + 1] - first;
         return t_.homes_of[count > 1 ? first + random_.below(count) : first];
     }
 
-    // The nearest home that is not limited, or the last.
-    Index usual_home(Index g) const {
+    // The nearest unlimited home, or the last home.
+    Index default_home(Index g) const {
         for (Index i = t_.homes_from[g]; i < t_.homes_from[g + 1]; ++i)
             if (t_.capacity[t_.homes_of[i]] < 0 || i + 1 == t_.homes_from[g + 1]) return t_.homes_of[i];
         return kNever;
@@ -217,80 +216,84 @@ private:
 
     bool change() {
         const bool is_recomputation = !free_.empty() && random_.unit() < recomputes_;
-        Index g = waited_gap();
+        Index g = draw_waited_gap();
         changed_ = kNever;
         if (is_recomputation) return change_recomputation(g != kNever && can_recompute_[g] ? g : random_.any_of(free_));
         return change_home(g != kNever ? g : random_.any_of(movable_));
     }
 
-    // One of the gaps that ops waited for, the likelier the longer; or kNever.
-    Index waited_gap() {
+    // Draw a gap that ops waited for, weighted by seconds; or kNever.
+    Index draw_waited_gap() {
         if (random_.unit() >= kWaited) return kNever;
-        double left = 0.0;
-        for (const Index g : movable_) left += now_.waited[g];
-        left *= random_.unit();
+        double remaining = 0.0;
+        for (const Index g : movable_) remaining += now_.waited[g];
+        remaining *= random_.unit();
         for (const Index g : movable_)
-            if (now_.waited[g] > 0.0 && (left -= now_.waited[g]) <= 0.0) return g;
+            if (now_.waited[g] > 0.0 && (remaining -= now_.waited[g]) <= 0.0) return g;
         return kNever;
     }
 
     bool change_home(Index g) {
-        if (kind_[g] == kAgain || !has_home(g)) return false;
-        if (home_[g] == kNever) return move(g, any_home(g));
-        if (t_.homes_from[g + 1] - t_.homes_from[g] > 1 && random_.unit() < kElsewhere) return move(g, any_home(g));
-        const bool is_read_early = kind_[g] == kAway || (!t_.cyclic[g] && end_[g] < g_.end[g]);
-        if (is_read_early && random_.unit() < kThrough) return alter(g, kind_[g] == kAway ? kKept : kAway, g_.end[g]);
+        if (kind_[g] == kRecomputed || !has_home(g)) return false;
+        if (home_[g] == kNever) return move(g, random_home(g));
+        if (t_.homes_from[g + 1] - t_.homes_from[g] > 1 && random_.unit() < kElsewhere) return move(g, random_home(g));
+        const bool is_read_early = kind_[g] == kOffloaded || (!t_.cyclic[g] && end_[g] < g_.end[g]);
+        if (is_read_early && random_.unit() < kThrough)
+            return alter(g, kind_[g] == kOffloaded ? kResident : kOffloaded, g_.end[g]);
         changed_ = g;
         return move(g, kNever);
     }
 
     bool change_recomputation(Index g) {
-        meet(g);
-        options_ = meetings_;
+        find_early_fetches(g);
+        options_ = early_fetches_;
         options_.push_back(g_.end[g]);
-        if (kind_[g] == kAgain) {
+        if (kind_[g] == kRecomputed) {
             options_.erase(std::remove(options_.begin(), options_.end(), fetch_[g]), options_.end());
             options_.push_back(kNever);
         }
         const Index at = random_.any_of(options_);
-        if (at != kNever) return alter(g, kAgain, at);
-        if (has_home(g) && random_.unit() < 0.5) return move(g, any_home(g));
+        if (at != kNever) return alter(g, kRecomputed, at);
+        if (has_home(g) && random_.unit() < 0.5) return move(g, random_home(g));
         changed_ = g;
         return move(g, kNever);
     }
 
-    // Change gaps until all ops have the bytes that they need; one gap stays as it is.
+    // Change gaps other than `but` until all ops have the bytes that they need.
     bool repair(Index but) {
         for (int turn = 0; turn < kRepairs; ++turn) {
-            const Index worst = measure();
+            const Index worst = measure_room();
             if (worst >= 0) return true;
             const Index op = std::find(room_.begin(), room_.end(), worst) - room_.begin();
-            helpful_.clear(), enough_.clear();
+            helpful_gaps_.clear(), sufficient_gaps_.clear();
             for (const Index g : movable_) {
-                if (g == but || !can_help(g, op)) continue;
-                helpful_.push_back(g);
-                if (g_.bytes[g] >= -worst) enough_.push_back(g);
+                if (g == but || !can_free_room(g, op)) continue;
+                helpful_gaps_.push_back(g);
+                if (g_.bytes[g] >= -worst) sufficient_gaps_.push_back(g);
             }
-            if (helpful_.empty() || !help(random_.any_of(enough_.empty() ? helpful_ : enough_), op)) return false;
+            if (helpful_gaps_.empty()) return false;
+            const std::vector<Index>& gaps = sufficient_gaps_.empty() ? helpful_gaps_ : sufficient_gaps_;
+            if (!free_room(random_.any_of(gaps), op)) return false;
         }
         return false;
     }
 
-    // Whether an op has more room if a gap is changed.
-    bool can_help(Index g, Index op) const {
-        if (kind_[g] == kAgain)
+    // Whether changing a gap can free room at an op.
+    bool can_free_room(Index g, Index op) const {
+        if (kind_[g] == kRecomputed)
             return fetch_[g] <= op && (op < g_.end[g] || (op == fetch_[g] && need_[op] > g_.alone[op])) &&
                    (fetch_[g] < g_.end[g] || has_home(g));
         if (home_[g] == kNever)
             return has_home(g) && (t_.cyclic[g] ? open_[g] && covers(g, op) : s_.start[g] < op && op < g_.end[g]);
-        return kind_[g] == kKept && !t_.cyclic[g] && end_[g] <= op && op < g_.end[g];
+        return kind_[g] == kResident && !t_.cyclic[g] && end_[g] <= op && op < g_.end[g];
     }
 
-    bool help(Index g, Index op) {
-        if (kind_[g] == kAgain) return fetch_[g] < g_.end[g] ? alter(g, kAgain, g_.end[g]) : move(g, usual_home(g));
-        if (home_[g] == kNever) put(g, usual_home(g));
-        // Where a chain reads it before this op, the chain has to copy it in for itself.
-        return covers(g, op) || alter(g, kAway, g_.end[g]);
+    bool free_room(Index g, Index op) {
+        if (kind_[g] == kRecomputed)
+            return fetch_[g] < g_.end[g] ? alter(g, kRecomputed, g_.end[g]) : move(g, default_home(g));
+        if (home_[g] == kNever) set_home(g, default_home(g));
+        // If a chain reads it before this op, each chain must copy it in for itself.
+        return covers(g, op) || alter(g, kOffloaded, g_.end[g]);
     }
 
     bool covers(Index g, Index op) const {
@@ -300,56 +303,56 @@ private:
 
     // Room
 
-    // What is counted of a gap.
-    struct Counted {
-        Index held_from = 0;   // held for chains that read it, or once it is recomputed, from here on
-        Index end = 0;         // when it ends, at the latest when a chain reads it
+    // The ops over which a gap counts.
+    struct Extent {
+        Index held_from = 0;   // from here on it is held for chains that read it, or because it is recomputed
+        Index end = 0;         // its end, or the first chain that reads it
         Index lane = kNever;   // the home that it is copied in from
-        bool is_open = false;  // whether it can leave before that
-        bool is_kept = false;
+        bool is_open = false;  // whether it can be offloaded before `end`
+        bool is_resident = false;
     };
 
-    Counted counted(Index g) const {
+    Extent extent_of(Index g) const {
         const Index start = s_.start[g], end = g_.end[g];
-        Counted found;
-        found.held_from = found.end = end;
+        Extent result;
+        result.held_from = result.end = end;
         if (t_.arriving[g]) {
-            found.is_open = true;
-        } else if (kind_[g] == kAgain) {
-            found.held_from = fetch_[g];
+            result.is_open = true;
+        } else if (kind_[g] == kRecomputed) {
+            result.held_from = fetch_[g];
         } else if (t_.cyclic[g]) {
-            found.end = end - s_.ops;
-            found.is_open = !is_read_inside(g);
+            result.end = end - s_.ops;
+            result.is_open = !is_read_inside(g);
         } else {
-            if (kind_[g] == kKept)
+            if (kind_[g] == kResident)
                 for (const Index at : readers_[g_.content[g]])
-                    if (start < at && at < found.end) found.end = at;
-            found.held_from = found.end;
-            found.is_open = found.end > start + 1 || t_.final[g];
+                    if (start < at && at < result.end) result.end = at;
+            result.held_from = result.end;
+            result.is_open = result.end > start + 1 || t_.final[g];
         }
-        found.is_kept = found.is_open && home_[g] == kNever;
-        const bool comes_back = t_.fetched[g] || (!t_.cyclic[g] && found.end < end);
-        found.lane = found.is_open && !found.is_kept && comes_back ? home_[g] : kNever;
-        return found;
+        result.is_resident = result.is_open && home_[g] == kNever;
+        const bool comes_back = t_.fetched[g] || (!t_.cyclic[g] && result.end < end);
+        result.lane = result.is_open && !result.is_resident && comes_back ? home_[g] : kNever;
+        return result;
     }
 
     void count(Index g) {
-        const Counted& now = counted_[g] = counted(g);
+        const Extent& now = extents_[g] = extent_of(g);
         end_[g] = now.end, open_[g] = now.is_open;
         add(g, g_.bytes[g]);
         if (now.lane != kNever) lanes_[now.lane].insert(place_in_lane(g), g);
     }
 
-    // Count a gap anew, after a change to it or to the chains that read it; once for many changes if that is put off.
-    void recount(Index g) {
-        if (puts_off_) {
-            if (!is_put_off_[g]) is_put_off_[g] = true, put_off_.push_back(g);
+    // Update a gap after a change to it or to the chains that read it; deferred, so once, during many changes.
+    void update_gap(Index g) {
+        if (defers_updates_) {
+            if (!is_deferred_[g]) is_deferred_[g] = true, deferred_.push_back(g);
             return;
         }
         if (!is_stale_[first_of_[g]]) is_stale_[first_of_[g]] = true, stale_.push_back(first_of_[g]);
-        const Counted &was = counted_[g], now = counted(g);
+        const Extent &was = extents_[g], now = extent_of(g);
         if (was.held_from == now.held_from && was.end == now.end && was.lane == now.lane &&
-            was.is_open == now.is_open && was.is_kept == now.is_kept)
+            was.is_open == now.is_open && was.is_resident == now.is_resident)
             return;
         add(g, -g_.bytes[g]);
         if (was.lane != kNever) lanes_[was.lane].erase(place_in_lane(g));
@@ -357,7 +360,7 @@ private:
     }
 
     std::vector<Index>::iterator place_in_lane(Index g) {
-        std::vector<Index>& lane = lanes_[counted_[g].lane];
+        std::vector<Index>& lane = lanes_[extents_[g].lane];
         const auto comes_first = [this](Index a, Index b) { return std::pair(end_[a], a) < std::pair(end_[b], b); };
         return std::lower_bound(lane.begin(), lane.end(), g, comes_first);
     }
@@ -366,27 +369,27 @@ private:
         const auto hold = [bytes](std::vector<Index>& held, Index first, Index last) {
             for (Index op = first; op < last; ++op) held[op] += bytes;
         };
-        const Counted& found = counted_[g];
-        if (t_.arriving[g] || (t_.cyclic[g] && found.is_open && !found.is_kept)) return;
+        const Extent& extent = extents_[g];
+        if (t_.arriving[g] || (t_.cyclic[g] && extent.is_open && !extent.is_resident)) return;
         if (t_.cyclic[g]) {
-            std::vector<Index>& held = found.is_open ? kept_ : held_for_chains_;
-            hold(held, s_.start[g] + 1, s_.ops), hold(held, 0, found.end);
+            std::vector<Index>& held = extent.is_open ? resident_ : held_for_chains_;
+            hold(held, s_.start[g] + 1, s_.ops), hold(held, 0, extent.end);
             return;
         }
-        hold(held_for_chains_, found.held_from, g_.end[g]);
-        if (found.is_kept) hold(kept_, s_.start[g] + 1, found.end);
+        hold(held_for_chains_, extent.held_from, g_.end[g]);
+        if (extent.is_resident) hold(resident_, s_.start[g] + 1, extent.end);
     }
 
-    // Find the room that is left at each op; the least.
-    Index measure() {
-        Index least = std::numeric_limits<Index>::max();
+    // Measure the room at each op, and return the smallest.
+    Index measure_room() {
+        Index min_room = std::numeric_limits<Index>::max();
         for (Index op = 0; op < s_.ops; ++op) {
-            // An op that fits by itself still does if bytes are spared.
-            const Index left = t_.limit - need_[op] - held_for_chains_[op];
-            room_[op] = (left > 0 ? std::max(left - spared_[op], Index{0}) : left) - kept_[op];
-            least = std::min(least, room_[op]);
+            // An op that fits by itself must still fit when bytes are spared.
+            const Index free = t_.limit - need_[op] - held_for_chains_[op];
+            room_[op] = (free > 0 ? std::max(free - spared_[op], Index{0}) : free) - resident_[op];
+            min_room = std::min(min_room, room_[op]);
         }
-        return least;
+        return min_room;
     }
 
     // Whether a chain reads the content of a cyclic gap in it.
@@ -398,7 +401,7 @@ private:
         return false;
     }
 
-    // Whether limited homes can hold what leaves.
+    // Whether the offloaded gaps fit the homes.
     bool fits_homes() {
         for (Index home = 0; home < t_.homes; ++home) {
             if (t_.capacity[home] < 0) continue;
@@ -408,7 +411,7 @@ private:
                 Index from = s_.ops, to = 0;
                 for (Index g = first; g < last; ++g) {
                     if (t_.arriving[g] || !is_offloaded(g) || home_[g] != home) continue;
-                    // What is frozen is kept at home from step to step.
+                    // A frozen storage keeps its slot from step to step.
                     const bool is_lasting = t_.cyclic[g] || t_.frozen[g];
                     from = is_lasting ? 0 : std::min(from, s_.start[g]);
                     to = is_lasting ? s_.ops : std::max(to, g_.end[g] + 1);
@@ -435,8 +438,7 @@ private:
     double in_seconds(Index g) const { return t_.in_seconds[g * t_.homes + home_[g]]; }
     double out_seconds(Index g) const { return t_.out_seconds[g * t_.homes + home_[g]]; }
 
-    // Find which gaps of a storage leave with a copy out, as their homes are out of date by then, and the seconds of all
-    // its copies.
+    // Find which gaps of a storage need a copy out, because the copy at home is out of date; and all copies' seconds.
     void find_copies(Index first) {
         const Index last = end_of_storage(first);
         std::fill(at_home_.begin(), at_home_.end(), kNever);
@@ -458,32 +460,32 @@ private:
         copying_[first] = 0.0;
         for (Index g = first; g < last; ++g) {
             if (!is_offloaded(g)) continue;
-            if (counted_[g].lane != kNever) copying_[first] += in_seconds(g);
+            if (extents_[g].lane != kNever) copying_[first] += in_seconds(g);
             if (t_.arriving[g] || at_home_[home_[g]] == t_.segment[g]) continue;
             is_dirty_[g] = true, at_home_[home_[g]] = t_.segment[g], copying_[first] += out_seconds(g);
         }
         is_stale_[first] = false;
     }
 
-    // When each copy in may start: just in time by the schedule before, and earlier by the slack.
-    void find_soonest() {
+    // Find when each copy in may start: just in time by the previous schedule, less the slack.
+    void find_earliest() {
         for (const std::vector<Index>& lane : lanes_) {
             double due = kAnyTime;
             for (auto g = lane.rbegin(); g != lane.rend(); ++g) {
                 due = std::min(due, now_.starts[end_[*g]]) - in_seconds(*g);
-                soonest_[*g] = due - slack_ * in_seconds(*g);
+                earliest_[*g] = due - slack_ * in_seconds(*g);
             }
         }
     }
 
-    // Schedule the copies of the state with the present schedule in mind; false if its value is sure to be above a limit.
+    // Schedule the copies of the state, based on the present schedule; false if its value surely exceeds a limit.
     bool schedule(double limit) {
         for (const Index first : stale_) find_copies(first);
         stale_.clear();
         copied_ = 0.0;
         for (const Index first : storages_) copied_ += copying_[first];
-        const double most = limit - t_.weight * copied_;
-        if (has_before_) find_soonest();
+        const double max_seconds = limit - t_.weight * copied_;
+        if (has_previous_) find_earliest();
         for (Index op = 0; op < s_.ops; ++op) spare_[op] = room_[op] - now_.flowing[op];
         std::fill(next_.release.begin(), next_.release.end(), kNever);
         std::fill(next_.arrival.begin(), next_.arrival.end(), kNever);
@@ -493,9 +495,9 @@ private:
         leaving_ = {};
         outgoing_ = ahead_ = 0, clock_ = 0.0;
         for (Index op = 0; op < s_.ops; ++op) {
-            if (clock_ > most) return false;
+            if (clock_ > max_seconds) return false;
             while (!leaving_.empty() && leaving_.top().first <= clock_) release(op);
-            // The chain's own copies in come first, since its runs wait for them; prefetches for later ops follow.
+            // The copies in of the chain precede prefetches for later ops, since its runs wait for them.
             const Index last = t_.homes - 1;
             for (Index home = 0; home < t_.homes; ++home) fetch(home, op, home < last || chain_[op].copying == 0.0);
             double chain_begins = 0.0, for_chain = 0.0;
@@ -516,12 +518,12 @@ private:
             clock_ = std::max(clock_, chain_begins);
             next_.starts[op] = clock_;
             clock_ = std::max(clock_ + op_seconds_[op], for_chain + s_.seconds[op]);
-            for (Index i = by_start_from_[op]; i < by_start_from_[op + 1]; ++i) send(by_start_[i], op);
+            for (Index i = by_start_from_[op]; i < by_start_from_[op + 1]; ++i) start_copy_out(by_start_[i], op);
         }
         next_.starts[s_.ops] = clock_;
         for (const double done : out_done_) clock_ = std::max(clock_, done);
         next_.seconds = clock_, next_.copied = copied_;
-        return clock_ <= most;
+        return clock_ <= max_seconds;
     }
 
     void wait(double until, Index g) {
@@ -530,7 +532,7 @@ private:
         clock_ = until;
     }
 
-    // The copy out that is done first gives its room back.
+    // Free the room of the copy out that ends first.
     void release(Index op) {
         const Index g = leaving_.top().second;
         leaving_.pop();
@@ -543,7 +545,7 @@ private:
         release(op);
     }
 
-    // Start the copies in from a home that an op needs, which wait for room; and, ahead, others that there is room for.
+    // Start the copies in from a home that an op needs, which wait for room; and, if `ahead`, others that have room.
     void fetch(Index home, Index op, bool ahead) {
         const std::vector<Index>& lane = lanes_[home];
         for (std::size_t& head = heads_[home]; head < lane.size(); ++head) {
@@ -551,10 +553,10 @@ private:
             const bool begins_at_home = t_.cyclic[g] || t_.arriving[g];
             if (end_[g] > op) {
                 if (!ahead) return;
-                if (has_before_ && now_.starts[op + 1] <= soonest_[g]) return;
-                if (!begins_at_home && next_.release[g] == kNever) return;  // it has not left yet
+                if (has_previous_ && now_.starts[op + 1] <= earliest_[g]) return;
+                if (!begins_at_home && next_.release[g] == kNever) return;  // its copy out has not ended
                 if (op <= blocked_[home] || room_[op] - outgoing_ - ahead_ < g_.bytes[g]) return;
-                // The last op that has no room for it: until then there is no need to look again.
+                // The last op without room for it; it need not be tried again before that.
                 Index last = end_[g] - 1;
                 while (last >= op && spare_[last] >= g_.bytes[g]) --last;
                 if (last >= op) {
@@ -573,7 +575,7 @@ private:
         }
     }
 
-    void send(Index g, Index op) {
+    void start_copy_out(Index g, Index op) {
         if (!is_offloaded(g)) return;
         if (!is_dirty_[g]) {
             next_.release[g] = op + 1;
@@ -585,39 +587,38 @@ private:
         outgoing_ += g_.bytes[g];
     }
 
-    using Leaving = std::pair<double, Index>;  // when a copy out is done, and of which gap
+    using Leaving = std::pair<double, Index>;  // the end of a copy out, and its gap
 
     const Transfers t_;
-    std::vector<Index> home_;                          // by gap; kNever: kept, if it is not recomputed
-    std::vector<Index> spared_, room_, delta_, spare_;  // by op: bytes to leave free, bytes left for copies, and scratch
-    std::vector<Index> end_, open_;  // by gap: when it ends, at the latest when a chain reads it; whether it may leave
-    std::vector<char> is_dirty_;     // by gap, whether it leaves with a copy
+    std::vector<Index> home_;                           // by gap; kNever: resident, if it is not recomputed
+    std::vector<Index> spared_, room_, delta_, spare_;  // by op: bytes to leave free, bytes for copies, and scratch
+    std::vector<Index> end_, open_;                     // by gap: as in its Extent
+    std::vector<char> is_dirty_;                        // by gap, whether it needs a copy out
     std::vector<Index> by_start_, by_start_from_;  // gaps by the op that they start after
     std::vector<Index> first_of_;                  // by gap, the first of its storage
     std::vector<double> copying_;                  // by the first gap of a storage, the seconds of its copies
     std::vector<Index> storages_;                  // the first gap of each
-    std::vector<double> op_seconds_, soonest_, arrived_;
-    std::vector<Index> at_home_;              // by home, the segment whose content is there
+    std::vector<double> op_seconds_, earliest_, arrived_;
+    std::vector<Index> at_home_;             // by home, the segment of the copy there
     std::vector<std::vector<Index>> lanes_;  // by home, gaps in the order in which they are needed back
     std::vector<char> can_recompute_;        // by gap
-    std::vector<Counted> counted_;                      // by gap
-    std::vector<Index> held_for_chains_, kept_;         // by op, bytes
-    std::vector<char> is_stale_;  // by the first gap of a storage, whether its copies have to be found again
-    std::vector<Index> leaves_;  // by gap, whether it must leave
-    std::vector<Index> stale_, movable_, helpful_, enough_, blocked_;
-    std::vector<std::size_t> heads_, due_;  // by home, the first of its lane that is not fetched yet, and not due yet
-    std::vector<double> out_done_, in_done_;  // by home, when the last copy is done
+    std::vector<Extent> extents_;                    // by gap
+    std::vector<Index> held_for_chains_, resident_;  // by op, bytes
+    std::vector<char> is_stale_;                     // by the first gap of a storage, whether find_copies must run
+    std::vector<Index> leaves_;                      // by gap, whether it must be offloaded
+    std::vector<Index> stale_, movable_, helpful_gaps_, sufficient_gaps_, blocked_;
+    std::vector<std::size_t> heads_, due_;    // by home, the first of its lane that is not fetched yet, and not due yet
+    std::vector<double> out_done_, in_done_;  // by home, the end of the last copy
     std::priority_queue<Leaving, std::vector<Leaving>, std::greater<Leaving>> leaving_;
-    std::vector<std::pair<Index, Index>> homes_before_;  // what it takes to undo the changes of this trial
+    std::vector<std::pair<Index, Index>> homes_before_;  // gaps that this trial has moved, with their homes before
     std::vector<Change> trial_;
     std::size_t change_count_ = 0;
-    Index changed_ = kNever, outgoing_ = 0, ahead_ = 0;  // bytes that leave, and that have come for later ops
+    Index changed_ = kNever, outgoing_ = 0, ahead_ = 0;  // bytes being copied out, and prefetched for later ops
     Schedule now_, next_;
     double slack_ = 0.0, recomputes_ = 0.0, copied_ = 0.0, clock_ = 0.0;
-    bool has_before_ = false;
-    bool puts_off_ = false;  // whether gaps are counted anew later, once each
-    std::vector<char> is_put_off_;  // by gap
-    std::vector<Index> put_off_;
+    bool has_previous_ = false, defers_updates_ = false;
+    std::vector<char> is_deferred_;  // by gap, whether its update is deferred
+    std::vector<Index> deferred_;
 };
 
 }  // namespace remat
