@@ -1,8 +1,8 @@
-"""Plans on disk, for compiled steps and eager loops, so that the next process need not make them.
+"""Store plans of compiled steps and eager loops on disk for later processes.
 
-There is one file for each plan, named by a digest of the content that the plan was made for. Costs are no part of it: a
-plan whose costs have changed stays correct, but may be slower. What the documents hold, and what is checked before one
-is used, is up to ``step_plans`` and ``follow.loop_plans``. An unusable folder costs time and nothing else.
+Each plan has one file, named by a digest of its inputs without the costs: after a change of costs, a plan is still
+correct, but may be slower. ``step_plans`` and ``follow.loop_plans`` define the documents and check them before use. If
+the folder is unusable, plans are made again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outofcore.jsonfile import decode_own_json, refuse, replace_json
 
 _log = logging.getLogger("outofcore")
 
-# Files of one type of document; the least recently used go first.
+# Maximum number of files of one type; the least recently used are deleted.
 _MAX_FILES = 200
 
 
@@ -41,9 +41,9 @@ _Plan = TypeVar("_Plan")
 
 @dataclass(frozen=True)
 class PlanStore(Generic[_Document]):
-    """Documents of one type in a folder; with None it keeps none.
+    """A folder with documents of one type; without a folder it stores none.
 
-    ``name`` begins the names of their files, ``format`` is theirs.
+    File names begin with ``name``.
     """
 
     folder: Path | None
@@ -52,9 +52,9 @@ class PlanStore(Generic[_Document]):
     kind: type[_Document]
 
     def find(self, key: str, check: Callable[[_Document, Path], _Plan]) -> _Plan | None:
-        """Return what ``check`` makes of a stored document; None if there is none.
+        """Return the result of ``check`` for the stored document; None if there is no usable document.
 
-        One that is damaged, or that ``check`` refuses by an error of this library, is logged and deleted.
+        A document that is damaged, or for which ``check`` raises ``OutOfCoreError``, is logged and deleted.
         """
         if self.folder is None:
             return None
@@ -68,36 +68,36 @@ class PlanStore(Generic[_Document]):
             plan = check(document, path)
             os.utime(path)
         except (OutOfCoreError, OSError) as error:
-            _log.warning("a plan that was kept is made anew: %s", error)
+            _log.warning("a stored plan cannot be used and is made again: %s", error)
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
         return plan
 
     def keep(self, key: str, document: _Document) -> None:
-        """Store a document, in place of one that has the same key; a failure is logged, not raised."""
+        """Store a document under a key; log failures."""
         if self.folder is None:
             return
         try:
             folder = private_folder(self.folder)
             replace_json(self._path(folder, key), document)
-            kept = sorted(folder.glob(f"{self.name}-*.json"), key=lambda path: path.stat().st_mtime)
-            for path in kept[:-_MAX_FILES]:
+            paths = sorted(folder.glob(f"{self.name}-*.json"), key=lambda path: path.stat().st_mtime)
+            for path in paths[:-_MAX_FILES]:
                 path.unlink(missing_ok=True)
         except (OutOfCoreError, OSError) as error:
-            _log.info("a plan is not kept for later processes: %s", error)
+            _log.info("a plan could not be stored for later processes: %s", error)
 
     def _path(self, folder: Path, key: str) -> Path:
         return folder / f"{self.name}-{key}.json"
 
 
 def key_of(*content: object) -> str:
-    """Return the key of a plan that was made for some content, which ``repr`` tells apart, by this version."""
+    """Return a key of a plan's inputs and this library version; inputs must differ in their ``repr``."""
     return hashlib.sha256(repr((library_version(), content)).encode()).hexdigest()[:32]
 
 
 def library_version() -> str:
-    """Return the version of this library; empty if it is not installed."""
+    """Return the version of this library, or an empty string if it is not installed."""
     try:
         return metadata.version("outofcore")
     except metadata.PackageNotFoundError:  # run from its source, without being installed

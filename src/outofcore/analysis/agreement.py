@@ -35,7 +35,7 @@ class Uses:
 
 
 def agreed(
-    uses: Mapping[int, Sequence[Uses]], others: Mapping[int, int], flexible: Set[int], single: Set[int]
+    uses: Mapping[int, Sequence[Uses]], unsplit_bytes: Mapping[int, int], flexible: Set[int], single: Set[int]
 ) -> dict[int, int]:
     """Choose a way for each op such that little is copied; return its place by op.
 
@@ -51,29 +51,29 @@ def agreed(
     >>> agreed({1: [rows], 2: either}, {}, set(), {7, 8})
     {1: 0, 2: 1}
     """
-    found = _Agreement(uses, others, single)
-    groups = [*found.neighbours(flexible), *found.neighbours(uses.keys())]
+    agreement = _Agreement(uses, unsplit_bytes, single)
+    groups = [*agreement.neighbours(flexible), *agreement.neighbours(uses.keys())]
     for _ in range(_PASSES):
-        turned = [group for group in groups if found.turn(group)]
-        if not turned:
+        changed = [group for group in groups if agreement.turn(group)]
+        if not changed:
             break
-    return {op: found.chosen[op] for op in uses}
+    return {op: agreement.chosen[op] for op in uses}
 
 
 class _Agreement:
     """The chosen ways, with the bytes that are accessed along each axis of a storage."""
 
-    def __init__(self, uses: Mapping[int, Sequence[Uses]], others: Mapping[int, int], single: Set[int]) -> None:
+    def __init__(self, uses: Mapping[int, Sequence[Uses]], unsplit_bytes: Mapping[int, int], single: Set[int]) -> None:
         self._uses, self._single = uses, single
         self._touched = {
-            op: tuple(dict.fromkeys(storage for way in ways for storage, _, _ in way.cells))
-            for op, ways in uses.items()
+            op: tuple(dict.fromkeys(storage for split in splits for storage, _, _ in split.cells))
+            for op, splits in uses.items()
         }
         self._users: dict[int, list[int]] = {}
         for op, storages in self._touched.items():
             for storage in storages:
                 self._users.setdefault(storage, []).append(op)
-        self._looked = {storage: {WHOLE: others.get(storage, 0)} for storage in self._users}
+        self._looked = {storage: {WHOLE: unsplit_bytes.get(storage, 0)} for storage in self._users}
         self.chosen: dict[int, int] = {}
         # Those with the fewest ways first, for the others to follow.
         for op in sorted(uses, key=lambda op: (len(uses[op]), op)):
@@ -136,42 +136,42 @@ class _Agreement:
         return before
 
     def _next_to(self, op: int) -> set[int]:
-        return {other for storage in self._touched[op] for other in self._users[storage]} - {op}
+        return {neighbour for storage in self._touched[op] for neighbour in self._users[storage]} - {op}
 
     def neighbours(self, ops: Iterable[int]) -> list[list[int]]:
         """Group the ops by common storages, transitively."""
-        left = set(ops)
-        found: list[list[int]] = []
-        while left:
-            group = [min(left)]
-            left.remove(group[0])
+        remaining = set(ops)
+        groups: list[list[int]] = []
+        while remaining:
+            group = [min(remaining)]
+            remaining.remove(group[0])
             for op in group:  # which grows
-                near = sorted(self._next_to(op) & left)
+                near = sorted(self._next_to(op) & remaining)
                 group += near
-                left.difference_update(near)
-            found.append(group)
-        return found
+                remaining.difference_update(near)
+            groups.append(group)
+        return groups
 
     def turn(self, group: Sequence[int]) -> bool:
         """Change a group together, to one axis after the other, where that saves copies; return whether it did."""
-        axes = sorted({axis for op in group for way in self._uses[op] for _, axis, _ in way.cells if axis != WHOLE})
-        turned = [axis for axis in axes if self._turn_to(axis, group)]
-        return bool(turned)
+        axes = sorted({axis for op in group for split in self._uses[op] for _, axis, _ in split.cells if axis != WHOLE})
+        changed = [axis for axis in axes if self._turn_to(axis, group)]
+        return bool(changed)
 
     def _turn_to(self, axis: int, group: Sequence[int]) -> bool:
-        turned: dict[int, int] = {}
+        changed: dict[int, int] = {}
         for op in group:
-            along = [place for place, way in enumerate(self._uses[op]) if any(a == axis for _, a, _ in way.cells)]
+            along = [place for place, split in enumerate(self._uses[op]) if any(a == axis for _, a, _ in split.cells)]
             if along and self.chosen[op] not in along:
-                turned[op] = along[0]
-        before = {op: self.chosen[op] for op in turned}
-        everybody = list(self._uses)
-        cost = self._copied_by(everybody)
-        for op, place in turned.items():
+                changed[op] = along[0]
+        before = {op: self.chosen[op] for op in changed}
+        all_ops = list(self._uses)
+        cost = self._copied_by(all_ops)
+        for op, place in changed.items():
             self._take(op, place)
-        followed = self._settle(sorted({other for op in turned for other in self._next_to(op)}))
-        if self._copied_by(everybody) < cost:
-            self._settle(sorted(turned))  # some may do better still
+        followed = self._settle(sorted({neighbour for op in changed for neighbour in self._next_to(op)}))
+        if self._copied_by(all_ops) < cost:
+            self._settle(sorted(changed))  # some may do better still
             return True
         for op, place in (followed | before).items():
             self._take(op, place)

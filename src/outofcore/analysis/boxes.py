@@ -46,12 +46,12 @@ def lines_of(elements: int, windows: Iterable[Window]) -> Lines | None:
     >>> lines_of(24, [Window((4, 6), (6, 1)), Window((2, 3), (6, 1), 9)])
     Lines(sizes=(4, 6), strides=(6, 1))
     """
-    found = {1, elements}
+    steps = {1, elements}
     for window in windows:
-        found.update(s for size, s in zip(window.shape, window.stride, strict=True) if size > 1)
-    if 0 in found or elements < 1:
+        steps.update(s for size, s in zip(window.shape, window.stride, strict=True) if size > 1)
+    if 0 in steps or elements < 1:
         return None
-    chain = sorted(found, reverse=True)
+    chain = sorted(steps, reverse=True)
     if chain[0] != elements or any(outer % inner for outer, inner in pairwise(chain)):
         return None
     strides = tuple(chain[1:])
@@ -77,10 +77,10 @@ def placed(lines: Lines, window: Window) -> Placed | None:
     Placed(box=((1, 3), (3, 6)), runs=((0, 1), (1, 2)))
     """
     starts: list[int] = []
-    rest = window.offset
+    remainder = window.offset
     for stride in lines.strides:
-        starts.append(rest // stride)
-        rest %= stride
+        starts.append(remainder // stride)
+        remainder %= stride
     lengths = [1] * len(starts)
     runs: list[Interval] = []
     covered: set[int] = set()
@@ -91,12 +91,12 @@ def placed(lines: Lines, window: Window) -> Placed | None:
         if stride not in lines.strides:
             return None
         first = end = lines.strides.index(stride)
-        left = size
-        while left > lines.sizes[first] and first and not left % lines.sizes[first]:
+        remaining = size
+        while remaining > lines.sizes[first] and first and not remaining % lines.sizes[first]:
             lengths[first] = lines.sizes[first]
-            left //= lines.sizes[first]
+            remaining //= lines.sizes[first]
             first -= 1
-        lengths[first] = left
+        lengths[first] = remaining
         run = range(first, end + 1)
         if covered.intersection(run):
             return None
@@ -130,7 +130,7 @@ class Axes:
         return self._joined(place.box)
 
     def _joined(self, box: Box) -> Box | None:
-        found: list[Interval] = []
+        joined: list[Interval] = []
         for first, end in self._spans():
             start, length, whole = 0, 1, False
             for line in range(first, end):
@@ -140,8 +140,8 @@ class Axes:
                 start = start * size + low
                 length *= high - low
                 whole = whole or high - low > 1
-            found.append((start, start + length))
-        return tuple(found)
+            joined.append((start, start + length))
+        return tuple(joined)
 
     def grain(self, place: Placed, dims: Interval) -> int | None:
         """Return the number of which part ends along ``dims``, taken as one, must be multiples, or None.
@@ -161,7 +161,7 @@ class Axes:
     def run(place: Placed, dims: Interval) -> Interval | None:
         """Return the lines that dimensions of a window cover as one; None where they do not follow each other."""
         runs = [run for run in place.runs[dims[0] : dims[1]] if run != (0, 0)]
-        if not runs or any(one[1] != other[0] for one, other in pairwise(runs)):
+        if not runs or any(previous[1] != following[0] for previous, following in pairwise(runs)):
             return None
         return runs[0][0], runs[-1][1]
 
@@ -198,28 +198,28 @@ class Axes:
         runs = list(place.runs)
         if dims is not None:
             runs[dims[0] : dims[1]] = [self.run(place, dims) or (0, 0)]
-        found: list[int] = []
+        strides: list[int] = []
         for run, size in zip(runs, sizes, strict=True):
             if size == 1 or run == (0, 0):
-                found.append(-1)
+                strides.append(-1)
                 continue
             for axis, (first, end) in enumerate(self._spans()):
                 if first < run[1] <= end:
                     # Axes that the run goes over as well must be there as a whole but for the outermost.
-                    outer = [other for other, span in enumerate(self._spans()) if run[0] <= span[0] < first]
+                    outer = [outer_axis for outer_axis, span in enumerate(self._spans()) if run[0] <= span[0] < first]
                     if outer and widths[axis] != self.sizes[axis]:
                         return None
-                    if any(widths[other] != self.sizes[other] for other in outer[1:]):
+                    if any(widths[outer_axis] != self.sizes[outer_axis] for outer_axis in outer[1:]):
                         return None
-                    found.append(prod(self.lines.sizes[run[1] : end]) * steps[axis])
+                    strides.append(prod(self.lines.sizes[run[1] : end]) * steps[axis])
                     break
             else:
                 return None
         # What has one element has any stride: that of a dense tensor.
-        for number in reversed(range(len(found))):
-            if found[number] < 0:
-                found[number] = found[number + 1] * sizes[number + 1] if number + 1 < len(found) else 1
-        return tuple(found)
+        for number in reversed(range(len(strides))):
+            if strides[number] < 0:
+                strides[number] = strides[number + 1] * sizes[number + 1] if number + 1 < len(strides) else 1
+        return tuple(strides)
 
 
 def elements(box: Box) -> int:
@@ -227,13 +227,13 @@ def elements(box: Box) -> int:
     return prod(high - low for low, high in box)
 
 
-def clipped(box: Box, other: Box) -> Box | None:
+def clipped(box: Box, bounds: Box) -> Box | None:
     """Return the intersection of two boxes, or None.
 
     >>> clipped(((0, 4), (2, 5)), ((3, 9), (0, 9)))
     ((3, 4), (2, 5))
     """
-    shared = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, other, strict=True))
+    shared = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, bounds, strict=True))
     return None if any(high <= low for low, high in shared) else shared
 
 
@@ -245,11 +245,11 @@ def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
     >>> list(cells([(0, 4, 8), (0, 3)], ((3, 5), (0, 1))))
     [((0, 4), (0, 3)), ((4, 8), (0, 3))]
     """
-    found: list[list[Interval]] = []
+    intervals: list[list[Interval]] = []
     for ends, (low, high) in zip(cuts, box, strict=True):
         first = max(bisect_left(ends, low + 1) - 1, 0)
-        found.append([(a, b) for a, b in pairwise(ends[first:]) if a < high and b > low])
-    yield from product(*found)
+        intervals.append([(a, b) for a, b in pairwise(ends[first:]) if a < high and b > low])
+    yield from product(*intervals)
 
 
 def window_within(outer: Box, inner: Box) -> Window:

@@ -61,9 +61,9 @@ def ops_to_fuse(
         most: ops of a group.
         reach: how many ops on from one of the group the next one may be.
     """
-    found = _Search(graph, frozenset(fusible), scratch or {}, least, most, reach).groups()
+    groups = _Search(graph, frozenset(fusible), scratch or {}, least, most, reach).groups()
     long = {op for op in alone if any(graph.storages[s].bytes >= least for s in graph.ops[op].touched)}
-    return tuple(ops for ops in found if len(ops) > 1 or long.issuperset(ops))
+    return tuple(ops for ops in groups if len(ops) > 1 or long.issuperset(ops))
 
 
 class _Search:
@@ -92,23 +92,23 @@ class _Search:
             writes = set(op.mutates + op.creates)
             before = {last_write[s] for s in op.touched if s in last_write}
             before |= {reader for s in writes for reader in since.get(s, ())}
-            joined = self._joined(op, [of[other] for other in sorted(before) if other in of])
+            joined = self._joined(op, [of[earlier] for earlier in sorted(before) if earlier in of])
             if joined is not None:
                 joined = _Group([*joined.ops, op.id], joined.written | writes)
                 of.update(dict.fromkeys(joined.ops, joined))
             elif op.id in self.fusible:
                 of[op.id] = _Group([op.id], set(writes))
-            for other in before:
-                if other in of and of[other] is not of.get(op.id):
-                    of[other].open = False
+            for earlier in before:
+                if earlier in of and of[earlier] is not of.get(op.id):
+                    of[earlier].open = False
             for storage in op.touched:
                 if storage in writes:
                     last_write[storage] = op.id
                     since[storage] = []
                 else:
                     since.setdefault(storage, []).append(op.id)
-        found = {tuple(group.ops) for group in of.values()}
-        return tuple(sorted(found, key=lambda ops: ops[-1]))
+        groups = {tuple(group.ops) for group in of.values()}
+        return tuple(sorted(groups, key=lambda ops: ops[-1]))
 
     def _joined(self, op: Op, groups: list[_Group]) -> _Group | None:
         """Return the group that an op joins, merging several that it connects."""
@@ -149,17 +149,17 @@ class _Search:
     def _need(self, ops: list[int]) -> int:
         """Return the bytes that ops need at once when fused; results reuse the memory of dead arguments."""
         graph, members = self.graph, set(ops)
-        made = {s for op in ops for s in graph.ops[op].creates}
+        created = {s for op in ops for s in graph.ops[op].creates}
         count, results, dying = 0, Counter[int](), Counter[int]()
         for storage in dict.fromkeys(s for op in ops for s in graph.ops[op].touched):
             kind, size = graph.storages[storage].kind, placed_bytes(graph.storages[storage].bytes)
             inside = graph.uses[storage][-1] in members and storage not in graph.outputs
             if kind is StorageKind.CONSTANT or size < self.least:
                 continue
-            if storage in made and inside and members.issuperset(graph.uses[storage]):
+            if storage in created and inside and members.issuperset(graph.uses[storage]):
                 continue
             count += size
-            if storage in made:
+            if storage in created:
                 results[size] += 1
             elif inside and storage in graph.creator and len(ops) > 1:
                 dying[size] += 1

@@ -36,12 +36,12 @@ def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
     if not uses or graph.storages[storage].kind is StorageKind.CONSTANT:
         return ()
     renewed = renewals_of(graph, storage)
-    found = [Gap(storage, a, b) for a, b in pairwise(uses) if b not in renewed]
+    gaps = [Gap(storage, a, b) for a, b in pairwise(uses) if b not in renewed]
     if graph.storages[storage].arrives and uses[0] not in renewed:
-        found.insert(0, Gap(storage, -1, uses[0]))
+        gaps.insert(0, Gap(storage, -1, uses[0]))
     if storage in graph.persistent:
-        found.append(Gap(storage, uses[-1], len(graph.ops) + uses[0]))
-    return tuple(found)
+        gaps.append(Gap(storage, uses[-1], len(graph.ops) + uses[0]))
+    return tuple(gaps)
 
 
 def final_gap(graph: StepGraph, storage: int) -> Gap | None:

@@ -53,21 +53,23 @@ class History:
         One pass in program order, since an op reads only what is older: for all contents it takes no longer than a
         recursion may take for one.
         """
-        found: dict[Content, int] = {}
+        deadlines: dict[Content, int] = {}
         for op in self.graph.ops:
-            last = min((self._until(need, found) for need in self.needs(op)), default=_EVER) if op.rerunnable else -1
+            last = (
+                min((self._until(need, deadlines) for need in self.needs(op)), default=_EVER) if op.rerunnable else -1
+            )
             before = self.before[op.id]
             for storage in dict.fromkeys(op.mutates + op.creates):
-                found[storage, before.get(storage, 0) + 1] = -1 if storage in op.discards else last
-        return found
+                deadlines[storage, before.get(storage, 0) + 1] = -1 if storage in op.discards else last
+        return deadlines
 
     def _until(self, content: Content, chances: Mapping[Content, int]) -> int:
         """Return the last op before which a content exists, or can be recomputed, whatever the plan."""
         storage, _ = content
-        again = chances.get(content, -1)
+        recomputable_until = chances.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
-            return again
-        return max(self.last_op_with(content, _EVER), again)
+            return recomputable_until
+        return max(self.last_op_with(content, _EVER), recomputable_until)
 
     def last_op_with(self, content: Content, end: int) -> int:
         """Return the last op before which a storage has a content if nothing is evicted; ``end`` if always.
@@ -89,13 +91,13 @@ class History:
 
     def needs(self, op: Op) -> tuple[Content, ...]:
         """Return the contents that an op needs when it runs again: what it reads, except what it discards."""
-        found = self.before[op.id]
-        return tuple((s, found[s]) for s in op.reads if s not in op.discards)
+        versions = self.before[op.id]
+        return tuple((s, versions[s]) for s in op.reads if s not in op.discards)
 
     def makes(self, op: Op) -> tuple[Content, ...]:
         """Return the contents that an op leaves when it runs again."""
-        found = self.before[op.id]
-        return tuple((s, found.get(s, 0) + 1) for s in op.mutates + op.creates if s not in op.discards)
+        versions = self.before[op.id]
+        return tuple((s, versions.get(s, 0) + 1) for s in op.mutates + op.creates if s not in op.discards)
 
     def always_held(self, op: int) -> Callable[[Content], bool]:
         """Return a predicate: which contents are on the device or at home right before an op, whatever the plan.
@@ -119,17 +121,17 @@ def replay(history: History, targets: Iterable[Content], is_held: Callable[[Cont
     Targets are made even if they are held. ``is_held`` tells whether a content is on the device or at home. Raises
     ``GraphError`` that names a content which cannot be recomputed.
     """
-    wanted = dict.fromkeys(targets)
-    pending = list(wanted)
-    seen = set(pending)
+    unique_targets = dict.fromkeys(targets)
+    pending = list(unique_targets)
+    visited = set(pending)
     runs: set[int] = set()
     while pending:
         content = pending.pop()
         op = _maker(history, content)
         runs.add(op.id)
         for need in history.needs(op):
-            if need not in seen and not is_held(need):
-                seen.add(need)
+            if need not in visited and not is_held(need):
+                visited.add(need)
                 pending.append(need)
     return tuple(sorted(runs))
 
@@ -154,9 +156,9 @@ def _maker(history: History, content: Content) -> Op:
         )
     op = graph.ops[history.writes[storage][version - 1]]
     if not op.rerunnable or storage in op.discards:
-        why = "may run once only" if not op.rerunnable else "does not make it from what is given to it again"
+        reason = "may run once only" if not op.rerunnable else "does not make it from what is given to it again"
         raise GraphError(
-            f"{_named(graph, content)} cannot be computed again: op {op.id} ({op.name}), which writes it, {why}; "
+            f"{_named(graph, content)} cannot be computed again: op {op.id} ({op.name}), which writes it, {reason}; "
             "keep or offload what is made from it"
         )
     return op

@@ -32,7 +32,7 @@ class Derivation:
     shape: tuple[int, ...]
 
 
-def derivation(given: Window, wanted: Window) -> Derivation | None:
+def derivation(base: Window, target: Window) -> Derivation | None:
     """Return how to derive ``wanted`` from ``given`` on the same storage; None if views alone cannot.
 
     The given elements must be contiguous, in any order of the dimensions, and the wanted ones in regular steps among
@@ -41,32 +41,32 @@ def derivation(given: Window, wanted: Window) -> Derivation | None:
     >>> derivation(Window((2, 3), (3, 1)), Window((3, 2), (1, 3)))
     Derivation(order=(0, 1), factors=(2, 3), ranges=((0, 2), (0, 3)), places=(1, 0), shape=(3, 2))
     """
-    count, start = prod(given.shape), wanted.offset - given.offset
-    if not count or not prod(wanted.shape) or not is_dense(given.shape, given.stride):
+    count, start = prod(base.shape), target.offset - base.offset
+    if not count or not prod(target.shape) or not is_dense(base.shape, base.stride):
         return None
-    order = tuple(sorted(range(len(given.shape)), key=lambda dim: -given.stride[dim] if given.shape[dim] > 1 else 0))
+    order = tuple(sorted(range(len(base.shape)), key=lambda dim: -base.stride[dim] if base.shape[dim] > 1 else 0))
     # A number in a mixed radix: how far one step goes along each dimension wanted is a place's worth.
-    extents = [(step, size, dim) for dim, (size, step) in enumerate(zip(wanted.shape, wanted.stride, strict=True))]
+    extents = [(step, size, dim) for dim, (size, step) in enumerate(zip(target.shape, target.stride, strict=True))]
     steps = sorted((entry for entry in extents if entry[1] > 1 and entry[0] != 0), reverse=True)
     factors: list[int] = []
     ranges: list[tuple[int, int]] = []
-    places: list[int | None] = [None] * len(wanted.shape)
-    above, left = count, start
+    places: list[int | None] = [None] * len(target.shape)
+    above, remainder = count, start
     if start < 0:
         return None
     for step, size, dim in steps:
         if step < 0 or above % step:
             return None
-        factor, first = above // step, left // step
+        factor, first = above // step, remainder // step
         if first + size > factor:
             return None
         places[dim] = len(factors)
         factors.append(factor)
         ranges.append((first, size))
-        above, left = step, left % step
-    if left >= above:
+        above, remainder = step, remainder % step
+    if remainder >= above:
         return None
     if above > 1:
         factors.append(above)
-        ranges.append((left, 1))
-    return Derivation(order, tuple(factors), tuple(ranges), tuple(places), wanted.shape)
+        ranges.append((remainder, 1))
+    return Derivation(order, tuple(factors), tuple(ranges), tuple(places), target.shape)

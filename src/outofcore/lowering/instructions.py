@@ -58,15 +58,15 @@ class _Lowering:
         last_stay: dict[int, int] = {}  # the use with which the last stay of a storage starts, if it is not the first
         first_leave: dict[int, Decision] = {}  # of each storage, within the step
         cyclic: set[int] = set()  # at home when the step ends
-        held: set[int] = set()  # what goes home after its last use, until the plan says that it has left
+        held_until_release: set[int] = set()  # what goes home after its last use, until the plan says that it has left
         renewed: dict[int, list[int]] = defaultdict(list)  # by op, what it overwrites as a whole in a stay of its own
-        vacated: dict[int, list[int]] = defaultdict(list)  # by op, whose next use does so
+        ended: dict[int, list[int]] = defaultdict(list)  # by op, whose next use does so
         for storage in graph.storages:
             uses = graph.uses[storage.id]
             for op in renewals_of(graph, storage.id):
                 if op != uses[0]:
                     renewed[op].append(storage.id)
-                    vacated[uses[uses.index(op) - 1]].append(storage.id)
+                    ended[uses[uses.index(op) - 1]].append(storage.id)
                     last_stay[storage.id] = op
                 elif storage.arrives:
                     renewed[op].append(storage.id)
@@ -79,7 +79,7 @@ class _Lowering:
             if gap.start >= 0:
                 releases[decision.release_by].append(decision)
             if gap == final_gap(graph, gap.storage):
-                held.add(gap.storage)
+                held_until_release.add(gap.storage)
                 continue
             if gap.start >= 0:
                 leaving[gap.start].append(decision)
@@ -118,14 +118,14 @@ class _Lowering:
             # What is used first comes first; what left in the step before counts like the rest.
             coming = sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end % n, d.gap.storage))
             if op.id in replays:
-                again = [decision.gap.storage for decision in replays.pop(op.id)]
-                chain = self._chain(again, {decision.gap.storage for decision in coming})
+                recomputed = [decision.gap.storage for decision in replays.pop(op.id)]
+                chain = self._chain(recomputed, {decision.gap.storage for decision in coming})
                 # The chain's own copies in come first, since its runs wait for them; prefetches for later ops follow.
                 ahead = [d for d in coming if d.gap.end % n != op.id and not self._is_read(d.gap.storage, chain)]
                 for decision in coming:
                     if decision not in ahead:
                         self._fetch(decision, last_stay)
-                self._materialise(again, chain)
+                self._materialise(recomputed, chain)
                 coming = ahead
             for decision in coming:
                 self._fetch(decision, last_stay)
@@ -143,13 +143,13 @@ class _Lowering:
                 if (storage in outputs or changed_input) and homes[storage].get(0) != version[storage]:
                     self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
                     homes[storage][0] = version[storage]
-                    if storage in held or graph.storages[storage].bytes <= PAGE_BYTES:
+                    if storage in held_until_release or graph.storages[storage].bytes <= PAGE_BYTES:
                         # The plan says until when. Small ones are held to the end: an op that reused their few bytes
                         # would wait for every copy out queued before this one.
                         self.dying[storage] = self.block_of.pop(storage)
                         continue
                 self._end(self.block_of.pop(storage))
-            for storage in vacated.pop(op.id, ()):
+            for storage in ended.pop(op.id, ()):
                 self._end(self.block_of.pop(storage))
             for decision in leaving.pop(op.id, ()):
                 storage = decision.gap.storage
@@ -171,7 +171,7 @@ class _Lowering:
     def _decisions(self) -> list[Decision]:
         """Return the checked decisions other than keep, adding the arrival of every input that is not named."""
         n = len(self.graph.ops)
-        found: list[Decision] = []
+        decisions: list[Decision] = []
         arriving: set[int] = set()
         for decision in self.plan.decisions:
             gap = decision.gap
@@ -184,10 +184,10 @@ class _Lowering:
                 gap.end >= n > decision.fetch_at
             ):
                 raise GraphError(f"the times of a decision are out of order: {decision}")
-            is_again = decision.residency is Residency.RECOMPUTE
-            if (is_again or decision.home) and gap == final_gap(self.graph, gap.storage):
+            is_recompute = decision.residency is Residency.RECOMPUTE
+            if (is_recompute or decision.home) and gap == final_gap(self.graph, gap.storage):
                 raise GraphError(f"what the user sees after the step goes to the first home: {decision}")
-            if is_again:
+            if is_recompute:
                 self._check_recompute(decision)
             if not 0 <= decision.home < max(len(self.costs.homes), 1):
                 raise GraphError(
@@ -197,14 +197,14 @@ class _Lowering:
                 if decision.home:
                     raise GraphError(f"an input comes from the first home, and from no other: {decision}")
                 arriving.add(gap.storage)
-            found.append(decision)
+            decisions.append(decision)
         for storage in self.graph.storages:
             uses = self.graph.uses[storage.id]
             if storage.arrives and storage.id not in arriving and uses:
                 if uses[0] in renewals_of(self.graph, storage.id):
                     continue
-                found.append(Decision(Gap(storage.id, -1, uses[0]), Residency.OFFLOAD, 0, 0))
-        return found
+                decisions.append(Decision(Gap(storage.id, -1, uses[0]), Residency.OFFLOAD, 0, 0))
+        return decisions
 
     def _check_staying(self) -> None:
         decided = {decision.gap.storage for decision in self.plan.decisions}
@@ -256,9 +256,9 @@ class _Lowering:
         present = ChainMap(self.block_of, self.dying)  # not merged into one dict: there are many chains
 
         def is_there(content: Content) -> bool:
-            storage, wanted = content
-            on_device = version[storage] == wanted and (storage in present or storage in coming)
-            return on_device or wanted in homes[storage].values()
+            storage, needed_version = content
+            on_device = version[storage] == needed_version and (storage in present or storage in coming)
+            return on_device or needed_version in homes[storage].values()
 
         return replay(self.history, {(storage, version[storage]) for storage in storages}, is_there)
 
@@ -317,7 +317,7 @@ class _Lowering:
 
     def _fetched(self, storage: int, version: int) -> int:
         """Copy in what a run of a chain needs from the first home that holds it, and return its block."""
-        home = min(home for home, held in self.homes[storage].items() if held == version)
+        home = min(home for home, held_version in self.homes[storage].items() if held_version == version)
         block = self._new_stay(storage)
         self.instructions.append(CopyIn(block, version, home=home))
         return block
@@ -363,13 +363,13 @@ def _let_go(history: History, runs: Sequence[int], targets: Set[Content]) -> lis
     """Return for each run of a chain the contents that it reads last, before they are recomputed or for good."""
     ops = history.graph.ops
     read_next = set(targets)  # contents whose next event is a run that reads them, or the end
-    found: list[list[Content]] = []
+    released: list[list[Content]] = []
     for index in reversed(runs):
         needs, makes = history.needs(ops[index]), history.makes(ops[index])
-        found.append([content for content in (*needs, *makes) if content not in read_next])
+        released.append([content for content in (*needs, *makes) if content not in read_next])
         read_next.difference_update(makes)
         read_next.update(needs)
-    return found[::-1]
+    return released[::-1]
 
 
 def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:

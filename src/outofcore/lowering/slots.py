@@ -45,23 +45,23 @@ def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
     """Return the storages that have a slot for the whole step, and their homes."""
     moving = {program.blocks[i.block].storage for i in program.instructions if not isinstance(i, Run)}
     wrapping = {block.storage for block in program.blocks if block.wraps}
-    found = {s: 0 for s in graph.outputs if s in moving}
-    found |= {s.id: 0 for s in graph.storages if s.arrives and s.id in moving}
+    homes = {s: 0 for s in graph.outputs if s in moving}
+    homes |= {s.id: 0 for s in graph.storages if s.arrives and s.id in moving}
     used = (s for s in sorted(graph.persistent - wrapping) if graph.uses[s])
-    found |= dict.fromkeys(program.clean, 0)
-    return found | dict.fromkeys(used, 0) | {lodging.storage: lodging.home for lodging in program.lodgings}
+    homes |= dict.fromkeys(program.clean, 0)
+    return homes | dict.fromkeys(used, 0) | {lodging.storage: lodging.home for lodging in program.lodgings}
 
 
 def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
     """Yield the temporary stays in the order in which they end."""
-    settled = set(lasting(graph, program).items())
+    permanent = set(lasting(graph, program).items())
     last: dict[tuple[int, int], list[int]] = {}  # the copies of the last stay, by storage and home
     stays: list[tuple[int, int, list[int]]] = []
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run):
             continue
         storage = program.blocks[instruction.block].storage
-        if storage is None or (storage, instruction.home) in settled:
+        if storage is None or (storage, instruction.home) in permanent:
             continue
         key = (storage, instruction.home)
         if isinstance(instruction, CopyOut):
@@ -69,8 +69,8 @@ def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
             stays.append((instruction.home, storage, last[key]))
         elif key in last:
             last[key].append(index)
-    found = [Slot(home, storage, tuple(copies)) for home, storage, copies in stays]
-    return iter(sorted(found, key=lambda slot: (slot.given, slot.taken)))
+    slots = [Slot(home, storage, tuple(copies)) for home, storage, copies in stays]
+    return iter(sorted(slots, key=lambda slot: (slot.given, slot.taken)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
     """
     size = [slot_bytes(storage.bytes) for storage in graph.storages]
     capacity = [home.bytes for home in costs.homes]
-    held = [0] * len(capacity)
+    home_bytes = [0] * len(capacity)
     for storage, home in lasting(graph, program).items():
-        if home < len(held):
-            held[home] += size[storage]
-    for home, most in enumerate(capacity):
-        if most is not None and held[home] > most:
+        if home < len(home_bytes):
+            home_bytes[home] += size[storage]
+    for home, limit in enumerate(capacity):
+        if limit is not None and home_bytes[home] > limit:
             return None
     takers: dict[int, Slot] = {}
     givers: dict[int, list[Slot]] = {}
@@ -111,7 +111,7 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
     # Room that is given back, with the copies in after which it is: waited for only where it is needed.
     coming: list[deque[tuple[int, Slot]]] = [deque() for _ in capacity]
     unread: list[list[Slot]] = [[] for _ in capacity]  # nothing reads these: the next copy out may have their room
-    found: list[Turn] = []
+    reuses: list[Turn] = []
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run) or instruction.home >= len(capacity):
             continue
@@ -119,24 +119,24 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
         if not isinstance(instruction, CopyOut):
             arrived[home] += 1
         elif index in takers:
-            most = capacity[home]
+            limit = capacity[home]
             after, vacated = 0, unread[home]
             unread[home] = []
-            held[home] += size[takers[index].storage]
-            while most is not None and held[home] > most:
+            home_bytes[home] += size[takers[index].storage]
+            while limit is not None and home_bytes[home] > limit:
                 if not coming[home]:
                     return None
                 after, slot = coming[home].popleft()
-                held[home] -= size[slot.storage]
+                home_bytes[home] -= size[slot.storage]
                 vacated.append(slot)
-            found.append(Turn(takers[index], tuple(vacated), after))
+            reuses.append(Turn(takers[index], tuple(vacated), after))
         for slot in givers.get(index, ()):
             if slot.taken == index:
-                held[home] -= size[slot.storage]
+                home_bytes[home] -= size[slot.storage]
                 unread[home].append(slot)
             else:
                 coming[home].append((arrived[home], slot))
-    return found
+    return reuses
 
 
 def room_at_homes(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
@@ -146,5 +146,5 @@ def room_at_homes(graph: StepGraph, costs: Costs, program: Program) -> dict[int,
     """
     if all(home.bytes is None for home in costs.homes):
         return {}
-    found = turns(graph, costs, program)
-    return None if found is None else {turn.slot.taken: turn.after for turn in found if turn.after}
+    reuses = turns(graph, costs, program)
+    return None if reuses is None else {reuse.slot.taken: reuse.after for reuse in reuses if reuse.after}

@@ -31,8 +31,8 @@ _LEARNT = frozenset({StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE, Storage
 class _Ground:
     """The last users of each byte of the arena, as disjoint intervals in order of address."""
 
-    def __init__(self, nothing: _Clock) -> None:
-        self._nothing = nothing
+    def __init__(self, start: _Clock) -> None:
+        self._nothing = start
         self._starts: list[int] = []
         self._pieces: list[tuple[int, _Clock]] = []  # end of the interval, and when its bytes are free
 
@@ -87,8 +87,8 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
         raise GraphError("the program copies more to a home than it holds; send less there, or give it more bytes")
     lanes = _lanes(program)
     numbers = {lane: number for number, lane in enumerate(lanes)}
-    nothing: _Clock = (0,) * len(lanes)
-    ground = _Ground(nothing)
+    at_start: _Clock = (0,) * len(lanes)
+    ground = _Ground(at_start)
     counts = [0] * len(lanes)
     collectives = numbers.get((Queue.COMMUNICATE, 0))
     clocks: dict[tuple[int, int], _Clock] = {}  # of the count-th instruction of a queue, once it is done
@@ -108,13 +108,13 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
         while next_death < len(pending) and pending[next_death] <= index:
             for block in deaths[pending[next_death]]:
                 if block.bytes:
-                    ground.give(block.offset, block.offset + block.bytes, touched.get(block.id, nothing))
+                    ground.give(block.offset, block.offset + block.bytes, touched.get(block.id, at_start))
                     # A wrapping block that comes back later in the step starts afresh.
                     written.pop(block.id, None)
                     touched.pop(block.id, None)
             next_death += 1
         queue = numbers[lane_of(instruction)]
-        needed = nothing
+        needed = at_start
         if collectives is not None and queue != collectives and _is_final(graph, program, instruction):
             needed = tuple(counts[collectives] if q == collectives else 0 for q in range(len(lanes)))
         if isinstance(instruction, Run):
@@ -128,9 +128,9 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
             storage = program.blocks[instruction.block].storage
             if storage is None:
                 raise GraphError(f"instruction {index} copies a workspace")
-            needed = _later(needed, slot_written.get((storage, instruction.home), nothing))
+            needed = _later(needed, slot_written.get((storage, instruction.home), at_start))
             if isinstance(instruction, CopyOut):
-                needed = _later(needed, slot_read.get((storage, instruction.home), nothing))
+                needed = _later(needed, slot_read.get((storage, instruction.home), at_start))
             if index in room:
                 after = numbers[Queue.COPY_IN, instruction.home]
                 needed = _later(needed, tuple(room[index] if q == after else 0 for q in range(len(lanes))))
@@ -138,32 +138,32 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
             block = program.blocks[block_id]
             if block_id not in touched and block.bytes and not (block.wraps and index < block.dies):
                 needed = _later(needed, ground.take(block.offset, block.offset + block.bytes))
-            needed = _later(needed, (touched if writes_it else written).get(block_id, nothing))
+            needed = _later(needed, (touched if writes_it else written).get(block_id, at_start))
         counts[queue] += 1
-        known = clocks.get((queue, counts[queue] - 1), nothing)
+        reached = clocks.get((queue, counts[queue] - 1), at_start)
         waits: list[Wait] = []
         # The queue whose news imply most comes first, so that the other wait may be found superfluous.
-        missing = [q for q in range(len(lanes)) if q != queue and needed[q] > known[q]]
+        missing = [q for q in range(len(lanes)) if q != queue and needed[q] > reached[q]]
         merged = {q: clocks[q, needed[q]] for q in missing}
         for q in sorted(missing, key=lambda q: -sum(merged[q][p] >= needed[p] for p in missing)):
-            if needed[q] > known[q]:
+            if needed[q] > reached[q]:
                 waits.append(Wait(lanes[q][0], needed[q], lanes[q][1]))
-                known = _later(known, merged[q])
-        done = list(known)
-        done[queue] = counts[queue]
-        clock = tuple(done)
+                reached = _later(reached, merged[q])
+        next_clock = list(reached)
+        next_clock[queue] = counts[queue]
+        clock = tuple(next_clock)
         clocks[queue, counts[queue]] = clock
-        mine = tuple(counts[queue] if q == queue else 0 for q in range(len(lanes)))
+        own_clock = tuple(counts[queue] if q == queue else 0 for q in range(len(lanes)))
         for block_id, writes_it in accesses:
-            touched[block_id] = _later(touched.get(block_id, nothing), mine)
+            touched[block_id] = _later(touched.get(block_id, at_start), own_clock)
             if writes_it:
-                written[block_id] = mine
+                written[block_id] = own_clock
         if isinstance(instruction, CopyOut | CopyIn):
             storage = program.blocks[instruction.block].storage
             if storage is not None:
                 target = slot_written if isinstance(instruction, CopyOut) else slot_read
                 slot = (storage, instruction.home)
-                target[slot] = _later(target.get(slot, nothing), mine)
+                target[slot] = _later(target.get(slot, at_start), own_clock)
         instructions.append(_waiting(instruction, tuple(waits)))
     return replace(program, instructions=tuple(instructions))
 
@@ -179,8 +179,8 @@ def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> b
 
 def _waiting(instruction: Instruction, waits: tuple[Wait, ...]) -> Instruction:
     if isinstance(instruction, Run):
-        again, communicates = instruction.again, instruction.communicates
-        return Run(instruction.op, instruction.blocks, instruction.workspace, waits, again, communicates)
+        recompute, communicates = instruction.again, instruction.communicates
+        return Run(instruction.op, instruction.blocks, instruction.workspace, waits, recompute, communicates)
     return type(instruction)(instruction.block, instruction.version, waits, instruction.home)
 
 
@@ -188,5 +188,5 @@ def _lanes(program: Program) -> list[tuple[Queue, int]]:
     """List the queues: ops, collectives if there are any, and for each home copies out and copies in."""
     homes = {i.home for i in program.instructions if not isinstance(i, Run)} | {0}
     copies = [(queue, home) for home in sorted(homes) for queue in (Queue.COPY_OUT, Queue.COPY_IN)]
-    beside = any(isinstance(i, Run) and i.communicates for i in program.instructions)
-    return [(Queue.COMPUTE, 0), *([(Queue.COMMUNICATE, 0)] if beside else []), *copies]
+    has_collectives = any(isinstance(i, Run) and i.communicates for i in program.instructions)
+    return [(Queue.COMPUTE, 0), *([(Queue.COMMUNICATE, 0)] if has_collectives else []), *copies]

@@ -27,16 +27,16 @@ def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
     for index, instruction in enumerate(program.instructions):
         if not isinstance(instruction, Run) and not exists(instruction.home):
             raise ValidationError(f"{step.instruction(index)} names home {instruction.home}, which does not exist")
-    found: dict[int, int] = {}
+    homes: dict[int, int] = {}
     for lodging in program.lodgings:
         if lodging.storage not in graph.persistent:
             raise ValidationError(f"storage {lodging.storage} lodges at home {lodging.home}, but does not persist")
         name = step.storage(lodging.storage)
         if not exists(lodging.home):
             raise ValidationError(f"{name} lodges at home {lodging.home}, which does not exist")
-        if lodging.storage in found:
-            raise ValidationError(f"{name} lodges at home {lodging.home}, and at home {found[lodging.storage]} as well")
-        found[lodging.storage] = lodging.home
+        if lodging.storage in homes:
+            raise ValidationError(f"{name} lodges at home {lodging.home}, and at home {homes[lodging.storage]} as well")
+        homes[lodging.storage] = lodging.home
     wrapping = {block.storage for block in program.blocks if block.wraps}
     written = {storage for op in graph.ops for storage in op.mutates + op.creates}
     for storage in program.clean:
@@ -49,7 +49,7 @@ def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
             raise ValidationError(f"{name} is to be clean at home, and an op writes it")
         if not graph.storages[storage].watched:
             raise ValidationError(f"{name} is to be clean at home, and nobody finds out what the user writes to it")
-    return found
+    return homes
 
 
 def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, int]) -> None:
@@ -73,20 +73,22 @@ def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, i
         if place.bytes is None:
             continue
         here = {s for s in always if lodgings.get(s, 0) == home}
-        held = sum(size[s] for s in here)
-        if held > place.bytes:
+        permanent_bytes = sum(size[s] for s in here)
+        if permanent_bytes > place.bytes:
             raise ValidationError(
                 f"home {home} ({place.name}) holds {place.bytes} bytes, and what lies there from step to step "
-                f"takes {held}"
+                f"takes {permanent_bytes}"
             )
         ends = _last_reads([copy for copy in copies if copy[2].home == home])
-        taken: dict[int, int] = {}  # the copy out that took a slot -> its bytes
+        temporary_bytes: dict[int, int] = {}  # the copy out that took a slot -> its bytes
         for index, storage, instruction in copies:
             if instruction.home != home or storage in here or not isinstance(instruction, CopyOut):
                 continue
-            taken = {slot: count for slot, count in taken.items() if not order.before(ends[slot], index)}
-            taken[index] = size[storage]
-            total = held + sum(taken.values())
+            temporary_bytes = {
+                slot: count for slot, count in temporary_bytes.items() if not order.before(ends[slot], index)
+            }
+            temporary_bytes[index] = size[storage]
+            total = permanent_bytes + sum(temporary_bytes.values())
             if total > place.bytes:
                 raise ValidationError(
                     f"{step.instruction(index)} may start while home {home} ({place.name}) of "
@@ -96,11 +98,11 @@ def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, i
 
 def _last_reads(copies: Sequence[_Copy]) -> dict[int, int]:
     """Return for each copy out to one home the last copy in of its bytes; itself where nothing is read back."""
-    found: dict[int, int] = {}
+    ends: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, storage, instruction in reversed(copies):
         if isinstance(instruction, CopyOut):
-            found[index] = last.pop(storage, index)
+            ends[index] = last.pop(storage, index)
         else:
             last.setdefault(storage, index)
-    return found
+    return ends

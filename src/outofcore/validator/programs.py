@@ -83,8 +83,8 @@ def _check_blocks(step: Step) -> None:
     lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
     wrapping: dict[int | None, int] = {}
 
-    def refusal(block: Block, why: str) -> ValidationError:
-        return ValidationError(f"{step.block(block)} {why}")
+    def refusal(block: Block, reason: str) -> ValidationError:
+        return ValidationError(f"{step.block(block)} {reason}")
 
     for index, block in enumerate(step.program.blocks):
         if block.id != index:
@@ -143,8 +143,8 @@ def _check_run(step: Step, index: int, run: Run, costs: Costs | None) -> None:
     if not 0 <= run.op < len(step.graph.ops):
         raise ValidationError(f"instruction {index} runs op {run.op}, which the graph does not have")
     if run.communicates != step.graph.ops[run.op].communicates:
-        where = "collectives" if run.communicates else "ops"
-        raise ValidationError(f"{step.instruction(index)} is on the queue of {where}, where it does not belong")
+        queue = "collectives" if run.communicates else "ops"
+        raise ValidationError(f"{step.instruction(index)} is on the queue of {queue}, where it does not belong")
     touched = step.touched[run.op]
     owners = tuple(step.program.blocks[number].storage for number in run.blocks)
     if owners != touched:
@@ -154,9 +154,9 @@ def _check_run(step: Step, index: int, run: Run, costs: Costs | None) -> None:
     scratch = None if run.workspace is None else step.program.blocks[run.workspace]
     if scratch is not None and scratch.storage is not None:
         raise ValidationError(f"{step.instruction(index)} takes {step.block(scratch)} as its workspace")
-    needed, given = costs.ops[run.op].workspace_bytes if costs else 0, scratch.bytes if scratch else 0
-    if given < needed:
-        raise ValidationError(f"{step.instruction(index)} has a workspace of {given} bytes and needs {needed}")
+    needed, available = costs.ops[run.op].workspace_bytes if costs else 0, scratch.bytes if scratch else 0
+    if available < needed:
+        raise ValidationError(f"{step.instruction(index)} has a workspace of {available} bytes and needs {needed}")
 
 
 def _check_coverage(step: Step) -> None:
@@ -192,26 +192,26 @@ def _check_room(step: Step, budget: int) -> None:
     births: list[list[Block]] = [[] for _ in program.instructions]
     deaths: list[list[Block]] = [[] for _ in program.instructions]
     live: list[tuple[int, int, int]] = []  # offset, end and id of the blocks that take room, by address
-    held = 0
+    held_bytes = 0
     for block in program.blocks:
         if block.wraps and (block.dies > 0 or block.born == 0):
-            held += block.bytes
+            held_bytes += block.bytes
             _take(step, live, block, None)
         if block.born > 0 or not block.wraps:
             births[block.born].append(block)
         if 0 < block.dies < len(deaths):
             deaths[block.dies].append(block)
-    peak, peak_at = held, -1
+    peak, peak_at = held_bytes, -1
     for index, (born, dead) in enumerate(zip(births, deaths, strict=True)):
         for block in dead:
-            held -= block.bytes
+            held_bytes -= block.bytes
             if block.offset >= 0 and block.bytes > 0:
                 del live[bisect_left(live, (block.offset, block.offset + block.bytes, block.id))]
         for block in born:
-            held += block.bytes
+            held_bytes += block.bytes
             _take(step, live, block, index)
-        if held > peak:
-            peak, peak_at = held, index
+        if held_bytes > peak:
+            peak, peak_at = held_bytes, index
     if not is_placed and peak > budget:
         when = "the start of the step" if peak_at < 0 else step.instruction(peak_at)
         raise ValidationError(f"{peak} bytes are held at {when}, more than the budget of {budget}")
@@ -222,12 +222,12 @@ def _take(step: Step, live: list[tuple[int, int, int]], block: Block, index: int
         return
     begin, end = block.offset, block.offset + block.bytes
     at = bisect_left(live, (begin, end, block.id))
-    for other_begin, other_end, other in live[max(at - 1, 0) : at + 1]:
-        if other_begin < end and begin < other_end:
+    for neighbour_begin, neighbour_end, neighbour in live[max(at - 1, 0) : at + 1]:
+        if neighbour_begin < end and begin < neighbour_end:
             when = "the start of the step" if index is None else f"instruction {index}"
             raise ValidationError(
-                f"{step.block(block)} at bytes [{begin}, {end}) overlaps {step.block(step.program.blocks[other])} at "
-                f"[{other_begin}, {other_end}), and both are held at {when}"
+                f"{step.block(block)} at bytes [{begin}, {end}) overlaps {step.block(step.program.blocks[neighbour])} at "
+                f"[{neighbour_begin}, {neighbour_end}), and both are held at {when}"
             )
     live.insert(at, (begin, end, block.id))
 
@@ -235,10 +235,10 @@ def _take(step: Step, live: list[tuple[int, int, int]], block: Block, index: int
 def _staying(step: Step) -> dict[int, Block]:
     """Return the blocks in which the user finds gradients after the step: one for each, held until then."""
     graph, program = step.graph, step.program
-    found: dict[int, Block] = {}
+    blocks: dict[int, Block] = {}
     for storage in program.staying:
-        known = 0 <= storage < len(graph.storages)
-        if not known or storage not in graph.outputs or graph.storages[storage].kind is not StorageKind.GRADIENT:
+        exists = 0 <= storage < len(graph.storages)
+        if not exists or storage not in graph.outputs or graph.storages[storage].kind is not StorageKind.GRADIENT:
             raise ValidationError(f"storage {storage} is to stay after the step, and is no gradient that it leaves")
         name = step.storage(storage)
         if not any(storage in op.creates for op in graph.ops):
@@ -248,8 +248,8 @@ def _staying(step: Step) -> dict[int, Block]:
         lasting = [b for b in program.blocks if b.storage == storage and b.dies == len(program.instructions)]
         if len(lasting) != 1:
             raise ValidationError(f"{name} is to stay after the step, in {len(lasting)} blocks; it must be one")
-        found[storage] = lasting[0]
-    return found
+        blocks[storage] = lasting[0]
+    return blocks
 
 
 @dataclass(eq=False, slots=True)
@@ -386,12 +386,12 @@ class _Replay:
 
         ``cell`` is the same, or one that takes over some of its bytes.
         """
-        known, order = self.known, self.order
+        ended, order = self.known, self.order
         for earlier in (former.writer, *former.readers.values()):
-            if earlier is not None and known[order.queue[earlier]] < order.position[earlier]:
-                where = self._name(cell)
+            if earlier is not None and ended[order.queue[earlier]] < order.position[earlier]:
+                place = self._name(cell)
                 self._refuse(
-                    earlier, where if former is cell else f"the bytes of {self._name(former)}, then of {where}"
+                    earlier, place if former is cell else f"the bytes of {self._name(former)}, then of {place}"
                 )
 
     def _refuse(self, earlier: int, bytes_of: str) -> NoReturn:
@@ -437,8 +437,8 @@ class _Replay:
         for storage, block in self.staying.items():
             last = self.stays[block.id] or _Cell(block, None)
             ends.append((last, self.final[storage], "is seen after the step"))
-        for cell, version, why in ends:
+        for cell, version, reason in ends:
             if cell.version != version:
                 raise ValidationError(
-                    f"{self._name(cell)} {why} and must end at version {version}, but {self._found(cell)}"
+                    f"{self._name(cell)} {reason} and must end at version {version}, but {self._found(cell)}"
                 )
