@@ -70,7 +70,7 @@ class Costs:
 
     Attributes:
         ops: one for each op of the graph, in order.
-        homes: fastest first; empty if offloading is impossible.
+        homes: nearest first, such as host and then disk; empty if offloading is impossible.
     """
 
     ops: tuple[OpCost, ...]

@@ -76,7 +76,7 @@ def test_what_the_user_sees_goes_to_the_first_home() -> None:
     graph = replace(step(), outputs=(LOSS, A))
     decision = offload(A, 2, 4, 3, 4)
     for wrong in (replace(decision, home=1), replace(decision, residency=Residency.RECOMPUTE)):
-        with pytest.raises(GraphError, match="what the user sees after the step goes to the first home"):
+        with pytest.raises(GraphError, match="outputs and changed inputs must go to the first home"):
             lower(graph, costs(), Plan("test", 0, (wrong,)))
 
 

@@ -1,13 +1,12 @@
-"""Choose the axes along which neighbouring ops are split, so that few bytes are copied between parts.
+"""Choose the axes along which neighbouring ops are split so that few bytes are copied between parts.
 
-Split ops pass tensors in cells. An op that is cut along the same axis finds each of its parts in one cell; another one
-gathers its parts, and a whole op gathers everything. Minimising the copies is as hard as the best partition of a graph.
-Here each op in turn takes the way that saves the most, given those of the others, until none saves anything (iterated
-conditional modes: Besag, "On the statistical analysis of dirty pictures", Journal of the Royal Statistical Society B
-48, 1986). A row of ops often saves something only if all change, so neighbours are also changed together, the others
-follow, and the change is kept if it pays.
+Split ops pass tensors in cells. An op that is split along the same axis finds each of its parts in one cell; other ops
+copy cells together. Minimising the copies is a hard graph partitioning problem. This is iterated conditional modes
+(Besag, "On the statistical analysis of dirty pictures", Journal of the Royal Statistical Society B 48, 1986): each op
+in turn takes its best split given those of the other ops, until no change saves bytes. Groups of neighbours are also
+changed together, which often saves bytes when single changes do not.
 
-Nothing here knows tensors: ops, storages and axes are numbers.
+Ops, storages and axes are numbers.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-# The axis of what is looked at as a whole.
+# The axis of a storage that is accessed as a whole.
 WHOLE = -1
-# How often neighbours change together, at most: each time all of them do.
+# Maximum number of passes over all groups of neighbours.
 _PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """The storages that an op accesses if it is split in one way.
+    """The storages that an op accesses under one of its splits.
 
-    ``cells`` are cuttable storages, each with the axis along which the op's parts cut it, or ``WHOLE``, and the bytes
-    that are copied if its cells differ. ``copied`` are further bytes, whatever the other ops do.
+    ``cells`` has a storage, an axis or ``WHOLE``, and the bytes that are copied if the storage has cells along another
+    axis. ``copied`` are bytes that are always copied.
     """
 
     cells: tuple[tuple[int, int, int], ...]
@@ -37,14 +36,14 @@ class Uses:
 def agreed(
     uses: Mapping[int, Sequence[Uses]], unsplit_bytes: Mapping[int, int], flexible: Set[int], single: Set[int]
 ) -> dict[int, int]:
-    """Choose a way for each op such that little is copied; return its place by op.
+    """Choose a split for each op so that few bytes are copied; return its index by op.
 
     Args:
-        uses: by op, of each way, the one that is best for its kernels first, which wins ties.
-        others: by storage, the bytes that unsplit ops access.
-        flexible: ops that can be cut along most axes; neighbours among them are also changed together.
-        single: storages with cells along one axis alone, the one that saves the most. All others have cells along all
-            axes on which an op is cut; if these are several, every op copies.
+        uses: the accesses of each split by op; of equal splits the first is chosen.
+        unsplit_bytes: by storage, the bytes that unsplit ops access.
+        flexible: ops that can be split along most axes; neighbours among them are also changed together.
+        single: storages whose cells lie along one axis, the one that saves the most bytes. Other storages have cells
+            along all axes in use; with several axes, every op copies.
 
     >>> rows = Uses(((7, 0, 100),))
     >>> either = [Uses(((7, 1, 100), (8, 1, 100))), Uses(((7, 0, 100), (8, 0, 100)))]
@@ -61,7 +60,7 @@ def agreed(
 
 
 class _Agreement:
-    """The chosen ways, with the bytes that are accessed along each axis of a storage."""
+    """The chosen splits, with the bytes that are accessed along each axis of each storage."""
 
     def __init__(self, uses: Mapping[int, Sequence[Uses]], unsplit_bytes: Mapping[int, int], single: Set[int]) -> None:
         self._uses, self._single = uses, single
@@ -75,7 +74,7 @@ class _Agreement:
                 self._users.setdefault(storage, []).append(op)
         self._looked = {storage: {WHOLE: unsplit_bytes.get(storage, 0)} for storage in self._users}
         self.chosen: dict[int, int] = {}
-        # Those with the fewest ways first, for the others to follow.
+        # Ops with the fewest choices first, so that the others adapt to them.
         for op in sorted(uses, key=lambda op: (len(uses[op]), op)):
             self._take(op, self._best(op))
         self._settle(sorted(uses))
@@ -103,12 +102,12 @@ class _Agreement:
         return looked[WHOLE] + sum(along) - saved
 
     def _copied_by(self, ops: Iterable[int]) -> int:
-        """Return the bytes that ops, and all others on the same storages, copy."""
+        """Return the bytes that these ops, and all others on their storages, copy."""
         storages = dict.fromkeys(storage for op in ops for storage in self._touched[op])
         return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied, storages))
 
     def _best(self, op: int) -> int:
-        """Return the way that copies the least given the others' current ways; nothing is changed."""
+        """Return the split of an op that copies the fewest bytes, given the current splits of the others."""
         costs: list[int] = []
         for place in range(len(self._uses[op])):
             self._take(op, place)
@@ -117,7 +116,7 @@ class _Agreement:
         return costs.index(min(costs))
 
     def _settle(self, ops: Iterable[int]) -> dict[int, int]:
-        """Let ops and their neighbours change one by one while that saves copies; return the former ways."""
+        """Change ops and their neighbours one at a time while this saves bytes; return the former splits."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)
@@ -125,7 +124,7 @@ class _Agreement:
             op = queue.popleft()
             waiting.remove(op)
             old = self.chosen[op]
-            # Each change saves bytes, or takes an earlier way for as many: so this ends.
+            # This ends, since each change saves bytes, or takes an earlier split at equal bytes.
             best = self._best(op)
             self._take(op, best)
             if best != old:
@@ -139,13 +138,13 @@ class _Agreement:
         return {neighbour for storage in self._touched[op] for neighbour in self._users[storage]} - {op}
 
     def neighbours(self, ops: Iterable[int]) -> list[list[int]]:
-        """Group the ops by common storages, transitively."""
+        """Group ops that are connected by common storages."""
         remaining = set(ops)
         groups: list[list[int]] = []
         while remaining:
             group = [min(remaining)]
             remaining.remove(group[0])
-            for op in group:  # which grows
+            for op in group:  # grows while iterating
                 near = sorted(self._next_to(op) & remaining)
                 group += near
                 remaining.difference_update(near)
@@ -153,7 +152,7 @@ class _Agreement:
         return groups
 
     def turn(self, group: Sequence[int]) -> bool:
-        """Change a group together, to one axis after the other, where that saves copies; return whether it did."""
+        """Change a group together to each axis that saves bytes; return whether any did."""
         axes = sorted({axis for op in group for split in self._uses[op] for _, axis, _ in split.cells if axis != WHOLE})
         changed = [axis for axis in axes if self._turn_to(axis, group)]
         return bool(changed)
@@ -171,7 +170,7 @@ class _Agreement:
             self._take(op, place)
         followed = self._settle(sorted({neighbour for op in changed for neighbour in self._next_to(op)}))
         if self._copied_by(all_ops) < cost:
-            self._settle(sorted(changed))  # some may do better still
+            self._settle(sorted(changed))  # single ops may improve further
             return True
         for op, place in (followed | before).items():
             self._take(op, place)

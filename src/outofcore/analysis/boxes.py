@@ -1,11 +1,10 @@
-"""Parts of tensors as boxes in the memory of their storages.
+"""Describe parts of tensors as boxes in their storages.
 
-A storage that is to be cut is seen as an array whose axes are the dimensions of the tensors on it: ``lines_of`` finds
-the finest array that all of them are windows onto, ``placed`` the place of each in it, and ``Axes`` joins what is not
-cut apart. A part of a tensor is then a box, an interval on each axis, whichever tensor it was named by; and the cells
-of a storage are the boxes between its cuts.
+A storage is viewed as an array whose axes are the dimensions of the tensors on it. ``lines_of`` finds the finest such
+array, ``place_window`` the box of a tensor in it, and ``Axes`` joins axes that are not split. A part of any tensor is
+then a box, an interval on each axis. The cells of a storage are the boxes between its cuts.
 
-Limits: a window that repeats elements or steps over the boundaries of others has no place; its storage stays whole.
+Limits: a window that repeats elements, or crosses the boundaries of others, has no box; its storage stays whole.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 
-Interval = tuple[int, int]  # from the first to before the last
+Interval = tuple[int, int]  # half-open
 Box = tuple[Interval, ...]  # an interval for each axis
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A tensor's place in its storage, in elements."""
+    """The shape, strides and offset of a tensor in its storage, in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -31,7 +30,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A storage as an array with as many dimensions as the tensors on it distinguish, the outermost first.
+    """A storage as an array with all dimensions of the tensors on it, outermost first.
 
     ``strides`` are those of a dense array of ``sizes``.
     """
@@ -41,7 +40,7 @@ class Lines:
 
 
 def lines_of(elements: int, windows: Iterable[Window]) -> Lines | None:
-    """Return the array of so many elements that all windows are boxes of; None if there is none.
+    """Return the array of ``elements`` in which all windows are boxes; None if there is none.
 
     >>> lines_of(24, [Window((4, 6), (6, 1)), Window((2, 3), (6, 1), 9)])
     Lines(sizes=(4, 6), strides=(6, 1))
@@ -60,10 +59,10 @@ def lines_of(elements: int, windows: Iterable[Window]) -> Lines | None:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A window on the lines of its storage.
+    """A window as a box in the lines of its storage.
 
-    ``box`` has an interval for each line; ``runs`` for each dimension of the window the lines that it covers, from the
-    outermost to before the last, none for a dimension of size 1.
+    ``box`` has an interval for each line. ``runs`` has for each dimension of the window the range of lines that it
+    covers, (0, 0) for a dimension of size 1.
     """
 
     box: Box
@@ -71,7 +70,7 @@ class Placed:
 
 
 def placed(lines: Lines, window: Window) -> Placed | None:
-    """Return the place of a window; None if it is no box.
+    """Return the place of a window in the lines; None if it is not a box.
 
     >>> placed(Lines((4, 6), (6, 1)), Window((2, 3), (6, 1), 9))
     Placed(box=((1, 3), (3, 6)), runs=((0, 1), (1, 2)))
@@ -110,7 +109,7 @@ def placed(lines: Lines, window: Window) -> Placed | None:
 
 @dataclass(frozen=True)
 class Axes:
-    """The lines of a storage, joined where there are no cuts; ``starts`` are the first lines of each axis, from 0."""
+    """The lines of a storage, joined to axes; ``starts`` has the first line of each axis."""
 
     lines: Lines
     starts: tuple[int, ...]
@@ -126,7 +125,7 @@ class Axes:
         return tuple((0, size) for size in self.sizes)
 
     def box_of(self, place: Placed) -> Box | None:
-        """Return the box of a window; None where its part of an axis is not one interval."""
+        """Return the box of a window; None if it is not one interval on each axis."""
         return self._joined(place.box)
 
     def _joined(self, box: Box) -> Box | None:
@@ -144,9 +143,9 @@ class Axes:
         return tuple(joined)
 
     def grain(self, place: Placed, dims: Interval) -> int | None:
-        """Return the number of which part ends along ``dims``, taken as one, must be multiples, or None.
+        """Return the number of which the ends of parts along the joined ``dims`` must be multiples, or None.
 
-        ``dims`` are from the first to before the last, and follow each other in memory.
+        ``dims`` is a half-open range of dimensions that are consecutive in memory.
         """
         run = self.run(place, dims)
         if run is None:
@@ -159,16 +158,16 @@ class Axes:
 
     @staticmethod
     def run(place: Placed, dims: Interval) -> Interval | None:
-        """Return the lines that dimensions of a window cover as one; None where they do not follow each other."""
+        """Return the range of lines that dimensions of a window cover; None if they are not consecutive."""
         runs = [run for run in place.runs[dims[0] : dims[1]] if run != (0, 0)]
         if not runs or any(previous[1] != following[0] for previous, following in pairwise(runs)):
             return None
         return runs[0][0], runs[-1][1]
 
     def part(self, place: Placed, dims: Interval, low: int, high: int) -> Box | None:
-        """Return the box of the part ``low:high`` of a window along ``dims`` taken as one.
+        """Return the box of the part ``low:high`` of a window along the joined ``dims``.
 
-        It may reach beyond the storage, where it is a part of something larger (see ``clipped``).
+        It may reach beyond the storage (see ``intersect``).
         """
         run, box = self.run(place, dims), self.box_of(place)
         if run is None or box is None:
@@ -179,8 +178,8 @@ class Axes:
         if axis is None:
             return None
         ends_at = spans[axis][1]
-        inner = prod(self.lines.sizes[end:ends_at])  # of other dimensions, on the same axis
-        outer = prod(self.lines.sizes[ends_at:end])  # of these, on later axes
+        inner = prod(self.lines.sizes[end:ends_at])  # elements of other dimensions on the same axis
+        outer = prod(self.lines.sizes[ends_at:end])  # elements of these dimensions on later axes
         if low % outer or high % outer:
             return None
         begin = box[axis][0] + low // outer * inner
@@ -189,9 +188,9 @@ class Axes:
     def strides(
         self, place: Placed, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
-        """Return the strides of a part of a window in memory that holds only its box; None if they are uneven.
+        """Return the strides of a part of a window in dense memory of its box; None if they are irregular.
 
-        ``sizes`` is the shape of the part, with one dimension in place of ``dims``.
+        ``sizes`` is the shape of the part, in which ``dims`` are joined to one dimension.
         """
         widths = [high - low for low, high in box]
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
@@ -205,7 +204,7 @@ class Axes:
                 continue
             for axis, (first, end) in enumerate(self._spans()):
                 if first < run[1] <= end:
-                    # Axes that the run goes over as well must be there as a whole but for the outermost.
+                    # The box must be whole on all further axes of the run except the outermost.
                     outer = [outer_axis for outer_axis, span in enumerate(self._spans()) if run[0] <= span[0] < first]
                     if outer and widths[axis] != self.sizes[axis]:
                         return None
@@ -215,7 +214,7 @@ class Axes:
                     break
             else:
                 return None
-        # What has one element has any stride: that of a dense tensor.
+        # A dimension with one element may have any stride; use that of a dense tensor.
         for number in reversed(range(len(strides))):
             if strides[number] < 0:
                 strides[number] = strides[number + 1] * sizes[number + 1] if number + 1 < len(strides) else 1
@@ -253,7 +252,7 @@ def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
 
 
 def window_within(outer: Box, inner: Box) -> Window:
-    """Return a box as a window onto dense memory that holds an outer one."""
+    """Return a box as a window onto dense memory of an outer box."""
     widths = [high - low for low, high in outer]
     steps = tuple(prod(widths[axis + 1 :]) for axis in range(len(widths)))
     offset = sum((low - start) * step for (low, _), (start, _), step in zip(inner, outer, steps, strict=True))

@@ -1,8 +1,7 @@
-"""How a storage can be recomputed: which op wrote which version, from which versions.
+"""Find the ops that recompute a storage.
 
-A *content* is a storage at a version, as ``(storage, version)``. The recipe of a content is the op that wrote it; that
-op's other inputs are contents as well, at the versions that they had when it first ran. Available contents end the
-recursion; since every op reads only what earlier ops wrote, it ends.
+A *content* is a version of a storage, as ``(storage, version)``. Its recipe is the op that wrote it, applied to the
+contents that the op read at its first run. The recursion ends at available contents.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from outofcore.graph import ARRIVING_KINDS, Op, StepGraph, StorageKind
 
 Content = tuple[int, int]
 
-# What exists before the step and is no persistent storage.
+# Kinds of storages that exist before the step without being persistent.
 _LASTING = ARRIVING_KINDS | {StorageKind.CONSTANT}
 _EVER = sys.maxsize  # after all ops of any step
 
 
 @dataclass(frozen=True)
 class History:
-    """The versions in plain execution.
+    """The versions of storages in plain execution.
 
-    ``before`` has for each op the version at which it finds each storage that it reads or mutates; ``writes`` for each
-    storage the ops that write it, in order: the v-th of them makes version v.
+    ``before`` has for each op the versions of the storages that it reads or mutates, right before it. ``writes`` has
+    for each storage the ops that write it, in order: the v-th of them writes version v.
     """
 
     graph: StepGraph
@@ -48,11 +47,7 @@ class History:
 
     @cached_property
     def chances(self) -> dict[Content, int]:
-        """Map contents that ops leave to the last op before which they can be recomputed whatever the plan; or to -1.
-
-        One pass in program order, since an op reads only what is older: for all contents it takes no longer than a
-        recursion may take for one.
-        """
+        """Map each written content to the last op before which it can be recomputed under any plan, or to -1."""
         deadlines: dict[Content, int] = {}
         for op in self.graph.ops:
             last = (
@@ -64,7 +59,7 @@ class History:
         return deadlines
 
     def _until(self, content: Content, chances: Mapping[Content, int]) -> int:
-        """Return the last op before which a content exists, or can be recomputed, whatever the plan."""
+        """Return the last op before which a content exists or can be recomputed under any plan."""
         storage, _ = content
         recomputable_until = chances.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
@@ -72,9 +67,9 @@ class History:
         return max(self.last_op_with(content, _EVER), recomputable_until)
 
     def last_op_with(self, content: Content, end: int) -> int:
-        """Return the last op before which a storage has a content if nothing is evicted; ``end`` if always.
+        """Return the last op before which a content exists without eviction; ``end`` if it is never overwritten.
 
-        That is the next op that writes it, or if that one overwrites it as a whole, the last use before.
+        It is the next op that writes the storage; if that op overwrites it as a whole, it is the last use before.
         """
         storage, version = content
         writes = self.writes[storage]
@@ -90,36 +85,35 @@ class History:
         return bisect_left(self.writes[storage], op)
 
     def needs(self, op: Op) -> tuple[Content, ...]:
-        """Return the contents that an op needs when it runs again: what it reads, except what it discards."""
+        """Return the contents that a recomputation of an op needs: those that it reads but does not discard."""
         versions = self.before[op.id]
         return tuple((s, versions[s]) for s in op.reads if s not in op.discards)
 
     def makes(self, op: Op) -> tuple[Content, ...]:
-        """Return the contents that an op leaves when it runs again."""
+        """Return the contents that a recomputation of an op produces."""
         versions = self.before[op.id]
         return tuple((s, versions.get(s, 0) + 1) for s in op.mutates + op.creates if s not in op.discards)
 
     def always_held(self, op: int) -> Callable[[Content], bool]:
-        """Return a predicate: which contents are on the device or at home right before an op, whatever the plan.
+        """Return a predicate for contents that are on the device or at home right before an op under any plan.
 
-        Those are the storages that exist before the step, at their first version. (A plan that recomputes an input that
-        the step has changed breaks this.)
+        They belong to storages that exist before the step. (A plan that recomputes a changed input breaks this.)
         """
 
-        def held(content: Content) -> bool:
+        def is_available(content: Content) -> bool:
             storage, version = content
             if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
                 return False
             return version == self.version_at(storage, op) and op <= self.last_op_with(content, _EVER)
 
-        return held
+        return is_available
 
 
 def replay(history: History, targets: Iterable[Content], is_held: Callable[[Content], bool]) -> tuple[int, ...]:
-    """Return the ops that must run again to make the targets, in order, each once.
+    """Return the ops that recompute the targets, in graph order, each once.
 
-    Targets are made even if they are held. ``is_held`` tells whether a content is on the device or at home. Raises
-    ``GraphError`` that names a content which cannot be recomputed.
+    Targets are recomputed even if available. ``is_held`` returns whether a content is on the device or at home. Raises
+    ``GraphError`` if a needed content cannot be recomputed.
     """
     unique_targets = dict.fromkeys(targets)
     pending = list(unique_targets)
@@ -137,9 +131,9 @@ def replay(history: History, targets: Iterable[Content], is_held: Callable[[Cont
 
 
 def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
-    """Return whether a storage can be recomputed right before an op, whatever else is evicted.
+    """Return whether a storage can be recomputed right before an op, even if all other storages are evicted.
 
-    What exists before the step cannot: after a step that fails, its home is what the user has.
+    Storages that exist before the step cannot: the user reads them at home if a step fails.
     """
     if storage in history.graph.persistent or history.graph.storages[storage].arrives:
         return False
@@ -151,15 +145,15 @@ def _maker(history: History, content: Content) -> Op:
     graph = history.graph
     if version < 1:
         raise GraphError(
-            f"{_named(graph, content)} cannot be computed again: no op makes it, and neither device nor home holds it "
-            "any more; keep or offload what is made from it"
+            f"{_named(graph, content)} cannot be recomputed: no op creates it, and it is no longer on the device or at "
+            "home; keep or offload the storages that are computed from it"
         )
     op = graph.ops[history.writes[storage][version - 1]]
     if not op.rerunnable or storage in op.discards:
-        reason = "may run once only" if not op.rerunnable else "does not make it from what is given to it again"
+        reason = "may run only once" if not op.rerunnable else "discards its former contents"
         raise GraphError(
-            f"{_named(graph, content)} cannot be computed again: op {op.id} ({op.name}), which writes it, {reason}; "
-            "keep or offload what is made from it"
+            f"{_named(graph, content)} cannot be recomputed: op {op.id} ({op.name}), which writes it, {reason}; "
+            "keep or offload the storages that are computed from it"
         )
     return op
 

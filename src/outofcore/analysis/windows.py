@@ -1,7 +1,7 @@
-"""Derive one window onto a storage from another by views, for a compiler that does not know storages.
+"""Derive one window onto a storage from another by views.
 
-A captured step knows a tensor by the place of its elements. To fuse the op that makes a tensor with one that reads it
-in another layout, the compiler must know that the second is, say, the first transposed.
+A captured step describes a tensor by its place in a storage. To fuse an op with one that reads its result in another
+layout, a compiler needs the views between them, such as a transposition.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from outofcore.analysis.chunks import is_dense
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """How to derive a window from another one, in this order.
+    """The views that derive a window from another one, in this order.
 
     Attributes:
-        order: the permutation of the given tensor's dimensions to memory order.
-        factors: the shape that it is then viewed with.
-        ranges: of each factor, the first element and the number of elements.
-        places: for each dimension of the result its factor; None if it has one element, or repeats one.
-        shape: of the result.
+        order: the permutation of the base's dimensions to memory order.
+        factors: the shape to view the result with.
+        ranges: the first element and the number of elements along each factor.
+        places: the factor of each dimension of the target; None if it has one element or repeats it.
+        shape: the shape of the target.
     """
 
     order: tuple[int, ...]
@@ -33,10 +33,10 @@ class Derivation:
 
 
 def derivation(base: Window, target: Window) -> Derivation | None:
-    """Return how to derive ``wanted`` from ``given`` on the same storage; None if views alone cannot.
+    """Return the views that derive ``target`` from ``base`` on the same storage; None if there are none.
 
-    The given elements must be contiguous, in any order of the dimensions, and the wanted ones in regular steps among
-    them that do not overlap.
+    The elements of ``base`` must be contiguous in some order of its dimensions. Those of ``target`` must be at regular
+    steps among them without overlap.
 
     >>> derivation(Window((2, 3), (3, 1)), Window((3, 2), (1, 3)))
     Derivation(order=(0, 1), factors=(2, 3), ranges=((0, 2), (0, 3)), places=(1, 0), shape=(3, 2))
@@ -45,7 +45,7 @@ def derivation(base: Window, target: Window) -> Derivation | None:
     if not count or not prod(target.shape) or not is_dense(base.shape, base.stride):
         return None
     order = tuple(sorted(range(len(base.shape)), key=lambda dim: -base.stride[dim] if base.shape[dim] > 1 else 0))
-    # A number in a mixed radix: how far one step goes along each dimension wanted is a place's worth.
+    # The strides of the target are the place values of a mixed-radix number.
     extents = [(step, size, dim) for dim, (size, step) in enumerate(zip(target.shape, target.stride, strict=True))]
     steps = sorted((entry for entry in extents if entry[1] > 1 and entry[0] != 0), reverse=True)
     factors: list[int] = []

@@ -1,7 +1,6 @@
-"""From a plan to a program: instructions, the blocks they work on, and what they wait for.
+"""Lower a plan to a program in three steps.
 
-lower(graph, costs, plan)    -> Program with blocks, no addresses and no waits (planning.addresses.place)   -> the same
-with an offset for each block wire(graph, program, costs)  -> the same with the fewest waits that make it safe
+``lower`` makes instructions and blocks, ``planning.addresses.place`` adds block offsets, and ``wire`` adds waits.
 """
 
 from outofcore.lowering.instructions import lower

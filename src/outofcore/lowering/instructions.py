@@ -18,7 +18,7 @@ from outofcore.units import PAGE_BYTES
 
 @dataclass(slots=True)
 class _Stay:
-    """A block while its lifetime is not yet known."""
+    """A block whose lifetime is not complete yet."""
 
     storage: int | None
     bytes: int
@@ -34,14 +34,16 @@ class _Lowering:
     plan: Plan
     instructions: list[Instruction] = field(default_factory=list[Instruction])
     stays: list[_Stay] = field(default_factory=list[_Stay])
-    block_of: dict[int, int] = field(default_factory=dict[int, int])  # storage -> its block now
+    block_of: dict[int, int] = field(default_factory=dict[int, int])  # storage -> its current block
     wrapping: dict[int, int] = field(default_factory=dict[int, int])  # storage -> its wrapping block
-    dying: dict[int, int] = field(default_factory=dict[int, int])  # storage -> block that is still copied out
+    dying: dict[int, int] = field(
+        default_factory=dict[int, int]
+    )  # storage -> its evicted block, until its copy out counts as done
 
     def __post_init__(self) -> None:
         self.version = [0] * len(self.graph.storages)
         self.placed = [placed_bytes(storage.bytes) for storage in self.graph.storages]
-        # For each storage the version that lies at each home.
+        # For each storage the version at each home.
         self.homes: list[dict[int, int]] = [{} for _ in self.graph.storages]
         self.lodgings: dict[int, int] = {}
         self.clean: set[int] = set()
@@ -55,12 +57,12 @@ class _Lowering:
         fetches: dict[int, list[Decision]] = defaultdict(list)
         leaving: dict[int, list[Decision]] = defaultdict(list)
         replays: dict[int, list[Decision]] = defaultdict(list)
-        last_stay: dict[int, int] = {}  # the use with which the last stay of a storage starts, if it is not the first
-        first_leave: dict[int, Decision] = {}  # of each storage, within the step
+        last_stay: dict[int, int] = {}  # the use at which the last stay of a storage starts, if it has several
+        first_leave: dict[int, Decision] = {}  # the first eviction of each storage within the step
         cyclic: set[int] = set()  # at home when the step ends
-        held_until_release: set[int] = set()  # what goes home after its last use, until the plan says that it has left
-        renewed: dict[int, list[int]] = defaultdict(list)  # by op, what it overwrites as a whole in a stay of its own
-        ended: dict[int, list[int]] = defaultdict(list)  # by op, whose next use does so
+        held_until_release: set[int] = set()  # storages that go home after their last use and whose release is planned
+        renewed: dict[int, list[int]] = defaultdict(list)  # by op, storages that it overwrites as a whole in a new stay
+        ended: dict[int, list[int]] = defaultdict(list)  # by op, storages whose next use does so
         for storage in graph.storages:
             uses = graph.uses[storage.id]
             for op in renewals_of(graph, storage.id):
@@ -115,12 +117,12 @@ class _Lowering:
             for decision in releases.pop(op.id, ()):
                 if decision.gap.storage in self.dying:
                     self._end(self.dying.pop(decision.gap.storage))
-            # What is used first comes first; what left in the step before counts like the rest.
+            # Fetch in the order of use, whichever step evicted the storages.
             coming = sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end % n, d.gap.storage))
             if op.id in replays:
                 recomputed = [decision.gap.storage for decision in replays.pop(op.id)]
                 chain = self._chain(recomputed, {decision.gap.storage for decision in coming})
-                # The chain's own copies in come first, since its runs wait for them; prefetches for later ops follow.
+                # Copies in for the recomputation come first, since it waits for them; prefetches for later ops follow.
                 ahead = [d for d in coming if d.gap.end % n != op.id and not self._is_read(d.gap.storage, chain)]
                 for decision in coming:
                     if decision not in ahead:
@@ -144,8 +146,8 @@ class _Lowering:
                     self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
                     homes[storage][0] = version[storage]
                     if storage in held_until_release or graph.storages[storage].bytes <= PAGE_BYTES:
-                        # The plan says until when. Small ones are held to the end: an op that reused their few bytes
-                        # would wait for every copy out queued before this one.
+                        # The plan defines the release. Small blocks are held to the end: an op that reused their bytes
+                        # would wait for all earlier copies out.
                         self.dying[storage] = self.block_of.pop(storage)
                         continue
                 self._end(self.block_of.pop(storage))
@@ -169,7 +171,7 @@ class _Lowering:
         return self._program()
 
     def _decisions(self) -> list[Decision]:
-        """Return the checked decisions other than keep, adding the arrival of every input that is not named."""
+        """Check the decisions and return those other than KEEP, plus default arrivals of inputs."""
         n = len(self.graph.ops)
         decisions: list[Decision] = []
         arriving: set[int] = set()
@@ -178,7 +180,7 @@ class _Lowering:
             if decision.residency is Residency.KEEP:
                 continue
             if gap not in gaps_of(self.graph, gap.storage) and gap != final_gap(self.graph, gap.storage):
-                raise GraphError(f"the plan decides about a gap that the graph has not: {gap}")
+                raise GraphError(f"the plan decides about a gap that the graph does not have: {gap}")
             latest_release = min(decision.fetch_at, n) if gap.end >= n else decision.fetch_at
             if not gap.start < decision.release_by <= latest_release <= decision.fetch_at <= gap.end or (
                 gap.end >= n > decision.fetch_at
@@ -186,16 +188,16 @@ class _Lowering:
                 raise GraphError(f"the times of a decision are out of order: {decision}")
             is_recompute = decision.residency is Residency.RECOMPUTE
             if (is_recompute or decision.home) and gap == final_gap(self.graph, gap.storage):
-                raise GraphError(f"what the user sees after the step goes to the first home: {decision}")
+                raise GraphError(f"outputs and changed inputs must go to the first home: {decision}")
             if is_recompute:
                 self._check_recompute(decision)
             if not 0 <= decision.home < max(len(self.costs.homes), 1):
                 raise GraphError(
-                    f"there is no home {decision.home}; the costs name {len(self.costs.homes)}: {decision}"
+                    f"there is no home {decision.home}; the costs have {len(self.costs.homes)}: {decision}"
                 )
             if gap.start < 0:
                 if decision.home:
-                    raise GraphError(f"an input comes from the first home, and from no other: {decision}")
+                    raise GraphError(f"an input must come from the first home: {decision}")
                 arriving.add(gap.storage)
             decisions.append(decision)
         for storage in self.graph.storages:
@@ -210,9 +212,9 @@ class _Lowering:
         decided = {decision.gap.storage for decision in self.plan.decisions}
         for storage in self.plan.staying:
             if storage not in self.graph.gradients_left:
-                raise GraphError(f"storage {storage} cannot stay: it is no gradient that the step creates and leaves")
+                raise GraphError(f"storage {storage} cannot stay: it is not a gradient that the step creates")
             if storage in decided:
-                raise GraphError(f"storage {storage} is to stay on the device, and to leave it before")
+                raise GraphError(f"storage {storage} cannot stay on the device: a decision evicts it")
 
     def _new_stay(self, storage: int | None, count: int = 0, *, wraps: bool = False) -> int:
         if storage is not None:
@@ -221,7 +223,7 @@ class _Lowering:
         return len(self.stays) - 1
 
     def _begin_stay(self, storage: int, *, is_last: bool) -> None:
-        """Give a storage a block from here on; the last stay of a wrapping storage reuses the step's first block."""
+        """Begin a stay of a storage; the last stay of a wrapping storage uses its wrapping block."""
         if is_last and storage in self.wrapping:
             self.block_of[storage] = block = self.wrapping[storage]
             self.stays[block].born = len(self.instructions)
@@ -236,9 +238,9 @@ class _Lowering:
         data = self.graph.storages[gap.storage]
         name = f"storage {gap.storage} ({data.name or data.kind.value})"
         if gap.start < 0 or gap.storage in self.graph.persistent:
-            raise GraphError(f"{name} cannot be computed again: it exists before the step; keep or offload it")
+            raise GraphError(f"{name} cannot be recomputed: it exists before the step; keep or offload it")
         if decision.release_by != gap.start + 1:
-            raise GraphError(f"what is to be computed again is dropped after its last use: {decision}")
+            raise GraphError(f"a recomputed storage must be dropped right after its last use: {decision}")
 
     def _fetch(self, decision: Decision, last_stay: dict[int, int]) -> None:
         storage = decision.gap.storage
@@ -249,7 +251,7 @@ class _Lowering:
         self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
 
     def _chain(self, storages: list[int], coming: Set[int]) -> Sequence[int]:
-        """Return the ops to run again, in order, for these storages; those in ``coming`` are copied in before."""
+        """Return the ops that recompute storages, in order; storages in ``coming`` are fetched before."""
         if self.history is None:
             return ()
         version, homes = self.version, self.homes
@@ -263,16 +265,15 @@ class _Lowering:
         return replay(self.history, {(storage, version[storage]) for storage in storages}, is_there)
 
     def _is_read(self, storage: int, chain: Sequence[int]) -> bool:
-        """Return whether a chain reads the current version of a storage."""
+        """Return whether a recomputation sequence reads the current version of a storage."""
         content = (storage, self.version[storage])
         return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
 
     def _materialise(self, storages: list[int], runs: Sequence[int]) -> None:
-        """Recompute these storages at their current versions by running ops again, and give each its block.
+        """Recompute storages at their current versions by the ops ``runs``, in new blocks.
 
-        Intermediates that are neither on the device nor targets get blocks of their own, held from the run or copy-in
-        that brings them to the last run that reads them. What is on the device is read in place: it is at the current
-        version, so no op that runs again writes it.
+        Intermediates get temporary blocks, held from the run or copy in that fills them to the last run that reads
+        them. Resident storages are read in place: they have the current version, so no recomputed op writes them.
         """
         graph, history, version = self.graph, self.history, self.version
         if history is None:
@@ -297,7 +298,7 @@ class _Lowering:
             for storage in op.touched:
                 content = (storage, needs.get(storage, -1))
                 if storage in needs and storage in makes:
-                    used[storage] = blocks.pop(content)  # written in place: the former contents are gone
+                    used[storage] = blocks.pop(content)  # written in place, which overwrites the former contents
                 elif storage in needs:
                     used[storage] = blocks[content] if content in blocks else present[storage]
                 else:
@@ -316,7 +317,7 @@ class _Lowering:
             self.block_of[storage] = blocks[storage, version[storage]]
 
     def _fetched(self, storage: int, version: int) -> int:
-        """Copy in what a run of a chain needs from the first home that holds it, and return its block."""
+        """Copy in an intermediate from the first home that holds it; return its block."""
         home = min(home for home, held_version in self.homes[storage].items() if held_version == version)
         block = self._new_stay(storage)
         self.instructions.append(CopyIn(block, version, home=home))
@@ -340,7 +341,7 @@ class _Lowering:
         blocks: list[Block] = []
         for index, stay in enumerate(self.stays):
             dies = stay.dies
-            if stay.wraps and dies < 0:  # never left: over the whole step
+            if stay.wraps and dies < 0:  # never evicted: held over the whole step
                 blocks.append(Block(index, stay.storage, stay.bytes, 0, 0, True))
             else:
                 blocks.append(Block(index, stay.storage, stay.bytes, stay.born, dies, stay.wraps))
@@ -360,7 +361,7 @@ class _Lowering:
 
 
 def _let_go(history: History, runs: Sequence[int], targets: Set[Content]) -> list[list[Content]]:
-    """Return for each run of a chain the contents that it reads last, before they are recomputed or for good."""
+    """Return for each run the contents that no later run reads before they are recomputed."""
     ops = history.graph.ops
     read_next = set(targets)  # contents whose next event is a run that reads them, or the end
     released: list[list[Content]] = []
@@ -373,15 +374,13 @@ def _let_go(history: History, runs: Sequence[int], targets: Set[Content]) -> lis
 
 
 def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
-    """Turn a plan into instructions on blocks that have no addresses yet.
+    """Lower a plan to instructions on blocks without addresses.
 
-    Before each op come the copies-in that the plan fetches there, after it the copies-out of what is evicted. A storage
-    whose home copy is current is evicted without a copy; an unused one is dropped. Recomputation runs before the op at
-    which the plan wants the storage and after its copies-in, each op once. A persistent storage that is resident when
-    the step ends counts as changed when the next one starts, since the user may have written to it in between; unless
-    it is frozen (``StepGraph.frozen``): then the executor keeps its home current.
+    Before each op come its planned copies in and then its recomputation; after it come copies out. A storage whose home
+    is current is evicted without a copy. A persistent storage that is resident when the step ends counts as changed
+    when the next one starts, since the user may write to it between steps, unless it is in ``StepGraph.frozen``.
 
-    Raises ``GraphError`` for a decision whose times are out of order, whose gap the graph lacks, or that recomputes
-    what cannot be recomputed.
+    Raises ``GraphError`` if a decision has times out of order, a gap that the graph does not have, or a storage that
+    cannot be recomputed.
     """
     return _Lowering(graph, costs, plan).run()

@@ -1,8 +1,7 @@
-"""Bytes that the homes hold over a step.
+"""Slots of storages at homes over a step.
 
-A storage copied out takes its slot from the start of that copy to the end of the last copy in before the next copy out
-to the same slot. What is seen between two steps has its slot all the time: persistent storages that no wrapping block
-holds, inputs, and outputs.
+A temporary slot is in use from the start of a copy out to the end of the last copy in before the next copy out to it.
+Persistent storages without a wrapping block, inputs and outputs have permanent slots.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from outofcore.units import PAGE_BYTES, round_up
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One stay of a storage at a home, among instructions."""
+    """A temporary stay of a storage at a home."""
 
     home: int
     storage: int
-    copies: tuple[int, ...]  # the copy out that takes it, and the copies in
+    copies: tuple[int, ...]  # instructions: the copy out, then its copies in
 
     @property
     def taken(self) -> int:
-        """The copy out."""
+        """The copy out that begins the stay."""
         return self.copies[0]
 
     @property
     def given(self) -> int:
-        """The last copy in, or the copy out where nothing is read back."""
+        """The last copy in, or the copy out if there is no copy in."""
         return self.copies[-1]
 
 
 def slot_bytes(count: int) -> int:
-    """Return the bytes that a storage takes at a home: whole pages."""
+    """Return the bytes of a storage at a home: whole pages."""
     return round_up(count, PAGE_BYTES)
 
 
 def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
-    """Return the storages that have a slot for the whole step, and their homes."""
+    """Return the storages with permanent slots, and their homes."""
     moving = {program.blocks[i.block].storage for i in program.instructions if not isinstance(i, Run)}
     wrapping = {block.storage for block in program.blocks if block.wraps}
     homes = {s: 0 for s in graph.outputs if s in moving}
@@ -53,9 +52,9 @@ def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
 
 
 def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
-    """Yield the temporary stays in the order in which they end."""
+    """Yield the temporary slots in the order in which they end."""
     permanent = set(lasting(graph, program).items())
-    last: dict[tuple[int, int], list[int]] = {}  # the copies of the last stay, by storage and home
+    last: dict[tuple[int, int], list[int]] = {}  # the copies of the latest stay, by storage and home
     stays: list[tuple[int, int, list[int]]] = []
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run):
@@ -75,10 +74,10 @@ def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One slot that is taken, and what it takes over.
+    """A temporary slot and the earlier slots whose bytes it reuses.
 
-    ``vacated`` are the slots of the same home whose bytes are free from here on, and ``after`` is the number of copies
-    in from that home that must be done first; 0: those that the queue of copies out has waited for already.
+    ``freed`` are slots of the same home whose bytes are free from here on. ``copies_in_before`` is the number of copies
+    in from that home that must end first; 0 if earlier copies out have waited for them.
     """
 
     slot: Slot
@@ -87,11 +86,10 @@ class Turn:
 
 
 def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None:
-    """Order the temporary slots and their predecessors so that no home holds too much.
+    """Assign to each temporary slot the earlier slots whose bytes it reuses, so that no home exceeds its capacity.
 
-    Bytes are counted as ``slot_bytes``. A slot's bytes are taken over only where the home has no others. Returns a turn
-    for each stay of ``slots_of``, in the order of their copies out; None if the plan exceeds a home's capacity even
-    with waits.
+    Bytes are counted by ``slot_bytes``. A slot reuses bytes only if its home has no unused ones. The result has the
+    order of the copies out; it is None if the program exceeds a capacity even with waits.
     """
     size = [slot_bytes(storage.bytes) for storage in graph.storages]
     capacity = [home.bytes for home in costs.homes]
@@ -107,10 +105,12 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
     for slot in slots_of(graph, program):
         takers[slot.taken] = slot
         givers.setdefault(slot.given, []).append(slot)
-    arrived = [0] * len(capacity)  # copies in so far
-    # Room that is given back, with the copies in after which it is: waited for only where it is needed.
+    arrived = [0] * len(capacity)  # number of copies in so far
+    # Slots that are freed by a copy in, with its number; waited for only if their bytes are needed.
     coming: list[deque[tuple[int, Slot]]] = [deque() for _ in capacity]
-    unread: list[list[Slot]] = [[] for _ in capacity]  # nothing reads these: the next copy out may have their room
+    unread: list[list[Slot]] = [
+        [] for _ in capacity
+    ]  # slots without copies in: the next copy out may reuse their bytes
     reuses: list[Turn] = []
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run) or instruction.home >= len(capacity):
@@ -140,9 +140,9 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
 
 
 def room_at_homes(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
-    """Return, for each copy out that must wait for room, after how many copies in from its home it may start.
+    """Return the number of copies in from its home that each copy out must wait for to have room there.
 
-    None if the plan exceeds a home's capacity even with waits.
+    None if the program exceeds a home's capacity even with waits.
     """
     if all(home.bytes is None for home in costs.homes):
         return {}

@@ -1,7 +1,4 @@
-"""Derive the waits of each instruction of a placed program.
-
-The waits depend on the addresses: a block may be written as soon as the last users of its bytes are done with them.
-"""
+"""Derive the waits of each instruction of a placed program from the addresses of its blocks."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering.slots import room_at_homes
 from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Wait, lane_of
 
-# How many instructions of each queue are surely done: the ops, the collectives if there are any, then for each home
-# copies out and copies in.
+# The number of instructions of each queue that have certainly ended; queues in the order of ``_lanes``.
 _Clock = tuple[int, ...]
 
 
@@ -24,17 +20,17 @@ def _later(a: _Clock, b: _Clock) -> _Clock:
     return a if a is b else tuple(map(max, a, b))
 
 
-# What an update changes. Other things that last change early in a step, or are put aside (statistics).
+# Kinds that updates change. Other persistent storages change early in a step, or are saved for undo (statistics).
 _LEARNT = frozenset({StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE, StorageKind.STATE_RANGE})
 
 
 class _Ground:
-    """The last users of each byte of the arena, as disjoint intervals in order of address."""
+    """When each byte of the arena is free, as disjoint intervals in order of address."""
 
     def __init__(self, start: _Clock) -> None:
         self._nothing = start
         self._starts: list[int] = []
-        self._pieces: list[tuple[int, _Clock]] = []  # end of the interval, and when its bytes are free
+        self._pieces: list[tuple[int, _Clock]] = []  # the end of each interval, and when it is free
 
     def take(self, start: int, end: int) -> _Clock:
         """Return when all of [start, end) is free."""
@@ -72,15 +68,14 @@ class _Ground:
 
 
 def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Program:
-    """Give each instruction of a placed program the waits that it needs, and no more.
+    """Give each instruction of a placed program its necessary waits.
 
-    An instruction waits for the writer of what it reads, and for readers of what it overwrites (in a block, in a home
-    slot, or in the bytes of an earlier block), unless its own queue or another wait implies it. A copy out to a full
-    home also waits for its room. Permanent changes of the model wait for all collectives before them: as long as one
-    may fail, because another process has ended, the step can be undone.
+    An instruction waits for the writers of the bytes that it reads, and for the users of the bytes that it overwrites,
+    in blocks and home slots, unless its own queue or another wait implies this. A copy out to a full home waits for
+    room. Updates of the model wait for all collectives before them: the step can be undone while one may still fail.
 
-    Without ``costs`` homes hold anything. Raises ``GraphError`` if a home cannot hold what the program copies there, or
-    a workspace is copied.
+    Without ``costs`` homes are unlimited. Raises ``GraphError`` if the program exceeds the capacity of a home, or if a
+    workspace is copied.
     """
     room = room_at_homes(graph, costs, program) if costs is not None else {}
     if room is None:
@@ -91,10 +86,10 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
     ground = _Ground(at_start)
     counts = [0] * len(lanes)
     collectives = numbers.get((Queue.COMMUNICATE, 0))
-    clocks: dict[tuple[int, int], _Clock] = {}  # of the count-th instruction of a queue, once it is done
-    written: dict[int, _Clock] = {}  # block -> when its contents are there
-    touched: dict[int, _Clock] = {}  # block -> when everybody is done with it
-    # (storage, home) -> when the slot there holds what was last copied out, and when nobody reads it any more
+    clocks: dict[tuple[int, int], _Clock] = {}  # after the count-th instruction of a queue has ended
+    written: dict[int, _Clock] = {}  # block -> when its contents are written
+    touched: dict[int, _Clock] = {}  # block -> when its users have ended
+    # (storage, home) -> when the last copy out to this slot has ended, and when its readers have ended
     slot_written: dict[tuple[int, int], _Clock] = {}
     slot_read: dict[tuple[int, int], _Clock] = {}
     deaths: dict[int, list[Block]] = defaultdict(list)
@@ -109,7 +104,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
             for block in deaths[pending[next_death]]:
                 if block.bytes:
                     ground.give(block.offset, block.offset + block.bytes, touched.get(block.id, at_start))
-                    # A wrapping block that comes back later in the step starts afresh.
+                    # A wrapping block that is born again later in the step has new users.
                     written.pop(block.id, None)
                     touched.pop(block.id, None)
             next_death += 1
@@ -142,7 +137,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
         counts[queue] += 1
         reached = clocks.get((queue, counts[queue] - 1), at_start)
         waits: list[Wait] = []
-        # The queue whose news imply most comes first, so that the other wait may be found superfluous.
+        # Waits that imply the most others come first, so that the others can be left out.
         missing = [q for q in range(len(lanes)) if q != queue and needed[q] > reached[q]]
         merged = {q: clocks[q, needed[q]] for q in missing}
         for q in sorted(missing, key=lambda q: -sum(merged[q][p] >= needed[p] for p in missing)):
@@ -169,7 +164,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
 
 
 def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> bool:
-    """Return whether an instruction makes it impossible to undo the step: it updates state, or shows a gradient."""
+    """Return whether the step cannot be undone after an instruction: it updates state or returns a gradient."""
     if isinstance(instruction, Run):
         changed = graph.ops[instruction.op].mutates
         kinds = {graph.storages[s].kind for s in changed if s in graph.persistent or graph.storages[s].arrives}

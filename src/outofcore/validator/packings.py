@@ -1,4 +1,4 @@
-"""A deliberately naive proof that rectangles are placed as promised. Shares no code with the placement."""
+"""Validate packings of rectangles by deliberately simple code, independent of the placement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outofcore.errors import ValidationError
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Bytes [offset, offset + size), held over [lower, upper) except over the gap, if any."""
+    """Bytes [offset, offset + size) that are held over [lower, upper) except the gap, if any."""
 
     id: int | str
     lower: int
@@ -27,13 +27,13 @@ class Placed:
 
 
 def check_packing(placed: Iterable[Placed], capacity: int | None = None) -> int:
-    """Prove that no two rectangles held at one time overlap, and that each is aligned and within the capacity.
+    """Check that rectangles held at the same time do not overlap, are aligned, and are within the capacity.
 
-    Returns the end of the highest rectangle. Raises ``ValidationError`` that names the conflicting rectangles, and
-    when.
+    Returns the end of the highest rectangle. Raises ``ValidationError`` that names the rectangles and the time of a
+    conflict.
     """
     height = 0
-    events: list[tuple[int, int, Placed]] = []  # when, 0: given back or 1: taken, what
+    events: list[tuple[int, int, Placed]] = []  # time, 0: end or 1: begin, rectangle
     for rectangle in placed:
         if rectangle.offset < 0 or rectangle.offset % rectangle.alignment:
             raise ValidationError(
@@ -50,7 +50,7 @@ def check_packing(placed: Iterable[Placed], capacity: int | None = None) -> int:
         for begin, end in spans:
             if rectangle.size and begin < end:
                 events += [(begin, 1, rectangle), (end, 0, rectangle)]
-    live: list[tuple[int, int, Placed]] = []  # offset and end of what is held, in order of address
+    live: list[tuple[int, int, Placed]] = []  # offset and end of the held rectangles, in order of address
     for when, is_start, rectangle in sorted(events, key=lambda event: event[:2]):
         begin, end = rectangle.offset, rectangle.offset + rectangle.size
         at = bisect_left(live, (begin, end), key=lambda entry: entry[:2])

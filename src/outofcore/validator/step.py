@@ -1,4 +1,4 @@
-"""The step that is being validated, its texts for messages, and the certain order of its instructions."""
+"""The step that is validated, with texts for messages, and the guaranteed order of its instructions."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Step:
 
 
 class Order:
-    """Which instructions have certainly ended when another starts.
+    """The guaranteed order of instructions, as vector clocks.
 
-    ``queue`` and ``position`` (from 1) place each instruction on its queue. ``known`` has for each instruction how many
-    of each other queue have ended when it starts; all before it on its own queue have. One that waits for no more than
-    those before it on its queue shares their list.
+    ``queue`` and ``position`` (from 1) place each instruction on its queue. ``ended`` has for each instruction the
+    number of instructions of each other queue that have ended when it starts. Instructions share the list of their
+    predecessor if they wait for no more.
     """
 
     def __init__(self, program: Program) -> None:
@@ -65,7 +65,7 @@ class Order:
                         f"instruction {index} waits for {wait.count} instructions of {wait.queue.value}, of which "
                         f"{len(waited_line)} come before it; a wait must name one of them"
                     )
-                # Who is known to be over already was known with all that it knew.
+                # If it is already known to have ended, its clock has been merged, too.
                 if ended[of] < wait.count:
                     ended = list(map(max, ended, self.known[waited_line[wait.count - 1]]))
                     ended[of] = wait.count
@@ -80,11 +80,11 @@ class Order:
         return first < second and self.known[second][self.queue[first]] >= self.position[first]
 
 
-_COLLECTIVES = -1  # the number of their queue
+_COLLECTIVES = -1  # the number of the queue of collectives
 
 
 def _lane(item: Instruction | Wait) -> int:
-    """Return a number for a queue: hashing enums would take as long as all the rest."""
+    """Return a number for a queue: hashing enums would double the time."""
     if isinstance(item, Run):
         return _COLLECTIVES if item.communicates else 0
     if isinstance(item, Wait):
