@@ -1,7 +1,6 @@
 """Wrap every private name of PyTorch that outofcore uses.
 
-If a PyTorch release moves or drops a name, only this file and the features that need the name break. ``require`` raises
-for such a feature and lists the missing names.
+``require`` raises for a feature that needs a name which this PyTorch release lacks.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ class _Substitute(type):
 
 
 def _private(name: str, *features: Feature, otherwise: Any = None) -> Any:
-    """Return the private PyTorch object ``name``, else ``default``, else a placeholder that raises when called.
-
-    ``features`` are those that need the object.
-    """
+    """Return a private PyTorch object, else ``default``, else a placeholder that raises when called."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -98,7 +94,6 @@ def require(feature: Feature) -> None:
 
 
 def is_tested(version: str = torch.__version__) -> bool:
-    """Return whether a PyTorch release is within the tested range."""
     release = re.match(r"(\d+)\.(\d+)", version)
     return release is not None and TESTED[0] <= (int(release[1]), int(release[2])) <= TESTED[1]
 
@@ -175,7 +170,6 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def is_differentiating_forward() -> bool:
-    """Return whether forward-mode differentiation is active, for example in ``torch.func.jvp``."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
@@ -206,10 +200,7 @@ _private("torch._subclasses.FakeTensor", Feature.COMPILE)
 
 @contextlib.contextmanager
 def answering_what_is_fake(is_fake: Callable[[object], bool]) -> Iterator[None]:
-    """Answer ``isinstance(x, torch._subclasses.FakeTensor)`` outside PyTorch by ``is_fake(x)``.
-
-    Other libraries branch on this check.
-    """
+    """Answer ``isinstance(x, FakeTensor)`` in libraries other than PyTorch by ``is_fake(x)``."""
     kind = FakeTensor
 
     class Asked(type):
@@ -234,7 +225,7 @@ _private("torch.Tensor._cdata", Feature.RECOMPUTE)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a key of a tensor's storage that is unique while the storage exists."""
+    """Return a key that is unique while the tensor's storage exists."""
     return tensor.untyped_storage()._cdata
 
 
@@ -304,7 +295,6 @@ _ATTENTION_FLAGS: tuple[Any, ...] = tuple(
 
 
 def sdp_backends_enabled() -> tuple[bool, ...]:
-    """Return which implementations of scaled dot-product attention are enabled."""
     return tuple(flag() for flag in _ATTENTION_FLAGS)
 
 
@@ -346,7 +336,6 @@ def operator_name(func: Callable[..., Any]) -> tuple[str, str] | None:
 
 
 def replayable() -> bool:
-    """Return whether no Python dispatch mode is active in this thread."""
     return _modes_of_this_thread() == 0
 
 
@@ -374,10 +363,8 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def precision_of(backend: Any, op: str) -> str | None:
-    """Return the float32 precision that ``torch.backends`` sets for ops such as "matmul"; None if unset.
-
-    Where it is set, the older ``allow_tf32`` and ``torch.get_float32_matmul_precision`` raise.
-    """
+    """Return the float32 precision that ``torch.backends`` sets for ops such as "matmul"; None if unset."""
+    # Where it is set, the older allow_tf32 and torch.get_float32_matmul_precision raise.
     return getattr(getattr(backend, op, None), "fp32_precision", None)
 
 
@@ -385,7 +372,7 @@ _private("torch.nn.Module._compiled_call_impl", Feature.COMPILE)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a module is compiled by torch.compile, wrapped or in place."""
+    """Return whether torch.compile has wrapped or compiled a module."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
@@ -405,7 +392,6 @@ _without_dispatch_modes: Any = _private("torch.utils._python_dispatch._disable_c
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Run ops without the modes of this thread."""
     with DisableTorchFunction(), _without_dispatch_modes():
         yield
 
@@ -416,16 +402,13 @@ def let_device_idle(cycles: int) -> None:
 
 
 def cublas_workspaces() -> tuple[int, int]:
-    """Return the bytes of the cuBLAS and cuBLASLt workspaces of each thread and stream.
-
-    These are the usual sizes if PyTorch does not export them.
-    """
+    """Return the bytes of the cuBLAS and cuBLASLt workspaces of each thread and stream."""
     names = ("_ZN2at4cuda22getChosenWorkspaceSizeEv", "_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv")
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
         functions = [getattr(library, name) for name in names]
     except (OSError, AttributeError):
-        return 32 << 20, 1 << 20
+        return 32 << 20, 1 << 20  # the usual sizes
     for function in functions:
         function.restype = ctypes.c_size_t
     return int(functions[0]()), int(functions[1]())
@@ -441,10 +424,8 @@ _address: Any = _private("torch._C.TensorBase.data_ptr", otherwise=torch.Tensor.
 
 
 def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
-    """Return whether the address of a CPU tensor is a multiple of ``bytes_``; True if it has no address.
-
-    Reading the address is not recorded, since recorded ops later run with other tensors.
-    """
+    """Return whether the address of a CPU tensor is a multiple of ``bytes_``; True without an address."""
+    # The address is read without modes: recorded ops later run with other tensors.
     if _modes_of_this_thread() > 0 or isinstance(tensor, FakeTensor):
         return True
     return _address(tensor) % bytes_ == 0
@@ -466,7 +447,6 @@ _uses_of_storage: Any = _private("torch._C._storage_Use_Count", Feature.COMPILE)
 
 
 def shares_storage(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor has the same storage."""
     # The tensor and the temporary storage object count as two.
     return _uses_of_storage(tensor.untyped_storage()._cdata) > 2
 
@@ -493,7 +473,7 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that an autograd node has saved for backward, without hooks; it may have been modified since."""
+    """A tensor saved by an autograd node without hooks, which may have been modified since."""
 
     tensor: torch.Tensor
     _raw: Any
@@ -533,7 +513,7 @@ def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
 
 @functools.lru_cache(maxsize=1024)
 def _names_of_saved(node_type: type) -> tuple[tuple[str, str], ...]:
-    """Return pairs of a node type's attributes for raw and for unpacked saved tensors."""
+    """Return pairs of the attributes for raw and unpacked saved tensors."""
     names = dir(node_type)
     attributes: list[tuple[str, str]] = []
     for name in names:
@@ -564,12 +544,10 @@ FUNCTIONAL_COLLECTIVES = {
 
 
 def gather_into(result: torch.Tensor, tensor: torch.Tensor, group: Any) -> None:
-    """Call ``all_gather_into_tensor`` by its name in this release."""
     getattr(_dist, "all_gather_single", _dist.all_gather_into_tensor)(result, tensor, group=group)
 
 
 def scatter_reduced(result: torch.Tensor, tensor: torch.Tensor, reduction: Any, group: Any) -> None:
-    """Call ``reduce_scatter_tensor`` by its name in this release."""
     getattr(_dist, "reduce_scatter_single", _dist.reduce_scatter_tensor)(result, tensor, reduction, group)
 
 
@@ -579,12 +557,10 @@ def group_named(name: Any) -> Any:
 
 
 def unboxed_group(boxed: Any) -> Any:
-    """Return the process group from a boxed operator argument."""
     return _dist.ProcessGroup.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else boxed
 
 
 def finished_work() -> Any:
-    """Return a ``Work`` object of a completed collective."""
     return _finished().boxed()
 
 
@@ -611,13 +587,12 @@ def parallel_parameters(model: Any) -> tuple[list[torch.nn.Parameter], list[bool
 
 
 def parallel_buffers(model: Any) -> list[torch.Tensor]:
-    """Return the buffers that a ``DistributedDataParallel`` broadcasts before a forward pass."""
     model._assign_modules_buffers()
     return list(model.modules_buffers)
 
 
 def parallel_limits(model: Any) -> tuple[list[int], list[int]]:
-    """Return ``DistributedDataParallel``'s bucket limits in bytes: for the first step, and after the rebuild."""
+    """Return DDP's bucket limits in bytes, for the first step and after the rebuild."""
     limits: list[int] = list(getattr(model, "bucket_bytes_cap_list", ()))
     if limits:
         return limits, limits
@@ -628,10 +603,7 @@ def parallel_limits(model: Any) -> tuple[list[int], list[int]]:
 def bucket_assignment(
     parameters: list[torch.nn.Parameter], limits: list[int], order: list[int] | None = None
 ) -> list[list[int]]:
-    """Return the parameter indices of each ``DistributedDataParallel`` bucket.
-
-    ``order`` has the indices in the order in which gradients become ready; the default is that of ``parameters``.
-    """
+    """Return the parameter indices of each DDP bucket; ``order`` is that in which gradients become ready."""
     ordered = parameters if order is None else [parameters[index] for index in order]
     return _buckets_by_size(ordered, limits, [False] * len(parameters), order or [])[0]
 
@@ -651,12 +623,10 @@ PARALLEL_SETTINGS = (
 
 
 def has_rebuilt_buckets(model: Any) -> bool:
-    """Return whether a ``DistributedDataParallel`` has rebuilt its buckets, which it does after its first step."""
     return bool(getattr(model, "_has_rebuilt_buckets", False))
 
 
 def mark_buckets_rebuilt(model: Any) -> None:
-    """Mark a ``DistributedDataParallel``'s buckets as rebuilt."""
     model._has_rebuilt_buckets = True
 
 
@@ -664,7 +634,6 @@ _engine: Any = _private("torch.autograd.Variable._execution_engine", Feature.PAR
 
 
 def at_the_end_of_backward(call: Callable[[], None]) -> None:
-    """Call a function at the end of the current backward pass."""
     _engine.queue_callback(call)
 
 
@@ -678,10 +647,9 @@ _dispatch_key: Any = _private("torch._C._parse_dispatch_key", Feature.HIGHER_ORD
 
 @contextlib.contextmanager
 def without_python_dispatch(name: str) -> Iterator[None]:
-    """Let Python operators skip a dispatch key such as "Fake".
+    """Let higher-order operators such as ``torch.cond`` skip a dispatch key such as "Fake".
 
-    Higher-order operators such as ``torch.cond`` ignore kernels that are registered with the dispatcher for all
-    operators.
+    They ignore kernels that are registered with the dispatcher for all operators.
     """
     if names := missing(Feature.HIGHER_ORDER):
         _log.warning("this PyTorch has no %s, so %s do not work", ", ".join(names), Feature.HIGHER_ORDER.value)
@@ -787,7 +755,7 @@ def compile_traced(
     layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]],
     threads: int,
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Compile a function with Inductor for arguments of these layouts (shape, strides, offset, dtype, device).
+    """Compile a function with Inductor for arguments of these (shape, strides, offset, dtype, device).
 
     The function must not write in place, except that its last operators may copy into its arguments. The result takes
     the arguments as a list and empties it. Raises ``CompilerMissingError``, and passes on errors of Inductor.

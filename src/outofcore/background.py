@@ -1,8 +1,4 @@
-"""Plan steps in another process, so that training continues at full speed.
-
-A thread would hold the GIL, which training needs for each op. The process has a low priority and does not import
-PyTorch. It serves many jobs, since starting it takes as long as planning a typical step.
-"""
+"""Plan steps in another process of low priority, which does not need the GIL of the training process."""
 
 from __future__ import annotations
 
@@ -41,20 +37,16 @@ _Subject = TypeVar("_Subject")
 
 @dataclass(frozen=True)
 class Running:
-    """The plan that runs now, and its measured steps.
-
-    ``timelines`` are of whole consecutive steps. ``spilled`` are the storages that were copied to a home and not to the
-    caller's memory.
-    """
+    """The plan that runs now, and its measured steps."""
 
     planned: Planned
-    timelines: tuple[Timeline, ...]
-    spilled: frozenset[int]
+    timelines: tuple[Timeline, ...]  # of whole consecutive steps
+    spilled: frozenset[int]  # storages that were copied to a home and not to the caller's memory
 
 
 @dataclass(frozen=True)
 class PlanJob:
-    """A step to plan; steps of the ``running`` plan, if any, are used to correct the costs."""
+    """A step to plan; steps of the ``running`` plan are used to correct the costs."""
 
     graph: StepGraph
     costs: Costs
@@ -65,23 +57,14 @@ class PlanJob:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a job.
+    """The result of a planning job."""
 
-    Attributes:
-        planned: the best validated plan; None if there is none.
-        reason: why there is no plan.
-        seconds: elapsed planning time.
-        costs: the corrected costs of the plan; None: those of the job.
-        is_new: whether the plan differs from the running one.
-        processor_seconds: CPU time of the planning process, including its start for its first job.
-    """
-
-    planned: Planned | None
-    reason: str
-    seconds: float
-    costs: Costs | None = None
-    is_new: bool = True
-    processor_seconds: float = 0.0
+    planned: Planned | None  # the best valid plan
+    reason: str  # why there is no plan
+    seconds: float  # elapsed planning time
+    costs: Costs | None = None  # corrected costs; None: those of the job
+    is_new: bool = True  # whether the plan differs from the running one
+    processor_seconds: float = 0.0  # CPU time, including the start of the process for its first job
 
 
 @dataclass
@@ -100,10 +83,7 @@ class BackgroundPlanner(Generic[_Subject]):
         return self._answer is not None
 
     def start(self, subject: _Subject, job: PlanJob, niceness: int) -> bool:
-        """Start a job, for which ``poll`` will return ``subject``; return False if no process can be started.
-
-        ``niceness`` is as in ``start_process``. The planner must not be busy.
-        """
+        """Start a job, for which ``poll`` will return ``subject``; return False if no process can be started."""
         with contextlib.ExitStack() as opened:
             try:
                 answer_file = opened.enter_context(tempfile.TemporaryFile())
@@ -163,14 +143,12 @@ class BackgroundPlanner(Generic[_Subject]):
         return subject, answer
 
     def wait(self) -> None:
-        """Wait until ``poll`` has a result; return at once if no job is running."""
         if self._channel is not None and self.is_busy:
             waiting = select.poll()
             waiting.register(self._channel, select.POLLIN)
             waiting.poll()
 
     def close(self) -> None:
-        """Cancel the current job, and end the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -205,13 +183,12 @@ def plan_job(job: PlanJob) -> Answer:
 
 
 def main() -> None:
-    """Serve the jobs from the socket on standard input."""
     with socket.socket(fileno=os.dup(0)) as channel:
         serve(channel, _IDLE_SECONDS)
 
 
 def serve(channel: socket.socket, idle_seconds: float) -> None:
-    """Serve jobs from a socket until it is closed or has been idle for ``idle_seconds``."""
+    """Serve jobs from a socket until it is closed or idle for ``idle_seconds``."""
     channel.settimeout(idle_seconds)
     before = 0.0
     while True:

@@ -1,13 +1,8 @@
 """Detect whether other processes used the cores, or a disk, during a measurement.
 
-Linux counts how long each thread was ready to run and waited for a core (``/proc/self/task/*/schedstat``). If a
-container hides this, the CPU time of the calling thread is compared with the elapsed time. For a disk, the bytes of all
-processes (``/proc/diskstats``) are compared with those of this process (``/proc/self/io``).
-
-Measurements on a busy machine are used, with a count of consecutive busy measurements. Later processes measure again,
-up to ``_RETRIES`` times and then once a day, so that a machine that is always busy does not measure at each start.
-
-Limits: contention for caches, memory bandwidth and clock rate is not detected, and neither are other virtual machines.
+Linux counts how long threads wait for a core (``/proc/self/task/*/schedstat``). If a container hides this, CPU time is
+compared with elapsed time. For a disk, the bytes of all processes are compared with those of this process. Contention
+for caches, memory bandwidth and clock rate, and by other virtual machines, is not detected.
 """
 
 from __future__ import annotations
@@ -37,24 +32,18 @@ _HELD_UP, _CLOCKS_SECONDS = 0.05, 20e-6
 # Others use a disk if they move more than this share of this process's bytes, and more than file system metadata.
 _OTHERS_SHARE, _OTHERS_BYTES = 0.2, 8 << 20
 _SECTOR_BYTES = 512
+# Busy measurements are repeated by later processes this many times, then once a day.
 _RETRIES, _RETRY_SECONDS = 3, 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Clock and scheduler counters.
+    """Clock and scheduler counters, in seconds."""
 
-    Attributes:
-        seconds: elapsed time.
-        cpu_seconds: CPU time of the calling thread.
-        delayed_seconds: time for which threads were ready and waited for a core; None if the system does not report it.
-        others_seconds: CPU time of other processes on all cores; None if unavailable or not requested.
-    """
-
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    delayed_seconds: float | None = 0.0
-    others_seconds: float | None = None
+    seconds: float = 0.0  # elapsed
+    cpu_seconds: float = 0.0  # of the calling thread
+    delayed_seconds: float | None = 0.0  # of threads that waited for a core; None if the system does not report it
+    others_seconds: float | None = None  # CPU time of other processes; None if unavailable or not requested
 
     def __add__(self, other: Counters) -> Counters:
         return self._with(other, 1)
@@ -83,10 +72,7 @@ class DiskCounters:
 
 
 def was_busy(counted: Counters, *, computes: bool = True) -> bool:
-    """Return whether other processes delayed the measured work.
-
-    ``computes``: the calling thread never waited by itself, so time without CPU time was lost to other processes.
-    """
+    """Return whether other processes delayed the measured work; if not ``computes``, its thread may wait."""
     others_seconds = counted.others_seconds
     if others_seconds is not None and others_seconds <= max(_OTHERS_CORES * counted.seconds, _TICKS_SECONDS):
         return False  # threads waited for other threads of this process
@@ -97,7 +83,6 @@ def was_busy(counted: Counters, *, computes: bool = True) -> bool:
 
 
 def was_disk_busy(before: DiskCounters | None, after: DiskCounters | None) -> bool:
-    """Return whether other processes used a disk; False without counters."""
     if before is None or after is None:
         return False
     own_bytes = after.own_bytes - before.own_bytes
@@ -106,7 +91,7 @@ def was_disk_busy(before: DiskCounters | None, after: DiskCounters | None) -> bo
 
 
 def is_due(busy: int, age: float) -> bool:
-    """Return whether to repeat a measurement that is ``age`` seconds old and was busy ``busy`` times in a row.
+    """Return whether to repeat a measurement of this age in seconds, busy ``busy`` times in a row.
 
     >>> is_due(0, 1e9), is_due(1, 0.0), is_due(3, 60.0), is_due(4, 60.0), is_due(4, 90_000.0)
     (False, True, True, False, True)
@@ -115,16 +100,12 @@ def is_due(busy: int, age: float) -> bool:
 
 
 def typical_seconds(runs: Sequence[tuple[float, float]]) -> float:
-    """Return the median of the undelayed repetitions, or the shortest if all were delayed.
-
-    ``runs`` has the elapsed seconds and the thread's CPU seconds of each repetition.
-    """
+    """Return the median elapsed time of undelayed runs, given pairs of elapsed and CPU seconds."""
     quiet = [wall for wall, cpu in runs if wall - cpu <= max(_HELD_UP * wall, _CLOCKS_SECONDS)]
     return statistics.median(quiet) if quiet else min(wall for wall, _ in runs)
 
 
 def read_counters(proc: Path = _PROC) -> Counters:
-    """Read the clocks and the core waits of all threads of this process."""
     try:
         tasks = [*(proc / "self" / "task").iterdir()]
     except OSError:
@@ -133,10 +114,7 @@ def read_counters(proc: Path = _PROC) -> Counters:
 
 
 def read_loop_counters(proc: Path = _PROC) -> Counters:
-    """Read the clocks, the core waits of the calling thread, and the CPU time of other processes.
-
-    For use while other threads of this process compute.
-    """
+    """Read the clocks, the core waits of the calling thread, and the CPU time of other processes."""
     try:
         user, nice, system, *_ = map(int, (proc / "stat").read_text().splitlines()[0].split()[1:])
         others_seconds = (user + nice + system) / os.sysconf("SC_CLK_TCK") - process_time()

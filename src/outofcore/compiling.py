@@ -1,8 +1,6 @@
 """Compile the package's C++ code on first use, and keep the libraries in the user's cache.
 
-This needs a C++ compiler, once for each version of the source and each set of flags. Wheels contain the libraries that
-need neither PyTorch nor CUDA (``load_functions``), and the CPU library (``runtime.native``) if PyTorch was installed
-when they were built (``setup.py``).
+Wheels contain the libraries that need neither PyTorch nor CUDA, and the CPU library if they were built with PyTorch.
 """
 
 from __future__ import annotations
@@ -39,17 +37,13 @@ class BuildError(Exception):
 
 
 def user_cache_folder() -> Path:
-    """Return ``$XDG_CACHE_HOME/outofcore`` or ``~/.cache/outofcore``, which may not exist."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG base directory specification requires that relative paths are ignored.
     return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "outofcore"
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder for this user alone, or check that an existing one belongs to this user.
-
-    Raises ``OSError`` if it cannot be created, or if others may write to it.
-    """
+    """Create a folder; raise ``OSError`` if another user owns it or may write to it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -62,11 +56,10 @@ def private_folder(path: Path) -> Path:
 def load_built(
     description: str, wheel_path: Path, build: Callable[[Path], object], load: Callable[[Path], _Library]
 ) -> _Library:
-    """Load a library from the wheel or the cache; if it is in neither, build it in the cache.
+    """Load a library from the wheel or the cache, or build it.
 
-    ``description`` is its name in messages. The name of ``wheel_path`` must cover all inputs of the build. ``build``
-    writes the given file and may raise ``BuildError`` or ``OSError``; ``load`` may raise ``OSError``. If the cache is
-    unusable, the library is built in a temporary folder. Raises ``StateError`` if it cannot be built.
+    The name of ``wheel_path`` must cover all inputs of the build. ``build`` writes a file and may raise ``BuildError``
+    or ``OSError``; ``load`` may raise ``OSError``. Raises ``StateError`` if the library cannot be built.
     """
     with contextlib.suppress(OSError):  # no wheel, or one for an older system or another PyTorch
         return load(wheel_path)
@@ -100,15 +93,11 @@ def load_built(
 
 
 def is_built(wheel_path: Path) -> bool:
-    """Return whether the wheel or the cache has the library."""
     return wheel_path.is_file() or (user_cache_folder() / wheel_path.stem / wheel_path.name).is_file()
 
 
 def wheel_library(source: Path) -> Path:
-    """Return the path of a C++ file's library in a wheel: next to it, named by the machine and a digest.
-
-    The digest covers the file and all headers in its folder.
-    """
+    """Return a library's path in a wheel, with a digest of the file and the headers next to it."""
     texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
     digest = hashlib.sha256(b"".join(texts) + "\0".join(_FLAGS).encode()).hexdigest()[:16]
     return source.with_name(f"{source.stem}-{platform.machine()}-{digest}.so")
@@ -117,10 +106,10 @@ def wheel_library(source: Path) -> Path:
 def load_functions(
     source: Path, functions: Mapping[str, tuple[tuple[object, ...], object]], kind: type[_Library] = ctypes.CDLL
 ) -> _Library:
-    """Load the functions of a C++ file without dependencies by ``load_library``.
+    """Load the functions of a C++ file without dependencies; raise ``StateError`` if it cannot be built.
 
-    ``functions`` maps names without ``outofcore_`` to argument and result types. Use ``ctypes.PyDLL`` for functions
-    that need the GIL. Raises ``StateError`` if the library cannot be built.
+    ``functions`` maps names without ``outofcore_`` to argument and result types. Use ``ctypes.PyDLL`` if they need the
+    GIL.
     """
 
     def load(path: Path) -> _Library:
@@ -138,11 +127,11 @@ def load_functions(
 def native_callback(function: Callable[..., int], *arguments: Any, failed: int) -> Any:
     """Wrap a Python function as a native callback ``void (arguments..., int64_t* answer)``.
 
-    It writes its result to ``answer``, since the return value of a ctypes callback that raises is undefined. After
-    Ctrl-C ``answer`` is unchanged, and the native caller must check. After other exceptions, which ctypes prints, it is
-    ``failed``.
+    After Ctrl-C ``answer`` is unchanged, and the native caller must check. After other exceptions, which ctypes prints,
+    it is ``failed``.
     """
 
+    # The return value of a ctypes callback that raises is undefined, so it returns nothing.
     def call(*call_arguments: Any) -> None:
         answer = call_arguments[-1]
         try:
@@ -174,8 +163,8 @@ def compile_library(
 ) -> Path:
     """Compile sources in parallel, each with its own flags, and link them to a library.
 
-    Several processes may build the same library at once, since the final rename is atomic. Raises ``BuildError`` if no
-    compiler works or no thread can be started, and ``OSError`` if the folder is not writable.
+    Raises ``BuildError`` if no compiler works or no thread can be started, and ``OSError`` if the folder is not
+    writable.
     """
     available = [path for path in map(shutil.which, compilers) if path]
     if not available:
@@ -209,7 +198,7 @@ def compile_library(
 
 
 def _run(command: Sequence[str]) -> str | None:
-    """Run a compiler; return None if it succeeded, else the error lines of its output."""
+    """Run a compiler; return the error lines of its output if it failed."""
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False

@@ -1,10 +1,7 @@
 """Simulate how concurrent copies slow each other and ops.
 
-While copies run in both directions between the device and a home, each loses the share of its speed in ``Home.lost``.
-While copies run, an op has the speed ``1 / (1 + slowdown)``, with the sum of their ``compute_slowdown``. Speeds change
-only when an instruction starts or ends (processor sharing).
-
-Limits: all ops are slowed equally, copies to different homes are independent, and collectives have no contention.
+Copies in both directions lose the share of their speeds in ``Home.lost``; ops are slowed by the sum of
+``compute_slowdown``. Copies to different homes are independent, and collectives have no contention.
 """
 
 from __future__ import annotations

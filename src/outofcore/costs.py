@@ -19,9 +19,8 @@ class Home:
     """A backing store for bytes that are not on the device, and the link to it.
 
     ``contention`` is the sum of the shares of their speeds that copies out and copies in lose while both run: 0 for
-    separate links, 1 for one shared link. ``contention_out`` is the part of it that copies out bear: a disk may slow
-    writes much more than reads. ``compute_slowdown`` is the share by which each concurrent copy lengthens an op.
-    ``busy`` is as for ``OpCost``.
+    separate links, 1 for one shared link. ``contention_out`` is the part of it that copies out bear.
+    ``compute_slowdown`` is the share by which each concurrent copy lengthens an op. ``busy`` is as for ``OpCost``.
     """
 
     name: str  # "host", "disk"
@@ -39,11 +38,9 @@ class Home:
         return self.contention * (self.contention_out if out else 1 - self.contention_out)
 
     def out_seconds(self, count: int) -> float:
-        """Return the seconds of a copy of ``count`` bytes from the device."""
         return self.latency_s + count / self.bytes_per_s_out
 
     def in_seconds(self, count: int) -> float:
-        """Return the seconds of a copy of ``count`` bytes to the device."""
         return self.latency_s + count / self.bytes_per_s_in
 
 
@@ -55,8 +52,8 @@ SOMEWHERE = Home("somewhere", None, 1.0, 1.0)
 class OpCost:
     """The cost of running an op once.
 
-    ``workspace_bytes`` is device memory in addition to its storages. ``busy`` is the number of measurements, up to the
-    last one, that were taken in a row on a busy machine.
+    ``workspace_bytes`` is device memory in addition to its storages. ``busy`` counts consecutive measurements on a busy
+    machine.
     """
 
     seconds: float
@@ -66,12 +63,7 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a graph on one machine.
-
-    Attributes:
-        ops: one for each op of the graph, in order.
-        homes: nearest first, such as host and then disk; empty if offloading is impossible.
-    """
+    """Costs of a graph on one machine: one for each op, and the homes, nearest first."""
 
     ops: tuple[OpCost, ...]
     homes: tuple[Home, ...] = ()
@@ -80,8 +72,7 @@ class Costs:
         """Check that the costs fit the graph.
 
         Raises:
-            GraphError: the number of op costs is not that of the ops, a cost is negative, or a contention or slowdown
-                is out of range.
+            GraphError: the number of op costs is wrong, or a value is out of range.
         """
         if len(self.ops) != len(graph.ops):
             raise GraphError(f"{len(self.ops)} op costs for a graph of {len(graph.ops)} ops")
@@ -102,7 +93,6 @@ class Costs:
 
     @property
     def compute_seconds(self) -> float:
-        """The seconds of all ops, each run once."""
         return sum(cost.seconds for cost in self.ops)
 
     @property

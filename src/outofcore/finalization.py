@@ -1,8 +1,7 @@
 """Delay the exit of a process with collectives until its threads are idle.
 
-A thread of a process group needs the GIL to release the tensors of a finished collective. If the interpreter exits
-meanwhile, Python ends the thread within C++ code, and the process aborts ("terminate called without an active
-exception").
+A thread that releases the tensors of a finished collective needs the GIL. If the interpreter exits meanwhile, the
+process aborts ("terminate called without an active exception").
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ def _wait() -> None:
 
 
 def running_threads() -> int:
-    """Return the number of other runnable threads of the process; 0 if the system does not report it."""
     count = 0
     own_name = str(threading.get_native_id())
     try:

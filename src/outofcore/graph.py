@@ -55,15 +55,12 @@ class Storage:
 class Op:
     """One operation: the storages that it reads, mutates and creates.
 
-    A storage written in place is in ``mutates``, and also in ``reads`` if its former contents matter. So an op that
-    mutates a storage without reading it overwrites it as a whole. A storage first written here is only in ``creates``.
+    A storage written in place is in ``mutates``, and also in ``reads`` if its former contents matter; otherwise the op
+    overwrites it as a whole. ``discards`` are mutated storages whose former contents affect only their own new
+    contents, such as the running statistics of batch norm: a recomputation gets scratch memory for them.
 
-    ``discards`` are the mutated storages whose former contents affect only their own new contents, such as the running
-    statistics of batch norm. When the op is recomputed, it gets scratch memory for them.
-
-    An op that ``communicates`` is a collective, which all processes run together. Collectives run on their own queue
-    in graph order. A plan may recompute one that is ``rerunnable``, such as an all-gather of persistent state; then the
-    plans of all processes must do so.
+    An op that ``communicates`` is a collective. Collectives run on their own queue in graph order. If a plan recomputes
+    a ``rerunnable`` one, the plans of all processes must do so.
     """
 
     id: int  # its index in ``StepGraph.ops``
@@ -147,7 +144,6 @@ class StepGraph:
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
-        """The ops that touch each storage, in order."""
         users: list[list[int]] = [[] for _ in self.storages]
         for op in self.ops:
             for storage in op.touched:
@@ -185,8 +181,7 @@ class StepGraph:
         """Check that the graph is consistent.
 
         Raises:
-            GraphError: an id is not its index; a storage has negative bytes, is created twice, is used before it is
-                created, or does not exist; or an op discards a storage that it does not mutate.
+            GraphError: ids, sizes, or the order of creations and uses are wrong; the message names the op or storage.
         """
         for index, storage in enumerate(self.storages):
             if storage.id != index:

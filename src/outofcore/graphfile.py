@@ -1,7 +1,4 @@
-"""Read and write step graphs with their costs as JSON: format ``outofcore-graph/1``, see docs/graph-format.md.
-
-Graphs from other tools can be planned without PyTorch.
-"""
+"""Read and write step graphs with their costs as JSON, see docs/graph-format.md."""
 
 from __future__ import annotations
 
@@ -32,17 +29,11 @@ _MOST_SECONDS = 1e9  # of all ops
 
 @dataclass(frozen=True)
 class GraphFile:
-    """The contents of a graph file.
+    """The contents of a graph file."""
 
-    Attributes:
-        graph: the step, its storages numbered in file order.
-        costs: op costs and homes.
-        keys: the file's id of each storage, by number.
-    """
-
-    graph: StepGraph
+    graph: StepGraph  # its storages are numbered in file order
     costs: Costs
-    keys: tuple[int | str, ...]
+    keys: tuple[int | str, ...]  # the file's id of each storage, by number
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> GraphFile:
@@ -193,7 +184,6 @@ def _op(path: Path, number: int, op: _Op, keys: Mapping[int | str, int]) -> Op:
 
 
 def _numbers(path: Path, place: str, named: Sequence[int | str], keys: Mapping[int | str, int]) -> tuple[int, ...]:
-    """Return the numbers of storages without duplicates."""
     for index, key in enumerate(named):
         if key not in keys:
             refuse(path, f"{place}[{index}]", f"is {key!r}, and no storage has that id")
@@ -201,11 +191,7 @@ def _numbers(path: Path, place: str, named: Sequence[int | str], keys: Mapping[i
 
 
 def write_graph(path: Path, file: GraphFile) -> None:
-    """Write a graph file, which ``read_graph`` restores.
-
-    Args:
-        path: the file, compressed by gzip if its name ends in ``.gz``.
-        file: the graph, its costs, and the ids of its storages.
+    """Write a graph file, compressed by gzip if its name ends in ``.gz``.
 
     Raises:
         InputError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Read and write JSON files, plain or gzip, as msgspec types; errors name the file and the place in it."""
+"""Read and write JSON files, plain or gzip; errors name the file and the place in it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def refuse(file: str | Path, place: str, problem: str) -> NoReturn:
 
 
 def decode_json(path: Path, file_format: str | None, kind: type[T], *, whole: bool = True) -> T:
-    """Read a JSON file, plain or gzip, as ``kind``; its key ``format`` must be ``file_format`` unless that is None.
+    """Read a JSON file, plain or gzip, as ``kind``, and check its format unless that is None.
 
-    If ``whole``, numbers such as 4096.0 or 1e9 are read as ints. Raises ``InputError`` if the file cannot be read, and
-    ``GraphError`` that names the invalid value, such as ``$.ops[3].seconds``.
+    If ``whole``, numbers such as 4096.0 are read as ints. Raises ``InputError`` if the file cannot be read, and
+    ``GraphError`` that names an invalid value, such as ``$.ops[3].seconds``.
     """
     value = _parsed(path, _whole_or_float if whole else float)
     if not isinstance(value, dict):
@@ -50,10 +50,7 @@ def decode_json(path: Path, file_format: str | None, kind: type[T], *, whole: bo
 
 
 def decode_own_json(path: Path, kind: type[T]) -> T:
-    """Read a JSON file that this library has written: much faster, with less precise errors.
-
-    Raises ``InputError`` if the file cannot be read, and ``GraphError`` if it is damaged.
-    """
+    """Read a JSON file that this library has written: faster, with less precise errors."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
@@ -63,7 +60,7 @@ def decode_own_json(path: Path, kind: type[T]) -> T:
 
 
 def convert_json(value: object, kind: type[T], file: str | Path, place: str = "$") -> T:
-    """Convert plain objects at a place in a file to a type; raise ``GraphError`` that names the invalid value."""
+    """Convert plain objects to a type; raise ``GraphError`` that names the place in the file."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -72,14 +69,13 @@ def convert_json(value: object, kind: type[T], file: str | Path, place: str = "$
 
 
 class _Wrong:
-    """A placeholder in a parsed file for an invalid value."""
+    """A placeholder for an invalid value."""
 
     def __init__(self, problem: str) -> None:
         self.what = problem
 
 
 def _parsed(path: Path, read_float: Callable[[str], float]) -> object:
-    """Return the contents of a file as plain objects."""
     try:
         content = path.read_bytes()
         if content.startswith(_GZIP_MAGIC):
@@ -117,7 +113,6 @@ def _parsed(path: Path, read_float: Callable[[str], float]) -> object:
 
 
 def _wrong(value: object, place: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and problem of each invalid value."""
     if isinstance(value, _Wrong):
         yield place, value.what
     elif isinstance(value, dict):
@@ -134,11 +129,7 @@ def _whole_or_float(text: str) -> float:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a JSON file, compressed by gzip if its name ends in ``.gz``; the bytes depend on the content alone.
-
-    ``content`` may have plain objects, dataclasses and ``msgspec.Struct``. Missing folders are created. Raises
-    ``InputError`` if the file cannot be written.
-    """
+    """Write plain objects, dataclasses or structs as JSON, by gzip if the name ends in ``.gz``."""
     data = msgspec.json.encode(content) + b"\n"
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)

@@ -18,8 +18,7 @@ class Residency(Enum):
 class Gap:
     """The half-open interval from one use of a storage to its next, in op indices.
 
-    In a graph of n ops, the cyclic gap of a persistent storage ends at n + its first use. The first gap of an input
-    starts at -1.
+    In a graph of n ops, a cyclic gap ends at n + the first use. The first gap of an input starts at -1.
     """
 
     storage: int
@@ -29,20 +28,16 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision of a plan about one gap.
+    """The decision of a plan about one gap, with ``start < release_by <= fetch_at <= end``.
 
-    Always ``start < release_by <= fetch_at <= end``.
-
-    OFFLOAD: if the copy at ``home`` (an index into ``Costs.homes``) is stale, a copy out starts after op ``start``,
-    whether other homes are current or not. From op ``release_by`` on the device bytes count as free; an op that reuses
-    them may wait for that copy. From op ``fetch_at`` on the copy in occupies device bytes. In a cyclic gap
-    ``release_by <= n <= fetch_at``, since the user reads the storage at home between steps; its ``home`` is the
-    storage's home then. For the first gap of an input only ``fetch_at`` matters. Inputs and outputs use the first home.
+    OFFLOAD: if the copy at ``home`` (an index into ``Costs.homes``) is stale, a copy out starts after op ``start``.
+    From op ``release_by`` on the device bytes count as free; an op that reuses them may wait for that copy. From op
+    ``fetch_at`` on the copy in occupies device bytes. In a cyclic gap of a graph of n ops ``release_by <= n <=
+    fetch_at``, and ``home`` is the storage's home between steps. Inputs and outputs use the first home.
 
     RECOMPUTE: the bytes are dropped after op ``start`` (``release_by`` is ``start + 1``). Right before op ``fetch_at``
-    the ops that made them run again, preceded by those that made inputs which are neither on the device nor at home.
-    Decisions with the same ``fetch_at`` share these runs (the speed-centric mode of SuperNeurons, arXiv 1801.04380);
-    others keep no intermediates (its memory-centric mode). Persistent storages cannot be recomputed.
+    the ops that made them, and missing inputs of these, run again. Decisions with the same ``fetch_at`` share these
+    runs (the speed-centric mode of SuperNeurons, arXiv 1801.04380). Persistent storages cannot be recomputed.
     """
 
     gap: Gap
@@ -56,11 +51,9 @@ class Decision:
 class Plan:
     """The decisions of one policy under one budget; other gaps are kept.
 
-    The recomputation sequence before an op runs each op at most once, in graph order.
-
-    Outputs and changed inputs are copied to the first home after their last use. Their bytes may be reused at once, and
-    the op that reuses them waits for the copy, unless an OFFLOAD decision for the gap to the end of the step sets
-    ``release_by``. ``staying`` are created gradients without decisions that stay on the device until the next step.
+    Outputs and changed inputs are copied to the first home after their last use. An OFFLOAD decision about the gap to
+    the end of the step sets when the copy must have ended (``release_by``). ``staying`` are created gradients that stay
+    on the device until the next step.
     """
 
     policy: str

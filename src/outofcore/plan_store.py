@@ -1,8 +1,6 @@
 """Store plans of compiled steps and eager loops on disk for later processes.
 
-Each plan has one file, named by a digest of its inputs without the costs: after a change of costs, a plan is still
-correct, but may be slower. ``step_plans`` and ``follow.loop_plans`` define the documents and check them before use. If
-the folder is unusable, plans are made again.
+A file is named by a digest of the plan's inputs without the costs: after a change of costs, a plan is still correct.
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ _Plan = TypeVar("_Plan")
 
 @dataclass(frozen=True)
 class PlanStore(Generic[_Document]):
-    """A folder with documents of one type; without a folder it stores none.
-
-    File names begin with ``name``.
-    """
+    """A folder with documents of one type; without a folder it is empty."""
 
     folder: Path | None
     name: str
@@ -52,10 +47,7 @@ class PlanStore(Generic[_Document]):
     kind: type[_Document]
 
     def find(self, key: str, check: Callable[[_Document, Path], _Plan]) -> _Plan | None:
-        """Return the result of ``check`` for the stored document; None if there is no usable document.
-
-        A document that is damaged, or for which ``check`` raises ``OutOfCoreError``, is logged and deleted.
-        """
+        """Return the result of ``check`` for the stored document; None if there is no usable document."""
         if self.folder is None:
             return None
         path = self._path(self.folder, key)
@@ -92,12 +84,11 @@ class PlanStore(Generic[_Document]):
 
 
 def key_of(*content: object) -> str:
-    """Return a key of a plan's inputs and this library version; inputs must differ in their ``repr``."""
+    """Return a key of a plan's inputs, by their ``repr``, and this library version."""
     return hashlib.sha256(repr((library_version(), content)).encode()).hexdigest()[:32]
 
 
 def library_version() -> str:
-    """Return the version of this library, or an empty string if it is not installed."""
     try:
         return metadata.version("outofcore")
     except metadata.PackageNotFoundError:  # run from its source, without being installed

@@ -1,7 +1,6 @@
-"""Read and write plans with their programs as JSON: format ``outofcore-plan/1``, see docs/graph-format.md.
+"""Read and write plans with their programs as JSON, see docs/graph-format.md.
 
-A file has the whole program, so it can be validated without planning. Objects are written field by field as ``plan``
-and ``program`` declare them. An instruction has its class name under ``do``; storages have the graph file's names.
+Objects are written field by field; an instruction has its class name under ``do``.
 """
 
 from __future__ import annotations
@@ -26,19 +25,12 @@ _Whole = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 
 @dataclass(frozen=True)
 class PlanFile:
-    """The contents of a plan file.
+    """The contents of a plan file."""
 
-    Attributes:
-        budget: the user's budget in bytes; ``plan.budget`` is the room for large blocks.
-        plan: the decisions.
-        program: placed and wired.
-        predicted_step_seconds: simulated when the file was written.
-    """
-
-    budget: int
+    budget: int  # the user's budget in bytes; ``plan.budget`` is the room for large blocks
     plan: Plan
-    program: Program
-    predicted_step_seconds: float
+    program: Program  # placed and wired
+    predicted_step_seconds: float  # simulated when the file was written
 
 
 class _Gap(Struct):
@@ -132,12 +124,7 @@ class PlanDocument(Struct):
 
 
 def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
-    """Write a plan file, which ``read_plan`` restores.
-
-    Args:
-        path: the file, compressed by gzip if its name ends in ``.gz``.
-        file: the plan and its program.
-        keys: the graph file's name of each storage.
+    """Write a plan file, by gzip if its name ends in ``.gz``; ``keys`` are the graph file's ids.
 
     Raises:
         InputError: the file cannot be written.
@@ -197,11 +184,9 @@ def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
 
 
 def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
-    """Read a plan file; ``validator.validate`` checks whether its program is correct.
+    """Read a plan file, plain or gzip; ``keys`` are the graph file's ids of storages.
 
-    Args:
-        path: the file, plain or compressed by gzip.
-        keys: the graph file's name of each storage.
+    ``validator.validate`` checks whether its program is correct.
 
     Raises:
         InputError: the file cannot be read.

@@ -1,7 +1,6 @@
 """Devices to simulate: their memory, their speed, and the bandwidth of their link to the host.
 
-Compute rates are peaks for dense arithmetic from data sheets. Link rates are typical for copies of large blocks from
-pinned memory, about 80 % of the link's bandwidth. Results are estimates, and reports mark them as simulated.
+Compute rates are dense peaks from data sheets; link rates are typical for large copies from pinned memory.
 """
 
 from __future__ import annotations
@@ -50,35 +49,21 @@ _RATES = {"MB/S": 1e6, "GB/S": 1e9, "GIB/S": float(GIB), "TB/S": 1e12}
 
 @dataclass(frozen=True)
 class Device:
-    """A device with its link to the host.
+    """A device with its link to the host."""
 
-    Attributes:
-        key: its name on the command line.
-        name: in full, with its link.
-        memory_bytes: usable bytes, without the CUDA context.
-        flops: operations per second for each format; a missing format runs as fp32.
-        memory_bytes_per_s: bandwidth of its own memory.
-        out_bytes_per_s: rate of copies from the device to pinned host memory.
-        in_bytes_per_s: rate of copies from pinned host memory to the device.
-    """
-
-    key: str
-    name: str
-    memory_bytes: int
-    flops: dict[Number, float]
-    memory_bytes_per_s: float
-    out_bytes_per_s: float
-    in_bytes_per_s: float
+    key: str  # its name on the command line
+    name: str  # in full, with its link
+    memory_bytes: int  # usable bytes, without the CUDA context
+    flops: dict[Number, float]  # operations per second; a missing format runs as fp32
+    memory_bytes_per_s: float  # bandwidth of its own memory
+    out_bytes_per_s: float  # rate of copies from the device to pinned host memory
+    in_bytes_per_s: float  # rate of copies from pinned host memory to the device
 
     def home(self) -> Home:
-        """Return the host's memory as a home of unlimited capacity."""
         return Home("host", None, self.out_bytes_per_s, self.in_bytes_per_s, _LINK_LATENCY_S)
 
     def seconds(self, work: Work, number: Number, operations: float, moved_bytes: float) -> float:
-        """Return the seconds of an op by a roofline: the longer of its arithmetic and its memory traffic.
-
-        ``operations`` counts additions and multiplications; ``moved_bytes`` are read from and written to device memory.
-        """
+        """Return the roofline seconds of an op with this many operations and bytes of device memory traffic."""
         arithmetic = 0.0
         if work in EFFICIENCY:
             plain, tensor = EFFICIENCY[work]
@@ -90,7 +75,6 @@ class Device:
         return LAUNCH_SECONDS + max(arithmetic, traffic)
 
     def describe(self) -> str:
-        """Return one line that describes the device and how its times are estimated."""
         shares = ", ".join(f"{work.value} {plain:.0%}/{tensor:.0%}" for work, (plain, tensor) in EFFICIENCY.items())
         return (
             f"{self.name}, {format_bytes(self.memory_bytes)} usable. No op was run: times are estimates from peak "

@@ -1,12 +1,7 @@
 """The program: a plan as one flat list of instructions on queues.
 
-The simulator, the validator and the executor all interpret this list. A queue runs its instructions one after the
-other; only waits order instructions of different queues. There is one queue of ops, one of collectives, and for each
-home one of copies out and one of copies in. Collectives run in graph order under every plan, so processes whose plans
-differ run the same collectives in the same order.
-
-The program is one steady-state step: wrapping blocks hold their bytes from the end of one step to the start of the
-next. All queues are empty when a step ends.
+A queue runs its instructions one after the other; only waits order instructions of different queues. Collectives run in
+graph order under every plan. The program is one steady-state step; all queues are empty when it ends.
 """
 
 from __future__ import annotations
@@ -26,10 +21,7 @@ class Queue(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Start only after ``count`` instructions of ``queue`` have ended in this step.
-
-    For copy queues, ``home`` selects the link.
-    """
+    """Start only after ``count`` instructions of a queue, or of a home's copy queue, have ended."""
 
     queue: Queue
     count: int
@@ -38,13 +30,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run an op on blocks: one for each storage of ``op.touched``, in that order, and one for scratch memory.
+    """Run an op on a block for each storage of ``op.touched``, in that order, and a workspace.
 
-    If ``again``, the op has run before in this step and recomputes its results. Its blocks hold the versions that they
-    held at its first run. Blocks of storages that it writes without reading, or ``discards``, may hold any bytes. A
-    random op draws the same numbers as at its first run and leaves its generator unchanged.
-
-    If it ``communicates``, the op is a collective and runs on their queue.
+    If ``again``, it recomputes results of its first run in this step, from the same versions and random numbers. Blocks
+    of storages that it writes without reading, or ``discards``, may hold any bytes then.
     """
 
     op: int
@@ -79,14 +68,13 @@ Instruction = Run | CopyOut | CopyIn
 
 
 def queue_of(instruction: Instruction) -> Queue:
-    """Return the queue that an instruction runs on."""
     if isinstance(instruction, Run):
         return Queue.COMMUNICATE if instruction.communicates else Queue.COMPUTE
     return Queue.COPY_OUT if isinstance(instruction, CopyOut) else Queue.COPY_IN
 
 
 def lane_of(instruction: Instruction) -> tuple[Queue, int]:
-    """Return the queue of an instruction, and the home of a copy; an op has 0 instead."""
+    """Return the queue of an instruction, and the home of a copy (0 for an op)."""
     return queue_of(instruction), 0 if isinstance(instruction, Run) else instruction.home
 
 
@@ -94,11 +82,9 @@ def lane_of(instruction: Instruction) -> tuple[Queue, int]:
 class Block:
     """Device bytes held for one stay of a storage, or for the workspace of one op.
 
-    Several blocks may hold versions of one storage at once: recomputation works on copies.
-
-    The bytes are held from instruction ``born`` up to, but not including, instruction ``dies`` (indices into
-    ``Program.instructions``). If ``wraps``, the block is held across the end of the step: over [born, end) and
-    [0, dies), where ``dies <= born``, or over the whole step if ``born = dies = 0``.
+    They are held from instruction ``born`` up to, but not including, instruction ``dies`` (indices into
+    ``Program.instructions``). A block that ``wraps`` is held across the end of the step: over [born, end) and [0,
+    dies), where ``dies <= born``, or over the whole step if ``born = dies = 0``.
     """
 
     id: int  # its index in ``Program.blocks``
@@ -126,15 +112,11 @@ class Program:
         instructions: in program order; each queue runs its own in this order.
         blocks: each at the index that is its id.
         arena_bytes: the end of the highest placed block.
-        results: storages whose home is up to date when the step ends: outputs that do not stay, and persistent
-            storages that no wrapping block holds.
-        lodgings: persistent storages whose home is not the first. All other storages, inputs and outputs included, are
-            at the first home between steps.
-        clean: persistent storages in wrapping blocks that no op writes, and whose home (that of their lodging, else
-            the first) holds the same bytes when a step starts. They are evicted without a copy. The executor updates
-            their home if the user changes them between steps.
-        staying: gradients that the step leaves in a block held to its end. The user sees them there until the next
-            step begins, which may reuse the bytes.
+        results: storages whose home is up to date when the step ends.
+        lodgings: persistent storages whose home is not the first; all other storages use the first home.
+        clean: persistent storages in wrapping blocks that no op writes. Their home is up to date when a step starts, so
+            they are evicted without a copy; the executor updates it if the user changes them.
+        staying: created gradients that stay in a block until the next step begins.
     """
 
     instructions: tuple[Instruction, ...]
@@ -148,14 +130,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each instruction of a program ran, simulated or measured.
+    """The start and end of each instruction, simulated or measured, in seconds from the start of the step."""
 
-    Attributes:
-        starts: seconds from the start of the step, one per instruction, in program order.
-        ends: seconds from the start of the step, one per instruction, in program order.
-        step_seconds: from the start of the step to the end of its last instruction.
-    """
-
-    starts: tuple[float, ...]
+    starts: tuple[float, ...]  # in program order
     ends: tuple[float, ...]
-    step_seconds: float
+    step_seconds: float  # to the end of the last instruction

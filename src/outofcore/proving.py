@@ -1,7 +1,4 @@
-"""Run only plans that the validator accepts.
-
-If it rejects a plan, that is a bug of this library: the log names a file to report, and the next candidate is tried.
-"""
+"""Run only plans that the validator accepts; log each rejected plan as a bug of this library."""
 
 from __future__ import annotations
 

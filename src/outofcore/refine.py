@@ -1,11 +1,8 @@
-"""Correct costs by measured steps: the seconds of ops, and the bandwidth of copies concurrent with compute.
+"""Correct the seconds of ops and the bandwidth of copies by measured steps.
 
-``Home.contention`` is not changed. ``Home.compute_slowdown`` follows from families of which some ops ran concurrently
-with copies. Both are subtracted from measured times, so the costs are those without contention and hold for other
-plans.
-
-Noisy steps are left out (``undisturbed``). An op gets the median of its family over all steps, unless its own median
-clearly differs.
+Contention is subtracted from measured times, so the costs hold for other plans. ``Home.compute_slowdown`` follows from
+families of which some ops ran concurrently with copies. Noisy steps are left out. An op gets the median of its family,
+unless its own median clearly differs.
 """
 
 from __future__ import annotations
@@ -41,10 +38,7 @@ def is_off(predicted: float, timelines: Sequence[Timeline]) -> bool:
 
 
 def calm_steps(costs: Costs, program: Program, timelines: Sequence[Timeline]) -> list[Timeline]:
-    """Return the quiet steps among consecutive whole steps of a program.
-
-    Only the ratios of the op costs matter.
-    """
+    """Return the quiet steps among consecutive whole steps; only the ratios of the op costs matter."""
     paces = [pace(program, step_times(program, timeline, ()), costs.ops) for timeline in timelines]
     return [timeline for timeline, quiet in zip(timelines, undisturbed(paces), strict=True) if quiet]
 
@@ -58,8 +52,7 @@ def refined(
 ) -> Costs:
     """Return the plan's costs with measured seconds of ops and measured bandwidth of copies.
 
-    ``moved`` are the storages that were copied to a home and not to the caller's memory. ``families`` has the family of
-    each op; an op without one is its own family.
+    ``moved`` are storages that were copied to a home and not to the caller's memory.
     """
     quiet_timelines = calm_steps(costs, program, timelines)
     names = [families[op] if families and families[op] else f"#{op}" for op in range(len(costs.ops))]
@@ -90,8 +83,6 @@ def refined(
 
 @dataclass
 class _Family:
-    """Measured seconds of ops that cost the same."""
-
     quiet: list[float] = field(default_factory=list[float])
     all: list[float] = field(default_factory=list[float])
 
@@ -153,7 +144,6 @@ def _with_slowdown(
 
 
 def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
-    """Return the weighted median of pairs of a value and a weight."""
     half, below = sum(weight for _, weight in weighted) / 2, 0.0
     for value, weight in sorted(weighted):
         below += weight
@@ -164,8 +154,6 @@ def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
 
 @dataclass
 class _Traffic:
-    """The traffic over one link in one direction."""
-
     busy: float = 0.0  # seconds
     bytes: int = 0
     copies: int = 0

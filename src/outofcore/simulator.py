@@ -1,7 +1,7 @@
 """Simulate when the instructions of a program run, given measured costs.
 
 An instruction starts when its queue is free and its waits are satisfied. Links are independent and copies do not slow
-ops, unless a home has ``contention`` or ``compute_slowdown`` (see ``outofcore.contention``).
+ops, unless a home has ``contention`` or ``compute_slowdown``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ class Stall:
 def simulate(graph: StepGraph, costs: Costs, program: Program) -> Timeline:
     """Return the simulated start and end of each instruction.
 
-    Args:
-        graph: the step that the program was made from.
-        costs: seconds of its ops and rates of its homes. Without homes, copies of inputs and outputs take no time.
-        program: placed or not; it need not be valid, but its op, block and storage ids must be.
+    The program need be neither placed nor valid, but its ids must be. Without homes, copies of inputs and outputs take
+    no time.
 
     Raises:
         ValidationError: the program deadlocks, or a copy has no home.
@@ -105,7 +103,7 @@ def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int
 
 
 def busiest_seconds(graph: StepGraph, costs: Costs, program: Program) -> float:
-    """Return the busy seconds of the busiest queue, a lower bound of the step; the program need not be placed."""
+    """Return the busy seconds of the busiest queue, a lower bound of the step."""
     busy: dict[tuple[Queue, int], float] = {}
     for instruction in program.instructions:
         if isinstance(instruction, Run):
@@ -122,7 +120,6 @@ def busiest_seconds(graph: StepGraph, costs: Costs, program: Program) -> float:
 
 
 def recompute_seconds(costs: Costs, program: Program) -> float:
-    """Return the seconds of recomputation in a step."""
     return sum(costs.ops[i.op].seconds for i in program.instructions if isinstance(i, Run) and i.again)
 
 
@@ -165,7 +162,6 @@ def _runnable_order(program: Program) -> list[int]:
 
 
 def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
-    """Return the instructions of each queue, in order."""
     lines: dict[tuple[Queue, int], list[int]] = {(queue, 0): [] for queue in Queue}
     for index, instruction in enumerate(program.instructions):
         lines.setdefault(lane_of(instruction), []).append(index)
@@ -197,10 +193,7 @@ def _blockers(
 
 
 def stalls(program: Program, timeline: Timeline) -> list[Stall]:
-    """Return the idle periods of the compute queue in program order.
-
-    Each is attributed to the awaited instruction that ended last. The timeline may be simulated or measured.
-    """
+    """Return the idle periods of the compute queue, attributed to the waits that ended last."""
     lines = _lanes(program)
     result: list[Stall] = []
     free = 0.0
@@ -220,15 +213,10 @@ def stalls(program: Program, timeline: Timeline) -> list[Stall]:
 
 
 def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, int]]:
-    """Return the device bytes in use over time, as a step function.
+    """Return the device bytes in use over time, as pairs of a time in seconds and the bytes from then on.
 
-    A block counts from the start of the first instruction that touches it to the end of the last one. A wrapping block
-    also counts from the start of the step and up to its end. So a valid, placed program never exceeds ``arena_bytes``.
-    The timeline may be simulated or measured.
-
-    Returns:
-        Pairs of a time in seconds and the bytes in use from then on: times ascend from 0.0, and consecutive bytes
-        differ.
+    Times ascend from 0.0, and consecutive bytes differ. A block counts while instructions that touch it run and between
+    them, so a valid, placed program never exceeds ``arena_bytes``.
     """
     changes: dict[float, int] = {0.0: 0}
     for block, stays in zip(program.blocks, _stays(program, timeline), strict=True):
@@ -269,5 +257,5 @@ def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float
 
 
 def _stay_of(block: Block, index: int) -> int:
-    """Return the stay of a block at an instruction: 1 if a wrapping block has been born again in this step, else 0."""
+    """Return 1 if a wrapping block has been born again in this step before an instruction, else 0."""
     return int(block.wraps and index >= block.born and not block.born == block.dies == 0)

@@ -1,7 +1,4 @@
-"""Replace the data of the user's tensors: only this module assigns ``tensor.data`` or swaps two tensors.
-
-An eager loop swaps the storage's pointer instead (``runtime/csrc/follow/blocks.h::show``).
-"""
+"""Replace the data of the user's tensors, by ``tensor.data`` or by swapping two tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import torch
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Replace a tensor's bytes and layout by those of ``data``."""
     tensor.data = data
 
 
@@ -27,7 +23,7 @@ def move_onto(tensor: torch.Tensor, base: torch.Tensor) -> None:
 
 
 def swap(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Swap the contents of two tensor objects; raise ``RuntimeError`` if other objects refer to them."""
+    """Swap two tensor objects; raise ``RuntimeError`` if other objects refer to their contents."""
     try:
         torch.utils.swap_tensors(first, second)
     except RuntimeError:
@@ -36,5 +32,4 @@ def swap(first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def is_in_host_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is strided and in host memory."""
     return tensor.device.type == "cpu" and tensor.layout is torch.strided

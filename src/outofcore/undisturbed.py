@@ -1,8 +1,7 @@
 """Estimate the times of ops and copies without contention, and find the quiet steps among several.
 
 Another process on the cores slows all ops; a slow link does not. So a step is noisy if its *pace*, the slowdown of all
-its ops, is higher than that of its neighbours. Only paces of one program are compared, since its steps have the same
-copies.
+its ops, is higher than in other steps of the same program.
 """
 
 from __future__ import annotations
@@ -26,17 +25,11 @@ Lane = tuple[type, int]  # the type of a copy, and its home
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """A measured step.
+    """The times of a measured step, by instruction."""
 
-    Attributes:
-        took: the seconds of each instruction.
-        alone: the estimated seconds of each instruction without contention.
-        copies: the average number of copies concurrent with each op; 0 for other instructions.
-    """
-
-    took: tuple[float, ...]
-    alone: tuple[float, ...]
-    copies: tuple[float, ...]
+    took: tuple[float, ...]  # seconds
+    alone: tuple[float, ...]  # estimated seconds without contention
+    copies: tuple[float, ...]  # average number of copies concurrent with each op; 0 for copies
 
 
 def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> StepTimes:
@@ -74,7 +67,6 @@ def step_times(program: Program, timeline: Timeline, homes: Sequence[Home]) -> S
 
 
 def is_quiet(copies: float) -> bool:
-    """Return whether an average number of concurrent copies is negligible."""
     return copies <= _BESIDE
 
 
@@ -122,7 +114,6 @@ class _Busy:
             self._before.append(self._before[-1] + end - begin)
 
     def within(self, start: float, end: float) -> float:
-        """Return the seconds of [start, end) that are within spans."""
         return self._until(end) - self._until(start)
 
     def _until(self, time: float) -> float:
@@ -134,7 +125,6 @@ class _Busy:
 
 
 def _meeting(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the intersections of the spans of two lists."""
     shared: list[tuple[float, float]] = []
     i = j = 0
     while i < len(first) and j < len(second):

@@ -70,7 +70,7 @@ def parse_bytes(text: object) -> int:
 
 
 def share_of(text: object) -> float | None:
-    """Parse a budget given as a share of the available memory, such as ``"70%"``; return None for other values.
+    """Parse a share of the available memory, such as ``"70%"``; return None for other values.
 
     Raises:
         UnitError: the share is not above 0 % and at most 100 %.

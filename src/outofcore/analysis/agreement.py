@@ -1,12 +1,8 @@
 """Choose the axes along which neighbouring ops are split so that few bytes are copied between parts.
 
-Split ops pass tensors in cells. An op that is split along the same axis finds each of its parts in one cell; other ops
-copy cells together. Minimising the copies is a hard graph partitioning problem. This is iterated conditional modes
-(Besag, "On the statistical analysis of dirty pictures", Journal of the Royal Statistical Society B 48, 1986): each op
-in turn takes its best split given those of the other ops, until no change saves bytes. Groups of neighbours are also
-changed together, which often saves bytes when single changes do not.
-
-Ops, storages and axes are numbers.
+Split ops pass tensors in cells; an op copies cells together unless it is split along their axis. The search is iterated
+conditional modes (Besag, "On the statistical analysis of dirty pictures", Journal of the Royal Statistical Society B
+48, 1986): each op in turn takes its best split given the others. Groups of neighbours are also changed together.
 """
 
 from __future__ import annotations
@@ -25,12 +21,11 @@ _PASSES = 3
 class Uses:
     """The storages that an op accesses under one of its splits.
 
-    ``cells`` has a storage, an axis or ``WHOLE``, and the bytes that are copied if the storage has cells along another
-    axis. ``copied`` are bytes that are always copied.
+    ``cells`` has a storage, an axis or ``WHOLE``, and the bytes that are copied if its cells are along another axis.
     """
 
     cells: tuple[tuple[int, int, int], ...]
-    copied: int = 0
+    copied: int = 0  # bytes that are always copied
 
 
 def agreed(
@@ -42,8 +37,7 @@ def agreed(
         uses: the accesses of each split by op; of equal splits the first is chosen.
         unsplit_bytes: by storage, the bytes that unsplit ops access.
         flexible: ops that can be split along most axes; neighbours among them are also changed together.
-        single: storages whose cells lie along one axis, the one that saves the most bytes. Other storages have cells
-            along all axes in use; with several axes, every op copies.
+        single: storages with cells along one axis only; others have cells along every axis in use.
 
     >>> rows = Uses(((7, 0, 100),))
     >>> either = [Uses(((7, 1, 100), (8, 1, 100))), Uses(((7, 0, 100), (8, 0, 100)))]
@@ -107,7 +101,6 @@ class _Agreement:
         return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied, storages))
 
     def _best(self, op: int) -> int:
-        """Return the split of an op that copies the fewest bytes, given the current splits of the others."""
         costs: list[int] = []
         for place in range(len(self._uses[op])):
             self._take(op, place)
@@ -138,7 +131,6 @@ class _Agreement:
         return {neighbour for storage in self._touched[op] for neighbour in self._users[storage]} - {op}
 
     def neighbours(self, ops: Iterable[int]) -> list[list[int]]:
-        """Group ops that are connected by common storages."""
         remaining = set(ops)
         groups: list[list[int]] = []
         while remaining:

@@ -1,10 +1,8 @@
 """Describe parts of tensors as boxes in their storages.
 
-A storage is viewed as an array whose axes are the dimensions of the tensors on it. ``lines_of`` finds the finest such
-array, ``place_window`` the box of a tensor in it, and ``Axes`` joins axes that are not split. A part of any tensor is
-then a box, an interval on each axis. The cells of a storage are the boxes between its cuts.
-
-Limits: a window that repeats elements, or crosses the boundaries of others, has no box; its storage stays whole.
+A storage is viewed as an array whose axes are the dimensions of the tensors on it. A part of a tensor is a box, an
+interval on each axis, and the cells of a storage are the boxes between its cuts. A storage stays whole if a window onto
+it repeats elements or crosses the boundaries of others.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A storage as an array with all dimensions of the tensors on it, outermost first.
-
-    ``strides`` are those of a dense array of ``sizes``.
-    """
+    """A storage as a dense array with all dimensions of the tensors on it, outermost first."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -59,14 +54,10 @@ def lines_of(elements: int, windows: Iterable[Window]) -> Lines | None:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A window as a box in the lines of its storage.
+    """A window as a box in the lines of its storage."""
 
-    ``box`` has an interval for each line. ``runs`` has for each dimension of the window the range of lines that it
-    covers, (0, 0) for a dimension of size 1.
-    """
-
-    box: Box
-    runs: tuple[Interval, ...]
+    box: Box  # an interval for each line
+    runs: tuple[Interval, ...]  # the lines of each dimension of the window; (0, 0) for one of size 1
 
 
 def placed(lines: Lines, window: Window) -> Placed | None:
@@ -143,10 +134,7 @@ class Axes:
         return tuple(joined)
 
     def grain(self, place: Placed, dims: Interval) -> int | None:
-        """Return the number of which the ends of parts along the joined ``dims`` must be multiples, or None.
-
-        ``dims`` is a half-open range of dimensions that are consecutive in memory.
-        """
+        """Return the number that must divide the ends of parts along the joined ``dims``, if any."""
         run = self.run(place, dims)
         if run is None:
             return None
@@ -165,10 +153,7 @@ class Axes:
         return runs[0][0], runs[-1][1]
 
     def part(self, place: Placed, dims: Interval, low: int, high: int) -> Box | None:
-        """Return the box of the part ``low:high`` of a window along the joined ``dims``.
-
-        It may reach beyond the storage (see ``intersect``).
-        """
+        """Return the box of the part ``low:high`` along the joined ``dims``, which may exceed the storage."""
         run, box = self.run(place, dims), self.box_of(place)
         if run is None or box is None:
             return None
@@ -188,10 +173,7 @@ class Axes:
     def strides(
         self, place: Placed, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
-        """Return the strides of a part of a window in dense memory of its box; None if they are irregular.
-
-        ``sizes`` is the shape of the part, in which ``dims`` are joined to one dimension.
-        """
+        """Return the strides of a part of shape ``sizes`` in dense memory of its box; None if irregular."""
         widths = [high - low for low, high in box]
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
         runs = list(place.runs)
@@ -222,7 +204,6 @@ class Axes:
 
 
 def elements(box: Box) -> int:
-    """Return the number of elements in a box."""
     return prod(high - low for low, high in box)
 
 

@@ -1,8 +1,6 @@
 """Distribute the elements of a tensor among processes in consecutive chunks of equal length.
 
-Collectives need equal chunks, so the last ones may reach beyond the tensor. The part of a chunk within the tensor is a
-process's range. It begins at a multiple of ``GRAIN`` elements, since vectorised kernels may round the elements of an
-incomplete group at the end differently.
+The last chunks may reach beyond the tensor; the part within it is a process's range.
 """
 
 from __future__ import annotations
@@ -13,7 +11,8 @@ from dataclasses import dataclass
 from outofcore.errors import InputError
 from outofcore.units import round_up
 
-# More than any kernel's vector width, and negligible as padding.
+# Ranges begin at multiples of this number of elements, since vectorised kernels may round the elements of an incomplete
+# group at the end differently. It is more than any kernel's vector width, and negligible as padding.
 GRAIN = 256
 
 
@@ -37,12 +36,10 @@ class Chunks:
 
     @property
     def each(self) -> int:
-        """The number of elements of a chunk."""
         return round_up(-(-self.elements // self.ranks), GRAIN)
 
     @property
     def padded(self) -> int:
-        """The number of elements of all chunks, including padding."""
         return self.each * self.ranks
 
     def start(self, rank: int) -> int:

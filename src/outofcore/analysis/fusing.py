@@ -1,15 +1,9 @@
 """Choose groups of ops for a compiler to fuse, from the graph alone.
 
-Intermediates within a group are no longer storages of the step, so plans cannot evict or recompute them. These rules
-save memory traffic without raising the peak:
-
-- An op joins groups that write a large storage that it reads, if no other op depends on them yet. So a group runs at
-  the place of its last op, delays no other op, and creates no cycle.
-- A storage that is live beyond the peak stays a storage. If another such storage is computed from it, they are not
-  fused, so that the second can be recomputed from the first.
-- A group needs no more bytes than the largest op of the step, known scratch memory included.
-
-Without budgets and measurements, the groups and so the bits are the same in every process.
+- An op joins groups that write a large storage that it reads, if no other op depends on them yet. A group runs at the
+  place of its last op, so it delays no other op and creates no cycle.
+- A storage that is live beyond the peak is not fused with another such storage, so that plans can recompute one.
+- A group needs no more bytes than the largest op of the step.
 """
 
 from __future__ import annotations
@@ -31,8 +25,6 @@ REACH = 16
 
 @dataclass
 class _Group:
-    """A group of ops that may still grow."""
-
     ops: list[int]
     written: set[int] = field(default_factory=set[int])
     open: bool = True  # no other op depends on it yet
@@ -48,7 +40,7 @@ def ops_to_fuse(
     most: int = MOST_OPS,
     reach: int = REACH,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return groups of ascending op ids to fuse, in the order of their last ops; each runs at the place of that op.
+    """Return groups of ascending op ids to fuse, in the order of their last ops, where each group runs.
 
     Args:
         graph: the step.

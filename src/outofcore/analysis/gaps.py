@@ -28,8 +28,7 @@ def is_large(count: int) -> bool:
 def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
     """Return the gaps between uses of one storage, ascending, the cyclic one last; constants have none.
 
-    A large storage has no gap before an op that overwrites it as a whole, except across the end of the step, where the
-    user may read it.
+    There is no gap before an op that overwrites a large storage as a whole, except across the end of the step.
     """
     uses = graph.uses[storage]
     if not uses or graph.storages[storage].kind is StorageKind.CONSTANT:
@@ -44,10 +43,7 @@ def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
 
 
 def final_gap(graph: StepGraph, storage: int) -> Gap | None:
-    """Return the gap from the last use of an output or changed input to the end of the step; None for other storages.
-
-    Over it the bytes are copied to the first home; created gradients may stay on the device instead.
-    """
+    """Return the gap from the last use of an output or changed input to the end of the step, if any."""
     uses = graph.uses[storage]
     if not uses or storage not in graph.seen_after:
         return None
@@ -55,13 +51,11 @@ def final_gap(graph: StepGraph, storage: int) -> Gap | None:
 
 
 def renewals_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
-    """Return the ops at which a large storage may get a new block, since they overwrite it as a whole; in order.
-
-    An op right after another use is not among them: no op in between could use the bytes.
-    """
+    """Return the ops that overwrite a large storage as a whole and may do so in a new block, in order."""
     if storage not in graph.overwritten or not is_large(graph.storages[storage].bytes):
         return ()
     uses = graph.uses[storage]
+    # Right after another use, no op in between could use the bytes of the old block.
     return tuple(b for a, b in pairwise((-2, *uses)) if (b, storage) in graph.overwrites and b > a + 1)
 
 
@@ -95,21 +89,17 @@ def constant_bytes(graph: StepGraph) -> int:
 
 
 def live_bytes(graph: StepGraph) -> int:
-    """Return the maximum bytes of live storages without eviction and workspaces.
-
-    This is a lower bound of an arena without eviction.
-    """
+    """Return the maximum bytes of live storages without eviction, a lower bound of the arena for it."""
     return max(_live(graph, graph.storages))
 
 
 def fullest_op(graph: StepGraph) -> int:
-    """Return the first op at which the most activation bytes are live, usually the start of the backward pass."""
+    """Return the first op with the most live activation bytes, usually the start of the backward pass."""
     live = _live(graph, [s for s in graph.storages if s.kind is StorageKind.ACTIVATION])
     return live.index(max(live))
 
 
 def _live(graph: StepGraph, storages: Iterable[Storage]) -> list[int]:
-    """Return the bytes of storages that are live at each op and after the last one, without eviction."""
     n = len(graph.ops)
     change = [0] * (n + 1)
     for storage in storages:

@@ -1,8 +1,6 @@
 """Move ops to earlier places, so that their arguments can be freed earlier.
 
-For example, an optimizer updates parameters at the end of a step. Its update of one parameter can run as soon as the
-gradient is final and no later op reads the parameter; the results are the same, and the gradient is freed. The same
-holds for the norms of gradient clipping.
+For example, the update of a parameter moves to where its gradient is final, which frees the gradient.
 """
 
 from __future__ import annotations
@@ -15,10 +13,8 @@ from outofcore.graph import StepGraph
 def hoisted_order(graph: StepGraph, movable: Collection[int], failing: Collection[int] = ()) -> tuple[int, ...]:
     """Return op ids in an order with each movable op right after the last op that it depends on.
 
-    An op depends on earlier ops that write a storage that it touches, or touch a storage that it writes. Other ops, and
-    movable ones at the same place, keep their order. An op that mutates persistent state stays behind collectives and
-    ``failing`` ops, which may fail, so that the step can be undone. Movable ops must not draw random numbers, since the
-    order of draws affects the result.
+    An op that mutates persistent state stays behind collectives and ``failing`` ops, so that the step can be undone if
+    they fail. Movable ops must not draw random numbers, since the order of draws affects the result.
     """
     may_move = frozenset(movable)
     keys: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
 """Find the ops that recompute a storage.
 
-A *content* is a version of a storage, as ``(storage, version)``. Its recipe is the op that wrote it, applied to the
-contents that the op read at its first run. The recursion ends at available contents.
+A *content* is a version of a storage, as ``(storage, version)``. It is recomputed by the op that wrote it from the
+contents that the op read at its first run, and so on down to available contents.
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ _EVER = sys.maxsize  # after all ops of any step
 
 @dataclass(frozen=True)
 class History:
-    """The versions of storages in plain execution.
-
-    ``before`` has for each op the versions of the storages that it reads or mutates, right before it. ``writes`` has
-    for each storage the ops that write it, in order: the v-th of them writes version v.
-    """
+    """The versions of storages in plain execution."""
 
     graph: StepGraph
-    before: tuple[dict[int, int], ...]
-    writes: tuple[tuple[int, ...], ...]
+    before: tuple[dict[int, int], ...]  # for each op the versions right before it of the storages that it uses
+    writes: tuple[tuple[int, ...], ...]  # for each storage the ops that write it; the v-th writes version v
 
     @staticmethod
     def of(graph: StepGraph) -> History:
@@ -59,7 +55,6 @@ class History:
         return deadlines
 
     def _until(self, content: Content, chances: Mapping[Content, int]) -> int:
-        """Return the last op before which a content exists or can be recomputed under any plan."""
         storage, _ = content
         recomputable_until = chances.get(content, -1)
         if storage not in self.graph.persistent and self.graph.storages[storage].kind not in _LASTING:
@@ -67,10 +62,7 @@ class History:
         return max(self.last_op_with(content, _EVER), recomputable_until)
 
     def last_op_with(self, content: Content, end: int) -> int:
-        """Return the last op before which a content exists without eviction; ``end`` if it is never overwritten.
-
-        It is the next op that writes the storage; if that op overwrites it as a whole, it is the last use before.
-        """
+        """Return the last op before which a content exists without eviction; ``end`` if it persists."""
         storage, version = content
         writes = self.writes[storage]
         if version >= len(writes):
@@ -81,7 +73,6 @@ class History:
         return max((use for use in uses if use < writes[version]), default=-1)
 
     def version_at(self, storage: int, op: int) -> int:
-        """Return the version of a storage right before an op."""
         return bisect_left(self.writes[storage], op)
 
     def needs(self, op: Op) -> tuple[Content, ...]:
@@ -90,15 +81,11 @@ class History:
         return tuple((s, versions[s]) for s in op.reads if s not in op.discards)
 
     def makes(self, op: Op) -> tuple[Content, ...]:
-        """Return the contents that a recomputation of an op produces."""
         versions = self.before[op.id]
         return tuple((s, versions.get(s, 0) + 1) for s in op.mutates + op.creates if s not in op.discards)
 
     def always_held(self, op: int) -> Callable[[Content], bool]:
-        """Return a predicate for contents that are on the device or at home right before an op under any plan.
-
-        They belong to storages that exist before the step. (A plan that recomputes a changed input breaks this.)
-        """
+        """Return a predicate for contents that are on the device or at home right before an op under any plan."""
 
         def is_available(content: Content) -> bool:
             storage, version = content
@@ -110,10 +97,9 @@ class History:
 
 
 def replay(history: History, targets: Iterable[Content], is_held: Callable[[Content], bool]) -> tuple[int, ...]:
-    """Return the ops that recompute the targets, in graph order, each once.
+    """Return the ops that recompute the targets, in graph order, each once, even if targets are available.
 
-    Targets are recomputed even if available. ``is_held`` returns whether a content is on the device or at home. Raises
-    ``GraphError`` if a needed content cannot be recomputed.
+    Raises ``GraphError`` if a needed content cannot be recomputed.
     """
     unique_targets = dict.fromkeys(targets)
     pending = list(unique_targets)
@@ -131,10 +117,8 @@ def replay(history: History, targets: Iterable[Content], is_held: Callable[[Cont
 
 
 def can_recompute(history: History, storage: int, fetch_at: int) -> bool:
-    """Return whether a storage can be recomputed right before an op, even if all other storages are evicted.
-
-    Storages that exist before the step cannot: the user reads them at home if a step fails.
-    """
+    """Return whether a storage can be recomputed right before an op under any plan."""
+    # The home of a storage that exists before the step must stay valid: the user reads it if the step fails.
     if storage in history.graph.persistent or history.graph.storages[storage].arrives:
         return False
     return history.chances.get((storage, history.version_at(storage, fetch_at)), -1) >= fetch_at

@@ -1,8 +1,4 @@
-"""Derive one window onto a storage from another by views.
-
-A captured step describes a tensor by its place in a storage. To fuse an op with one that reads its result in another
-layout, a compiler needs the views between them, such as a transposition.
-"""
+"""Derive one window onto a storage from another by views, such as a transposition, for a compiler."""
 
 from __future__ import annotations
 
@@ -15,21 +11,13 @@ from outofcore.analysis.chunks import is_dense
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """The views that derive a window from another one, in this order.
+    """The views that derive a window from another one, in this order."""
 
-    Attributes:
-        order: the permutation of the base's dimensions to memory order.
-        factors: the shape to view the result with.
-        ranges: the first element and the number of elements along each factor.
-        places: the factor of each dimension of the target; None if it has one element or repeats it.
-        shape: the shape of the target.
-    """
-
-    order: tuple[int, ...]
-    factors: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...]
-    places: tuple[int | None, ...]
-    shape: tuple[int, ...]
+    order: tuple[int, ...]  # the permutation of the base's dimensions to memory order
+    factors: tuple[int, ...]  # the shape to view the result with
+    ranges: tuple[tuple[int, int], ...]  # first element and number of elements along each factor
+    places: tuple[int | None, ...]  # factor of each dimension of the target; None if it has one element or repeats it
+    shape: tuple[int, ...]  # the shape of the target
 
 
 def derivation(base: Window, target: Window) -> Derivation | None:

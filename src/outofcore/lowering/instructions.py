@@ -18,8 +18,6 @@ from outofcore.units import PAGE_BYTES
 
 @dataclass(slots=True)
 class _Stay:
-    """A block whose lifetime is not complete yet."""
-
     storage: int | None
     bytes: int
     born: int
@@ -104,6 +102,7 @@ class _Lowering:
                 homes[storage.id][self.lodgings.get(storage.id, 0)] = 0
             elif storage.kind is StorageKind.CONSTANT or storage.id in graph.persistent:
                 self.wrapping[storage.id] = self.block_of[storage.id] = self._new_stay(storage.id, wraps=True)
+                # Others count as changed when a step starts, since the user may write to them between steps.
                 if storage.id in first_leave and storage.id in graph.frozen:
                     home = first_leave[storage.id].home
                     self.clean.add(storage.id)
@@ -171,7 +170,7 @@ class _Lowering:
         return self._program()
 
     def _decisions(self) -> list[Decision]:
-        """Check the decisions and return those other than KEEP, plus default arrivals of inputs."""
+        """Check the decisions; return those other than KEEP, plus default arrivals of inputs."""
         n = len(self.graph.ops)
         decisions: list[Decision] = []
         arriving: set[int] = set()
@@ -265,15 +264,13 @@ class _Lowering:
         return replay(self.history, {(storage, version[storage]) for storage in storages}, is_there)
 
     def _is_read(self, storage: int, chain: Sequence[int]) -> bool:
-        """Return whether a recomputation sequence reads the current version of a storage."""
         content = (storage, self.version[storage])
         return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
 
     def _materialise(self, storages: list[int], runs: Sequence[int]) -> None:
         """Recompute storages at their current versions by the ops ``runs``, in new blocks.
 
-        Intermediates get temporary blocks, held from the run or copy in that fills them to the last run that reads
-        them. Resident storages are read in place: they have the current version, so no recomputed op writes them.
+        Intermediates get temporary blocks. Resident storages are read in place: recomputed ops do not write them.
         """
         graph, history, version = self.graph, self.history, self.version
         if history is None:
@@ -376,11 +373,8 @@ def _let_go(history: History, runs: Sequence[int], targets: Set[Content]) -> lis
 def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
     """Lower a plan to instructions on blocks without addresses.
 
-    Before each op come its planned copies in and then its recomputation; after it come copies out. A storage whose home
-    is current is evicted without a copy. A persistent storage that is resident when the step ends counts as changed
-    when the next one starts, since the user may write to it between steps, unless it is in ``StepGraph.frozen``.
-
-    Raises ``GraphError`` if a decision has times out of order, a gap that the graph does not have, or a storage that
-    cannot be recomputed.
+    Before each op come its planned copies in and then its recomputation; after it come copies out. Raises
+    ``GraphError`` if a decision has times out of order, a gap that the graph does not have, or a storage that cannot be
+    recomputed.
     """
     return _Lowering(graph, costs, plan).run()

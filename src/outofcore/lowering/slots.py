@@ -1,7 +1,7 @@
 """Slots of storages at homes over a step.
 
-A temporary slot is in use from the start of a copy out to the end of the last copy in before the next copy out to it.
-Persistent storages without a wrapping block, inputs and outputs have permanent slots.
+A temporary slot is in use from a copy out to the last copy in before the next copy out to it. Storages that are visible
+between steps have permanent slots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class Slot:
 
     @property
     def taken(self) -> int:
-        """The copy out that begins the stay."""
         return self.copies[0]
 
     @property
@@ -36,12 +35,11 @@ class Slot:
 
 
 def slot_bytes(count: int) -> int:
-    """Return the bytes of a storage at a home: whole pages."""
     return round_up(count, PAGE_BYTES)
 
 
 def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
-    """Return the storages with permanent slots, and their homes."""
+    """Return the homes of the storages with permanent slots."""
     moving = {program.blocks[i.block].storage for i in program.instructions if not isinstance(i, Run)}
     wrapping = {block.storage for block in program.blocks if block.wraps}
     homes = {s: 0 for s in graph.outputs if s in moving}
@@ -52,7 +50,6 @@ def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
 
 
 def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
-    """Yield the temporary slots in the order in which they end."""
     permanent = set(lasting(graph, program).items())
     last: dict[tuple[int, int], list[int]] = {}  # the copies of the latest stay, by storage and home
     stays: list[tuple[int, int, list[int]]] = []
@@ -74,22 +71,17 @@ def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A temporary slot and the earlier slots whose bytes it reuses.
-
-    ``freed`` are slots of the same home whose bytes are free from here on. ``copies_in_before`` is the number of copies
-    in from that home that must end first; 0 if earlier copies out have waited for them.
-    """
+    """A temporary slot and the earlier slots whose bytes it reuses."""
 
     slot: Slot
-    vacated: tuple[Slot, ...]
-    after: int
+    vacated: tuple[Slot, ...]  # slots of the same home that are free from here on
+    after: int  # copies in from that home that must end first; 0 if earlier copies out have waited for them
 
 
 def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None:
-    """Assign to each temporary slot the earlier slots whose bytes it reuses, so that no home exceeds its capacity.
+    """Assign to each temporary slot, by copy out, the earlier slots whose bytes it reuses.
 
-    Bytes are counted by ``slot_bytes``. A slot reuses bytes only if its home has no unused ones. The result has the
-    order of the copies out; it is None if the program exceeds a capacity even with waits.
+    Return None if the program exceeds a home's capacity even with waits.
     """
     size = [slot_bytes(storage.bytes) for storage in graph.storages]
     capacity = [home.bytes for home in costs.homes]
@@ -140,10 +132,7 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
 
 
 def room_at_homes(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
-    """Return the number of copies in from its home that each copy out must wait for to have room there.
-
-    None if the program exceeds a home's capacity even with waits.
-    """
+    """Return the number of copies in that each copy out must wait for to have room; None if there is none."""
     if all(home.bytes is None for home in costs.homes):
         return {}
     reuses = turns(graph, costs, program)

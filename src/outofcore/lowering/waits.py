@@ -33,7 +33,7 @@ class _Ground:
         self._pieces: list[tuple[int, _Clock]] = []  # the end of each interval, and when it is free
 
     def take(self, start: int, end: int) -> _Clock:
-        """Return when all of [start, end) is free."""
+        """Return the clock at which all of [start, end) is free."""
         needed = self._nothing
         at = max(bisect_right(self._starts, start) - 1, 0)
         while at < len(self._starts) and self._starts[at] < end:
@@ -70,12 +70,10 @@ class _Ground:
 def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Program:
     """Give each instruction of a placed program its necessary waits.
 
-    An instruction waits for the writers of the bytes that it reads, and for the users of the bytes that it overwrites,
-    in blocks and home slots, unless its own queue or another wait implies this. A copy out to a full home waits for
-    room. Updates of the model wait for all collectives before them: the step can be undone while one may still fail.
+    It waits for the last accesses of the bytes that it uses, in blocks and home slots, unless its queue or another wait
+    implies this. Updates of the model wait for all collectives before them, which may fail: then the step is undone.
 
-    Without ``costs`` homes are unlimited. Raises ``GraphError`` if the program exceeds the capacity of a home, or if a
-    workspace is copied.
+    Raises ``GraphError`` if the program exceeds the capacity of a home, or if a workspace is copied.
     """
     room = room_at_homes(graph, costs, program) if costs is not None else {}
     if room is None:
@@ -164,7 +162,7 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
 
 
 def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> bool:
-    """Return whether the step cannot be undone after an instruction: it updates state or returns a gradient."""
+    """Return whether the step cannot be undone after an instruction."""
     if isinstance(instruction, Run):
         changed = graph.ops[instruction.op].mutates
         kinds = {graph.storages[s].kind for s in changed if s in graph.persistent or graph.storages[s].arrives}
@@ -180,7 +178,6 @@ def _waiting(instruction: Instruction, waits: tuple[Wait, ...]) -> Instruction:
 
 
 def _lanes(program: Program) -> list[tuple[Queue, int]]:
-    """List the queues: ops, collectives if there are any, and for each home copies out and copies in."""
     homes = {i.home for i in program.instructions if not isinstance(i, Run)} | {0}
     copies = [(queue, home) for home in sorted(homes) for queue in (Queue.COPY_OUT, Queue.COPY_IN)]
     has_collectives = any(isinstance(i, Run) and i.communicates for i in program.instructions)

@@ -13,10 +13,7 @@ _Copy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, storage, 
 
 
 def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
-    """Check that homes exist, that only persistent storages have lodgings, and that clean storages can be clean.
-
-    Returns the home of each lodging.
-    """
+    """Check homes, lodgings and clean storages; return the home of each lodging."""
     graph, program = step.graph, step.program
     count = None if costs is None else max(len(costs.homes), 1)
 
@@ -54,10 +51,7 @@ def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
 
 
 def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, int]) -> None:
-    """Check that every copy out has room at its home when it starts, however the queues run.
-
-    A slot counts until its last copy in has certainly ended. Slots that are visible between steps always count.
-    """
+    """Check that every copy out has room at its home when it starts, however the queues run."""
     graph, program = step.graph, step.program
     size = [storage.bytes for storage in graph.storages]
     copies: list[_Copy] = [
@@ -81,7 +75,7 @@ def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, i
                 f"need {permanent_bytes}"
             )
         ends = _last_reads([copy for copy in copies if copy[2].home == home])
-        temporary_bytes: dict[int, int] = {}  # by copy out, the bytes of its slot
+        temporary_bytes: dict[int, int] = {}  # by copy out, the bytes of its slot until its last copy in has ended
         for index, storage, instruction in copies:
             if instruction.home != home or storage in here or not isinstance(instruction, CopyOut):
                 continue

@@ -27,10 +27,9 @@ class Placed:
 
 
 def check_packing(placed: Iterable[Placed], capacity: int | None = None) -> int:
-    """Check that rectangles held at the same time do not overlap, are aligned, and are within the capacity.
+    """Check that rectangles are aligned, within the capacity, and do not overlap when both are held.
 
-    Returns the end of the highest rectangle. Raises ``ValidationError`` that names the rectangles and the time of a
-    conflict.
+    Returns the end of the highest rectangle. Raises ``ValidationError``.
     """
     height = 0
     events: list[tuple[int, int, Placed]] = []  # time, 0: end or 1: begin, rectangle

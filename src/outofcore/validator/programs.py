@@ -1,12 +1,8 @@
-"""Validate programs by deliberately simple code, independent of the planner, the lowering and the simulator.
+"""Validate programs by deliberately simple code, independent of planner, lowering and simulator.
 
-The program is one steady-state step, and the state at its end must equal the state assumed at its start. So the result
-holds for every step.
-
-Versions are replayed in program order, and all conflicting accesses to bytes or home slots must be ordered by queues
-and waits. Since waits point backwards, program order is a possible execution order; with all conflicts ordered, every
-other order gives the same values. Conflicts are detected as in a data race detector with vector clocks (Mattern,
-"Virtual time and global states of distributed systems", 1989).
+Versions are replayed in program order, and all conflicting accesses must be ordered by queues and waits, as in a data
+race detector with vector clocks (Mattern, "Virtual time and global states of distributed systems", 1989). So all other
+execution orders give the same values. The state at the end of the step must equal the state assumed at its start.
 """
 
 from __future__ import annotations
@@ -114,7 +110,7 @@ def _check_blocks(step: Step) -> None:
 
 
 def _check_instructions(step: Step, costs: Costs | None) -> None:
-    """Check that ids exist, that blocks are held where they are used, and that runs use their op's storages."""
+    """Check that ids exist, used blocks are held, and runs use their op's storages."""
     blocks = step.program.blocks
     for index, instruction in enumerate(step.program.instructions):
         used = instruction.blocks if isinstance(instruction, Run) else (instruction.block,)
@@ -233,7 +229,6 @@ def _take(step: Step, live: list[tuple[int, int, int]], block: Block, index: int
 
 
 def _staying(step: Step) -> dict[int, Block]:
-    """Return the block that holds each staying gradient at the end of the step."""
     graph, program = step.graph, step.program
     blocks: dict[int, Block] = {}
     for storage in program.staying:
@@ -365,7 +360,7 @@ class _Replay:
         return cell
 
     def _succeed(self, cell: _Cell, begin: int, end: int) -> None:
-        """At the first access of a stay, check that all former users of its bytes have ended."""
+        """Let a new stay take its bytes, and check that all former users of these have ended."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)
         for former in () if self.alone else holders[low:high]:

@@ -1,4 +1,4 @@
-"""The step that is validated, with texts for messages, and the guaranteed order of its instructions."""
+"""A validated step with texts for messages, and the guaranteed order of its instructions."""
 
 from __future__ import annotations
 
@@ -39,16 +39,13 @@ class Step:
 
 
 class Order:
-    """The guaranteed order of instructions, as vector clocks.
-
-    ``queue`` and ``position`` (from 1) place each instruction on its queue. ``ended`` has for each instruction the
-    number of instructions of each other queue that have ended when it starts. Instructions share the list of their
-    predecessor if they wait for no more.
-    """
+    """The guaranteed order of instructions, as vector clocks."""
 
     def __init__(self, program: Program) -> None:
         self.queue: list[int] = []
-        self.position: list[int] = []
+        self.position: list[int] = []  # of each instruction on its queue, from 1
+        # For each instruction, how many of each other queue have ended when it starts. Instructions share the list of
+        # their predecessor if they wait for no more.
         self.known: list[list[int]] = []
         lanes = [_lane(instruction) for instruction in program.instructions]
         number = {lane: i for i, lane in enumerate(dict.fromkeys(lanes))}
@@ -76,7 +73,7 @@ class Order:
             self.known.append(ended)
 
     def before(self, first: int, second: int) -> bool:
-        """Return whether the first instruction has ended whenever the second starts."""
+        """Return whether the first instruction has always ended when the second starts."""
         return first < second and self.known[second][self.queue[first]] >= self.position[first]
 
 
