@@ -755,10 +755,11 @@ def compile_traced(
     layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]],
     threads: int,
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Compile a function with Inductor for arguments of these (shape, strides, offset, dtype, device).
+    """Compile a function with Inductor for arguments of the given layouts.
 
-    The function must not write in place, except that its last operators may copy into its arguments. The result takes
-    the arguments as a list and empties it. Raises ``CompilerMissingError``, and passes on errors of Inductor.
+    A layout is (shape, strides, offset, dtype, device). The function must not write in place, except that its last
+    operators may copy into its arguments. The result takes the arguments as a list and empties it. Raises
+    ``CompilerMissingError``, and passes on errors of Inductor.
     """
     compiler = _compiler()
     settings: Any = compiler["config"]

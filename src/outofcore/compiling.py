@@ -108,8 +108,7 @@ def load_functions(
 ) -> _Library:
     """Load the functions of a C++ file without dependencies; raise ``StateError`` if it cannot be built.
 
-    ``functions`` maps names without ``outofcore_`` to argument and result types. Use ``ctypes.PyDLL`` if they need the
-    GIL.
+    ``functions`` maps names without ``outofcore_`` to argument and result types; ``ctypes.PyDLL`` keeps the GIL.
     """
 
     def load(path: Path) -> _Library:
@@ -163,8 +162,7 @@ def compile_library(
 ) -> Path:
     """Compile sources in parallel, each with its own flags, and link them to a library.
 
-    Raises ``BuildError`` if no compiler works or no thread can be started, and ``OSError`` if the folder is not
-    writable.
+    Raises ``BuildError`` if no compiler works, and ``OSError`` if the folder is not writable.
     """
     available = [path for path in map(shutil.which, compilers) if path]
     if not available:

@@ -50,14 +50,10 @@ SOMEWHERE = Home("somewhere", None, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """The cost of running an op once.
-
-    ``workspace_bytes`` is device memory in addition to its storages. ``busy`` counts consecutive measurements on a busy
-    machine.
-    """
+    """The cost of running an op once; ``busy`` counts consecutive measurements on a busy machine."""
 
     seconds: float
-    workspace_bytes: int = 0
+    workspace_bytes: int = 0  # device memory in addition to its storages
     busy: int = field(default=0, repr=False)
 
 
@@ -69,11 +65,7 @@ class Costs:
     homes: tuple[Home, ...] = ()
 
     def check(self, graph: StepGraph) -> None:
-        """Check that the costs fit the graph.
-
-        Raises:
-            GraphError: the number of op costs is wrong, or a value is out of range.
-        """
+        """Raise ``GraphError`` if the costs do not fit the graph or a value is out of range."""
         if len(self.ops) != len(graph.ops):
             raise GraphError(f"{len(self.ops)} op costs for a graph of {len(graph.ops)} ops")
         for index, cost in enumerate(self.ops):

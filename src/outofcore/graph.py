@@ -178,11 +178,7 @@ class StepGraph:
         return replace(self, storages=tuple(replace(storage, watched=False) for storage in self.storages))
 
     def check(self) -> None:
-        """Check that the graph is consistent.
-
-        Raises:
-            GraphError: ids, sizes, or the order of creations and uses are wrong; the message names the op or storage.
-        """
+        """Raise ``GraphError`` if ids, sizes, or the order of creations and uses are wrong."""
         for index, storage in enumerate(self.storages):
             if storage.id != index:
                 raise GraphError(f"storage at index {index} has id {storage.id}; ids must be the indices")

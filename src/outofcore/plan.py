@@ -32,8 +32,8 @@ class Decision:
 
     OFFLOAD: if the copy at ``home`` (an index into ``Costs.homes``) is stale, a copy out starts after op ``start``.
     From op ``release_by`` on the device bytes count as free; an op that reuses them may wait for that copy. From op
-    ``fetch_at`` on the copy in occupies device bytes. In a cyclic gap of a graph of n ops ``release_by <= n <=
-    fetch_at``, and ``home`` is the storage's home between steps. Inputs and outputs use the first home.
+    ``fetch_at`` on the copy in occupies device bytes. In a cyclic gap of a graph of n ops
+    ``release_by <= n <= fetch_at``, and ``home`` is the storage's home between steps. Inputs and outputs use home 0.
 
     RECOMPUTE: the bytes are dropped after op ``start`` (``release_by`` is ``start + 1``). Right before op ``fetch_at``
     the ops that made them, and missing inputs of these, run again. Decisions with the same ``fetch_at`` share these

@@ -133,8 +133,7 @@ def device(name: str) -> Device:
     """Return a preset by its key or a unique prefix of it such as "h100", or a device by its numbers.
 
     The numbers are usable memory, the dense 16-bit peak, the rate of copies from and to the host, and optionally the
-    memory bandwidth (default: 6 GB/s for each TFLOPS). Its tf32 peak is half of the 16-bit peak, its fp32 peak a
-    quarter.
+    memory bandwidth (default: 6 GB/s for each TFLOPS). The peaks in tf32 and fp32 are a half and a quarter.
 
     Raises:
         InputError: no preset or several match, or the numbers cannot be parsed.
@@ -199,7 +198,7 @@ def _quantity(text: str, part: str, units: dict[str, float], expected: str) -> f
 
 
 def simulated(name: str | None) -> Device | None:
-    """Return the device to simulate for a name or numbers; None for None or a real one such as "cuda:0".
+    """Return the device that a name or numbers describe; None for a real device such as "cuda:0".
 
     Raises:
         InputError: the name is not a device.

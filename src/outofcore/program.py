@@ -83,8 +83,8 @@ class Block:
     """Device bytes held for one stay of a storage, or for the workspace of one op.
 
     They are held from instruction ``born`` up to, but not including, instruction ``dies`` (indices into
-    ``Program.instructions``). A block that ``wraps`` is held across the end of the step: over [born, end) and [0,
-    dies), where ``dies <= born``, or over the whole step if ``born = dies = 0``.
+    ``Program.instructions``). A block that ``wraps`` is held across the end of the step: over [born, end) and over
+    [0, dies), where ``dies <= born``, or over the whole step if ``born = dies = 0``.
     """
 
     id: int  # its index in ``Program.blocks``

@@ -21,10 +21,9 @@ _log = logging.getLogger("outofcore")
 
 
 def proved(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Planned]) -> Planned:
-    """Return the first valid candidate; later ones are not generated.
+    """Return the first valid candidate; ``budget`` is in bytes of the arena.
 
-    ``budget`` is in bytes of the arena. Raises ``BudgetError`` without candidates, ``ValidationError`` if all are
-    invalid.
+    Raises ``BudgetError`` without candidates, ``ValidationError`` if all are invalid.
     """
     failures: list[str] = []
     plans = iter(candidates)
@@ -53,8 +52,8 @@ def proved(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Pla
                 _log.warning("the step uses another plan, by %s", planned.plan.policy)
             return planned
     raise ValidationError(
-        f"the validator rejected all {len(failures)} plans ({'; '.join(failures)}). This is a bug in outofcore: please "
-        "report it with the files that the log names, and try another budget"
+        f"no plan is valid: the validator rejected {len(failures)} plans ({'; '.join(failures)}). This is a bug in "
+        "outofcore: please report it with the files that the log names, and try another budget"
     )
 
 

@@ -30,8 +30,7 @@ class Stall:
 def simulate(graph: StepGraph, costs: Costs, program: Program) -> Timeline:
     """Return the simulated start and end of each instruction.
 
-    The program need be neither placed nor valid, but its ids must be. Without homes, copies of inputs and outputs take
-    no time.
+    The program may be invalid, but its ids must be valid. Without homes, copies of inputs and outputs take no time.
 
     Raises:
         ValidationError: the program deadlocks, or a copy has no home.

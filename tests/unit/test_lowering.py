@@ -58,9 +58,9 @@ def test_a_gradient_that_is_left_goes_home_or_stays() -> None:
 def test_only_gradients_that_are_left_stay() -> None:
     graph = replace(step(), outputs=(LOSS, G))
     for storage in (LOSS, W, A, 17):
-        with pytest.raises(GraphError, match="no gradient that the step creates and leaves"):
+        with pytest.raises(GraphError, match="not a gradient that the step creates and outputs"):
             lower(graph, costs(), Plan("test", 0, (), staying=(storage,)))
-    with pytest.raises(GraphError, match="to stay on the device, and to leave it before"):
+    with pytest.raises(GraphError, match="cannot stay on the device: a decision evicts it"):
         lower(graph, costs(), Plan("test", 0, (offload(G, 2, 3, 3, 3),), staying=(G,)))
 
 

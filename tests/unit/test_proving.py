@@ -70,14 +70,14 @@ def test_where_none_passes_an_error_says_so(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     graph, costs = _small()
     good = next(plans_of_step(graph, costs, 1 << 30))
-    with pytest.raises(ValidationError, match=r"rejected all 2 plans .* bug in outofcore"):
+    with pytest.raises(ValidationError, match=r"rejected 2 plans .* bug in outofcore"):
         proved(graph, costs, 1 << 30, [broken(good), broken(good)])
 
     def ends() -> Iterator[Planned]:
         yield broken(good)
         raise BudgetError("no other plan")
 
-    with pytest.raises(ValidationError, match="none of the 1 plans"):
+    with pytest.raises(ValidationError, match="rejected 1 plans"):
         proved(graph, costs, 1 << 30, ends())
     with pytest.raises(BudgetError):
         proved(graph, costs, 1, plans_of_step(graph, costs, 1))

@@ -2,7 +2,8 @@
 
 - An op joins groups that write a large storage that it reads, if no other op depends on them yet. A group runs at the
   place of its last op, so it delays no other op and creates no cycle.
-- A storage that is live beyond the peak is not fused with another such storage, so that plans can recompute one.
+- An op that computes a storage from another one is not fused with it if both are live beyond the peak, so that plans
+  can recompute the new storage from the other.
 - A group needs no more bytes than the largest op of the step.
 """
 

@@ -211,7 +211,7 @@ class _Lowering:
         decided = {decision.gap.storage for decision in self.plan.decisions}
         for storage in self.plan.staying:
             if storage not in self.graph.gradients_left:
-                raise GraphError(f"storage {storage} cannot stay: it is not a gradient that the step creates")
+                raise GraphError(f"storage {storage} cannot stay: it is not a gradient that the step creates and outputs")
             if storage in decided:
                 raise GraphError(f"storage {storage} cannot stay on the device: a decision evicts it")
 
@@ -374,7 +374,6 @@ def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
     """Lower a plan to instructions on blocks without addresses.
 
     Before each op come its planned copies in and then its recomputation; after it come copies out. Raises
-    ``GraphError`` if a decision has times out of order, a gap that the graph does not have, or a storage that cannot be
-    recomputed.
+    ``GraphError`` if a decision has times out of order, an unknown gap, or a storage that cannot be recomputed.
     """
     return _Lowering(graph, costs, plan).run()
