@@ -165,7 +165,7 @@ def _send_files(channel: socket.socket, *files: IO[bytes]) -> None:
 
 
 def plan_job(job: PlanJob) -> Answer:
-    """Return the best valid plan; the running one if no other is faster by ``_MIN_GAIN``."""
+    """Return the best valid plan; the running one if no other is faster by ``_CLEARLY``."""
     start = time.perf_counter()
     costs, running = job.costs, job.running
     if running is not None:

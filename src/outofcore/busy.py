@@ -52,14 +52,14 @@ class Counters:
         return self._with(other, -1)
 
     def _with(self, counters: Counters, sign: int) -> Counters:
-        def combined(first: float | None, second: float | None) -> float | None:
+        def combine(first: float | None, second: float | None) -> float | None:
             return None if first is None or second is None else first + sign * second
 
         return Counters(
             self.seconds + sign * counters.seconds,
             self.cpu_seconds + sign * counters.cpu_seconds,
-            combined(self.delayed_seconds, counters.delayed_seconds),
-            combined(self.others_seconds, counters.others_seconds),
+            combine(self.delayed_seconds, counters.delayed_seconds),
+            combine(self.others_seconds, counters.others_seconds),
         )
 
 

@@ -152,7 +152,7 @@ class StepGraph:
 
     @cached_property
     def unseen(self) -> frozenset[int]:
-        """Created storages that neither another op nor the user reads."""
+        """Created storages that are not outputs and that no other op uses."""
         outputs = frozenset(self.outputs)
         return frozenset(s for s in self.creator if s not in outputs and len(self.uses[s]) == 1)
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def refuse(file: str | Path, place: str, problem: str) -> NoReturn:
-    """Raise ``GraphError`` about the value at ``where``, such as "$.ops[3].seconds", in a file."""
+    """Raise ``GraphError`` about the value at a place in a file, such as "$.ops[3].seconds"."""
     raise GraphError(f"{file}: {place}: {problem}")
 
 

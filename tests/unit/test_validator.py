@@ -258,9 +258,10 @@ def test_ops_run_once_in_order() -> None:
     wide = replace(PROGRAM, blocks=tuple(replace(b, dies=6, offset=-1) for b in PROGRAM.blocks))
     last = PROGRAM.instructions[3]
     assert isinstance(last, Run)
-    refuses(replace(wide, instructions=(*PROGRAM.instructions, replace(last, again=True))), "the op is not rerunnable", 1000)
+    recomputation = replace(last, again=True)
+    refuses(replace(wide, instructions=(*PROGRAM.instructions, recomputation)), "the op is not rerunnable", 1000)
     refuses(replace(wide, instructions=(*PROGRAM.instructions, last)), "is not marked as a recomputation", 1000)
-    refuses(with_instruction(PROGRAM, 3, replace(last, again=True)), "comes before the first run of op 1, update")
+    refuses(with_instruction(PROGRAM, 3, recomputation), "comes before the first run of op 1, update")
 
 
 def test_a_rerunnable_op_may_run_again_on_what_it_first_read() -> None:
@@ -354,7 +355,7 @@ def test_blocks_that_wrap_part_of_the_time() -> None:
 def test_a_block_reborn_where_it_dies_starts_anew() -> None:
     blocks = (Block(0, 0, 8, 1, 1, True, 0), Block(1, 1, 8, 0, 0, True, 8))
     program = Program((Run(0, (0, 1)), Run(1, ()), Run(2, (0,))), blocks, 16)
-    with pytest.raises(ValidationError, match=r"instruction 2 .* block 0 of storage 0 \(weight\) holds undefined bytes"):
+    with pytest.raises(ValidationError, match=r"instruction 2 .* block 0 of storage 0 \(weight\) holds undefined"):
         validate(WRAPPED, program, 16)
 
 

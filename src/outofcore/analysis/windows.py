@@ -23,8 +23,8 @@ class Derivation:
 def derivation(base: Window, target: Window) -> Derivation | None:
     """Return the views that derive ``target`` from ``base`` on the same storage; None if there are none.
 
-    The elements of ``base`` must be contiguous in some order of its dimensions. Those of ``target`` must be at regular
-    steps among them without overlap.
+    The elements of ``base`` must be contiguous in some order of its dimensions. The elements of ``target`` must be at
+    regular steps among them without overlap.
 
     >>> derivation(Window((2, 3), (3, 1)), Window((3, 2), (1, 3)))
     Derivation(order=(0, 1), factors=(2, 3), ranges=((0, 2), (0, 3)), places=(1, 0), shape=(3, 2))

@@ -211,7 +211,9 @@ class _Lowering:
         decided = {decision.gap.storage for decision in self.plan.decisions}
         for storage in self.plan.staying:
             if storage not in self.graph.gradients_left:
-                raise GraphError(f"storage {storage} cannot stay: it is not a gradient that the step creates and outputs")
+                raise GraphError(
+                    f"storage {storage} cannot stay: it is not a gradient that the step creates and outputs"
+                )
             if storage in decided:
                 raise GraphError(f"storage {storage} cannot stay on the device: a decision evicts it")
 

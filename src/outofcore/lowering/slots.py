@@ -132,7 +132,7 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
 
 
 def room_at_homes(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
-    """Return the number of copies in that each copy out must wait for to have room; None if there is none."""
+    """Return the number of copies in that copies out must wait for; None if a home is too small."""
     if all(home.bytes is None for home in costs.homes):
         return {}
     reuses = turns(graph, costs, program)

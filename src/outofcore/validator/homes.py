@@ -1,4 +1,4 @@
-"""Check that homes exist and that none exceeds its capacity."""
+"""Check that homes exist and stay within their capacities."""
 
 from __future__ import annotations
 
