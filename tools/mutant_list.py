@@ -38,8 +38,8 @@ MUTANTS = (
     Mutant(
         "copy-in-before-copy-out",
         "lowering/waits.py",
-        "needed = _later(needed, slot_written.get((storage, instruction.home), nothing))",
-        "needed = _later(needed, nothing)",
+        "needed = _later(needed, slot_written.get((storage, instruction.home), at_start))",
+        "needed = _later(needed, at_start)",
         "A copy in does not wait for the copy out that fills its home slot.",
         ("tests/unit/test_lowering.py", "tests/unit/test_planning_properties.py", "tests/unit/test_several_homes.py"),
     ),
@@ -136,8 +136,8 @@ MUTANTS = (
     Mutant(
         "validator-trusts-program-order",
         "validator/homes.py",
-        "taken = {slot: count for slot, count in taken.items() if not order.before(ends[slot], index)}",
-        "taken = {slot: count for slot, count in taken.items() if ends[slot] > index}",
+        "slot: count for slot, count in temporary_bytes.items() if not order.before(ends[slot], index)",
+        "slot: count for slot, count in temporary_bytes.items() if ends[slot] > index",
         "The validator frees a home slot in program order, although no wait enforces that order.",
         ("tests/unit/test_several_homes.py", "tests/unit/test_slots.py", "tests/unit/test_validator.py"),
     ),

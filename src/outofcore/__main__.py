@@ -1,4 +1,4 @@
-"""``python -m outofcore``: the command line, as torchrun starts it."""
+"""Run the command line as ``python -m outofcore``, which torchrun starts."""
 
 from outofcore.cli import main
 

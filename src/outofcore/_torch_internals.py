@@ -1,7 +1,6 @@
-"""Every private name of PyTorch that outofcore uses, under a public name of ours.
+"""Wrap every private name of PyTorch that outofcore uses.
 
-A new release of PyTorch that moves or drops a name breaks this file alone, and only the features that need the name.
-``require`` refuses such a feature and lists the missing names.
+``require`` raises for a feature that needs a name which this PyTorch release lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.autograd import forward_ad
 from outofcore.analysis.chunks import extent
 from outofcore.errors import VersionError
 
-# The oldest and the newest release of PyTorch that the tests are run with.
+# The oldest and the newest PyTorch release that the tests run with.
 TESTED = ((2, 11), (2, 15))
 TESTED_TEXT = " to ".join(f"{major}.{minor}" for major, minor in TESTED)
 
@@ -33,9 +32,9 @@ _log = logging.getLogger("outofcore")
 
 
 class Feature(enum.Enum):
-    """A part of the library that needs private names of PyTorch."""
+    """A library feature that needs private names of PyTorch."""
 
-    COMPILE = "outofcore.compile"  # also all that captures a step to plan or to estimate it
+    COMPILE = "outofcore.compile"  # also capturing a step to plan or estimate it
     BUDGET = "outofcore.budget"  # also outofcore.run
     RECOMPUTE = "recomputation in a loop under outofcore.budget"
     KERNELS = 'kernels="inductor"'
@@ -58,16 +57,13 @@ class _Substitute(type):
 
 
 def _private(name: str, *features: Feature, otherwise: Any = None) -> Any:
-    """Return a private object of PyTorch; if it is missing, ``otherwise``, or a placeholder that raises when called.
-
-    ``name`` is dotted, from ``torch`` on; ``features`` cannot do without it.
-    """
+    """Return a private PyTorch object, else ``default``, else a placeholder that raises when called."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
         for feature in features:
             _missing.setdefault(feature, []).append(name)
-        # An exception, so that it can stand in "except" as well; nothing is ever an instance of it.
+        # An exception type, so that it works in an "except" clause; it never matches.
         refusal = _refusal_of(features[0].value if features else "this", [name])
         return _Substitute("Missing", (Exception,), {"refusal": refusal}) if otherwise is None else otherwise
 
@@ -76,29 +72,28 @@ def _never(_: object) -> bool:
     return False
 
 
-def _refusal_of(what: str, names: Sequence[str]) -> VersionError:
+def _refusal_of(subject: str, names: Sequence[str]) -> VersionError:
     return VersionError(
-        f"{what} cannot work with PyTorch {torch.__version__}: it has no {', '.join(names)}, on which it relies; "
-        f"install a version with which outofcore is tested, {TESTED_TEXT}, or a newer outofcore"
+        f"{subject} cannot work with PyTorch {torch.__version__}: it has no {', '.join(names)}; "
+        f"install a tested PyTorch version ({TESTED_TEXT}) or a newer outofcore"
     )
 
 
 def missing(feature: Feature) -> tuple[str, ...]:
-    """Return the private names that a feature needs and this PyTorch does not have."""
+    """Return the private names that a feature needs and that this PyTorch lacks."""
     if feature is Feature.KERNELS:
         _compiler()
     return tuple(_missing.get(feature, ()))
 
 
 def require(feature: Feature) -> None:
-    """Raise ``VersionError`` for a feature that needs a missing name; warn once of an untested PyTorch."""
+    """Raise ``VersionError`` if a feature lacks a private name; warn once if this PyTorch is untested."""
     _warn_of_untested(torch.__version__)
     if names := missing(feature):
         raise _refusal_of(feature.value, names)
 
 
 def is_tested(version: str = torch.__version__) -> bool:
-    """Return whether the tests ran with this release of PyTorch, or with an older and a newer one."""
     release = re.match(r"(\d+)\.(\d+)", version)
     return release is not None and TESTED[0] <= (int(release[1]), int(release[2])) <= TESTED[1]
 
@@ -106,7 +101,7 @@ def is_tested(version: str = torch.__version__) -> bool:
 @functools.cache
 def _warn_of_untested(version: str) -> None:
     if not is_tested(version):
-        _log.warning("PyTorch %s: outofcore is tested with %s; numbers and budgets may not hold", version, TESTED_TEXT)
+        _log.warning("PyTorch %s: outofcore is tested with %s; results and budgets may be wrong", version, TESTED_TEXT)
 
 
 if TYPE_CHECKING:
@@ -147,7 +142,7 @@ else:
 
 _dist: Any = torch.distributed
 
-# Where Python code enters the autograd engine: (module, attribute), all bound to one function.
+# Entry points of the autograd engine for Python code: (module, attribute), all bound to one function.
 BACKWARD_ENTRY_POINTS: tuple[tuple[Any, str], ...] = (
     (torch.autograd, "_engine_run_backward"),
     (torch.autograd.graph, "_engine_run_backward"),
@@ -155,7 +150,7 @@ BACKWARD_ENTRY_POINTS: tuple[tuple[Any, str], ...] = (
 for _module, _name in BACKWARD_ENTRY_POINTS:
     _private(f"{_module.__name__}.{_name}", Feature.COMPILE)
 
-# Where transforms of ``torch.func`` wrap the tensors they are given: (module, attribute).
+# Functions with which ``torch.func`` transforms wrap their arguments: (module, attribute).
 TRANSFORM_ENTRY_POINTS: tuple[tuple[Any, str], ...] = tuple(
     (_private(module), name)
     for module, name in (
@@ -170,33 +165,32 @@ _private("torch.autograd.forward_ad._current_level", Feature.TRANSFORMS)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor wraps another one for a transform of ``torch.func``, or a batched gradient."""
+    """Return whether a tensor wraps another for a ``torch.func`` transform or a batched gradient."""
     return _is_wrapped(tensor) or _is_batched(tensor)
 
 
 def is_differentiating_forward() -> bool:
-    """Return whether forward-mode differentiation is on, in ``torch.func.jvp`` and the like or by the user."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
-# The list of tensor types that utilities such as clip_grad_norm_ allow into their foreach path.
+# The tensor types for which utilities such as clip_grad_norm_ use foreach kernels.
 FOREACH_TENSOR_TYPES: list[type] = _private(
     "torch.utils._foreach_utils._foreach_supported_types", Feature.COMPILE, otherwise=[]
 )
 
 
-# The module of the methods of tensors that are written in Python.
+# The module with the tensor methods that are written in Python.
 TENSOR_MODULE = "torch._tensor"
 
 
-# Where fake tensors report an operator that refused its arguments.
+# Fake tensors log operators that reject their arguments here.
 FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
-# Do not let torch.compile look into a function.
+# A decorator: torch.compile does not trace the function.
 not_compiled: Any = _private("torch._compile._disable_dynamo", otherwise=torch.compiler.disable)
 
-# Lets ops run on real tensors where fake ones are being traced.
+# Run ops on real tensors while fake tensors are traced.
 real_tensors: Any = _private("torch._subclasses.fake_tensor.unset_fake_temporarily", Feature.COMPILE)
 
 
@@ -206,19 +200,16 @@ _private("torch._subclasses.FakeTensor", Feature.COMPILE)
 
 @contextlib.contextmanager
 def answering_what_is_fake(is_fake: Callable[[object], bool]) -> Iterator[None]:
-    """Let ``is_fake`` answer code that asks whether something is a ``torch._subclasses.FakeTensor``.
-
-    This is for libraries other than PyTorch that look the class up where they ask, and branch on the answer.
-    """
+    """Answer ``isinstance(x, FakeTensor)`` in libraries other than PyTorch by ``is_fake(x)``."""
     kind = FakeTensor
 
     class Asked(type):
         def __instancecheck__(cls, item: object) -> bool:
-            asking = sys._getframe(1).f_globals.get("__name__", "")
-            return isinstance(item, kind) if asking.partition(".")[0] == "torch" else is_fake(item)
+            asking_module = sys._getframe(1).f_globals.get("__name__", "")
+            return isinstance(item, kind) if asking_module.partition(".")[0] == "torch" else is_fake(item)
 
-        def __subclasscheck__(cls, other: type) -> bool:
-            return issubclass(other, kind)
+        def __subclasscheck__(cls, candidate: type) -> bool:
+            return issubclass(candidate, kind)
 
     module: Any = _fakes
     module.FakeTensor = Asked("FakeTensor", (), {})
@@ -228,18 +219,18 @@ def answering_what_is_fake(is_fake: Callable[[object], bool]) -> Iterator[None]:
         module.FakeTensor = kind
 
 
-# Where PyTorch's own object for a storage, or for a tensor, lies.
+# The address of PyTorch's C++ object of a storage or tensor.
 _private("torch.UntypedStorage._cdata", Feature.COMPILE, Feature.BUDGET)
 _private("torch.Tensor._cdata", Feature.RECOMPUTE)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage, unique while the storage lives."""
+    """Return a key that is unique while the tensor's storage exists."""
     return tensor.untyped_storage()._cdata
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """Return the address of PyTorch's own object for a storage, for native code."""
+    """Return the address of a storage's C++ object, for native code."""
     return storage._cdata
 
 
@@ -247,16 +238,16 @@ _library_impls: set[str] = _private("torch.library._impls", Feature.BUDGET)
 
 
 def has_python_kernel(name: str, overload: str) -> bool:
-    """Return whether an operator, such as "mylib::mul", runs Python code on the CPU."""
+    """Return whether an operator such as "mylib::mul" has a CPU kernel written in Python."""
     namespace, _, op = name.partition("::")
     full = f"{namespace}/{op}.{overload}" if overload else f"{namespace}/{op}"
     return any(f"{full}/{key}" in _library_impls for key in ("CPU", "CompositeExplicitAutograd"))
 
 
-# One more than the number of the autograd node made last in this thread.
+# One more than the sequence number of the newest autograd node of this thread.
 autograd_sequence_number: Callable[[], int] = _private("torch._C._autograd._get_sequence_nr", Feature.COMPILE)
 
-# The node that the autograd engine is running in this thread, or None outside of backward.
+# The node that the autograd engine runs in this thread; None outside of backward.
 current_autograd_node: Callable[[], Any | None] = _private("torch._C._current_autograd_node", Feature.COMPILE)
 
 
@@ -265,7 +256,7 @@ def node_sequence_number(node: Any) -> int:
 
 
 def plain_optimizer_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return the ``step`` of an optimizer class without the wrapper that runs hooks and profiling."""
+    """Return ``step`` of an optimizer class without its wrapper for hooks and profiling."""
     step: Any = kind.step
     if getattr(step, "hooked", False):
         return getattr(step, "__wrapped__", step)
@@ -277,23 +268,23 @@ _GLOBAL_HOOKS: tuple[Any, ...] = tuple(
 )
 
 
-# The ids of our own hooks, which change nothing in a step.
+# Ids of outofcore's hooks, which do not change a step.
 OWN_OPTIMIZER_HOOKS: set[int] = set()
 
 
 def global_optimizer_hooks() -> bool:
-    """Return whether somebody else's hooks run around the step of every optimizer."""
+    """Return whether hooks of other libraries run around the step of every optimizer."""
     return any(not OWN_OPTIMIZER_HOOKS.issuperset(hooks) for hooks in _GLOBAL_HOOKS)
 
 
 def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return attributes for the ``__dict__`` of a copied optimizer that leave it without step hooks."""
+    """Return attributes that remove the step hooks when put into an optimizer copy's ``__dict__``."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return {name: type(optimizer.__dict__[name])() for name in names if name in optimizer.__dict__}
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Do the bookkeeping of ``optimizer.step()`` for learning-rate schedulers; to be called once a step."""
+    """Record for learning-rate schedulers that ``optimizer.step()`` has run; call it once a step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -304,7 +295,6 @@ _ATTENTION_FLAGS: tuple[Any, ...] = tuple(
 
 
 def sdp_backends_enabled() -> tuple[bool, ...]:
-    """Return which implementations of scaled dot-product attention may be chosen."""
     return tuple(flag() for flag in _ATTENTION_FLAGS)
 
 
@@ -313,7 +303,7 @@ _function_mode_at: Any = _private("torch._C._get_function_stack_at", Feature.COM
 
 
 def function_modes() -> tuple[Any, ...]:
-    """Return the active function modes, the outermost first; the default device is one of them."""
+    """Return the active function modes, outermost first, including the default device."""
     return tuple([_function_mode_at(place) for place in range(_count_function_modes())])
 
 
@@ -324,40 +314,39 @@ _modes_of_this_thread: Any = _private("torch._C._len_torch_dispatch_stack", Feat
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
-    """Run ops below autograd and with autocast off, as they were recorded."""
+    """Run ops below autograd and without autocast, as during capture."""
     with torch.no_grad(), _below_autograd(), _without_autocast():
         yield
 
 
 def issuing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """Return a function that calls an op with these arguments at the least overhead."""
+    """Return a function that calls an op with these arguments at minimal overhead."""
     return functools.partial(func._op if isinstance(func, OpOverload) else func, *args, **kwargs)
 
 
-# What torch.linalg raises; type checkers do not know the name.
+# Looked up by name since type stubs lack it.
 LinAlgError: type[Exception] = vars(torch.linalg)["LinAlgError"]
 
 
 def operator_name(func: Callable[..., Any]) -> tuple[str, str] | None:
-    """Return the name of one of PyTorch's own operators, such as ("aten::add", "Tensor"); None for anything else."""
+    """Return the name of an ATen operator, such as ("aten::add", "Tensor"); None for other functions."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return None
     return func._schema.name, func._schema.overload_name
 
 
 def replayable() -> bool:
-    """Return whether no Python mode sees the ops of this thread."""
     return _modes_of_this_thread() == 0
 
 
 def tensors_returned(func: Callable[..., Any]) -> int:
-    """Return how many tensors an op of PyTorch's returns; 0 where it may return anything else."""
+    """Return the number of tensors that an op returns; 0 if it may return other types."""
     returns = func._schema.returns if isinstance(func, OpOverload) else ()
-    return len(returns) if all(str(each.type) == "Tensor" for each in returns) else 0
+    return len(returns) if all(str(returned.type) == "Tensor" for returned in returns) else 0
 
 
 def result_leaves(result: Any) -> list[Any]:
-    """Flatten an op's result in order; None where it left a tensor undefined."""
+    """Flatten an op's result in order; an undefined tensor is None."""
     if isinstance(result, list | tuple):
         return [leaf for item in result for leaf in result_leaves(item)]
     return [result]
@@ -374,10 +363,8 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def precision_of(backend: Any, op: str) -> str | None:
-    """Return the precision of float32 ops, such as "matmul", that ``torch.backends`` sets; None if unset.
-
-    The older ``allow_tf32`` and ``torch.get_float32_matmul_precision`` raise where somebody has set this one.
-    """
+    """Return the float32 precision that ``torch.backends`` sets for ops such as "matmul"; None if unset."""
+    # Where it is set, the older allow_tf32 and torch.get_float32_matmul_precision raise.
     return getattr(getattr(backend, op, None), "fp32_precision", None)
 
 
@@ -385,14 +372,14 @@ _private("torch.nn.Module._compiled_call_impl", Feature.COMPILE)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a call of this module runs code of torch.compile, wrapped or compiled in place."""
+    """Return whether torch.compile has wrapped or compiled a module."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 @contextlib.contextmanager
 def without_compiled_code() -> Iterator[None]:
-    """Run functions and modules that torch.compile has wrapped as eager code."""
-    # Nothing can have been compiled where this is not loaded, and to load it takes seconds.
+    """Run functions and modules compiled by torch.compile as eager code."""
+    # Loading Dynamo takes seconds, and without it no code can be compiled.
     if "torch._dynamo.eval_frame" not in sys.modules:
         yield
         return
@@ -405,34 +392,30 @@ _without_dispatch_modes: Any = _private("torch.utils._python_dispatch._disable_c
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Run ops past all modes of this thread."""
     with DisableTorchFunction(), _without_dispatch_modes():
         yield
 
 
 def let_device_idle(cycles: int) -> None:
-    """Keep the current stream of the current CUDA device idle for so many cycles of its clock."""
+    """Block the current CUDA stream for this many clock cycles."""
     torch.cuda._sleep(cycles)
 
 
 def cublas_workspaces() -> tuple[int, int]:
-    """Return the bytes of workspaces for cuBLAS and cuBLASLt, for each thread and stream with matrix products.
-
-    If PyTorch does not tell, these are the usual sizes.
-    """
+    """Return the bytes of the cuBLAS and cuBLASLt workspaces of each thread and stream."""
     names = ("_ZN2at4cuda22getChosenWorkspaceSizeEv", "_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv")
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
         functions = [getattr(library, name) for name in names]
     except (OSError, AttributeError):
-        return 32 << 20, 1 << 20
+        return 32 << 20, 1 << 20  # the usual sizes
     for function in functions:
         function.restype = ctypes.c_size_t
     return int(functions[0]()), int(functions[1]())
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous uint8 tensor in host memory, writable."""
+    """Return a writable view of the bytes of a contiguous uint8 tensor in host memory."""
     array: Any = tensor.numpy()
     return memoryview(array)
 
@@ -441,24 +424,22 @@ _address: Any = _private("torch._C.TensorBase.data_ptr", otherwise=torch.Tensor.
 
 
 def is_aligned(tensor: torch.Tensor, bytes_: int) -> bool:
-    """Return whether the address of a CPU tensor is a multiple of so many bytes, or it has none.
-
-    Nobody is notified of the look at the address: recorded ops later run with other tensors.
-    """
+    """Return whether the address of a CPU tensor is a multiple of ``bytes_``; True without an address."""
+    # The address is read without modes: recorded ops later run with other tensors.
     if _modes_of_this_thread() > 0 or isinstance(tensor, FakeTensor):
         return True
     return _address(tensor) % bytes_ == 0
 
 
-# What makes a capsule of a tensor; one has a public name, too.
+# Functions that export a tensor as a DLPack capsule.
 DLPACK_EXPORTERS: tuple[Any, ...] = tuple(
     _private(f"torch._C.{name}") for name in ("_to_dlpack", "_to_dlpack_versioned")
 )
 
-# What ``torch.save`` writes files by.
+# The file writer of ``torch.save``.
 FILE_WRITER: Any = _private("torch._C.PyTorchFileWriter")
 
-# Returns a tensor on the same bytes that reads as their negative.
+# Returns a view that reads as the negative of a tensor.
 negative_view: Callable[[torch.Tensor], torch.Tensor] = _private("torch._neg_view")
 
 
@@ -466,13 +447,12 @@ _uses_of_storage: Any = _private("torch._C._storage_Use_Count", Feature.COMPILE)
 
 
 def shares_storage(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor has the same storage."""
-    # The tensor, and the object that asks.
+    # The tensor and the temporary storage object count as two.
     return _uses_of_storage(tensor.untyped_storage()._cdata) > 2
 
 
 def tensor_impl(tensor: torch.Tensor) -> int:
-    """Return the address of PyTorch's own object for a tensor, for native code."""
+    """Return the address of a tensor's C++ object, for native code."""
     return tensor._cdata
 
 
@@ -480,8 +460,8 @@ _tensors_taken: Any = _private("torch._C._aoti.alloc_tensors_by_stealing_from_vo
 
 
 def tensor_at(address: int) -> torch.Tensor:
-    """Return the tensor of an ``at::Tensor`` that native code made with ``new``, and delete that."""
-    # The function of this name for one tensor alone does not delete it.
+    """Return the tensor of an ``at::Tensor*`` that native code made with ``new``, and delete the pointer."""
+    # The variant for a single tensor does not delete it.
     (tensor,) = _tensors_taken([_new_capsule(address, None, None)])
     return tensor
 
@@ -493,7 +473,7 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that an autograd node has saved for backward, without hooks; it may have been changed since."""
+    """A tensor saved by an autograd node without hooks, which may have been modified since."""
 
     tensor: torch.Tensor
     _raw: Any
@@ -501,7 +481,7 @@ class SavedTensor:
     _attribute: str
 
     def is_unchanged(self) -> bool:
-        """Return whether PyTorch would still take it."""
+        """Return whether PyTorch would still accept the tensor in backward."""
         try:
             getattr(self._node, self._attribute)
         except RuntimeError:
@@ -509,7 +489,7 @@ class SavedTensor:
         return True
 
     def replace(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        """Let the node hold what ``pack`` returns instead, and restore the tensor by ``unpack``."""
+        """Register ``pack`` and ``unpack`` as saved-tensor hooks; ``pack`` runs at once."""
         self._raw.register_hooks(pack, unpack)
 
 
@@ -518,39 +498,39 @@ for _name in ("data", "register_hooks", "unpack_hook"):
 
 
 def saved_tensors_of(node: Any | None) -> Iterator[SavedTensor]:
-    """Yield what an autograd node has saved, except tensors with hooks or freed ones."""
+    """Yield the saved tensors of an autograd node, except freed tensors and those with hooks."""
     for saved, unpacked in _names_of_saved(type(node)):
-        held = getattr(node, saved)
-        every = held if isinstance(held, tuple | list) else (held,)
-        # To look at one of a list is to unpack all.
-        if any(raw.unpack_hook is not None for raw in every):
+        value = getattr(node, saved)
+        raws = value if isinstance(value, tuple | list) else (value,)
+        # Reading one tensor of a list unpacks all of them.
+        if any(raw.unpack_hook is not None for raw in raws):
             continue
-        for raw in every:
+        for raw in raws:
             tensor = raw.data
             if tensor is not None:
                 yield SavedTensor(tensor, raw, node, unpacked)
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_of_saved(kind: type) -> tuple[tuple[str, str], ...]:
-    """Return a node type's attributes of saved tensors, and the corresponding unpacked ones."""
-    names = dir(kind)
-    found: list[tuple[str, str]] = []
+def _names_of_saved(node_type: type) -> tuple[tuple[str, str], ...]:
+    """Return pairs of the attributes for raw and unpacked saved tensors."""
+    names = dir(node_type)
+    attributes: list[tuple[str, str]] = []
     for name in names:
         if name.startswith("_raw_saved_"):
             unpacked = name.removeprefix("_raw")
-            found.append((name, unpacked if unpacked in names else unpacked.removeprefix("_")))
-    return tuple(found)
+            attributes.append((name, unpacked if unpacked in names else unpacked.removeprefix("_")))
+    return tuple(attributes)
 
 
-# A PyTorch that was built without collectives has none of these; nothing here is then called.
+# A PyTorch built without collectives has none of these names, and they are then unused.
 def _collective(name: str, *features: Feature) -> Any:
     return _private(name, *features) if _dist.is_available() else None
 
 
 _resolve_group: Any = _collective("torch.distributed.distributed_c10d._resolve_process_group", Feature.COLLECTIVES)
 _finished: Any = _collective("torch._C._distributed_c10d.FakeWork", Feature.COLLECTIVES)
-# The functional collectives: what ``torch.distributed`` calls them, and whether they write to their argument.
+# Functional collectives: their name in ``torch.distributed``, and whether they write to their argument.
 FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional::all_reduce": ("all_reduce", False),
     "_c10d_functional::all_reduce_": ("all_reduce", True),
@@ -564,38 +544,34 @@ FUNCTIONAL_COLLECTIVES = {
 
 
 def gather_into(result: torch.Tensor, tensor: torch.Tensor, group: Any) -> None:
-    """Call ``all_gather_into_tensor`` by its name in this release."""
     getattr(_dist, "all_gather_single", _dist.all_gather_into_tensor)(result, tensor, group=group)
 
 
 def scatter_reduced(result: torch.Tensor, tensor: torch.Tensor, reduction: Any, group: Any) -> None:
-    """Call ``reduce_scatter_tensor`` by its name in this release."""
     getattr(_dist, "reduce_scatter_single", _dist.reduce_scatter_tensor)(result, tensor, reduction, group)
 
 
 def group_named(name: Any) -> Any:
-    """Return the process group that a functional collective names, or is given."""
+    """Return the process group of a functional collective, given as a name or an object."""
     return _resolve_group(name) if isinstance(name, str) else name
 
 
 def unboxed_group(boxed: Any) -> Any:
-    """Return the process group among the arguments of a collective's operator."""
     return _dist.ProcessGroup.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else boxed
 
 
 def finished_work() -> Any:
-    """Return the work object of a collective that is done."""
     return _finished().boxed()
 
 
 def reduction_named(reduction: Any) -> Any:
-    """Convert between a plain reduction and its name, such as "sum"; None if there is none."""
+    """Convert a reduction to its name, such as "sum", or a name to its reduction; None if there is none."""
     names = {name.lower(): getattr(_dist.ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")}
     if isinstance(reduction, str):
         return names.get(reduction)
     boxed: Any = reduction
     kind = boxed.op() if isinstance(reduction, torch.ScriptObject) else reduction
-    return next((name for name, one in names.items() if kind in (one, int(one))), None)
+    return next((name for name, reduction_type in names.items() if kind in (reduction_type, int(reduction_type))), None)
 
 
 for _name in ("_build_params_for_reducer", "_assign_modules_buffers"):
@@ -605,22 +581,21 @@ _buckets_by_size: Any = _collective("torch.distributed._compute_bucket_assignmen
 
 
 def parallel_parameters(model: Any) -> tuple[list[torch.nn.Parameter], list[bool]]:
-    """Return the parameters whose gradients a ``DistributedDataParallel`` reduces, and which are sparse."""
+    """Return the parameters that a ``DistributedDataParallel`` reduces, and whether each is sparse."""
     parameters, sparse = model._build_params_for_reducer()
     return list(parameters), list(sparse)
 
 
 def parallel_buffers(model: Any) -> list[torch.Tensor]:
-    """Return the buffers that a ``DistributedDataParallel`` broadcasts before a forward pass."""
     model._assign_modules_buffers()
     return list(model.modules_buffers)
 
 
 def parallel_limits(model: Any) -> tuple[list[int], list[int]]:
-    """Return the size limits of ``DistributedDataParallel``'s buckets in bytes: at first, and once they are rebuilt."""
-    own: list[int] = list(getattr(model, "bucket_bytes_cap_list", ()))
-    if own:
-        return own, own
+    """Return DDP's bucket limits in bytes, for the first step and after the rebuild."""
+    limits: list[int] = list(getattr(model, "bucket_bytes_cap_list", ()))
+    if limits:
+        return limits, limits
     first = _first_bucket_bytes if model.bucket_bytes_cap_default else model.bucket_bytes_cap
     return [sys.maxsize], [first, model.bucket_bytes_cap]
 
@@ -628,16 +603,13 @@ def parallel_limits(model: Any) -> tuple[list[int], list[int]]:
 def bucket_assignment(
     parameters: list[torch.nn.Parameter], limits: list[int], order: list[int] | None = None
 ) -> list[list[int]]:
-    """Return which parameters ``DistributedDataParallel`` puts together, by their numbers.
-
-    ``order`` are the numbers of the parameters in the order in which gradients come, by default that of ``parameters``.
-    """
-    taken = parameters if order is None else [parameters[index] for index in order]
-    return _buckets_by_size(taken, limits, [False] * len(parameters), order or [])[0]
+    """Return the parameter indices of each DDP bucket; ``order`` is that in which gradients become ready."""
+    ordered = parameters if order is None else [parameters[index] for index in order]
+    return _buckets_by_size(ordered, limits, [False] * len(parameters), order or [])[0]
 
 
-# Settings of a ``DistributedDataParallel`` under which it does not reduce gradients as it does by default: how the
-# setting is told, what it is called in the module, and what it is by default.
+# ``DistributedDataParallel`` settings that change how it reduces gradients: the text for messages, the module's
+# attribute, and the default value.
 PARALLEL_SETTINGS = (
     ("find_unused_parameters=True", "find_unused_parameters", False),
     ("static_graph=True", "static_graph", False),
@@ -651,12 +623,10 @@ PARALLEL_SETTINGS = (
 
 
 def has_rebuilt_buckets(model: Any) -> bool:
-    """Return whether a ``DistributedDataParallel`` has rebuilt its buckets, as it does after its first step."""
     return bool(getattr(model, "_has_rebuilt_buckets", False))
 
 
 def mark_buckets_rebuilt(model: Any) -> None:
-    """Mark a ``DistributedDataParallel``'s buckets as rebuilt."""
     model._has_rebuilt_buckets = True
 
 
@@ -664,7 +634,6 @@ _engine: Any = _private("torch.autograd.Variable._execution_engine", Feature.PAR
 
 
 def at_the_end_of_backward(call: Callable[[], None]) -> None:
-    """Call a function at the end of the running backward pass."""
     _engine.queue_callback(call)
 
 
@@ -678,10 +647,9 @@ _dispatch_key: Any = _private("torch._C._parse_dispatch_key", Feature.HIGHER_ORD
 
 @contextlib.contextmanager
 def without_python_dispatch(name: str) -> Iterator[None]:
-    """Let Python operators skip a dispatch key, such as "Fake", within this context.
+    """Let higher-order operators such as ``torch.cond`` skip a dispatch key such as "Fake".
 
-    Operators such as ``torch.cond`` (``HigherOrderOperator``) choose their kernels themselves, and ignore one that is
-    registered with the dispatcher for all operators.
+    They ignore kernels that are registered with the dispatcher for all operators.
     """
     if names := missing(Feature.HIGHER_ORDER):
         _log.warning("this PyTorch has no %s, so %s do not work", ", ".join(names), Feature.HIGHER_ORDER.value)
@@ -701,16 +669,16 @@ def without_python_dispatch(name: str) -> Iterator[None]:
 
 
 def without_new_versions(tensors: Any) -> contextlib.AbstractContextManager[None]:
-    """Hide in-place changes of tensors from autograd's version check in this context."""
+    """Hide in-place changes of tensors from autograd's version check."""
     return _same_versions(tuple(tensors))
 
 
 class CompilerMissingError(Exception):
-    """There is no C++ compiler for the CPU, or no working Triton for a GPU."""
+    """No C++ compiler for the CPU was found, or no working Triton for the GPU."""
 
 
-# All that Inductor may choose, and what it reads from the environment: fixed, so that a kernel is the same in every
-# process. Those that a release does not have are left out.
+# All choices of Inductor, including those that it reads from the environment, are fixed so that each process gets the
+# same kernel. Options that a release lacks are left out.
 _KERNEL_OPTIONS: dict[str, Any] = {
     "alignment_asserts": False,
     "allow_buffer_reuse": True,
@@ -763,7 +731,7 @@ _KERNEL_OPTIONS: dict[str, Any] = {
 
 @functools.cache
 def _compiler() -> dict[str, Any]:
-    """Load Inductor; importing it takes seconds, so it is done on first use."""
+    """Load Inductor on first use: importing it takes seconds."""
     names = (
         "torch._guards.TracingContext",
         "torch._guards.tracing",
@@ -787,20 +755,21 @@ def compile_traced(
     layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]],
     threads: int,
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Compile a function with Inductor for arguments of these layouts (shape, strides, offset, dtype, device).
+    """Compile a function with Inductor for arguments of the given layouts.
 
-    Its operators write nothing in place, except that the last ones may copy into its arguments. The result takes the
-    arguments as a list, which it empties. Raises ``CompilerMissingError``, and whatever Inductor raises.
+    A layout is (shape, strides, offset, dtype, device). The function must not write in place, except that its last
+    operators may copy into its arguments. The result takes the arguments as a list and empties it. Raises
+    ``CompilerMissingError``, and passes on errors of Inductor.
     """
     compiler = _compiler()
     settings: Any = compiler["config"]
-    known = settings.get_config_copy() if hasattr(settings, "get_config_copy") else settings.shallow_copy_dict()
+    available = settings.get_config_copy() if hasattr(settings, "get_config_copy") else settings.shallow_copy_dict()
     devices = {device.type for *_, device in layouts}
-    wanted = _KERNEL_OPTIONS | {"cpp.threads": threads}
+    requested = _KERNEL_OPTIONS | {"cpp.threads": threads}
     if devices != {"cpu"}:
-        wanted["compile_threads"] = 1  # kernels come one by one: a pool of processes would have nothing to do
-    options = {name: value for name, value in wanted.items() if name in known}
-    # Without an environment of shapes nothing is cached, although all sizes are numbers.
+        requested["compile_threads"] = 1  # kernels are compiled one at a time: a process pool would not help
+    options = {name: value for name, value in requested.items() if name in available}
+    # Inductor caches kernels only with a shape environment, even if all sizes are static.
     mode = FakeTensorMode(shape_env=compiler["ShapeEnv"]())
     with (
         without_modes(),
@@ -811,19 +780,19 @@ def compile_traced(
     ):
         _check_compiler(devices, compiler)
         with mode:
-            given = [_placed(*layout) for layout in layouts]
-            graph = compiler["make_fx"](function, decomposition_table=compiler["select_decomp_table"]())(*given)
+            arguments = [_placed(*layout) for layout in layouts]
+            graph = compiler["make_fx"](function, decomposition_table=compiler["select_decomp_table"]())(*arguments)
         node = next(iter(reversed(graph.graph.nodes)))
         node.meta["user_visible_output_idxs"] = list(range(len(node.args[0])))
         with compiler["V"].set_fake_mode(mode), compiler["tracing"](compiler["TracingContext"](mode)):
-            compiled: Any = compiler["compile_fx_inner"](graph, given, is_inference=True)
+            compiled: Any = compiler["compile_fx_inner"](graph, arguments, is_inference=True)
     return compiled
 
 
 def _placed(
     shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a tensor at an offset in its storage: a kernel for a GPU copies arguments of another alignment."""
+    """Return a tensor at an offset in its storage: GPU kernels copy arguments whose alignment differs."""
     return torch.empty(offset + extent(shape, stride), dtype=dtype, device=device).as_strided(shape, stride, offset)
 
 
@@ -832,7 +801,7 @@ def _check_compiler(devices: set[str], compiler: dict[str, Any]) -> None:
         try:
             compiler["get_cpp_compiler"]()
         except compiler["exc"].InvalidCxxCompiler as error:
-            raise CompilerMissingError("no C++ compiler is there; install g++ or clang++") from error
+            raise CompilerMissingError("no C++ compiler was found; install g++ or clang++") from error
     if devices - {"cpu"}:
         _check_triton(compiler)
 
@@ -841,17 +810,17 @@ def _check_triton(compiler: dict[str, Any]) -> None:
     if not compiler["has_triton_package"]():
         raise CompilerMissingError("Triton is not installed; install the package triton")
     if not compiler["has_triton"]():
-        raise CompilerMissingError("Triton does not know this GPU; it needs compute capability 7.0 or more")
+        raise CompilerMissingError("Triton does not support this GPU; it needs compute capability 7.0 or higher")
     try:
-        compiler["triton_backend"]()  # compiles what calls the driver
+        compiler["triton_backend"]()  # compiles the launcher that calls the driver
     except Exception as error:
-        said = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         raise CompilerMissingError(
-            f"Triton does not start: {type(error).__name__}: {said}. It needs a C compiler and Python's headers, which "
-            "are gcc and python3-dev on Debian"
+            f"Triton does not start: {type(error).__name__}: {reason}. It needs a C compiler and Python's headers "
+            "(packages gcc and python3-dev on Debian)"
         ) from error
 
 
 def force_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor with other strides, in a form that Inductor understands while tracing."""
+    """Return a tensor with other strides by an operator that Inductor can trace."""
     return torch.ops.prims.inductor_force_stride_order.default(tensor, strides)

@@ -1,8 +1,4 @@
-"""Plan steps in a process of its own, so that training goes on at its pace.
-
-A thread would not do: planning holds Python's lock, which training needs for each of its ops. The process has a low
-priority and imports no PyTorch. It does one job after the other, as starting it takes as long as planning a usual step.
-"""
+"""Plan steps in another process of low priority, which does not need the GIL of the training process."""
 
 from __future__ import annotations
 
@@ -31,9 +27,9 @@ from outofcore.refine import refined
 
 _log = logging.getLogger("outofcore")
 
-# A plan takes the place of one that runs if it is quicker by this share of the step.
+# A new plan replaces the running one if it is faster by this share of the step.
 _CLEARLY = 0.01
-# A process that has had no job for so long ends, which gives its memory back: 44 MB and more.
+# An idle process ends after this time to free its memory (at least 44 MB).
 _IDLE_SECONDS = 20.0
 
 _Subject = TypeVar("_Subject")
@@ -41,20 +37,16 @@ _Subject = TypeVar("_Subject")
 
 @dataclass(frozen=True)
 class Running:
-    """A running plan, and its steps.
-
-    ``timelines`` were measured in whole consecutive steps; ``spilled`` are the storages whose copies went to a home and
-    not to the caller's memory.
-    """
+    """The plan that runs now, and its measured steps."""
 
     planned: Planned
-    timelines: tuple[Timeline, ...]
-    spilled: frozenset[int]
+    timelines: tuple[Timeline, ...]  # of whole consecutive steps
+    spilled: frozenset[int]  # storages that were copied to a home and not to the caller's memory
 
 
 @dataclass(frozen=True)
 class PlanJob:
-    """What to plan; the steps of the ``running`` plan first correct the costs."""
+    """A step to plan; steps of the ``running`` plan are used to correct the costs."""
 
     graph: StepGraph
     costs: Costs
@@ -65,27 +57,19 @@ class PlanJob:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a job.
+    """The result of a planning job."""
 
-    Attributes:
-        planned: the best plan, proved; None where there is none, and ``reason`` says why.
-        seconds: that planning took.
-        processor_seconds: processor time of the planning process; with its start, if this was its first job.
-        costs: that it was made with; None: those of the job.
-        is_new: whether it differs from the running plan.
-    """
-
-    planned: Planned | None
-    reason: str
-    seconds: float
-    costs: Costs | None = None
-    is_new: bool = True
-    processor_seconds: float = 0.0
+    planned: Planned | None  # the best valid plan
+    reason: str  # why there is no plan
+    seconds: float  # elapsed planning time
+    costs: Costs | None = None  # corrected costs; None: those of the job
+    is_new: bool = True  # whether the plan differs from the running one
+    processor_seconds: float = 0.0  # CPU time, including the start of the process for its first job
 
 
 @dataclass
 class BackgroundPlanner(Generic[_Subject]):
-    """Plans one job after the other, in a process that ends once it has had no job for a while."""
+    """Runs planning jobs one at a time in a process that ends when it has been idle for a while."""
 
     _subject: _Subject | None = None
     _answer: IO[bytes] | None = field(default=None, repr=False)
@@ -95,46 +79,43 @@ class BackgroundPlanner(Generic[_Subject]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a plan is being made, or waits to be fetched."""
+        """Whether a job is running, or its result has not been polled yet."""
         return self._answer is not None
 
     def start(self, subject: _Subject, job: PlanJob, niceness: int) -> bool:
-        """Begin a job, for which ``poll`` will return ``subject``; return whether a process could be started.
-
-        The process has a ``niceness`` as in ``start_process``. No other job may be under way.
-        """
+        """Start a job, for which ``poll`` will return ``subject``; return False if no process can be started."""
         with contextlib.ExitStack() as opened:
             try:
-                answer = opened.enter_context(tempfile.TemporaryFile())
-                # In a file: a pipe would block this process until the other one reads.
-                with tempfile.TemporaryFile() as given:
-                    pickle.dump(job, given)
-                    given.seek(0)
-                    self._send(given, answer, niceness)
+                answer_file = opened.enter_context(tempfile.TemporaryFile())
+                # A pipe would block this process until the other one reads.
+                with tempfile.TemporaryFile() as job_file:
+                    pickle.dump(job, job_file)
+                    job_file.seek(0)
+                    self._send(job_file, answer_file, niceness)
             except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
-                _log.warning("no process could be started that plans: %s", error)
+                _log.warning("could not start the planning process: %s", error)
                 return False
-            self._subject, self._answer = subject, answer
+            self._subject, self._answer = subject, answer_file
             opened.pop_all()
         return True
 
-    def _send(self, given: IO[bytes], answer: IO[bytes], niceness: int) -> None:
-        """Send a job to the process; start another one if it has ended or has another priority, which it keeps."""
+    def _send(self, job_file: IO[bytes], answer_file: IO[bytes], niceness: int) -> None:
+        """Send a job to the process; start a new process if it has ended or its priority differs."""
         if self._channel is not None and self._niceness == niceness:
             with contextlib.suppress(ConnectionError):
-                _send_files(self._channel, given, answer)
+                _send_files(self._channel, job_file, answer_file)
                 return
         self.close()
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
         with theirs:
-            _send_files(self._channel, given, answer)
+            _send_files(self._channel, job_file, answer_file)
             self._process = start_process(f"{__name__}:main", theirs, niceness=niceness, environment=one_thread)
         self._niceness = niceness
 
     def poll(self) -> tuple[_Subject, Answer] | None:
-        """Return the subject and the answer of the current job; None if it is not done."""
+        """Return the subject and the result of the current job; None if it has not finished."""
         if self._process is None or self._channel is None or self._answer is None or self._subject is None:
             return None
         try:
@@ -158,18 +139,16 @@ class BackgroundPlanner(Generic[_Subject]):
                 self._process.kill()
             status = self._process.wait()
             self.close()
-            answer = Answer(None, f"the process that plans ended with status {status}", 0.0)
+            answer = Answer(None, f"the planning process ended with status {status}", 0.0)
         return subject, answer
 
     def wait(self) -> None:
-        """Wait until ``poll`` has an answer, or nothing is under way."""
         if self._channel is not None and self.is_busy:
             waiting = select.poll()
             waiting.register(self._channel, select.POLLIN)
             waiting.poll()
 
     def close(self) -> None:
-        """Cancel the current job, and end the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -181,12 +160,12 @@ class BackgroundPlanner(Generic[_Subject]):
 
 def _send_files(channel: socket.socket, *files: IO[bytes]) -> None:
     numbers = array("i", [file.fileno() for file in files])
-    # Without a signal: programs may have SIGPIPE end them.
+    # Without SIGPIPE, which ends programs that do not handle it.
     channel.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)], socket.MSG_NOSIGNAL)
 
 
 def plan_job(job: PlanJob) -> Answer:
-    """Return the best plan that the validator passes; the running one, if no other is clearly faster."""
+    """Return the best valid plan; the running one if no other is faster by ``_CLEARLY``."""
     start = time.perf_counter()
     costs, running = job.costs, job.running
     if running is not None:
@@ -204,27 +183,26 @@ def plan_job(job: PlanJob) -> Answer:
 
 
 def main() -> None:
-    """Do the jobs that come by the socket on standard input."""
     with socket.socket(fileno=os.dup(0)) as channel:
         serve(channel, _IDLE_SECONDS)
 
 
 def serve(channel: socket.socket, idle_seconds: float) -> None:
-    """Do the jobs that come by a socket, until none has come for so long or its other end is closed."""
+    """Serve jobs from a socket until it is closed or idle for ``idle_seconds``."""
     channel.settimeout(idle_seconds)
     before = 0.0
     while True:
         try:
-            asked, files, *_ = socket.recv_fds(channel, 1, 2)
+            received, files, *_ = socket.recv_fds(channel, 1, 2)
         except TimeoutError:
-            # Sending a job fails from here on; one that was sent before is still read.
+            # From here on sending fails; a job that is already in the socket is still read.
             channel.shutdown(socket.SHUT_RD)
             continue
-        if not asked:
+        if not received:
             return
-        with os.fdopen(files[0], "rb") as given, os.fdopen(files[1], "wb") as out:
-            answer = plan_job(pickle.load(given))
+        with os.fdopen(files[0], "rb") as job_file, os.fdopen(files[1], "wb") as answer_file:
+            answer = plan_job(pickle.load(job_file))
             now = time.process_time()
-            pickle.dump(replace(answer, processor_seconds=now - before), out)
+            pickle.dump(replace(answer, processor_seconds=now - before), answer_file)
             before = now
         channel.send(b"\0", socket.MSG_NOSIGNAL)

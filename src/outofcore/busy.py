@@ -1,16 +1,8 @@
-"""Tell whether other processes wanted the cores, or a disk, while something was measured.
+"""Detect whether other processes used the cores, or a disk, during a measurement.
 
-Linux counts for each thread how long it was ready to run and waited for a core (``/proc/self/task/*/schedstat``). Where
-no other process computes, that is next to nothing, whatever is measured. A container may hide it. Then the CPU time of
-the calling thread is compared with the time that passed: what computes all the time loses it to others alone. Of a disk
-the bytes of all processes (``/proc/diskstats``) are compared with the own ones (``/proc/self/io``).
-
-A measurement taken while the machine was busy is used, with a mark: how many times in a row it was. It is measured
-again by later processes, up to ``_RETRIES`` times, and after that once a day, so that a machine that is always busy
-does not measure at each start.
-
-Limits: what others take while there are cores to spare (caches, memory bandwidth, clock rate), and what other virtual
-machines take, is not seen.
+Linux counts how long threads wait for a core (``/proc/self/task/*/schedstat``). If a container hides this, CPU time is
+compared with elapsed time. For a disk, the bytes of all processes are compared with those of this process. Contention
+for caches, memory bandwidth and clock rate, and by other virtual machines, is not detected.
 """
 
 from __future__ import annotations
@@ -27,37 +19,31 @@ from typing import Self
 NOTE = "measured while the machine was busy: times may be too long; run it again on a quiet machine"
 
 _PROC = Path("/proc")
-# Threads that waited for cores for more of the time than this share were held up by others.
+# Threads that waited for cores for more than this share of the time were delayed by other processes.
 _DELAYED = 0.05
-# The calling thread was, if it did not run for more than this share, where nothing better is known.
+# Without scheduler statistics: the calling thread was delayed if it did not run for more than this share.
 _AWAY = 0.25
-# Less than this is what waking a few threads takes, or a moment's work of the system.
+# Shorter delays come from waking threads or from the operating system.
 _LEAST_SECONDS = 1e-3
-# Others compute if they do on more than this part of a core, and for longer than the system's ticks may be off.
+# Other processes compute if they use more than this share of a core, for longer than the tick resolution.
 _OTHERS_CORES, _TICKS_SECONDS = 0.25, 0.02
-# A repetition was held up if the thread did not run for this share of it, and for longer than clocks are off.
+# A repetition was delayed if its thread did not run for this share of it, and for longer than the clock resolution.
 _HELD_UP, _CLOCKS_SECONDS = 0.05, 20e-6
-# Others use a disk if they move more than this share of the own bytes, and more than what a file system writes beside.
+# Others use a disk if they move more than this share of this process's bytes, and more than file system metadata.
 _OTHERS_SHARE, _OTHERS_BYTES = 0.2, 8 << 20
 _SECTOR_BYTES = 512
+# Busy measurements are repeated by later processes this many times, then once a day.
 _RETRIES, _RETRY_SECONDS = 3, 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a clock and the system have counted.
+    """Clock and scheduler counters, in seconds."""
 
-    Attributes:
-        seconds: that have passed.
-        cpu_seconds: for which the calling thread ran.
-        delayed_seconds: that threads were ready and waited for a core; None where the system does not say.
-        others_seconds: of all cores, for which other processes ran; None: not known, or not asked for.
-    """
-
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    delayed_seconds: float | None = 0.0
-    others_seconds: float | None = None
+    seconds: float = 0.0  # elapsed
+    cpu_seconds: float = 0.0  # of the calling thread
+    delayed_seconds: float | None = 0.0  # of threads that waited for a core; None if the system does not report it
+    others_seconds: float | None = None  # CPU time of other processes; None if unavailable or not requested
 
     def __add__(self, other: Counters) -> Counters:
         return self._with(other, 1)
@@ -65,53 +51,47 @@ class Counters:
     def __sub__(self, other: Counters) -> Counters:
         return self._with(other, -1)
 
-    def _with(self, other: Counters, sign: int) -> Counters:
-        def known(one: float | None, another: float | None) -> float | None:
-            return None if one is None or another is None else one + sign * another
+    def _with(self, counters: Counters, sign: int) -> Counters:
+        def combine(first: float | None, second: float | None) -> float | None:
+            return None if first is None or second is None else first + sign * second
 
         return Counters(
-            self.seconds + sign * other.seconds,
-            self.cpu_seconds + sign * other.cpu_seconds,
-            known(self.delayed_seconds, other.delayed_seconds),
-            known(self.others_seconds, other.others_seconds),
+            self.seconds + sign * counters.seconds,
+            self.cpu_seconds + sign * counters.cpu_seconds,
+            combine(self.delayed_seconds, counters.delayed_seconds),
+            combine(self.others_seconds, counters.others_seconds),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class DiskCounters:
-    """Bytes that have been read from and written to a disk: by this process, and by all."""
+    """Bytes read from and written to a disk by this process and by all processes."""
 
     own_bytes: int
     all_bytes: int
 
 
 def was_busy(counted: Counters, *, computes: bool = True) -> bool:
-    """Return whether other processes held up what was measured.
-
-    Args:
-        counted: meanwhile.
-        computes: whether the calling thread had no reason to wait, so that its CPU time says something.
-    """
-    others = counted.others_seconds
-    if others is not None and others <= max(_OTHERS_CORES * counted.seconds, _TICKS_SECONDS):
-        return False  # what waited did so for threads of this process
+    """Return whether other processes delayed the measured work; if not ``computes``, its thread may wait."""
+    others_seconds = counted.others_seconds
+    if others_seconds is not None and others_seconds <= max(_OTHERS_CORES * counted.seconds, _TICKS_SECONDS):
+        return False  # threads waited for other threads of this process
     if counted.delayed_seconds is not None:
         return counted.delayed_seconds > max(_DELAYED * counted.seconds, _LEAST_SECONDS)
-    away = counted.seconds - counted.cpu_seconds
-    return computes and away > max(_AWAY * counted.seconds, _LEAST_SECONDS)
+    not_running = counted.seconds - counted.cpu_seconds
+    return computes and not_running > max(_AWAY * counted.seconds, _LEAST_SECONDS)
 
 
 def was_disk_busy(before: DiskCounters | None, after: DiskCounters | None) -> bool:
-    """Return whether other processes used a disk; False where the system does not say."""
     if before is None or after is None:
         return False
-    own = after.own_bytes - before.own_bytes
-    others = after.all_bytes - before.all_bytes - own
-    return others > max(_OTHERS_SHARE * own, _OTHERS_BYTES)
+    own_bytes = after.own_bytes - before.own_bytes
+    other_bytes = after.all_bytes - before.all_bytes - own_bytes
+    return other_bytes > max(_OTHERS_SHARE * own_bytes, _OTHERS_BYTES)
 
 
 def is_due(busy: int, age: float) -> bool:
-    """Return whether to measure again what was ``busy`` times in a row measured on a busy machine, ``age`` seconds ago.
+    """Return whether to repeat a measurement of this age in seconds, busy ``busy`` times in a row.
 
     >>> is_due(0, 1e9), is_due(1, 0.0), is_due(3, 60.0), is_due(4, 60.0), is_due(4, 90_000.0)
     (False, True, True, False, True)
@@ -120,16 +100,12 @@ def is_due(busy: int, age: float) -> bool:
 
 
 def typical_seconds(runs: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds of a repeated computation, given those of each repetition and the CPU time of its thread.
-
-    It is the median of the repetitions that were not held up, or the shortest if all were.
-    """
-    calm = [wall for wall, cpu in runs if wall - cpu <= max(_HELD_UP * wall, _CLOCKS_SECONDS)]
-    return statistics.median(calm) if calm else min(wall for wall, _ in runs)
+    """Return the median elapsed time of undelayed runs, given pairs of elapsed and CPU seconds."""
+    quiet = [wall for wall, cpu in runs if wall - cpu <= max(_HELD_UP * wall, _CLOCKS_SECONDS)]
+    return statistics.median(quiet) if quiet else min(wall for wall, _ in runs)
 
 
 def read_counters(proc: Path = _PROC) -> Counters:
-    """Read the clocks, and the waits of all threads of this process."""
     try:
         tasks = [*(proc / "self" / "task").iterdir()]
     except OSError:
@@ -138,43 +114,42 @@ def read_counters(proc: Path = _PROC) -> Counters:
 
 
 def read_loop_counters(proc: Path = _PROC) -> Counters:
-    """Read the clocks, the waits of the calling thread alone, and for how long other processes ran.
-
-    This is for threads that compute while other threads of their process do, too.
-    """
+    """Read the clocks, the core waits of the calling thread, and the CPU time of other processes."""
     try:
         user, nice, system, *_ = map(int, (proc / "stat").read_text().splitlines()[0].split()[1:])
-        others = (user + nice + system) / os.sysconf("SC_CLK_TCK") - process_time()
+        others_seconds = (user + nice + system) / os.sysconf("SC_CLK_TCK") - process_time()
     except (OSError, ValueError, IndexError):
-        others = None
-    return Counters(perf_counter(), thread_time(), _delayed_seconds([proc / "thread-self"]), others)
+        others_seconds = None
+    return Counters(perf_counter(), thread_time(), _delayed_seconds([proc / "thread-self"]), others_seconds)
 
 
 def _delayed_seconds(tasks: Sequence[Path]) -> float | None:
     nanos = slices = 0
     for task in tasks:
-        # A thread may have ended, or the file be hidden.
+        # The thread may have ended, or a container may hide the file.
         with contextlib.suppress(OSError, ValueError):
             _, delayed, count = map(int, (task / "schedstat").read_bytes().split())
             nanos, slices = nanos + delayed, slices + count
-    return nanos / 1e9 if slices else None  # a kernel that does not count says 0
+    return nanos / 1e9 if slices else None  # 0 from a kernel that does not count
 
 
 def read_disk(folder: Path, proc: Path = _PROC) -> DiskCounters | None:
-    """Read the counters of the disk that has a folder; None where the system does not say."""
+    """Read the counters of the disk that holds a folder; None if the system does not report them."""
     try:
         device = folder.stat().st_dev
-        wanted = [str(os.major(device)), str(os.minor(device))]
+        numbers = [str(os.major(device)), str(os.minor(device))]
         lines = (line.split() for line in (proc / "diskstats").read_text().splitlines())
-        read, written = next((int(line[5]), int(line[9])) for line in lines if line[:2] == wanted)
-        own = dict(line.split(": ") for line in (proc / "self" / "io").read_text().splitlines())
-        return DiskCounters(int(own["read_bytes"]) + int(own["write_bytes"]), _SECTOR_BYTES * (read + written))
+        read, written = next((int(line[5]), int(line[9])) for line in lines if line[:2] == numbers)
+        io_counts = dict(line.split(": ") for line in (proc / "self" / "io").read_text().splitlines())
+        return DiskCounters(
+            int(io_counts["read_bytes"]) + int(io_counts["write_bytes"]), _SECTOR_BYTES * (read + written)
+        )
     except (OSError, ValueError, LookupError, StopIteration):
         return None
 
 
 class Watch:
-    """Counts while it is entered; what it counts adds up."""
+    """A context manager that adds up the counters of the code that runs in it."""
 
     def __init__(self) -> None:
         self.counted = self._begin = Counters()

@@ -1,4 +1,4 @@
-"""Start Python processes that do a piece of work beside this one, and end with it."""
+"""Start Python child processes that end with this one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROGRAM = (
     "from outofcore.child_processes import run; run(*sys.argv[2:])"
 )
 
-_LOWEST = 19  # the lowest priority that niceness gives
+_LOWEST = 19  # the niceness of the lowest priority
 
 
 def start_process(
@@ -30,26 +30,24 @@ def start_process(
     niceness: int = 0,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process that calls ``main`` ("module:function") without arguments, with ``work`` as its standard input.
+    """Start a process that calls ``main`` ("module:function") with ``work`` as its standard input.
 
-    Bytes are passed in a file: a pipe would block this process until the other one reads. ``answer`` receives the
-    standard output. ``niceness`` lowers the priority, 19 to the lowest; with 20 the process runs only where a core is
-    idle. It ends with the thread that starts it.
-    It is in a process group of its own, so that Ctrl-C is for this process alone, but in the same session: Linux
-    balances sessions first and only then looks at priorities (``sched(7)``, autogroups).
-
-    Raises ``OSError`` if no process can be started.
+    ``niceness`` is up to 19, the lowest priority; with 20 the process runs only on idle cores. It ends with the thread
+    that starts it. Raises ``OSError`` if it cannot be started.
     """
+    # Bytes go through a file, since a pipe would block this process until the other one reads. A process group of its
+    # own keeps Ctrl-C away. It stays in this session, since Linux balances sessions before it considers priorities
+    # (``sched(7)``, autogroups).
     with contextlib.ExitStack() as opened:
         if isinstance(work, bytes):
-            given = opened.enter_context(tempfile.TemporaryFile())
-            given.write(work)
-            given.seek(0)
+            stdin = opened.enter_context(tempfile.TemporaryFile())
+            stdin.write(work)
+            stdin.seek(0)
         else:
-            given = work.fileno()
+            stdin = work.fileno()
         return subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), main, str(niceness)],
-            stdin=given,
+            stdin=stdin,
             stdout=subprocess.DEVNULL if answer is None else answer,
             stderr=subprocess.DEVNULL,
             env={**os.environ, **(environment or {})},
@@ -58,14 +56,13 @@ def start_process(
 
 
 def run(main: str, niceness: str) -> None:
-    """Call a function by its name, in the process that was started for it."""
     signal_on_death = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(signal_on_death, signal.SIGKILL)
     if os.getppid() == 1:
         sys.exit(1)
     os.nice(min(int(niceness), _LOWEST))
     if int(niceness) > _LOWEST:
-        with contextlib.suppress(OSError, AttributeError):  # not every system has it, and a sandbox may refuse it
+        with contextlib.suppress(OSError, AttributeError):  # some systems lack it, and sandboxes may forbid it
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     module, _, name = main.partition(":")
     getattr(__import__(module, fromlist=[name]), name)()

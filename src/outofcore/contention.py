@@ -1,11 +1,7 @@
-"""The durations of concurrent instructions, where copies slow each other and ops down.
+"""Simulate how concurrent copies slow each other and ops.
 
-The model: while copies run both ways between the device and a home, each loses the share of its speed in ``Home.lost``;
-while copies run, an op goes at ``1 / (1 + compute_slowdown)``, where the slowdowns of all copies add up. Speeds change
-whenever an instruction starts or ends, and hold in between (processor sharing).
-
-Limits: all ops suffer alike, and copies to one home do not slow those to another; collectives neither slow anything nor
-are slowed.
+Copies in both directions lose the share of their speeds in ``Home.lost``; ops are slowed by the sum of
+``compute_slowdown``. Copies to different homes are independent, and collectives have no contention.
 """
 
 from __future__ import annotations
@@ -16,33 +12,32 @@ from outofcore.costs import Home
 from outofcore.program import Program, Queue, Timeline, Wait, lane_of
 
 _Lane = tuple[Queue, int]
-_OPS = frozenset({Queue.COMPUTE, Queue.COMMUNICATE})  # what belongs to no home
+_OPS = frozenset({Queue.COMPUTE, Queue.COMMUNICATE})  # queues without a home
 
 
 def beside_each_other(program: Program, alone: Timeline, homes: Sequence[Home]) -> Timeline:
-    """Return when each instruction runs under contention.
-
-    ``alone`` has the durations without contention; ``homes`` has one home for each that the program copies to.
-    """
-    # Planners call this often: lanes are numbers, and what runs together is a bit for each.
+    """Return the timeline under contention; ``alone`` has the durations without it."""
+    # Planners call this often: lanes are numbers, and a set of lanes is a bit mask.
     lines: dict[_Lane, list[int]] = {(Queue.COMPUTE, 0): []}
     for index, instruction in enumerate(program.instructions):
         lines.setdefault(lane_of(instruction), []).append(index)
     numbers = {lane: number for number, lane in enumerate(lines)}
     waits = [[(numbers[_lane(w)], w.count) for w in i.waits if _lane(w) in numbers] for i in program.instructions]
-    left = [end - start for start, end in zip(alone.starts, alone.ends, strict=True)]  # seconds at full speed
-    starts, ends = [0.0] * len(left), [0.0] * len(left)
+    remaining = [
+        end - start for start, end in zip(alone.starts, alone.ends, strict=True)
+    ]  # remaining seconds at full speed
+    starts, ends = [0.0] * len(remaining), [0.0] * len(remaining)
     pending = list(lines.values())
-    done = [0] * len(pending)
-    running: dict[int, int] = {}  # the instruction at work on each lane
-    together: dict[int, list[tuple[int, float]]] = {}  # by what runs: each lane, and how many times as long it takes
+    done_counts = [0] * len(pending)
+    running: dict[int, int] = {}  # the running instruction of each lane
+    by_mask: dict[int, list[tuple[int, float]]] = {}  # slowdown factors of the lanes, by the mask of running lanes
     mask, now = 0, 0.0
     while True:
         for lane, line in enumerate(pending):
-            if lane not in running and done[lane] < len(line):
-                index = line[done[lane]]
-                for other, count in waits[index]:
-                    if done[other] < count:
+            if lane not in running and done_counts[lane] < len(line):
+                index = line[done_counts[lane]]
+                for waited_lane, count in waits[index]:
+                    if done_counts[waited_lane] < count:
                         break
                 else:
                     running[lane] = index
@@ -50,22 +45,20 @@ def beside_each_other(program: Program, alone: Timeline, homes: Sequence[Home]) 
                     mask |= 1 << lane
         if not running:
             return Timeline(tuple(starts), tuple(ends), now)
-        stretched = together.get(mask)
-        if stretched is None:
-            stretched = together[mask] = _stretched(
-                [lane for lane in lines if numbers[lane] in running], numbers, homes
-            )
-        step = min([left[running[lane]] * times for lane, times in stretched])
+        factors = by_mask.get(mask)
+        if factors is None:
+            factors = by_mask[mask] = _stretched([lane for lane in lines if numbers[lane] in running], numbers, homes)
+        step = min([remaining[running[lane]] * factor for lane, factor in factors])
         now += step
-        for lane, times in stretched:
+        for lane, factor in factors:
             index = running[lane]
-            if left[index] * times == step:
+            if remaining[index] * factor == step:
                 ends[index] = now
                 del running[lane]
                 mask ^= 1 << lane
-                done[lane] += 1
+                done_counts[lane] += 1
             else:
-                left[index] -= step / times
+                remaining[index] -= step / factor
 
 
 def _lane(wait: Wait) -> _Lane:
@@ -75,18 +68,18 @@ def _lane(wait: Wait) -> _Lane:
 def _stretched(
     running: Sequence[_Lane], numbers: Mapping[_Lane, int], homes: Sequence[Home]
 ) -> list[tuple[int, float]]:
-    """Return the number of each busy lane, and the factor by which its instruction is slowed."""
+    """Return the number of each running lane and the factor by which its instruction is slowed."""
     slowdown = sum(homes[home].compute_slowdown for queue, home in running if queue not in _OPS)
-    found: list[tuple[int, float]] = []
+    factors: list[tuple[int, float]] = []
     for lane in running:
         queue, home = lane
         if queue is Queue.COMPUTE:
-            times = 1.0 + slowdown
+            factor = 1.0 + slowdown
         elif queue is Queue.COMMUNICATE:
-            times = 1.0
+            factor = 1.0
         else:
-            other = Queue.COPY_IN if queue is Queue.COPY_OUT else Queue.COPY_OUT
-            lost = homes[home].lost(out=queue is Queue.COPY_OUT) if (other, home) in running else 0.0
-            times = 1.0 / (1.0 - lost)
-        found.append((numbers[lane], times))
-    return found
+            opposite = Queue.COPY_IN if queue is Queue.COPY_OUT else Queue.COPY_OUT
+            lost = homes[home].lost(out=queue is Queue.COPY_OUT) if (opposite, home) in running else 0.0
+            factor = 1.0 / (1.0 - lost)
+        factors.append((numbers[lane], factor))
+    return factors

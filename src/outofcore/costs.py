@@ -1,4 +1,4 @@
-"""What things cost: seconds and workspace of each op, bytes per second of each link."""
+"""Costs of a step: seconds and workspace of each op, and bytes per second of each link."""
 
 from __future__ import annotations
 
@@ -8,81 +8,64 @@ from math import inf
 from outofcore.errors import GraphError
 from outofcore.graph import StepGraph
 
-# Costs were measured on a busy machine if ops that were take more than this share of the time of all.
+# Costs count as busy if ops measured on a busy machine take more than this share of the compute time.
 _BUSY_SHARE = 0.1
-# The least part of the contention that copies either way bear: with all of it they would stop.
+# The minimum share of the contention in each direction: copies that bear all of it would stop.
 LEAST_PART = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A place for bytes that are not on the device, and the link to it.
+    """A backing store for bytes that are not on the device, and the link to it.
 
-    ``contention`` is what copies both ways take from each other: the shares of their speeds that the two
-    lose while both run, added up, from 0 (two links) to 1 (one link that they share). ``contention_out`` is the part of
-    that which copies out bear: a disk may hold up writing much more than reading. ``compute_slowdown`` is the share by
-    which ops take longer for each copy that runs beside them. ``busy`` is as for ``OpCost``.
+    ``contention`` is the sum of the shares of their speeds that copies out and copies in lose while both run: 0 for
+    separate links, 1 for one shared link. ``contention_out`` is the part of it that copies out bear.
+    ``compute_slowdown`` is the share by which each concurrent copy lengthens an op. ``busy`` is as for ``OpCost``.
     """
 
     name: str  # "host", "disk"
-    bytes: int | None  # capacity; None: no limit worth planning for
-    bytes_per_s_out: float  # device to home, while ops run and nothing is copied the other way
-    bytes_per_s_in: float  # home to device, likewise
-    latency_s: float = 0.0  # per copy, either way
+    bytes: int | None  # capacity; None: unlimited
+    bytes_per_s_out: float  # device to home, while ops run and no copy runs in the other direction
+    bytes_per_s_in: float  # home to device, while ops run and no copy runs in the other direction
+    latency_s: float = 0.0  # per copy, in either direction
     contention: float = 0.0
     compute_slowdown: float = 0.0
     contention_out: float = 0.5
     busy: int = field(default=0, repr=False)
 
     def lost(self, *, out: bool) -> float:
-        """Return the share of their speed that copies one way lose while others run the other way."""
+        """Return the share of their speed that copies lose while copies run in the other direction."""
         return self.contention * (self.contention_out if out else 1 - self.contention_out)
 
     def out_seconds(self, count: int) -> float:
-        """Return the seconds of a copy of ``count`` bytes from the device."""
         return self.latency_s + count / self.bytes_per_s_out
 
     def in_seconds(self, count: int) -> float:
-        """Return the seconds of a copy of ``count`` bytes to the device."""
         return self.latency_s + count / self.bytes_per_s_in
 
 
-# Where no link was measured and it matters only that what leaves has somewhere to go.
+# A home for plans whose times do not matter.
 SOMEWHERE = Home("somewhere", None, 1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What running an op once takes.
-
-    ``workspace_bytes`` is device memory beyond what it reads, writes and creates. ``busy`` is how many times in a row
-    it was measured while the machine was busy with something else, up to the last time.
-    """
+    """The cost of running an op once; ``busy`` counts consecutive measurements on a busy machine."""
 
     seconds: float
-    workspace_bytes: int = 0
+    workspace_bytes: int = 0  # device memory in addition to its storages
     busy: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a graph on one machine.
-
-    Attributes:
-        ops: one for each op of the graph, in order.
-        homes: nearest first; empty where nothing can be offloaded.
-    """
+    """Costs of a graph on one machine: one for each op, and the homes, nearest first."""
 
     ops: tuple[OpCost, ...]
     homes: tuple[Home, ...] = ()
 
     def check(self, graph: StepGraph) -> None:
-        """Refuse costs that do not fit the graph.
-
-        Raises:
-            GraphError: their number differs from that of the ops, one is negative, or what copies take from
-                each other and from ops cannot be.
-        """
+        """Raise ``GraphError`` if the costs do not fit the graph or a value is out of range."""
         if len(self.ops) != len(graph.ops):
             raise GraphError(f"{len(self.ops)} op costs for a graph of {len(graph.ops)} ops")
         for index, cost in enumerate(self.ops):
@@ -92,21 +75,20 @@ class Costs:
             if not 0 <= home.contention <= 1 or not 0 <= home.compute_slowdown < inf:
                 raise GraphError(
                     f"home {home.name} has contention {home.contention} and compute slowdown {home.compute_slowdown}; "
-                    "the one must lie from 0 to 1, and neither may be negative"
+                    "contention must be from 0 to 1, and the slowdown must not be negative"
                 )
             if not LEAST_PART <= home.contention_out <= 1 - LEAST_PART:
                 raise GraphError(
-                    f"home {home.name} has contention_out {home.contention_out}; it must lie from {LEAST_PART} to "
-                    f"{1 - LEAST_PART}, or copies one way would stop while others run the other way"
+                    f"home {home.name} has contention_out {home.contention_out}; it must be from {LEAST_PART} to "
+                    f"{1 - LEAST_PART}, or copies would stop while others run in the other direction"
                 )
 
     @property
     def compute_seconds(self) -> float:
-        """All ops once, one after the other."""
         return sum(cost.seconds for cost in self.ops)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a notable part was measured while the machine was busy with something else."""
+        """Whether more than 10 % of the compute time, or any link, was measured on a busy machine."""
         busy = sum(cost.seconds for cost in self.ops if cost.busy)
         return busy > _BUSY_SHARE * self.compute_seconds or any(home.busy for home in self.homes)

@@ -1,9 +1,7 @@
-"""A quiet end of the interpreter for processes of a group.
+"""Delay the exit of a process with collectives until its threads are idle.
 
-A thread of a process group releases a collective's tensors after it has reported that the collective is done, and needs
-the interpreter for that. If the interpreter is ending by then, Python ends the thread in the middle of C++ code, and
-the process aborts ("terminate called without an active exception") although all its work was done. So such processes
-end only when their other threads are idle.
+A thread that releases the tensors of a finished collective needs the GIL. If the interpreter exits meanwhile, the
+process aborts ("terminate called without an active exception").
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ _SECONDS = 1.0
 
 
 def end_when_threads_rest() -> None:
-    """Delay the end of the interpreter until no other thread of the process runs, or a second has passed."""
+    """Delay the exit of the interpreter until all other threads are idle, for at most a second."""
     atexit.unregister(_wait)
     atexit.register(_wait)
 
@@ -27,21 +25,20 @@ def end_when_threads_rest() -> None:
 def _wait() -> None:
     until = time.monotonic() + _SECONDS
     resting = 0
-    # Twice in a row, for a thread that has just got the interpreter may rest between two pieces of work.
+    # Twice in a row, since a thread may be idle briefly between two pieces of work.
     while resting < 2 and time.monotonic() < until:
-        time.sleep(_ONCE_SECONDS)  # others may have the interpreter meanwhile
+        time.sleep(_ONCE_SECONDS)  # releases the GIL
         resting = 0 if running_threads() else resting + 1
 
 
 def running_threads() -> int:
-    """Return how many other threads of the process run or could run; 0 where the system does not tell."""
     count = 0
-    own = str(threading.get_native_id())
+    own_name = str(threading.get_native_id())
     try:
         for task in _THREADS.iterdir():
-            if task.name != own:
-                # The state follows the name, which is in parentheses and may hold anything.
+            if task.name != own_name:
+                # The state follows the name, which is in parentheses and may contain any character.
                 count += (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
-    except OSError:  # a thread that has ended meanwhile, or another system
+    except OSError:  # the thread has ended meanwhile, or the system has no /proc
         return count
     return count

@@ -1,7 +1,4 @@
-"""Step graphs with their costs as JSON files: format ``outofcore-graph/1``, see docs/graph-format.md.
-
-Graphs can so come from anywhere, and be planned without PyTorch.
-"""
+"""Read and write step graphs with their costs as JSON, see docs/graph-format.md."""
 
 from __future__ import annotations
 
@@ -20,9 +17,8 @@ from outofcore.jsonfile import decode_json, refuse, write_json
 
 FORMAT = "outofcore-graph/1"
 
-# What a file may say. Planning adds up bytes in 64 bits, and solves linear programs in float64, in which numbers from
-# 1e20 on count as infinite.
-Key = Annotated[int, Meta(ge=-(2**62), le=2**62)] | str  # what a file calls a storage
+# Limits of values in a file. Planning sums bytes in 64 bits, and its linear programs treat 1e20 and above as infinite.
+Key = Annotated[int, Meta(ge=-(2**62), le=2**62)] | str  # the id of a storage in a file
 Bytes = Annotated[int, Meta(ge=0, le=2**50)]  # of a storage or a workspace: up to a PiB
 Capacity = Annotated[int, Meta(ge=0, le=2**62)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
@@ -33,21 +29,15 @@ _MOST_SECONDS = 1e9  # of all ops
 
 @dataclass(frozen=True)
 class GraphFile:
-    """What a graph file holds.
+    """The contents of a graph file."""
 
-    Attributes:
-        graph: the step, its storages numbered in the order of the file.
-        costs: of its ops, and the homes.
-        keys: what the file calls each storage, by number.
-    """
-
-    graph: StepGraph
+    graph: StepGraph  # its storages are numbered in file order
     costs: Costs
-    keys: tuple[int | str, ...]
+    keys: tuple[int | str, ...]  # the file's id of each storage, by number
 
     @staticmethod
     def of(graph: StepGraph, costs: Costs) -> GraphFile:
-        """Make a graph file whose storages are called by their numbers.
+        """Return a graph file in which the ids of storages are their numbers.
 
         >>> from outofcore.costs import Costs
         >>> from outofcore.graph import StepGraph, Storage, StorageKind
@@ -105,13 +95,13 @@ class _File(Struct):
 def read_graph(path: Path) -> GraphFile:
     """Read a graph file.
 
-    A storage that no op creates exists before the step. If it is called an activation or an output
-    it becomes an input here, since its contents are new in each step; and what is called an input
-    but created by an op becomes an activation.
+    An activation or output that no op creates becomes an input, since it exists before the step with contents that are
+    new in each step. An input that an op creates becomes an activation.
 
     Raises:
         InputError: the file cannot be read.
-        GraphError: it is not a graph file, a number is out of its range, or the file contradicts itself; says where.
+        GraphError: the file is not a graph file, a number is out of range, or entries contradict each other; the
+            message names the place.
 
     >>> import tempfile
     >>> from outofcore.costs import Costs
@@ -130,13 +120,13 @@ def read_graph(path: Path) -> GraphFile:
                 path, f"$.storages[{number}].id", f"is {storage.id!r}, and so is that of $.storages[{keys[storage.id]}]"
             )
         keys[storage.id] = number
-    for what, total, most in (
+    for field, total, limit in (
         ("storages", sum(storage.bytes for storage in file.storages), _MOST_BYTES),
         ("ops", fsum(op.seconds for op in file.ops), _MOST_SECONDS),
     ):
-        if total > most:
-            unit = "bytes" if what == "storages" else "seconds"
-            refuse(path, f"$.{what}", f"have {total:g} {unit} together; at most {most:g} can be planned for")
+        if total > limit:
+            unit = "bytes" if field == "storages" else "seconds"
+            refuse(path, f"$.{field}", f"have {total:g} {unit} in total; at most {limit:g} can be planned")
     ops = tuple(_op(path, number, op, keys) for number, op in enumerate(file.ops))
     created = {storage for op in ops for storage in op.creates}
     graph = StepGraph(
@@ -169,7 +159,6 @@ def _storage(path: Path, number: int, storage: _Storage, created: bool) -> Stora
 
 
 def _unnamed(key: int | str) -> str:
-    """Return a name for a storage that has none."""
     return key if isinstance(key, str) else ""
 
 
@@ -194,20 +183,15 @@ def _op(path: Path, number: int, op: _Op, keys: Mapping[int | str, int]) -> Op:
     )
 
 
-def _numbers(path: Path, where: str, named: Sequence[int | str], keys: Mapping[int | str, int]) -> tuple[int, ...]:
-    """Return the numbers of storages, each once."""
+def _numbers(path: Path, place: str, named: Sequence[int | str], keys: Mapping[int | str, int]) -> tuple[int, ...]:
     for index, key in enumerate(named):
         if key not in keys:
-            refuse(path, f"{where}[{index}]", f"is {key!r}, and no storage has that id")
+            refuse(path, f"{place}[{index}]", f"is {key!r}, and no storage has that id")
     return tuple(dict.fromkeys(keys[key] for key in named))
 
 
 def write_graph(path: Path, file: GraphFile) -> None:
-    """Write a graph file; read again, it gives an equal graph and equal costs.
-
-    Args:
-        path: the file; through gzip if its name ends in ``.gz``.
-        file: what to write.
+    """Write a graph file, compressed by gzip if its name ends in ``.gz``.
 
     Raises:
         InputError: the file cannot be written.
@@ -222,7 +206,7 @@ def write_graph(path: Path, file: GraphFile) -> None:
     """
     graph, costs, keys = file.graph, file.costs, file.keys
 
-    def named(storages: Sequence[int]) -> tuple[int | str, ...]:
+    def keys_of(storages: Sequence[int]) -> tuple[int | str, ...]:
         return tuple(keys[storage] for storage in storages)
 
     write_json(
@@ -237,10 +221,10 @@ def write_graph(path: Path, file: GraphFile) -> None:
                 _Op(
                     seconds=cost.seconds,
                     name=op.name,
-                    reads=named(op.reads),
-                    mutates=named(op.mutates),
-                    creates=named(op.creates),
-                    discards=named(op.discards),
+                    reads=keys_of(op.reads),
+                    mutates=keys_of(op.mutates),
+                    creates=keys_of(op.creates),
+                    discards=keys_of(op.discards),
                     workspace_bytes=cost.workspace_bytes,
                     rerunnable=op.rerunnable,
                     random=op.random,
@@ -252,7 +236,7 @@ def write_graph(path: Path, file: GraphFile) -> None:
                 )
                 for op, cost in zip(graph.ops, costs.ops, strict=True)
             ),
-            outputs=named(graph.outputs),
+            outputs=keys_of(graph.outputs),
             homes=convert(costs.homes, tuple[_Home, ...], from_attributes=True),
         ),
     )

@@ -1,4 +1,4 @@
-"""JSON files, plain or gzip, read as types by msgspec: every refusal says where in which file."""
+"""Read and write JSON files, plain or gzip; errors name the file and the place in it."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ import msgspec
 from outofcore.errors import GraphError, InputError
 
 _GZIP_MAGIC = b"\x1f\x8b"
-# Up to here a float64 holds every whole number.
+# A float64 represents every whole number up to this one.
 _EXACT = 2.0**53
 
 T = TypeVar("T")
 
 
-def refuse(file: str | Path, where: str, what: str) -> NoReturn:
-    """Raise ``GraphError`` about the value at ``where``, such as "$.ops[3].seconds", in a file."""
-    raise GraphError(f"{file}: {where}: {what}")
+def refuse(file: str | Path, place: str, problem: str) -> NoReturn:
+    """Raise ``GraphError`` about the value at a place in a file, such as "$.ops[3].seconds"."""
+    raise GraphError(f"{file}: {place}: {problem}")
 
 
-def decode_json(path: Path, form: str | None, kind: type[T], *, whole: bool = True) -> T:
-    """Read a JSON file, plain or gzip, as a type, after checking that its key ``format`` is ``form``.
+def decode_json(path: Path, file_format: str | None, kind: type[T], *, whole: bool = True) -> T:
+    """Read a JSON file, plain or gzip, as ``kind``, and check its format unless that is None.
 
-    ``kind``'s annotations give types and ranges. ``whole`` allows whole numbers to be written as 4096.0 or 1e9;
-    otherwise such numbers are read as floats. Raises ``InputError`` if the file cannot be read, and ``GraphError`` that
-    names the wrong value, such as ``$.ops[3].seconds``.
+    If ``whole``, numbers such as 4096.0 are read as ints. Raises ``InputError`` if the file cannot be read, and
+    ``GraphError`` that names an invalid value, such as ``$.ops[3].seconds``.
     """
     value = _parsed(path, _whole_or_float if whole else float)
     if not isinstance(value, dict):
         refuse(path, "$", "must be an object")
     content = cast("dict[str, object]", value)
-    found = content.get("format")
-    if form is not None and found != form:
-        shown = repr(found) if isinstance(found, str | int | float) else "not text"
-        refuse(path, "$.format", f"must be {form!r}, and is {shown}: this is another kind of file, or a newer version")
+    actual_format = content.get("format")
+    if file_format is not None and actual_format != file_format:
+        shown = repr(actual_format) if isinstance(actual_format, str | int | float) else "not text"
+        refuse(
+            path,
+            "$.format",
+            f"must be {file_format!r}, and is {shown}: this is another type of file, or a newer version",
+        )
     return convert_json(content, kind, path)
 
 
 def decode_own_json(path: Path, kind: type[T]) -> T:
-    """Read a JSON file that this library has written for itself as a type: in a fraction of the time, with less said.
-
-    Raises ``InputError`` if the file cannot be read, and ``GraphError`` if it is damaged.
-    """
+    """Read a JSON file that this library has written: faster, with less precise errors."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
@@ -59,24 +59,23 @@ def decode_own_json(path: Path, kind: type[T]) -> T:
         raise GraphError(f"{path}: {error}") from error
 
 
-def convert_json(value: object, kind: type[T], file: str | Path, where: str = "$") -> T:
-    """Convert plain objects at a place in a file to a type; raises ``GraphError`` that names the wrong value."""
+def convert_json(value: object, kind: type[T], file: str | Path, place: str = "$") -> T:
+    """Convert plain objects to a type; raise ``GraphError`` that names the place in the file."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        what, _, place = str(error).replace("`", "").partition(" - at ")
-        refuse(file, where + place.removeprefix("$"), what[0].lower() + what[1:])
+        problem, _, inner = str(error).replace("`", "").partition(" - at ")
+        refuse(file, place + inner.removeprefix("$"), problem[0].lower() + problem[1:])
 
 
 class _Wrong:
-    """Stands in a parsed file for a value that JSON does not have."""
+    """A placeholder for an invalid value."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, problem: str) -> None:
+        self.what = problem
 
 
 def _parsed(path: Path, read_float: Callable[[str], float]) -> object:
-    """Return the content of a file as plain objects."""
     try:
         content = path.read_bytes()
         if content.startswith(_GZIP_MAGIC):
@@ -85,8 +84,8 @@ def _parsed(path: Path, read_float: Callable[[str], float]) -> object:
         raise InputError(f"cannot read {path}: {error}") from error
     wrong: list[_Wrong] = []
 
-    def instead(what: str) -> _Wrong:
-        wrong.append(_Wrong(what))
+    def instead(problem: str) -> _Wrong:
+        wrong.append(_Wrong(problem))
         return wrong[-1]
 
     def number(text: str) -> float | _Wrong:
@@ -94,35 +93,34 @@ def _parsed(path: Path, read_float: Callable[[str], float]) -> object:
         return value if math.isfinite(value) else instead(f"{text} is not a finite number")
 
     def mapping(pairs: list[tuple[str, object]]) -> dict[str, object] | _Wrong:
-        found = dict(pairs)
-        if len(found) == len(pairs):
-            return found
+        unique = dict(pairs)
+        if len(unique) == len(pairs):
+            return unique
         names = [name for name, _ in pairs]
         return instead(f"has the key {next(name for name in names if names.count(name) > 1)!r} twice")
 
     try:
         value = json.loads(content, object_pairs_hook=mapping, parse_float=number, parse_constant=number)
         if b"\\u" in content:
-            json.dumps(value, ensure_ascii=False, default=str).encode()  # half of a pair of surrogates is no text
+            json.dumps(value, ensure_ascii=False, default=str).encode()  # lone surrogates cannot be encoded
     except (ValueError, RecursionError) as error:
         raise GraphError(f"{path} is not JSON: {error}") from error
     if wrong:
-        # A value inside of one that is wrong as well is not found, but then the outer one is.
-        where, what = next(_wrong(value, "$"))
-        refuse(path, where, what)
+        # An invalid value inside another one is not found, but the outer one is.
+        place, problem = next(_wrong(value, "$"))
+        refuse(path, place, problem)
     return value
 
 
-def _wrong(value: object, where: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and description of each wrong value."""
+def _wrong(value: object, place: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, _Wrong):
-        yield where, value.what
+        yield place, value.what
     elif isinstance(value, dict):
         for key, item in cast("dict[str, object]", value).items():
-            yield from _wrong(item, f"{where}.{key}")
+            yield from _wrong(item, f"{place}.{key}")
     elif isinstance(value, list):
         for index, item in enumerate(cast("list[object]", value)):
-            yield from _wrong(item, f"{where}[{index}]")
+            yield from _wrong(item, f"{place}[{index}]")
 
 
 def _whole_or_float(text: str) -> float:
@@ -131,10 +129,7 @@ def _whole_or_float(text: str) -> float:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a JSON file, through gzip if its name ends in ``.gz``; the same content gives the same bytes.
-
-    ``content`` is plain objects, dataclasses or ``msgspec.Struct``. The folder is created. Raises ``InputError``.
-    """
+    """Write plain objects, dataclasses or structs as JSON, by gzip if the name ends in ``.gz``."""
     data = msgspec.json.encode(content) + b"\n"
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
@@ -146,7 +141,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def replace_json(path: Path, content: object) -> None:
-    """Replace a JSON file as a whole: a reader finds the old or the new one. Raises ``InputError`` or OSError."""
+    """Replace a JSON file atomically; raise ``InputError`` or ``OSError``."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".part")
     os.close(descriptor)
     part = Path(name)

@@ -1,8 +1,6 @@
-"""Plans on disk, for compiled steps and eager loops, so that the next process need not make them.
+"""Store plans of compiled steps and eager loops on disk for later processes.
 
-There is one file for each plan, named by a digest of the content that the plan was made for. Costs are no part of it: a
-plan whose costs have changed stays correct, but may be slower. What the documents hold, and what is checked before one
-is used, is up to ``step_plans`` and ``follow.loop_plans``. An unusable folder costs time and nothing else.
+A file is named by a digest of the plan's inputs without the costs: after a change of costs, a plan is still correct.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from outofcore.jsonfile import decode_own_json, refuse, replace_json
 
 _log = logging.getLogger("outofcore")
 
-# Files of one type of document; the least recently used go first.
+# Maximum number of files of one type; the least recently used are deleted.
 _MAX_FILES = 200
 
 
@@ -41,10 +39,7 @@ _Plan = TypeVar("_Plan")
 
 @dataclass(frozen=True)
 class PlanStore(Generic[_Document]):
-    """Documents of one type in a folder; with None it keeps none.
-
-    ``name`` begins the names of their files, ``format`` is theirs.
-    """
+    """A folder with documents of one type; without a folder it is empty."""
 
     folder: Path | None
     name: str
@@ -52,10 +47,7 @@ class PlanStore(Generic[_Document]):
     kind: type[_Document]
 
     def find(self, key: str, check: Callable[[_Document, Path], _Plan]) -> _Plan | None:
-        """Return what ``check`` makes of a stored document; None if there is none.
-
-        One that is damaged, or that ``check`` refuses by an error of this library, is logged and deleted.
-        """
+        """Return the result of ``check`` for the stored document; None if there is no usable document."""
         if self.folder is None:
             return None
         path = self._path(self.folder, key)
@@ -68,36 +60,35 @@ class PlanStore(Generic[_Document]):
             plan = check(document, path)
             os.utime(path)
         except (OutOfCoreError, OSError) as error:
-            _log.warning("a plan that was kept is made anew: %s", error)
+            _log.warning("a stored plan cannot be used and is made again: %s", error)
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
         return plan
 
     def keep(self, key: str, document: _Document) -> None:
-        """Store a document, in place of one that has the same key; a failure is logged, not raised."""
+        """Store a document under a key; log failures."""
         if self.folder is None:
             return
         try:
             folder = private_folder(self.folder)
             replace_json(self._path(folder, key), document)
-            kept = sorted(folder.glob(f"{self.name}-*.json"), key=lambda path: path.stat().st_mtime)
-            for path in kept[:-_MAX_FILES]:
+            paths = sorted(folder.glob(f"{self.name}-*.json"), key=lambda path: path.stat().st_mtime)
+            for path in paths[:-_MAX_FILES]:
                 path.unlink(missing_ok=True)
         except (OutOfCoreError, OSError) as error:
-            _log.info("a plan is not kept for later processes: %s", error)
+            _log.info("a plan could not be stored for later processes: %s", error)
 
     def _path(self, folder: Path, key: str) -> Path:
         return folder / f"{self.name}-{key}.json"
 
 
 def key_of(*content: object) -> str:
-    """Return the key of a plan that was made for some content, which ``repr`` tells apart, by this version."""
+    """Return a key of a plan's inputs, by their ``repr``, and this library version."""
     return hashlib.sha256(repr((library_version(), content)).encode()).hexdigest()[:32]
 
 
 def library_version() -> str:
-    """Return the version of this library; empty if it is not installed."""
     try:
         return metadata.version("outofcore")
     except metadata.PackageNotFoundError:  # run from its source, without being installed

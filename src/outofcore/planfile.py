@@ -1,8 +1,6 @@
-"""Plans with their programs as JSON files: format ``outofcore-plan/1``, see docs/graph-format.md.
+"""Read and write plans with their programs as JSON, see docs/graph-format.md.
 
-The file has the whole program, so that it can be checked without planning again. Objects are written field by field as
-``plan`` and ``program`` declare them, an instruction with the name of its class under ``do``; storages have the graph
-file's names.
+Objects are written field by field; an instruction has its class name under ``do``.
 """
 
 from __future__ import annotations
@@ -27,19 +25,12 @@ _Whole = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 
 @dataclass(frozen=True)
 class PlanFile:
-    """What a plan file holds.
+    """The contents of a plan file."""
 
-    Attributes:
-        budget: bytes of device memory that the user named; ``plan.budget`` is what was left for large blocks.
-        plan: the decisions.
-        program: placed and wired.
-        predicted_step_seconds: as simulated when the file was written.
-    """
-
-    budget: int
+    budget: int  # the user's budget in bytes; ``plan.budget`` is the room for large blocks
     plan: Plan
-    program: Program
-    predicted_step_seconds: float
+    program: Program  # placed and wired
+    predicted_step_seconds: float  # simulated when the file was written
 
 
 class _Gap(Struct):
@@ -123,7 +114,7 @@ class _Program(Struct):
 
 
 class PlanDocument(Struct):
-    """A plan file as it is written."""
+    """The JSON document of a plan file."""
 
     format: str
     budget: Capacity
@@ -133,12 +124,7 @@ class PlanDocument(Struct):
 
 
 def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
-    """Write a plan file; read again, it is equal.
-
-    Args:
-        path: the file; through gzip if its name ends in ``.gz``.
-        file: what to write.
-        keys: what the graph file calls each storage.
+    """Write a plan file, by gzip if its name ends in ``.gz``; ``keys`` are the graph file's ids.
 
     Raises:
         InputError: the file cannot be written.
@@ -154,14 +140,14 @@ def write_plan(path: Path, file: PlanFile, keys: Sequence[int | str]) -> None:
 
 
 def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
-    """Return a plan as a document; ``keys`` are the names of its storages.
+    """Return the JSON document of a plan; ``keys`` are the names of its storages.
 
     >>> document_of(PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5), keys=()).budget
     4096
     """
     plan, program = file.plan, file.program
 
-    def named(storages: Sequence[int]) -> tuple[int | str, ...]:
+    def names_of(storages: Sequence[int]) -> tuple[int | str, ...]:
         return tuple(keys[storage] for storage in storages)
 
     return PlanDocument(
@@ -177,34 +163,35 @@ def document_of(file: PlanFile, keys: Sequence[int | str]) -> PlanDocument:
                 )
                 for d in plan.decisions
             ),
-            named(plan.staying),
+            names_of(plan.staying),
         ),
         _Program(
-            tuple(convert(one, _WRITTEN[type(one)], from_attributes=True) for one in program.instructions),
+            tuple(
+                convert(instruction, _WRITTEN[type(instruction)], from_attributes=True)
+                for instruction in program.instructions
+            ),
             tuple(
                 _Block(b.id, None if b.storage is None else keys[b.storage], b.bytes, b.born, b.dies, b.wraps, b.offset)
                 for b in program.blocks
             ),
             program.arena_bytes,
-            named(program.results),
+            names_of(program.results),
             tuple(_Lodging(keys[lodging.storage], lodging.home) for lodging in program.lodgings),
-            named(program.staying),
-            named(program.clean),
+            names_of(program.staying),
+            names_of(program.clean),
         ),
     )
 
 
 def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
-    """Read a plan file.
+    """Read a plan file, plain or gzip; ``keys`` are the graph file's ids of storages.
 
-    Args:
-        path: the file.
-        keys: what the graph file calls each storage.
+    ``validator.validate`` checks whether its program is correct.
 
     Raises:
         InputError: the file cannot be read.
-        GraphError: it is not a plan file, a number is out of its range, or it names a storage that the graph file has
-            not; says where. Whether the program is right is another question: see ``validator.validate``.
+        GraphError: the file is not a plan file, a number is out of range, or a storage is not in the graph file; the
+            message names the place.
 
     >>> import tempfile
     >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
@@ -217,7 +204,7 @@ def read_plan(path: Path, keys: Sequence[int | str]) -> PlanFile:
 
 
 def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFile:
-    """Return the plan in a document that was read from ``path``; raises ``GraphError`` as ``read_plan``.
+    """Return the plan of a document read from ``path``; raises ``GraphError`` like ``read_plan``.
 
     >>> file = PlanFile(4096, Plan("auto", 4096, ()), Program((), ()), 0.5)
     >>> plan_of(document_of(file, keys=()), (), Path("plan.json")) == file
@@ -226,15 +213,15 @@ def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFi
     numbers = {key: number for number, key in enumerate(keys)}
     plan, program = file.plan, file.program
 
-    def number(key: int | str, where: str) -> int:
+    def number(key: int | str, place: str) -> int:
         if key not in numbers:
             refuse(
-                path, where, f"is {key!r}, and the graph has no storage with that id: is it the plan of another graph?"
+                path, place, f"is {key!r}, but the graph has no storage with that id: is it the plan of another graph?"
             )
         return numbers[key]
 
-    def all_of(named: Sequence[int | str], where: str) -> tuple[int, ...]:
-        return tuple(number(key, f"{where}[{index}]") for index, key in enumerate(named))
+    def all_of(named: Sequence[int | str], place: str) -> tuple[int, ...]:
+        return tuple(number(key, f"{place}[{index}]") for index, key in enumerate(named))
 
     return PlanFile(
         file.budget,
@@ -254,7 +241,10 @@ def plan_of(file: PlanDocument, keys: Sequence[int | str], path: Path) -> PlanFi
             all_of(plan.staying, "$.plan.staying"),
         ),
         Program(
-            tuple(convert(one, _READ[type(one)], from_attributes=True) for one in program.instructions),
+            tuple(
+                convert(instruction, _READ[type(instruction)], from_attributes=True)
+                for instruction in program.instructions
+            ),
             tuple(
                 Block(
                     b.id,

@@ -1,4 +1,4 @@
-"""How a step is planned: the value of ``policy`` in ``compile`` and ``estimate``, and what policies of one's own need.
+"""The values of ``policy`` in ``compile`` and ``estimate``, and the parts of custom policies.
 
 >>> from outofcore.graph import Op, StepGraph, Storage, StorageKind
 >>> from outofcore.costs import Costs, Home, OpCost
@@ -9,7 +9,7 @@
 >>> step = StepGraph(tuple(storages), tuple(ops))
 >>> costs = Costs(tuple(OpCost(1e-3) for _ in ops), (Home("disk", None, 1e9, 1e9),))
 
-A policy is given by name, as text with values for its fields, or as an object; all three are the same here:
+A policy is a name, a name with values of its fields, or an object. These three are equivalent:
 
 >>> from outofcore.planning import plan_step
 >>> for policy in ("window", "window:reach=1.5", Window()):
@@ -18,7 +18,7 @@ A policy is given by name, as text with values for its fields, or as an object; 
 2
 2
 
-A function of graph, costs and bytes of room for blocks of 64 KiB and more is a policy, too:
+A function of the graph, the costs, and the room in bytes for blocks of 64 KiB and more is a policy, too:
 
 >>> def first_map_leaves(graph, costs, room):
 ...     [gap] = [gap for gap in gaps_of(graph, 0) if gap.end > gap.start + 1]
@@ -26,7 +26,7 @@ A function of graph, costs and bytes of room for blocks of 64 KiB and more is a 
 >>> plan_step(step, costs, 5 * mib, first_map_leaves).plan.policy
 'first_map_leaves'
 
-For more than that, such as parameters or several variants, see ``Policy``.
+Policies with parameters or several variants are subclasses of ``Policy``.
 """
 
 from outofcore.analysis import gaps_of, is_fetched

@@ -1,8 +1,6 @@
-"""Devices that need not be here: what they hold, how fast they compute, and how fast bytes reach them.
+"""Devices to simulate: their memory, their speed, and the bandwidth of their link to the host.
 
-Rates are the makers' peaks for dense arithmetic, from their data sheets; link rates are what copies of
-large blocks from pinned memory usually reach, about 80 % of what the link carries. What follows from
-them is an estimate, and every report that uses one says that it is simulated.
+Compute rates are dense peaks from data sheets; link rates are typical for large copies from pinned memory.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from outofcore.units import GIB, format_bytes, parse_bytes
 
 
 class Work(Enum):
-    """What limits the speed of an op."""
+    """The class of an op, which determines its achievable speed."""
 
     CONVOLUTION = "convolution"  # forward and backward
     MATMUL = "matmul"  # products of matrices, batched or not
@@ -26,23 +24,22 @@ class Work(Enum):
 
 
 class Number(Enum):
-    """The number format of products."""
+    """The number format in which an op multiplies."""
 
     FP32 = "fp32"
     TF32 = "tf32"  # fp32 in memory, 10 bits of mantissa in the multiplier; PyTorch's default for convolutions
     HALF = "half"  # fp16 or bf16 with sums in fp32
 
 
-# The share of the peak that arithmetic reaches, on plain cores and on tensor cores, which are harder to feed; and the
-# share of the memory's rate that any op reaches. Assumed, and alike for all devices. A ResNet-50 in bf16, with images
-# in NCHW, took 2.9 times as long on an H200 as these shares say.
+# Assumed shares of the peak rate on plain cores and on tensor cores, and of the memory bandwidth, the same for all
+# devices. A ResNet-50 in bf16 with NCHW images took 2.9 times as long on an H200 as they predict.
 EFFICIENCY = {Work.CONVOLUTION: (0.8, 0.35), Work.MATMUL: (0.85, 0.6), Work.ATTENTION: (0.5, 0.4)}
 STREAMING_EFFICIENCY = 0.8
-# From one kernel's start to the next, where neither has anything to do.
+# Between the starts of two empty kernels.
 LAUNCH_SECONDS = 4e-6
 _LINK_LATENCY_S = 10e-6
-# Of a device by the user's own numbers, where nothing else is said: GB/s of its own memory for each TFLOPS in 16 bits
-# (cards of the last years have 3 to 13), and shares of these TFLOPS in tf32 and fp32.
+# Defaults for a device given by numbers: memory bandwidth in GB/s for each TFLOPS in 16 bits (recent cards have 3 to
+# 13), and the shares of these TFLOPS in tf32 and fp32.
 _GB_PER_TFLOPS, _TF32_SHARE, _FP32_SHARE = 6.0, 0.5, 0.25
 _EXAMPLE = "24GiB, 80 TFLOPS, 25 GB/s"
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]+(?:/s)?)")
@@ -52,39 +49,21 @@ _RATES = {"MB/S": 1e6, "GB/S": 1e9, "GIB/S": float(GIB), "TB/S": 1e12}
 
 @dataclass(frozen=True)
 class Device:
-    """A device with its link to the host.
+    """A device with its link to the host."""
 
-    Attributes:
-        key: what it is called on the command line.
-        name: in full, with its link.
-        memory_bytes: what it holds, less what a context takes.
-        flops: operations a second by number; a number that is absent is computed as fp32.
-        memory_bytes_per_s: of its own memory.
-        out_bytes_per_s: from the device to pinned memory of the host, as copies reach it.
-        in_bytes_per_s: the other way.
-    """
-
-    key: str
-    name: str
-    memory_bytes: int
-    flops: dict[Number, float]
-    memory_bytes_per_s: float
-    out_bytes_per_s: float
-    in_bytes_per_s: float
+    key: str  # its name on the command line
+    name: str  # in full, with its link
+    memory_bytes: int  # usable bytes, without the CUDA context
+    flops: dict[Number, float]  # operations per second; a missing format runs as fp32
+    memory_bytes_per_s: float  # bandwidth of its own memory
+    out_bytes_per_s: float  # rate of copies from the device to pinned host memory
+    in_bytes_per_s: float  # rate of copies from pinned host memory to the device
 
     def home(self) -> Home:
-        """Return the host's memory, without a limit."""
         return Home("host", None, self.out_bytes_per_s, self.in_bytes_per_s, _LINK_LATENCY_S)
 
     def seconds(self, work: Work, number: Number, operations: float, moved_bytes: float) -> float:
-        """Return the seconds of an op: of its arithmetic or its memory traffic, whichever is longer (a roofline).
-
-        Args:
-            work: what kind of op it is.
-            number: what it computes in.
-            operations: additions and multiplications.
-            moved_bytes: read and written in the device's memory.
-        """
+        """Return the roofline seconds of an op with this many operations and bytes of device memory traffic."""
         arithmetic = 0.0
         if work in EFFICIENCY:
             plain, tensor = EFFICIENCY[work]
@@ -96,7 +75,6 @@ class Device:
         return LAUNCH_SECONDS + max(arithmetic, traffic)
 
     def describe(self) -> str:
-        """Describe the device, and how its times are estimated, in one line."""
         shares = ", ".join(f"{work.value} {plain:.0%}/{tensor:.0%}" for work, (plain, tensor) in EFFICIENCY.items())
         return (
             f"{self.name}, {format_bytes(self.memory_bytes)} usable. No op was run: times are estimates from peak "
@@ -116,10 +94,10 @@ def _device(
     tf32: float | None = None,
     half: float | None = None,
 ) -> Device:
-    """Build a device from its data sheet: memory in GiB less half a GiB for the context, rates in GB/s and TFLOP/s."""
-    given = {Number.FP32: fp32, Number.TF32: tf32, Number.HALF: half}
+    """Build a device from data-sheet numbers: GiB (0.5 of which the CUDA context takes), GB/s and TFLOP/s."""
+    rates = {Number.FP32: fp32, Number.TF32: tf32, Number.HALF: half}
     link = link_gb_per_s * 1e9
-    flops = {number: rate * 1e12 for number, rate in given.items() if rate is not None}
+    flops = {number: rate * 1e12 for number, rate in rates.items() if rate is not None}
     return Device(key, name, int((gib - 0.5) * GIB), flops, memory_gb_per_s * 1e9, link, link)
 
 
@@ -146,19 +124,19 @@ def devices() -> tuple[Device, ...]:
         _device("rtx3090-24gb", "NVIDIA RTX 3090 24 GB, PCIe 4", 24, 936, 24.0, fp32=35.6, tf32=35.6, half=71),
         _device("rtx4090-24gb", "NVIDIA RTX 4090 24 GB, PCIe 4", 24, 1008, 24.0, fp32=82.6, tf32=82.6, half=165),
         _device("rtx5090-32gb", "NVIDIA RTX 5090 32 GB, PCIe 5", 32, 1792, 50.0, fp32=104.8, tf32=104.8, half=209.5),
-        # Its clock depends on the power that a laptop grants: here at 1,695 MHz, which 120 W allow.
+        # Its clock depends on the laptop's power limit: here 1,695 MHz at 120 W.
         _device("laptop-rtx4090-16gb", "NVIDIA RTX 4090 Laptop 16 GB, PCIe 4", 16, 576, 24.0, fp32=33.0, half=66.0),
     )
 
 
 def device(name: str) -> Device:
-    """Return a preset by its key, or by a unique beginning of it such as "h100"; or a device by its numbers.
+    """Return a preset by its key or a unique prefix of it such as "h100", or a device by its numbers.
 
-    Numbers are its usable memory, its dense peak in 16 bits, the rate of copies from and to the host, and if you like
-    that of its own memory: without it 6 GB/s for each TFLOPS. In tf32 it computes half as fast, in fp32 a quarter.
+    The numbers are usable memory, the dense 16-bit peak, the rate of copies from and to the host, and optionally the
+    memory bandwidth (default: 6 GB/s for each TFLOPS). The peaks in tf32 and fp32 are a half and a quarter.
 
     Raises:
-        InputError: there is no such preset, or more than one; or the numbers cannot be read.
+        InputError: no preset or several match, or the numbers cannot be parsed.
 
     >>> device("h100").name
     'NVIDIA H100 SXM 80 GB, PCIe 5'
@@ -171,59 +149,59 @@ def device(name: str) -> Device:
     """
     if "," in name:
         return _by_numbers(name)
-    known, key = devices(), name.lower().replace(" ", "").replace("_", "-")
+    presets, key = devices(), name.lower().replace(" ", "").replace("_", "-")
     # "a10" is not an A100, and people leave "rtx" out.
     for beginning in (f"{key}-", key, f"rtx{key}") if key else ():
-        found = [preset for preset in known if f"{preset.key}-".startswith(beginning)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise InputError(f"{name!r} fits several devices; choose one of {', '.join(d.key for d in found)}")
-    names = ", ".join(d.key for d in known)
+        matches = [preset for preset in presets if f"{preset.key}-".startswith(beginning)]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise InputError(f"{name!r} matches several devices; choose one of {', '.join(d.key for d in matches)}")
+    names = ", ".join(d.key for d in presets)
     raise InputError(
-        f"{name!r} is no device; choose cpu or cuda for one that is here, or to simulate one of {names}; or give the "
-        f"numbers of another, such as {_EXAMPLE!r}"
+        f"{name!r} is no device; choose cpu or cuda for a device of this machine, or one of {names} to simulate it; "
+        f"or give the numbers of another device, such as {_EXAMPLE!r}"
     )
 
 
 def _by_numbers(text: str) -> Device:
-    """Return the device that somebody describes by its numbers."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) not in (3, 4) or (len(parts) == 4 and not parts[3].endswith("memory")):
         raise InputError(
-            f"cannot read {text!r} as a device: it takes its memory, its TFLOPS and the rate of its link to the host, "
-            f"such as {_EXAMPLE!r}, and then if you like the rate of its own memory, such as '1000 GB/s memory'"
+            f"cannot read {text!r} as a device: give its memory, its TFLOPS and the rate of its link to the host, such "
+            f"as {_EXAMPLE!r}, and optionally its memory bandwidth, such as '1000 GB/s memory'"
         )
     memory = parse_bytes(parts[0])
     flops = _quantity(text, parts[1], _FLOPS, "TFLOPS, such as '80 TFLOPS'")
     link = _quantity(text, parts[2], _RATES, "the rate of the link to the host, such as '25 GB/s'")
-    own = flops / 1e12 * _GB_PER_TFLOPS * 1e9
+    memory_rate = flops / 1e12 * _GB_PER_TFLOPS * 1e9
     if len(parts) == 4:
-        own = _quantity(text, parts[3].removesuffix("memory").strip(), _RATES, "a rate, such as '1000 GB/s memory'")
+        memory_rate = _quantity(
+            text, parts[3].removesuffix("memory").strip(), _RATES, "a rate, such as '1000 GB/s memory'"
+        )
     rates = {Number.HALF: flops, Number.TF32: flops * _TF32_SHARE, Number.FP32: flops * _FP32_SHARE}
     name = (
         f"a device by its numbers: {flops / 1e12:g} TFLOPS in 16 bits ({_TF32_SHARE:.0%} of that in tf32, "
-        f"{_FP32_SHARE:.0%} in fp32), {link / 1e9:g} GB/s to the host, {own / 1e9:g} GB/s of its own memory"
+        f"{_FP32_SHARE:.0%} in fp32), {link / 1e9:g} GB/s to the host, {memory_rate / 1e9:g} GB/s memory bandwidth"
     )
-    return Device(text, name, memory, rates, own, link, link)
+    return Device(text, name, memory, rates, memory_rate, link, link)
 
 
-def _quantity(text: str, part: str, units: dict[str, float], wanted: str) -> float:
+def _quantity(text: str, part: str, units: dict[str, float], expected: str) -> float:
     match = _QUANTITY.fullmatch(part)
     unit = None if match is None else units.get(match[2].upper())
     if match is None or unit is None or not 0 < float(match[1]) < 1e6:
         raise InputError(
-            f"cannot read {part!r} in the device {text!r}: here stands {wanted}; a device is described such as "
-            f"{_EXAMPLE!r}"
+            f"cannot read {part!r} in the device {text!r}: expected {expected}; an example of a device is {_EXAMPLE!r}"
         )
     return float(match[1]) * unit
 
 
 def simulated(name: str | None) -> Device | None:
-    """Return the device that a name or numbers describe; None for a real one ("cpu", "cuda" or "cuda:0") or None.
+    """Return the device that a name or numbers describe; None for a real device such as "cuda:0".
 
     Raises:
-        InputError: it is neither.
+        InputError: the name is not a device.
 
     >>> simulated("cuda:1") is None
     True

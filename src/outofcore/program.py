@@ -1,13 +1,7 @@
 """The program: a plan as one flat list of instructions on queues.
 
-The simulator, the validator and the executor all interpret this list. A queue runs its
-instructions one after the other; between queues nothing is ordered but by the waits. There is one
-queue of ops, one of collectives, and for each home one of copies out and one of copies in: links to different homes
-work side by side. The order of collectives is that of the graph, whatever the plan; so processes that run one graph
-by different plans run the same collectives in the same order.
-
-The program is one step in its steady state: blocks that wrap hold their bytes from the end of one
-step to the start of the next. All queues are empty when a step ends.
+A queue runs its instructions one after the other; only waits order instructions of different queues. Collectives run in
+graph order under every plan. The program is one steady-state step; all queues are empty when it ends.
 """
 
 from __future__ import annotations
@@ -17,20 +11,17 @@ from enum import Enum
 
 
 class Queue(Enum):
-    """Who runs an instruction."""
+    """The queue that runs an instruction."""
 
     COMPUTE = "compute"  # the ops
     COPY_OUT = "copy-out"  # device to home
     COPY_IN = "copy-in"  # home to device
-    COMMUNICATE = "communicate"  # the collectives, which other processes run as well
+    COMMUNICATE = "communicate"  # the collectives, which other processes run, too
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Start no sooner than ``count`` instructions of ``queue`` are done in this step.
-
-    Of the queues of copies, the one of the link to ``home``.
-    """
+    """Start only after ``count`` instructions of a queue, or of a home's copy queue, have ended."""
 
     queue: Queue
     count: int
@@ -39,17 +30,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run an op on blocks.
+    """Run an op on a block for each storage of ``op.touched``, in that order, and a workspace.
 
-    ``blocks`` has one block for each storage of ``op.touched``, in that order; ``workspace`` is the
-    block for scratch memory, or None.
-
-    ``again``: the op has run before in this step, and runs once more to make what it made then. Its
-    blocks hold what they held the first time, whatever versions of the storages there are by now; in a
-    block of a storage that it writes but does not read, or that it ``discards``, lies anything. A random
-    op draws the same numbers as the first time, and its generator goes on as if it had not run.
-
-    ``communicates``: the op is a collective, and runs on the queue of those.
+    If ``again``, it recomputes results of its first run in this step, from the same versions and random numbers. Blocks
+    of storages that it writes without reading, or ``discards``, may hold any bytes then.
     """
 
     op: int
@@ -65,7 +49,7 @@ class CopyOut:
     """Copy a block to the storage's slot at a home."""
 
     block: int
-    version: int  # how often the storage has been written in this step when its bytes leave
+    version: int  # how often the storage has been written in this step at the copy
     waits: tuple[Wait, ...] = ()
     home: int = 0  # index into ``Costs.homes``
 
@@ -84,14 +68,13 @@ Instruction = Run | CopyOut | CopyIn
 
 
 def queue_of(instruction: Instruction) -> Queue:
-    """Return the queue that an instruction runs on."""
     if isinstance(instruction, Run):
         return Queue.COMMUNICATE if instruction.communicates else Queue.COMPUTE
     return Queue.COPY_OUT if isinstance(instruction, CopyOut) else Queue.COPY_IN
 
 
 def lane_of(instruction: Instruction) -> tuple[Queue, int]:
-    """Return the queue that an instruction runs on, and for copies the home to whose link that queue belongs."""
+    """Return the queue of an instruction, and the home of a copy (0 for an op)."""
     return queue_of(instruction), 0 if isinstance(instruction, Run) else instruction.home
 
 
@@ -99,17 +82,14 @@ def lane_of(instruction: Instruction) -> tuple[Queue, int]:
 class Block:
     """Device bytes held for one stay of a storage, or for the workspace of one op.
 
-    Several blocks may hold one storage at once, at different versions: what runs again works on copies.
-
-    The bytes are held from instruction ``born`` up to, but not including, instruction ``dies``
-    (indices into ``Program.instructions``). If ``wraps``, the block is held at the end of the step as
-    well as at its start: over [born, end) and [0, dies), where ``dies <= born``, or over the whole
-    step where ``born = dies = 0``.
+    They are held from instruction ``born`` up to, but not including, instruction ``dies`` (indices into
+    ``Program.instructions``). A block that ``wraps`` is held across the end of the step: over [born, end) and over
+    [0, dies), where ``dies <= born``, or over the whole step if ``born = dies = 0``.
     """
 
     id: int  # its index in ``Program.blocks``
     storage: int | None  # None: workspace
-    bytes: int  # rounded up as the arena places it
+    bytes: int  # rounded up to the arena's granularity
     born: int
     dies: int
     wraps: bool = False
@@ -118,7 +98,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Lodging:
-    """Where a persistent storage lies from step to step when it is not on the device."""
+    """The home that holds a persistent storage between steps while it is not on the device."""
 
     storage: int
     home: int  # index into ``Costs.homes``
@@ -129,18 +109,14 @@ class Program:
     """One step, ready to be simulated, validated and executed.
 
     Attributes:
-        instructions: in program order. The order on each queue is theirs.
+        instructions: in program order; each queue runs its own in this order.
         blocks: each at the index that is its id.
         arena_bytes: the end of the highest placed block.
-        results: the storages whose home holds the up-to-date bytes when the step ends: every
-            output that does not stay, and every persistent storage that no wrapping block holds.
-        lodgings: the persistent storages whose home is not the first. Everything else that is seen between
-            two steps, inputs and outputs among it, is found at the first home.
-        clean: persistent storages that a wrapping block holds and no op writes, and whose home (that of their
-            lodging, else the first) holds the same bytes when a step starts: so they leave without a copy. The executor
-            sees to that, by writing there what the user has changed between two steps.
-        staying: gradients that the step leaves in a block, which is held to the end of the step. They are seen
-            there until the next step begins, and its bytes are free from then on.
+        results: storages whose home is up to date when the step ends.
+        lodgings: persistent storages whose home is not the first; all other storages use the first home.
+        clean: persistent storages in wrapping blocks that no op writes. Their home is up to date when a step starts, so
+            they are evicted without a copy; the executor updates it if the user changes them.
+        staying: created gradients that stay in a block until the next step begins.
     """
 
     instructions: tuple[Instruction, ...]
@@ -154,14 +130,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each instruction of a program ran, simulated or measured.
+    """The start and end of each instruction, simulated or measured, in seconds from the start of the step."""
 
-    Attributes:
-        starts: seconds from the start of the step, one per instruction, in program order.
-        ends: likewise.
-        step_seconds: from the start of the step to the end of its last instruction.
-    """
-
-    starts: tuple[float, ...]
+    starts: tuple[float, ...]  # in program order
     ends: tuple[float, ...]
-    step_seconds: float
+    step_seconds: float  # to the end of the last instruction

@@ -1,9 +1,4 @@
-"""Decide whether a new plan may run: only if ``validator.validate`` passes it.
-
-The validator shares no code with planning and lowering, so a plan that fails is a fault of this library: it is reported
-with a file to send, and the next candidate is tried. Stored plans (``step_plans``) and from other processes
-(``peers``) go to the validator directly, as there is no next candidate.
-"""
+"""Run only plans that the validator accepts; log each rejected plan as a bug of this library."""
 
 from __future__ import annotations
 
@@ -26,9 +21,9 @@ _log = logging.getLogger("outofcore")
 
 
 def proved(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Planned]) -> Planned:
-    """Return the first candidate, best first, that the validator passes; later ones are generated only if needed.
+    """Return the first valid candidate; ``budget`` is in bytes of the arena.
 
-    ``budget`` is the bytes of the arena. Raises ``BudgetError`` without candidates, ``ValidationError`` if none passes.
+    Raises ``BudgetError`` without candidates, ``ValidationError`` if all are invalid.
     """
     failures: list[str] = []
     plans = iter(candidates)
@@ -46,7 +41,7 @@ def proved(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Pla
         except ValidationError as error:
             failures.append(f"by {planned.plan.policy}: {error}")
             _log.error(
-                "a plan by %s broke a promise, and is not run: %s. This is a fault of outofcore and not yours: please "
+                "the validator rejected a plan by %s, which will not run: %s. This is a bug in outofcore: please "
                 "report it with %s",
                 planned.plan.policy,
                 error,
@@ -54,17 +49,16 @@ def proved(graph: StepGraph, costs: Costs, budget: int, candidates: Iterable[Pla
             )
         else:
             if failures:
-                _log.warning("the step goes on with another plan, by %s", planned.plan.policy)
+                _log.warning("the step uses another plan, by %s", planned.plan.policy)
             return planned
     raise ValidationError(
-        f"none of the {len(failures)} plans that were found keeps its promises ({'; '.join(failures)}). This is a "
-        "fault of outofcore and not yours: please report it with the files that the log names, and try another "
-        "budget meanwhile"
+        f"no plan is valid: the validator rejected {len(failures)} plans ({'; '.join(failures)}). This is a bug in "
+        "outofcore: please report it with the files that the log names, and try another budget"
     )
 
 
 def _evidence(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> str:
-    """Write what is needed to investigate a plan; return the file, or why there is none."""
+    """Write the graph and the plan to a file; return its name, or the reason for its absence."""
     keys = GraphFile.of(graph, costs).keys
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -77,5 +71,5 @@ def _evidence(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> 
                 for part in parts:
                     archive.write(part, part.name)
     except (OSError, InputError) as error:
-        return f"what you ran (its graph and plan could not be written: {error})"
+        return f"your program (its graph and plan could not be written: {error})"
     return name

@@ -1,8 +1,7 @@
-"""Simulate a program: the times of its instructions under measured costs, without running them.
+"""Simulate when the instructions of a program run, given measured costs.
 
-A queue runs its instructions one after the other; an instruction starts when its queue is free and its waits are
-satisfied. Links are independent, and copies do not slow ops down, unless a home says otherwise (``Home.contention``,
-``Home.compute_slowdown``): see ``contention``.
+An instruction starts when its queue is free and its waits are satisfied. Links are independent and copies do not slow
+ops, unless a home has ``contention`` or ``compute_slowdown``.
 """
 
 from __future__ import annotations
@@ -19,28 +18,25 @@ from outofcore.program import Block, CopyOut, Instruction, Program, Queue, Run, 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Time for which the compute queue stood still."""
+    """A period in which the compute queue was idle."""
 
     instruction: int  # index of the instruction that started late
-    seconds: float  # from the end of the compute instruction before it (or the start of the step) to its start
-    waits_for: int | None  # index of what it waited on; None: nothing it waits on explains it (measured timelines)
+    seconds: float  # from the end of the previous compute instruction, or the start of the step, to its start
+    waits_for: (
+        int | None
+    )  # index of the instruction that it waited for; None: no wait explains the stall (measured timelines)
 
 
 def simulate(graph: StepGraph, costs: Costs, program: Program) -> Timeline:
-    """Simulate a program: return when each of its instructions would run.
+    """Return the simulated start and end of each instruction.
 
-    Args:
-        graph: the step that the program was made from.
-        costs: seconds of its ops and rates of its homes.
-        program: placed or not; it need not be valid, but its op, block and storage ids must be.
-
-    If the costs name no home, inputs and outputs are copied in no time: they are the caller's affair.
+    The program may be invalid, but its ids must be valid. Without homes, copies of inputs and outputs take no time.
 
     Raises:
-        ValidationError: the waits can never all be satisfied, or a copy has no home to go to.
+        ValidationError: the program deadlocks, or a copy has no home.
     """
     try:
-        # Waits of a valid program point backwards, so that program order is an order to compute in.
+        # Waits of a valid program point backwards, so program order is a valid evaluation order.
         timeline = _times(graph, costs, program, range(len(program.instructions)))
     except _ForwardWaitError:
         timeline = _times(graph, costs, program, _runnable_order(program))
@@ -50,61 +46,63 @@ def simulate(graph: StepGraph, costs: Costs, program: Program) -> Timeline:
 
 
 class _ForwardWaitError(Exception):
-    """An instruction waits on one that the order has not come to yet."""
+    """An instruction waits for a later one in the evaluation order."""
 
 
 def _times(graph: StepGraph, costs: Costs, program: Program, order: Iterable[int]) -> Timeline:
-    # This loop is what planners spend their time in: locals, identity tests, no hashing of enums.
+    # Planners spend most of their time in this loop: it uses locals and identity tests, and hashes no enums.
     instructions, blocks, storages, homes = program.instructions, program.blocks, graph.storages, costs.homes
     op_costs = costs.ops
     compute, copy_out, communicate = Queue.COMPUTE, Queue.COPY_OUT, Queue.COMMUNICATE
     starts = [0.0] * len(instructions)
     ends = [0.0] * len(instructions)
-    # Without homes, only what the caller hands in and gets back is copied, and that takes no time.
+    # Without homes, only inputs and outputs are copied, in no time.
     callers = frozenset[int]() if homes else _of_callers(graph)
-    # Element k: when k instructions of the queue are done. Of copies, a queue for each home.
-    run_done, sent_done = [0.0], [0.0]
-    outs_done, ins_done = ([[0.0] for _ in range(max(len(homes), 1))] for _ in range(2))
+    # Element k: when k instructions of the queue have ended. Each home has its own queues of copies.
+    run_ends, sent_ends = [0.0], [0.0]
+    out_ends, in_ends = ([[0.0] for _ in range(max(len(homes), 1))] for _ in range(2))
     for index in order:
         instruction = instructions[index]
         if isinstance(instruction, Run):
             seconds = op_costs[instruction.op].seconds
-            done = sent_done if instruction.communicates else run_done
+            lane_ends = sent_ends if instruction.communicates else run_ends
         else:
             storage = blocks[instruction.block].storage
             at = instruction.home
-            if storage is None or not (homes or storage in callers) or not 0 <= at < len(outs_done):
+            if storage is None or not (homes or storage in callers) or not 0 <= at < len(out_ends):
                 raise _homeless(index, instruction, storage)
             home = homes[at] if homes else None
             if isinstance(instruction, CopyOut):
                 seconds = home.out_seconds(storages[storage].bytes) if home else 0.0
-                done = outs_done[at]
+                lane_ends = out_ends[at]
             else:
                 seconds = home.in_seconds(storages[storage].bytes) if home else 0.0
-                done = ins_done[at]
-        start = done[-1]
+                lane_ends = in_ends[at]
+        start = lane_ends[-1]
         for wait in instruction.waits:
             queue = wait.queue
             if queue is compute:
-                others = run_done
+                waited_ends = run_ends
             elif queue is communicate:
-                others = sent_done
+                waited_ends = sent_ends
             else:
-                others = (outs_done if queue is copy_out else ins_done)[wait.home]
-            if wait.count >= len(others):
+                waited_ends = (out_ends if queue is copy_out else in_ends)[wait.home]
+            if wait.count >= len(waited_ends):
                 raise _ForwardWaitError
-            ready = others[wait.count]
+            ready = waited_ends[wait.count]
             if ready > start:  # noqa: PLR1730  (max() costs a call in the innermost loop)
                 start = ready
         end = start + seconds
         starts[index] = start
         ends[index] = end
-        done.append(end)
-    return Timeline(tuple(starts), tuple(ends), max(done[-1] for done in (run_done, sent_done, *outs_done, *ins_done)))
+        lane_ends.append(end)
+    return Timeline(
+        tuple(starts), tuple(ends), max(lane_ends[-1] for lane_ends in (run_ends, sent_ends, *out_ends, *in_ends))
+    )
 
 
 def busiest_seconds(graph: StepGraph, costs: Costs, program: Program) -> float:
-    """Return the seconds of the busiest queue, a lower bound of the step; the program need not be placed."""
+    """Return the busy seconds of the busiest queue, a lower bound of the step."""
     busy: dict[tuple[Queue, int], float] = {}
     for instruction in program.instructions:
         if isinstance(instruction, Run):
@@ -121,7 +119,6 @@ def busiest_seconds(graph: StepGraph, costs: Costs, program: Program) -> float:
 
 
 def recompute_seconds(costs: Costs, program: Program) -> float:
-    """Return the seconds of recomputed ops in a step."""
     return sum(costs.ops[i.op].seconds for i in program.instructions if isinstance(i, Run) and i.again)
 
 
@@ -130,60 +127,64 @@ def _of_callers(graph: StepGraph) -> frozenset[int]:
 
 
 def _homeless(index: int, instruction: Instruction, storage: int | None) -> ValidationError:
-    what = "out of" if isinstance(instruction, CopyOut) else "into"
+    direction = "out of" if isinstance(instruction, CopyOut) else "into"
     if storage is None:
-        return ValidationError(f"instruction {index} copies {what} a workspace block, which no storage owns")
+        return ValidationError(f"instruction {index} copies {direction} a workspace block, which belongs to no storage")
     return ValidationError(
-        f"instruction {index} copies {what} a block of storage {storage}, but the costs name no home for it; "
+        f"instruction {index} copies {direction} a block of storage {storage}, but the costs name no home for it; "
         "add one to Costs.homes or keep everything on the device"
     )
 
 
 def _runnable_order(program: Program) -> list[int]:
-    """Return an order in which every instruction follows those it waits on and those before it on its queue."""
+    """Return an order in which each instruction follows its waits and its predecessors on its queue."""
     lines = _lanes(program)
-    done = dict.fromkeys(lines, 0)
+    done_counts = dict.fromkeys(lines, 0)
     order: list[int] = []
     moved = True
     while moved:
         moved = False
         for queue, line in lines.items():
-            while done[queue] < len(line):
-                index = line[done[queue]]
-                if any(wait.count > done.get((wait.queue, wait.home), 0) for wait in program.instructions[index].waits):
+            while done_counts[queue] < len(line):
+                index = line[done_counts[queue]]
+                if any(
+                    wait.count > done_counts.get((wait.queue, wait.home), 0)
+                    for wait in program.instructions[index].waits
+                ):
                     break
                 order.append(index)
-                done[queue] += 1
+                done_counts[queue] += 1
                 moved = True
     if len(order) < len(program.instructions):
-        raise ValidationError(f"the program deadlocks: {_blockers(program, lines, done)}")
+        raise ValidationError(f"the program deadlocks: {_blockers(program, lines, done_counts)}")
     return order
 
 
 def _lanes(program: Program) -> dict[tuple[Queue, int], list[int]]:
-    """Return the instructions of each queue, in order."""
     lines: dict[tuple[Queue, int], list[int]] = {(queue, 0): [] for queue in Queue}
     for index, instruction in enumerate(program.instructions):
         lines.setdefault(lane_of(instruction), []).append(index)
     return lines
 
 
-def _blockers(program: Program, lines: dict[tuple[Queue, int], list[int]], done: dict[tuple[Queue, int], int]) -> str:
-    """Describe for each queue that is stuck the instruction at its head and what that waits for."""
+def _blockers(
+    program: Program, lines: dict[tuple[Queue, int], list[int]], done_counts: dict[tuple[Queue, int], int]
+) -> str:
+    """Describe the instruction at the head of each blocked queue and the instruction that it waits for."""
     parts: list[str] = []
     for queue, line in lines.items():
-        if done[queue] == len(line):
+        if done_counts[queue] == len(line):
             continue
-        head = line[done[queue]]
+        head = line[done_counts[queue]]
         for wait in program.instructions[head].waits:
-            others = lines.get((wait.queue, wait.home), [])
-            if wait.count > len(others):
+            waited_line = lines.get((wait.queue, wait.home), [])
+            if wait.count > len(waited_line):
                 parts.append(
                     f"instruction {head} ({queue[0].value}) waits for {wait.count} instructions of {wait.queue.value}, "
-                    f"which has {len(others)}"
+                    f"which has {len(waited_line)}"
                 )
-            elif wait.count > done[wait.queue, wait.home]:
-                target = others[wait.count - 1]
+            elif wait.count > done_counts[wait.queue, wait.home]:
+                target = waited_line[wait.count - 1]
                 parts.append(
                     f"instruction {head} ({queue[0].value}) waits for instruction {target} ({wait.queue.value})"
                 )
@@ -191,60 +192,51 @@ def _blockers(program: Program, lines: dict[tuple[Queue, int], list[int]], done:
 
 
 def stalls(program: Program, timeline: Timeline) -> list[Stall]:
-    """Return the times for which the compute queue stood still, and what it waited for, in program order.
-
-    An instruction that waits for several is attributed to the one that ended last. The timeline may be simulated or
-    measured.
-    """
+    """Return the idle periods of the compute queue, attributed to the waits that ended last."""
     lines = _lanes(program)
-    found: list[Stall] = []
+    result: list[Stall] = []
     free = 0.0
     for index in lines[Queue.COMPUTE, 0]:
         late = timeline.starts[index] - free
         if late > 0:
             cause, latest = None, free
             for wait in program.instructions[index].waits:
-                others = lines.get((wait.queue, wait.home), [])
-                if 0 < wait.count <= len(others):
-                    target = others[wait.count - 1]
+                waited_line = lines.get((wait.queue, wait.home), [])
+                if 0 < wait.count <= len(waited_line):
+                    target = waited_line[wait.count - 1]
                     if timeline.ends[target] > latest:
                         cause, latest = target, timeline.ends[target]
-            found.append(Stall(index, late, cause))
+            result.append(Stall(index, late, cause))
         free = timeline.ends[index]
-    return found
+    return result
 
 
 def resident_bytes(program: Program, timeline: Timeline) -> list[tuple[float, int]]:
-    """Return the device bytes held over time, as a step function.
+    """Return the device bytes in use over time, as pairs of a time in seconds and the bytes from then on.
 
-    A block counts from the start of the first instruction that touches it to the end of the last one; one that wraps
-    also from the start of the step and up to its end. So in a valid, placed program the sum never exceeds
-    ``arena_bytes``. The timeline may be simulated or measured.
-
-    Returns:
-        Pairs of a time in seconds and the bytes held from then on: the first at 0.0, the times
-        rising, the bytes of neighbours different.
+    Times ascend from 0.0, and consecutive bytes differ. A block counts while instructions that touch it run and between
+    them, so a valid, placed program never exceeds ``arena_bytes``.
     """
     changes: dict[float, int] = {0.0: 0}
     for block, stays in zip(program.blocks, _stays(program, timeline), strict=True):
         for begin, end in stays:
             changes[begin] = changes.get(begin, 0) + block.bytes
             changes[end] = changes.get(end, 0) - block.bytes
-    # What wraps is still held when the step ends.
+    # Wrapping blocks are still held when the step ends.
     changes.pop(float("inf"), None)
-    held = 0
+    resident = 0
     levels: list[tuple[float, int]] = []
     for time in sorted(changes):
-        held += changes[time]
-        if not levels or held != levels[-1][1]:
-            levels.append((time, held))
+        resident += changes[time]
+        if not levels or resident != levels[-1][1]:
+            levels.append((time, resident))
     return levels
 
 
 def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """Return the spans of time over which each block's bytes are taken; infinity: beyond the end of the step."""
+    """Return the time spans in which each block holds its bytes; infinity: beyond the end of the step."""
     infinity = float("inf")
-    # Per block two stays, (begin, end) each: of one that wraps, first the stay that the step begins with.
+    # Two stays (begin, end) for each block; the first stay of a wrapping block is the one that starts the step.
     begins = [[infinity, infinity] for _ in program.blocks]
     ends = [[-1.0, -1.0] for _ in program.blocks]
     for block in program.blocks:
@@ -264,5 +256,5 @@ def _stays(program: Program, timeline: Timeline) -> list[list[tuple[float, float
 
 
 def _stay_of(block: Block, index: int) -> int:
-    """Return which of its stays a block is in at an instruction: 1 if it has been born again since the step began."""
+    """Return 1 if a wrapping block has been born again in this step before an instruction, else 0."""
     return int(block.wraps and index >= block.born and not block.born == block.dies == 0)

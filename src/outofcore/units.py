@@ -11,7 +11,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
 
-# Blocks of at least this size are placed in whole pages, so that direct I/O can use them in place.
+# Blocks of at least this size are placed in whole pages, which direct I/O requires.
 PAGE_BYTES = 4096
 
 _UNITS = {
@@ -30,20 +30,20 @@ _UNITS = {
     "TB": 10**12,
     "TIB": TIB,
 }
-# Bytes are counted in 64 bits.
+# Byte counts must fit in 64 bits.
 _MOST = 1 << 60
 _PERCENT = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{0,9})?)\s*%\s*")
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: object) -> int:
-    """Read a byte count such as ``6GiB``, ``"512 MB"`` or ``4096``.
+    """Parse a byte count such as ``6GiB``, ``"512 MB"`` or ``4096``.
 
-    ``KiB``, ``MiB``, ``GiB`` and ``TiB`` are powers of 1024, and so are the bare letters;
-    ``KB``, ``MB``, ``GB`` and ``TB`` are powers of 1000. A fraction is rounded down to whole bytes.
+    ``KiB``, ``MiB``, ``GiB`` and ``TiB``, and single letters, are powers of 1024; ``KB``, ``MB``, ``GB`` and ``TB`` are
+    powers of 1000. Fractions are rounded down to whole bytes.
 
     Raises:
-        UnitError: the text is not a byte count, is not above zero, or is above 2^60.
+        UnitError: the text is not a byte count, or the count is not above zero or is above 2^60.
 
     >>> parse_bytes("1.5KiB"), parse_bytes("2 GB"), parse_bytes(4096)
     (1536, 2000000000, 4096)
@@ -70,10 +70,10 @@ def parse_bytes(text: object) -> int:
 
 
 def share_of(text: object) -> float | None:
-    """Read a budget that is a share of what is available, such as ``"70%"``; None for anything else.
+    """Parse a share of the available memory, such as ``"70%"``; return None for other values.
 
     Raises:
-        UnitError: the share is not above 0 and at most 100 %.
+        UnitError: the share is not above 0 % and at most 100 %.
 
     >>> share_of("70%"), share_of("6GiB")
     (0.7, None)
@@ -88,7 +88,7 @@ def share_of(text: object) -> float | None:
 
 
 def format_bytes(count: float) -> str:
-    """Write a byte count in binary units with three significant digits.
+    """Format a byte count in binary units with three significant digits.
 
     >>> format_bytes(1.5 * GIB), format_bytes(-4096), format_bytes(12)
     ('1.50 GiB', '-4.00 KiB', '12 B')
@@ -104,7 +104,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration with three significant digits in a fitting unit.
+    """Format a duration with three significant digits in a suitable unit.
 
     >>> format_seconds(0.0012), format_seconds(90)
     ('1.20 ms', '90.0 s')
@@ -118,7 +118,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Return the least multiple of ``multiple`` that is not below ``count``.
+    """Round ``count`` up to a multiple of ``multiple``.
 
     >>> round_up(5000, 4096)
     8192

@@ -152,7 +152,7 @@ def _no_headers() -> None:
     ("said", "package", "known", "start"),
     [
         ("Triton is not installed; install the package triton", False, False, None),
-        ("Triton does not know this GPU; it needs compute capability 7.0", True, False, None),
+        ("Triton does not support this GPU; it needs compute capability 7.0", True, False, None),
         (
             "Triton does not start: RuntimeError: Failed to find C compiler.. It needs a C compiler",
             True,

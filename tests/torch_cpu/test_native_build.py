@@ -99,7 +99,7 @@ def test_a_cache_that_others_may_write_to_is_not_trusted(
         assert load_with(patch, tmp_path).outofcore_end  # built in a temporary folder
     assert list(folder.iterdir()) == []
     monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
-    with pytest.raises(StateError, match=r"(?s)outofcore-cpu.*somebody else.*install g\+\+"):
+    with pytest.raises(StateError, match=r"(?s)outofcore-cpu.*others can write to it.*install g\+\+"):
         load_with(monkeypatch, tmp_path)
 
 

@@ -262,7 +262,7 @@ def test_no_plan_runs_that_the_validator_does_not_pass(
     with outofcore.compile(step, model, optimizer, budget=count, policy="window") as compiled:
         assert losses(compiled, [128 * KIB] * 6) == expected
     assert len(seen) == 2
-    assert len([r for r in caplog.records if "fault of outofcore" in r.getMessage()]) == 2
+    assert len([r for r in caplog.records if "bug in outofcore" in r.getMessage()]) == 2
     assert len(list(tmp_path.glob("outofcore-fault-*.zip"))) == 2
 
 

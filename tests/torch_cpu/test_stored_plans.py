@@ -200,7 +200,7 @@ def test_a_damaged_plan_is_made_anew_with_a_warning(
     losses, step = run(budget, tmp_path, split="off")
     assert losses == expected
     assert step.arena_bytes <= budget
-    assert ("a plan that was kept is made anew" in caplog.text) == (damage != "of an older version")
+    assert ("a stored plan cannot be used and is made again" in caplog.text) == (damage != "of an older version")
     caplog.clear()
     assert run(budget, tmp_path, split="off")[0] == expected
     assert "made anew" not in caplog.text

@@ -142,7 +142,7 @@ def test_the_validator_refuses_a_collective_elsewhere_or_again() -> None:
     again = Decision(Gap(A, 1, 2), Residency.RECOMPUTE, 2, 2)
     program = wire(gathered, place(lower(gathered, costs, Plan("test", 0, (again,)))))
     once = tuple(replace(op, rerunnable=False) for op in gathered.ops)
-    with pytest.raises(ValidationError, match="runs again, and the op must not"):
+    with pytest.raises(ValidationError, match="runs again, but the op is not rerunnable"):
         validate(StepGraph(gathered.storages, once, gathered.outputs), program, program.arena_bytes, costs)
 
 

@@ -41,5 +41,5 @@ def test_terminal_announces_a_build_once(
         load_built("library.cpp", beside, build, load)
     assert is_built(beside)
     assert len(before_build) == 1
-    announced = "outofcore: compiling library.cpp, up to half a minute or so, only once ...\n"
+    announced = "outofcore: compiling library.cpp once, which takes up to half a minute ...\n"
     assert before_build[0] == shown.getvalue() == (announced if stream is _Terminal else "")

@@ -185,10 +185,10 @@ def edited(path: Path, change: Change) -> None:
         (lambda root: root["storages"][1].update(id=0), r"\$\.storages\[1\]\.id: is 0, and so is that of"),
         (lambda root: root["storages"][1].update(kind="weight"), r"\$\.storages\[1\]\.kind: .*'weight'"),
         (lambda root: root["homes"][0].update(bytes_per_s_in=0), r"\$\.homes\[0\]\.bytes_per_s_in: expected float >= "),
-        (lambda root: root.update(format="outofcore-graph/9"), "another kind of file"),
+        (lambda root: root.update(format="outofcore-graph/9"), "another type of file"),
         (
             lambda root: root.update(ops=[{**root["ops"][0], "creates": [], "seconds": 1e6}] * 1001),
-            r"\$\.ops: .* seconds together",
+            r"\$\.ops: .* seconds in total",
         ),
     ],
 )

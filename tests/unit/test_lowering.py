@@ -58,9 +58,9 @@ def test_a_gradient_that_is_left_goes_home_or_stays() -> None:
 def test_only_gradients_that_are_left_stay() -> None:
     graph = replace(step(), outputs=(LOSS, G))
     for storage in (LOSS, W, A, 17):
-        with pytest.raises(GraphError, match="no gradient that the step creates and leaves"):
+        with pytest.raises(GraphError, match="not a gradient that the step creates and outputs"):
             lower(graph, costs(), Plan("test", 0, (), staying=(storage,)))
-    with pytest.raises(GraphError, match="to stay on the device, and to leave it before"):
+    with pytest.raises(GraphError, match="cannot stay on the device: a decision evicts it"):
         lower(graph, costs(), Plan("test", 0, (offload(G, 2, 3, 3, 3),), staying=(G,)))
 
 
@@ -76,7 +76,7 @@ def test_what_the_user_sees_goes_to_the_first_home() -> None:
     graph = replace(step(), outputs=(LOSS, A))
     decision = offload(A, 2, 4, 3, 4)
     for wrong in (replace(decision, home=1), replace(decision, residency=Residency.RECOMPUTE)):
-        with pytest.raises(GraphError, match="what the user sees after the step goes to the first home"):
+        with pytest.raises(GraphError, match="outputs and changed inputs must go to the first home"):
             lower(graph, costs(), Plan("test", 0, (wrong,)))
 
 

@@ -227,7 +227,7 @@ def test_a_recomputed_value_may_be_offloaded_and_recomputed_again() -> None:
     plan = (recompute(A, 4, 10, 10), offload(A, 10, LAST + 1, 11, LAST + 1))
     assert [type(x) for x in backward(program_of(*plan, graph=graph))[-6:]] == [CopyOut, Run, CopyIn, Run, Run, Run]
     # After the update the weight that made it is gone.
-    with pytest.raises(GraphError, match=r"version 0 of storage 1 \(w\) .* no op makes it"):
+    with pytest.raises(GraphError, match=r"version 0 of storage 1 \(w\) .* no op creates it"):
         program_of(recompute(A, LAST + 1, LAST + 3, LAST + 3), graph=graph)
 
 
@@ -244,13 +244,13 @@ def test_blocks_of_different_versions_may_be_held_at_once() -> None:
 @pytest.mark.parametrize(
     ("decision", "message"),
     [
-        (recompute(W, 0, LAST, LAST), r"storage 1 \(w\) cannot be computed again: it exists before the step"),
-        (recompute(MEAN, 5, 17, 17), r"storage 6 \(running_mean\) cannot be computed again"),
-        (recompute(X, -1, 0, 0), r"storage 0 \(x\) cannot be computed again"),
-        (Decision(Gap(A, 4, 10), Residency.RECOMPUTE, 6, 10), "dropped after its last use"),
+        (recompute(W, 0, LAST, LAST), r"storage 1 \(w\) cannot be recomputed: it exists before the step"),
+        (recompute(MEAN, 5, 17, 17), r"storage 6 \(running_mean\) cannot be recomputed"),
+        (recompute(X, -1, 0, 0), r"storage 0 \(x\) cannot be recomputed"),
+        (Decision(Gap(A, 4, 10), Residency.RECOMPUTE, 6, 10), "dropped right after its last use"),
         (recompute(A, 4, 10, 4), "out of order"),
         (recompute(A, 4, 10, 11), "out of order"),
-        (recompute(A, 4, 9, 9), "a gap that the graph has not"),
+        (recompute(A, 4, 9, 9), "a gap that the graph does not have"),
     ],
 )
 def test_what_makes_no_sense_is_refused(decision: Decision, message: str) -> None:
@@ -264,15 +264,19 @@ def test_what_makes_no_sense_is_refused(decision: Decision, message: str) -> Non
         (
             1,
             {"rerunnable": False},
-            r"version 2 of storage 2 \(a\) .* op 1 \(relu_\), which writes it, may run once only",
+            r"version 2 of storage 2 \(a\) .* op 1 \(relu_\), which writes it, may run only once",
         ),
         (
             0,
             {"rerunnable": False},
-            r"version 1 of storage 2 \(a\) .* op 0 \(conv\), which writes it, may run once only",
+            r"version 1 of storage 2 \(a\) .* op 0 \(conv\), which writes it, may run only once",
         ),
-        (1, {"discards": (A,)}, r"op 1 \(relu_\), which writes it, does not make it from what is given to it again"),
-        (0, {"reads": (X, W, MEAN), "mutates": (MEAN,)}, r"version 0 of storage 6 \(running_mean\) .* no op makes it"),
+        (1, {"discards": (A,)}, r"op 1 \(relu_\), which writes it, discards its former contents"),
+        (
+            0,
+            {"reads": (X, W, MEAN), "mutates": (MEAN,)},
+            r"version 0 of storage 6 \(running_mean\) .* no op creates it",
+        ),
     ],
 )
 def test_what_cannot_run_again_is_named(op: int, change: dict[str, object], message: str) -> None:

@@ -38,7 +38,12 @@ def test_each_key_finds_its_own_device() -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("a100", "fits several devices"), ("v100", "fits several"), ("", "is no device"), ("x", "numbers of another")],
+    [
+        ("a100", "matches several devices"),
+        ("v100", "matches several"),
+        ("", "is no device"),
+        ("x", "numbers of another"),
+    ],
 )
 def test_a_name_that_finds_none_or_several_is_refused(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
@@ -61,15 +66,15 @@ def test_a_device_by_its_numbers_has_these_numbers() -> None:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("24GiB, 80 TFLOPS", InputError, "it takes its memory"),
-        ("24GiB, 80 TFLOPS, 25 GB/s, 900 GB/s", InputError, "it takes its memory"),
-        ("24GiB, 80 TFLOPS, 25 GB/s, 900 GB/s memory, x", InputError, "it takes its memory"),
+        ("24GiB, 80 TFLOPS", InputError, "give its memory"),
+        ("24GiB, 80 TFLOPS, 25 GB/s, 900 GB/s", InputError, "give its memory"),
+        ("24GiB, 80 TFLOPS, 25 GB/s, 900 GB/s memory, x", InputError, "give its memory"),
         ("24 apples, 80 TFLOPS, 25 GB/s", UnitError, "as a byte count"),
         ("24GiB, 80, 25 GB/s", InputError, "cannot read '80' in the device"),
         ("24GiB, 0 TFLOPS, 25 GB/s", InputError, "cannot read '0 TFLOPS'"),
         ("24GiB, -8 TFLOPS, 25 GB/s", InputError, "cannot read '-8 TFLOPS'"),
         ("24GiB, 80 TFLOPS, 25 Gbit/s", InputError, "the rate of the link"),
-        ("24GiB, 25 GB/s, 80 TFLOPS", InputError, "here stands TFLOPS"),
+        ("24GiB, 25 GB/s, 80 TFLOPS", InputError, "expected TFLOPS"),
         ("24GiB, 80 TFLOPS, 25 GB/s, fast memory", InputError, "cannot read 'fast'"),
     ],
 )

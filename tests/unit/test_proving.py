@@ -44,7 +44,7 @@ def test_a_plan_that_breaks_a_promise_is_reported_and_the_next_runs(
         assert not caplog.records
         assert proved(graph, costs, budget, [broken(good), good]) is good
     (error,) = (r.getMessage() for r in caplog.records if r.levelno == logging.ERROR)
-    assert "fault of outofcore" in error
+    assert "bug in outofcore" in error
     (archive,) = folder.glob("outofcore-fault-*.zip")
     assert str(archive) in error
     _check_readable(archive, folder, graph, costs, broken(good))
@@ -70,14 +70,14 @@ def test_where_none_passes_an_error_says_so(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     graph, costs = _small()
     good = next(plans_of_step(graph, costs, 1 << 30))
-    with pytest.raises(ValidationError, match=r"none of the 2 plans .* fault of outofcore"):
+    with pytest.raises(ValidationError, match=r"rejected 2 plans .* bug in outofcore"):
         proved(graph, costs, 1 << 30, [broken(good), broken(good)])
 
     def ends() -> Iterator[Planned]:
         yield broken(good)
         raise BudgetError("no other plan")
 
-    with pytest.raises(ValidationError, match="none of the 1 plans"):
+    with pytest.raises(ValidationError, match="rejected 1 plans"):
         proved(graph, costs, 1 << 30, ends())
     with pytest.raises(BudgetError):
         proved(graph, costs, 1, plans_of_step(graph, costs, 1))

@@ -111,12 +111,12 @@ def test_a_parameter_lodges_where_its_cyclic_gap_says() -> None:
     assert program.results == (W,)
     assert [(i.home, i.version) for _, i in _copies(program, CopyIn)] == [(1, 0)]
     assert [(i.home, i.version) for _, i in _copies(program, CopyOut)] == [(1, 1)]
-    with pytest.raises(ValidationError, match="holds nothing to rely on"):
+    with pytest.raises(ValidationError, match="holds undefined bytes"):
         validate(step(), replace(program, lodgings=()), program.arena_bytes, costs())
     for lodging, message in (
-        (Lodging(A, 1), "does not persist"),
+        (Lodging(A, 1), "is not persistent"),
         (Lodging(W, 2), "does not exist"),
-        (Lodging(W, 0), "as well"),
+        (Lodging(W, 0), "has lodgings at home"),
     ):
         broken = replace(program, lodgings=(*program.lodgings, lodging) if lodging.home == 0 else (lodging,))
         with pytest.raises(ValidationError, match=message):

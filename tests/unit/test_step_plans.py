@@ -132,7 +132,7 @@ def test_a_damaged_file_is_ignored(
     else:
         costs = replace(COSTS, homes=(Home("host", MIB, 1e9, 1e9),))
     assert found(plans, costs=costs) is None
-    assert "a plan that was kept is made anew" in caplog.text
+    assert "a stored plan cannot be used and is made again" in caplog.text
     keep(plans, planned)
     assert found(plans) is not None
 

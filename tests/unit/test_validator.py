@@ -63,7 +63,7 @@ def test_accepts_the_small_step() -> None:
 def test_budget_and_arena() -> None:
     refuses(PROGRAM, "the arena has 210 bytes, more than the budget of 209", budget=209)
     refuses(replace(PROGRAM, arena_bytes=209), r"block 2 of storage 2 \(doubled\) ends at byte 210 of an arena of 209")
-    refuses(with_block(PROGRAM, replace(PROGRAM.blocks[2], offset=-1)), "is not placed, and others are")
+    refuses(with_block(PROGRAM, replace(PROGRAM.blocks[2], offset=-1)), "is not placed, but other blocks are")
     refuses(with_block(PROGRAM, replace(PROGRAM.blocks[2], offset=-2)), "has offset -2")
 
 
@@ -218,7 +218,7 @@ def test_versions() -> None:
 
 def test_an_activation_has_no_home_before_it_is_copied_out() -> None:
     broken = replace(PROGRAM, results=(0, 2))
-    refuses(broken, r"the home of storage 2 \(doubled\) is a result .* holds nothing to rely on")
+    refuses(broken, r"the home of storage 2 \(doubled\) is a result .* holds undefined bytes")
 
 
 def test_the_blocks_of_a_run() -> None:
@@ -258,9 +258,10 @@ def test_ops_run_once_in_order() -> None:
     wide = replace(PROGRAM, blocks=tuple(replace(b, dies=6, offset=-1) for b in PROGRAM.blocks))
     last = PROGRAM.instructions[3]
     assert isinstance(last, Run)
-    refuses(replace(wide, instructions=(*PROGRAM.instructions, replace(last, again=True))), "the op must not", 1000)
-    refuses(replace(wide, instructions=(*PROGRAM.instructions, last)), "is not marked as another", 1000)
-    refuses(with_instruction(PROGRAM, 3, replace(last, again=True)), "comes before the first run of op 1, update")
+    recomputation = replace(last, again=True)
+    refuses(replace(wide, instructions=(*PROGRAM.instructions, recomputation)), "the op is not rerunnable", 1000)
+    refuses(replace(wide, instructions=(*PROGRAM.instructions, last)), "is not marked as a recomputation", 1000)
+    refuses(with_instruction(PROGRAM, 3, recomputation), "comes before the first run of op 1, update")
 
 
 def test_a_rerunnable_op_may_run_again_on_what_it_first_read() -> None:
@@ -280,7 +281,7 @@ def test_a_rerunnable_op_may_run_again_on_what_it_first_read() -> None:
     program = Program(instructions, blocks, 210, (0,))
     validate(GRAPH, program, 210, COSTS)
     once = replace(GRAPH, ops=(replace(GRAPH.ops[0], rerunnable=False), GRAPH.ops[1]))
-    refuses(program, "runs again, and the op must not", graph=once)
+    refuses(program, "runs again, but the op is not rerunnable", graph=once)
 
 
 def test_a_rerun_must_find_the_versions_of_the_first_run() -> None:
@@ -312,7 +313,7 @@ def test_blocks_that_wrap_all_the_time() -> None:
     validate(WRAPPED, program, 16)
     # The parameter stays, so its home is stale when the step starts.
     fetched = replace(program, instructions=(CopyIn(0, 0), *program.instructions))
-    with pytest.raises(ValidationError, match=r"the home of storage 0 .* holds nothing to rely on"):
+    with pytest.raises(ValidationError, match=r"the home of storage 0 .* holds undefined bytes"):
         validate(WRAPPED, fetched, 16)
     with pytest.raises(ValidationError, match="wraps, and so does block 0"):
         validate(WRAPPED, replace(program, blocks=(*blocks, Block(2, 0, 8, 0, 0, True, 16)), arena_bytes=24), 24)
@@ -335,7 +336,7 @@ def test_blocks_that_wrap_part_of_the_time() -> None:
     validate(WRAPPED, program, 16)
     # Born again at its last use, it would hold nothing.
     unfetched = without_instruction(program, 3)
-    with pytest.raises(ValidationError, match=r"instruction 3 .* needs version 0, but block 0 .* nothing to rely on"):
+    with pytest.raises(ValidationError, match=r"instruction 3 .* needs version 0, but block 0 .* undefined bytes"):
         validate(WRAPPED, unfetched, 16)
     # Used while it is away.
     early = with_block(program, replace(program.blocks[0], dies=1))
@@ -347,14 +348,14 @@ def test_blocks_that_wrap_part_of_the_time() -> None:
     other = replace(program, instructions=(*program.instructions[:4], Run(2, (2,), waits=(Wait(Queue.COPY_IN, 1),))))
     other = replace(other, blocks=(*blocks, Block(2, 0, 8, 3, 5, offset=16)), arena_bytes=24)
     other = with_instruction(other, 3, CopyIn(2, 0, (Wait(Queue.COPY_OUT, 1),)))
-    with pytest.raises(ValidationError, match=r"block 0 .* starts the next step .* holds nothing to rely on"):
+    with pytest.raises(ValidationError, match=r"block 0 .* starts the next step .* holds undefined bytes"):
         validate(WRAPPED, other, 24)
 
 
 def test_a_block_reborn_where_it_dies_starts_anew() -> None:
     blocks = (Block(0, 0, 8, 1, 1, True, 0), Block(1, 1, 8, 0, 0, True, 8))
     program = Program((Run(0, (0, 1)), Run(1, ()), Run(2, (0,))), blocks, 16)
-    with pytest.raises(ValidationError, match=r"instruction 2 .* block 0 of storage 0 \(weight\) holds nothing"):
+    with pytest.raises(ValidationError, match=r"instruction 2 .* block 0 of storage 0 \(weight\) holds undefined"):
         validate(WRAPPED, program, 16)
 
 
@@ -438,7 +439,7 @@ def test_a_rerun_works_on_scratch_for_what_it_discards() -> None:
     touching = with_instruction(program, 3, Run(0, (0, 1, 4), again=True))
     refuses(touching, r"block 1 of storage 1 \(running_mean\) starts the next step", 32, NORM, None)
     kept = replace(NORM, ops=(replace(NORM.ops[0], discards=()), *NORM.ops[1:]))
-    refuses(program, r"instruction 3 .* needs version 0, but block 3 .* nothing to rely on", 32, kept, None)
+    refuses(program, r"instruction 3 .* needs version 0, but block 3 .* undefined bytes", 32, kept, None)
 
 
 def test_a_rerun_needs_the_whole_chain() -> None:

@@ -1,4 +1,4 @@
-"""What follows from a graph alone: gaps, sizes, needs."""
+"""Properties of a graph under any plan: gaps, sizes, memory needs."""
 
 from outofcore.analysis.gaps import (
     LARGE_BYTES,

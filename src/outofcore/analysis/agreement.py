@@ -1,13 +1,8 @@
-"""Choose the axes along which neighbouring ops are split, so that few bytes are copied between parts.
+"""Choose the axes along which neighbouring ops are split so that few bytes are copied between parts.
 
-Split ops pass tensors in cells. An op that is cut along the same axis finds each of its parts in one cell; another one
-gathers its parts, and a whole op gathers everything. Minimising the copies is as hard as the best partition of a graph.
-Here each op in turn takes the way that saves the most, given those of the others, until none saves anything (iterated
-conditional modes: Besag, "On the statistical analysis of dirty pictures", Journal of the Royal Statistical Society B
-48, 1986). A row of ops often saves something only if all change, so neighbours are also changed together, the others
-follow, and the change is kept if it pays.
-
-Nothing here knows tensors: ops, storages and axes are numbers.
+Split ops pass tensors in cells; an op copies cells together unless it is split along their axis. The search is iterated
+conditional modes (Besag, "On the statistical analysis of dirty pictures", Journal of the Royal Statistical Society B
+48, 1986): each op in turn takes its best split given the others. Groups of neighbours are also changed together.
 """
 
 from __future__ import annotations
@@ -16,66 +11,64 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-# The axis of what is looked at as a whole.
+# The axis of a storage that is accessed as a whole.
 WHOLE = -1
-# How often neighbours change together, at most: each time all of them do.
+# Maximum number of passes over all groups of neighbours.
 _PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """The storages that an op accesses if it is split in one way.
+    """The storages that an op accesses under one of its splits.
 
-    ``cells`` are cuttable storages, each with the axis along which the op's parts cut it, or ``WHOLE``, and the bytes
-    that are copied if its cells differ. ``copied`` are further bytes, whatever the other ops do.
+    ``cells`` has a storage, an axis or ``WHOLE``, and the bytes that are copied if its cells are along another axis.
     """
 
     cells: tuple[tuple[int, int, int], ...]
-    copied: int = 0
+    copied: int = 0  # bytes that are always copied
 
 
 def agreed(
-    uses: Mapping[int, Sequence[Uses]], others: Mapping[int, int], flexible: Set[int], single: Set[int]
+    uses: Mapping[int, Sequence[Uses]], unsplit_bytes: Mapping[int, int], flexible: Set[int], single: Set[int]
 ) -> dict[int, int]:
-    """Choose a way for each op such that little is copied; return its place by op.
+    """Choose a split for each op so that few bytes are copied; return its index by op.
 
     Args:
-        uses: by op, of each way, the one that is best for its kernels first, which wins ties.
-        others: by storage, the bytes that unsplit ops access.
-        flexible: ops that can be cut along most axes; neighbours among them are also changed together.
-        single: storages with cells along one axis alone, the one that saves the most. All others have cells along all
-            axes on which an op is cut; if these are several, every op copies.
+        uses: the accesses of each split by op; of equal splits the first is chosen.
+        unsplit_bytes: by storage, the bytes that unsplit ops access.
+        flexible: ops that can be split along most axes; neighbours among them are also changed together.
+        single: storages with cells along one axis only; others have cells along every axis in use.
 
     >>> rows = Uses(((7, 0, 100),))
     >>> either = [Uses(((7, 1, 100), (8, 1, 100))), Uses(((7, 0, 100), (8, 0, 100)))]
     >>> agreed({1: [rows], 2: either}, {}, set(), {7, 8})
     {1: 0, 2: 1}
     """
-    found = _Agreement(uses, others, single)
-    groups = [*found.neighbours(flexible), *found.neighbours(uses.keys())]
+    agreement = _Agreement(uses, unsplit_bytes, single)
+    groups = [*agreement.neighbours(flexible), *agreement.neighbours(uses.keys())]
     for _ in range(_PASSES):
-        turned = [group for group in groups if found.turn(group)]
-        if not turned:
+        changed = [group for group in groups if agreement.turn(group)]
+        if not changed:
             break
-    return {op: found.chosen[op] for op in uses}
+    return {op: agreement.chosen[op] for op in uses}
 
 
 class _Agreement:
-    """The chosen ways, with the bytes that are accessed along each axis of a storage."""
+    """The chosen splits, with the bytes that are accessed along each axis of each storage."""
 
-    def __init__(self, uses: Mapping[int, Sequence[Uses]], others: Mapping[int, int], single: Set[int]) -> None:
+    def __init__(self, uses: Mapping[int, Sequence[Uses]], unsplit_bytes: Mapping[int, int], single: Set[int]) -> None:
         self._uses, self._single = uses, single
         self._touched = {
-            op: tuple(dict.fromkeys(storage for way in ways for storage, _, _ in way.cells))
-            for op, ways in uses.items()
+            op: tuple(dict.fromkeys(storage for split in splits for storage, _, _ in split.cells))
+            for op, splits in uses.items()
         }
         self._users: dict[int, list[int]] = {}
         for op, storages in self._touched.items():
             for storage in storages:
                 self._users.setdefault(storage, []).append(op)
-        self._looked = {storage: {WHOLE: others.get(storage, 0)} for storage in self._users}
+        self._looked = {storage: {WHOLE: unsplit_bytes.get(storage, 0)} for storage in self._users}
         self.chosen: dict[int, int] = {}
-        # Those with the fewest ways first, for the others to follow.
+        # Ops with the fewest choices first, so that the others adapt to them.
         for op in sorted(uses, key=lambda op: (len(uses[op]), op)):
             self._take(op, self._best(op))
         self._settle(sorted(uses))
@@ -103,12 +96,11 @@ class _Agreement:
         return looked[WHOLE] + sum(along) - saved
 
     def _copied_by(self, ops: Iterable[int]) -> int:
-        """Return the bytes that ops, and all others on the same storages, copy."""
+        """Return the bytes that these ops, and all others on their storages, copy."""
         storages = dict.fromkeys(storage for op in ops for storage in self._touched[op])
         return sum(self._uses[op][self.chosen[op]].copied for op in ops) + sum(map(self._copied, storages))
 
     def _best(self, op: int) -> int:
-        """Return the way that copies the least given the others' current ways; nothing is changed."""
         costs: list[int] = []
         for place in range(len(self._uses[op])):
             self._take(op, place)
@@ -117,7 +109,7 @@ class _Agreement:
         return costs.index(min(costs))
 
     def _settle(self, ops: Iterable[int]) -> dict[int, int]:
-        """Let ops and their neighbours change one by one while that saves copies; return the former ways."""
+        """Change ops and their neighbours one at a time while this saves bytes; return the former splits."""
         before: dict[int, int] = {}
         queue = deque(ops)
         waiting = set(queue)
@@ -125,7 +117,7 @@ class _Agreement:
             op = queue.popleft()
             waiting.remove(op)
             old = self.chosen[op]
-            # Each change saves bytes, or takes an earlier way for as many: so this ends.
+            # This ends, since each change saves bytes, or takes an earlier split at equal bytes.
             best = self._best(op)
             self._take(op, best)
             if best != old:
@@ -136,42 +128,41 @@ class _Agreement:
         return before
 
     def _next_to(self, op: int) -> set[int]:
-        return {other for storage in self._touched[op] for other in self._users[storage]} - {op}
+        return {neighbour for storage in self._touched[op] for neighbour in self._users[storage]} - {op}
 
     def neighbours(self, ops: Iterable[int]) -> list[list[int]]:
-        """Group the ops by common storages, transitively."""
-        left = set(ops)
-        found: list[list[int]] = []
-        while left:
-            group = [min(left)]
-            left.remove(group[0])
-            for op in group:  # which grows
-                near = sorted(self._next_to(op) & left)
+        remaining = set(ops)
+        groups: list[list[int]] = []
+        while remaining:
+            group = [min(remaining)]
+            remaining.remove(group[0])
+            for op in group:  # grows while iterating
+                near = sorted(self._next_to(op) & remaining)
                 group += near
-                left.difference_update(near)
-            found.append(group)
-        return found
+                remaining.difference_update(near)
+            groups.append(group)
+        return groups
 
     def turn(self, group: Sequence[int]) -> bool:
-        """Change a group together, to one axis after the other, where that saves copies; return whether it did."""
-        axes = sorted({axis for op in group for way in self._uses[op] for _, axis, _ in way.cells if axis != WHOLE})
-        turned = [axis for axis in axes if self._turn_to(axis, group)]
-        return bool(turned)
+        """Change a group together to each axis that saves bytes; return whether any did."""
+        axes = sorted({axis for op in group for split in self._uses[op] for _, axis, _ in split.cells if axis != WHOLE})
+        changed = [axis for axis in axes if self._turn_to(axis, group)]
+        return bool(changed)
 
     def _turn_to(self, axis: int, group: Sequence[int]) -> bool:
-        turned: dict[int, int] = {}
+        changed: dict[int, int] = {}
         for op in group:
-            along = [place for place, way in enumerate(self._uses[op]) if any(a == axis for _, a, _ in way.cells)]
+            along = [place for place, split in enumerate(self._uses[op]) if any(a == axis for _, a, _ in split.cells)]
             if along and self.chosen[op] not in along:
-                turned[op] = along[0]
-        before = {op: self.chosen[op] for op in turned}
-        everybody = list(self._uses)
-        cost = self._copied_by(everybody)
-        for op, place in turned.items():
+                changed[op] = along[0]
+        before = {op: self.chosen[op] for op in changed}
+        all_ops = list(self._uses)
+        cost = self._copied_by(all_ops)
+        for op, place in changed.items():
             self._take(op, place)
-        followed = self._settle(sorted({other for op in turned for other in self._next_to(op)}))
-        if self._copied_by(everybody) < cost:
-            self._settle(sorted(turned))  # some may do better still
+        followed = self._settle(sorted({neighbour for op in changed for neighbour in self._next_to(op)}))
+        if self._copied_by(all_ops) < cost:
+            self._settle(sorted(changed))  # single ops may improve further
             return True
         for op, place in (followed | before).items():
             self._take(op, place)

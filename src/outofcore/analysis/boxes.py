@@ -1,11 +1,8 @@
-"""Parts of tensors as boxes in the memory of their storages.
+"""Describe parts of tensors as boxes in their storages.
 
-A storage that is to be cut is seen as an array whose axes are the dimensions of the tensors on it: ``lines_of`` finds
-the finest array that all of them are windows onto, ``placed`` the place of each in it, and ``Axes`` joins what is not
-cut apart. A part of a tensor is then a box, an interval on each axis, whichever tensor it was named by; and the cells
-of a storage are the boxes between its cuts.
-
-Limits: a window that repeats elements or steps over the boundaries of others has no place; its storage stays whole.
+A storage is viewed as an array whose axes are the dimensions of the tensors on it. A part of a tensor is a box, an
+interval on each axis, and the cells of a storage are the boxes between its cuts. A storage stays whole if a window onto
+it repeats elements or crosses the boundaries of others.
 """
 
 from __future__ import annotations
@@ -16,13 +13,13 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 
-Interval = tuple[int, int]  # from the first to before the last
+Interval = tuple[int, int]  # half-open
 Box = tuple[Interval, ...]  # an interval for each axis
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A tensor's place in its storage, in elements."""
+    """The shape, strides and offset of a tensor in its storage, in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -31,27 +28,24 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A storage as an array with as many dimensions as the tensors on it distinguish, the outermost first.
-
-    ``strides`` are those of a dense array of ``sizes``.
-    """
+    """A storage as a dense array with all dimensions of the tensors on it, outermost first."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
 
 def lines_of(elements: int, windows: Iterable[Window]) -> Lines | None:
-    """Return the array of so many elements that all windows are boxes of; None if there is none.
+    """Return the array of ``elements`` in which all windows are boxes; None if there is none.
 
     >>> lines_of(24, [Window((4, 6), (6, 1)), Window((2, 3), (6, 1), 9)])
     Lines(sizes=(4, 6), strides=(6, 1))
     """
-    found = {1, elements}
+    steps = {1, elements}
     for window in windows:
-        found.update(s for size, s in zip(window.shape, window.stride, strict=True) if size > 1)
-    if 0 in found or elements < 1:
+        steps.update(s for size, s in zip(window.shape, window.stride, strict=True) if size > 1)
+    if 0 in steps or elements < 1:
         return None
-    chain = sorted(found, reverse=True)
+    chain = sorted(steps, reverse=True)
     if chain[0] != elements or any(outer % inner for outer, inner in pairwise(chain)):
         return None
     strides = tuple(chain[1:])
@@ -60,27 +54,23 @@ def lines_of(elements: int, windows: Iterable[Window]) -> Lines | None:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A window on the lines of its storage.
+    """A window as a box in the lines of its storage."""
 
-    ``box`` has an interval for each line; ``runs`` for each dimension of the window the lines that it covers, from the
-    outermost to before the last, none for a dimension of size 1.
-    """
-
-    box: Box
-    runs: tuple[Interval, ...]
+    box: Box  # an interval for each line
+    runs: tuple[Interval, ...]  # the lines of each dimension of the window; (0, 0) for one of size 1
 
 
 def placed(lines: Lines, window: Window) -> Placed | None:
-    """Return the place of a window; None if it is no box.
+    """Return the place of a window in the lines; None if it is not a box.
 
     >>> placed(Lines((4, 6), (6, 1)), Window((2, 3), (6, 1), 9))
     Placed(box=((1, 3), (3, 6)), runs=((0, 1), (1, 2)))
     """
     starts: list[int] = []
-    rest = window.offset
+    remainder = window.offset
     for stride in lines.strides:
-        starts.append(rest // stride)
-        rest %= stride
+        starts.append(remainder // stride)
+        remainder %= stride
     lengths = [1] * len(starts)
     runs: list[Interval] = []
     covered: set[int] = set()
@@ -91,12 +81,12 @@ def placed(lines: Lines, window: Window) -> Placed | None:
         if stride not in lines.strides:
             return None
         first = end = lines.strides.index(stride)
-        left = size
-        while left > lines.sizes[first] and first and not left % lines.sizes[first]:
+        remaining = size
+        while remaining > lines.sizes[first] and first and not remaining % lines.sizes[first]:
             lengths[first] = lines.sizes[first]
-            left //= lines.sizes[first]
+            remaining //= lines.sizes[first]
             first -= 1
-        lengths[first] = left
+        lengths[first] = remaining
         run = range(first, end + 1)
         if covered.intersection(run):
             return None
@@ -110,7 +100,7 @@ def placed(lines: Lines, window: Window) -> Placed | None:
 
 @dataclass(frozen=True)
 class Axes:
-    """The lines of a storage, joined where there are no cuts; ``starts`` are the first lines of each axis, from 0."""
+    """The lines of a storage, joined to axes; ``starts`` has the first line of each axis."""
 
     lines: Lines
     starts: tuple[int, ...]
@@ -126,11 +116,11 @@ class Axes:
         return tuple((0, size) for size in self.sizes)
 
     def box_of(self, place: Placed) -> Box | None:
-        """Return the box of a window; None where its part of an axis is not one interval."""
+        """Return the box of a window; None if it is not one interval on each axis."""
         return self._joined(place.box)
 
     def _joined(self, box: Box) -> Box | None:
-        found: list[Interval] = []
+        joined: list[Interval] = []
         for first, end in self._spans():
             start, length, whole = 0, 1, False
             for line in range(first, end):
@@ -140,14 +130,11 @@ class Axes:
                 start = start * size + low
                 length *= high - low
                 whole = whole or high - low > 1
-            found.append((start, start + length))
-        return tuple(found)
+            joined.append((start, start + length))
+        return tuple(joined)
 
     def grain(self, place: Placed, dims: Interval) -> int | None:
-        """Return the number of which part ends along ``dims``, taken as one, must be multiples, or None.
-
-        ``dims`` are from the first to before the last, and follow each other in memory.
-        """
+        """Return the number that must divide the ends of parts along the joined ``dims``, if any."""
         run = self.run(place, dims)
         if run is None:
             return None
@@ -159,17 +146,14 @@ class Axes:
 
     @staticmethod
     def run(place: Placed, dims: Interval) -> Interval | None:
-        """Return the lines that dimensions of a window cover as one; None where they do not follow each other."""
+        """Return the range of lines that dimensions of a window cover; None if they are not consecutive."""
         runs = [run for run in place.runs[dims[0] : dims[1]] if run != (0, 0)]
-        if not runs or any(one[1] != other[0] for one, other in pairwise(runs)):
+        if not runs or any(previous[1] != following[0] for previous, following in pairwise(runs)):
             return None
         return runs[0][0], runs[-1][1]
 
     def part(self, place: Placed, dims: Interval, low: int, high: int) -> Box | None:
-        """Return the box of the part ``low:high`` of a window along ``dims`` taken as one.
-
-        It may reach beyond the storage, where it is a part of something larger (see ``clipped``).
-        """
+        """Return the box of the part ``low:high`` along the joined ``dims``, which may exceed the storage."""
         run, box = self.run(place, dims), self.box_of(place)
         if run is None or box is None:
             return None
@@ -179,8 +163,8 @@ class Axes:
         if axis is None:
             return None
         ends_at = spans[axis][1]
-        inner = prod(self.lines.sizes[end:ends_at])  # of other dimensions, on the same axis
-        outer = prod(self.lines.sizes[ends_at:end])  # of these, on later axes
+        inner = prod(self.lines.sizes[end:ends_at])  # elements of other dimensions on the same axis
+        outer = prod(self.lines.sizes[ends_at:end])  # elements of these dimensions on later axes
         if low % outer or high % outer:
             return None
         begin = box[axis][0] + low // outer * inner
@@ -189,51 +173,47 @@ class Axes:
     def strides(
         self, place: Placed, sizes: Sequence[int], box: Box, dims: Interval | None = None
     ) -> tuple[int, ...] | None:
-        """Return the strides of a part of a window in memory that holds only its box; None if they are uneven.
-
-        ``sizes`` is the shape of the part, with one dimension in place of ``dims``.
-        """
+        """Return the strides of a part of shape ``sizes`` in dense memory of its box; None if irregular."""
         widths = [high - low for low, high in box]
         steps = [prod(widths[axis + 1 :]) for axis in range(len(widths))]
         runs = list(place.runs)
         if dims is not None:
             runs[dims[0] : dims[1]] = [self.run(place, dims) or (0, 0)]
-        found: list[int] = []
+        strides: list[int] = []
         for run, size in zip(runs, sizes, strict=True):
             if size == 1 or run == (0, 0):
-                found.append(-1)
+                strides.append(-1)
                 continue
             for axis, (first, end) in enumerate(self._spans()):
                 if first < run[1] <= end:
-                    # Axes that the run goes over as well must be there as a whole but for the outermost.
-                    outer = [other for other, span in enumerate(self._spans()) if run[0] <= span[0] < first]
+                    # The box must be whole on all further axes of the run except the outermost.
+                    outer = [outer_axis for outer_axis, span in enumerate(self._spans()) if run[0] <= span[0] < first]
                     if outer and widths[axis] != self.sizes[axis]:
                         return None
-                    if any(widths[other] != self.sizes[other] for other in outer[1:]):
+                    if any(widths[outer_axis] != self.sizes[outer_axis] for outer_axis in outer[1:]):
                         return None
-                    found.append(prod(self.lines.sizes[run[1] : end]) * steps[axis])
+                    strides.append(prod(self.lines.sizes[run[1] : end]) * steps[axis])
                     break
             else:
                 return None
-        # What has one element has any stride: that of a dense tensor.
-        for number in reversed(range(len(found))):
-            if found[number] < 0:
-                found[number] = found[number + 1] * sizes[number + 1] if number + 1 < len(found) else 1
-        return tuple(found)
+        # A dimension with one element may have any stride; use that of a dense tensor.
+        for number in reversed(range(len(strides))):
+            if strides[number] < 0:
+                strides[number] = strides[number + 1] * sizes[number + 1] if number + 1 < len(strides) else 1
+        return tuple(strides)
 
 
 def elements(box: Box) -> int:
-    """Return the number of elements in a box."""
     return prod(high - low for low, high in box)
 
 
-def clipped(box: Box, other: Box) -> Box | None:
+def clipped(box: Box, bounds: Box) -> Box | None:
     """Return the intersection of two boxes, or None.
 
     >>> clipped(((0, 4), (2, 5)), ((3, 9), (0, 9)))
     ((3, 4), (2, 5))
     """
-    shared = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, other, strict=True))
+    shared = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, bounds, strict=True))
     return None if any(high <= low for low, high in shared) else shared
 
 
@@ -245,15 +225,15 @@ def cells(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[Box]:
     >>> list(cells([(0, 4, 8), (0, 3)], ((3, 5), (0, 1))))
     [((0, 4), (0, 3)), ((4, 8), (0, 3))]
     """
-    found: list[list[Interval]] = []
+    intervals: list[list[Interval]] = []
     for ends, (low, high) in zip(cuts, box, strict=True):
         first = max(bisect_left(ends, low + 1) - 1, 0)
-        found.append([(a, b) for a, b in pairwise(ends[first:]) if a < high and b > low])
-    yield from product(*found)
+        intervals.append([(a, b) for a, b in pairwise(ends[first:]) if a < high and b > low])
+    yield from product(*intervals)
 
 
 def window_within(outer: Box, inner: Box) -> Window:
-    """Return a box as a window onto dense memory that holds an outer one."""
+    """Return a box as a window onto dense memory of an outer box."""
     widths = [high - low for low, high in outer]
     steps = tuple(prod(widths[axis + 1 :]) for axis in range(len(widths)))
     offset = sum((low - start) * step for (low, _), (start, _), step in zip(inner, outer, steps, strict=True))

@@ -1,8 +1,6 @@
-"""Distribute the elements of a tensor among processes in consecutive chunks of one length.
+"""Distribute the elements of a tensor among processes in consecutive chunks of equal length.
 
-The last chunks may reach beyond the tensor, as collectives need equal ones; the part of a chunk within the tensor is a
-process's range. It begins at a multiple of ``GRAIN`` elements: kernels are vectorised, and round elements that are left
-over at the end differently, so that a range must not end in the middle of such a group.
+The last chunks may reach beyond the tensor; the part within it is a process's range.
 """
 
 from __future__ import annotations
@@ -13,7 +11,8 @@ from dataclasses import dataclass
 from outofcore.errors import InputError
 from outofcore.units import round_up
 
-# More than any kernel takes at once, and few enough not to matter as padding.
+# Ranges begin at multiples of this number of elements, since vectorised kernels may round the elements of an incomplete
+# group at the end differently. It is more than any kernel's vector width, and negligible as padding.
 GRAIN = 256
 
 
@@ -33,35 +32,33 @@ class Chunks:
 
     def __post_init__(self) -> None:
         if self.elements < 0 or self.ranks < 1:
-            raise InputError(f"{self.elements} elements cannot be dealt out among {self.ranks} processes")
+            raise InputError(f"cannot distribute {self.elements} elements among {self.ranks} processes")
 
     @property
     def each(self) -> int:
-        """The elements of a chunk."""
         return round_up(-(-self.elements // self.ranks), GRAIN)
 
     @property
     def padded(self) -> int:
-        """The elements of all chunks, including padding."""
         return self.each * self.ranks
 
     def start(self, rank: int) -> int:
         return min(rank * self.each, self.elements)
 
     def count(self, rank: int) -> int:
-        """Return the elements of a process's range, without padding."""
+        """Return the number of elements of a process's range, without padding."""
         return self.start(rank + 1) - self.start(rank)
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of elements from the first to the last of a tensor, with the gaps between them."""
+    """Return the number of elements that a tensor spans in memory."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether elements are contiguous, in any order of the dimensions."""
+    """Return whether elements are contiguous in some order of the dimensions."""
     expected = 1
     for step, size in sorted((t, s) for t, s in zip(stride, shape, strict=True) if s != 1):
         if step != expected:

@@ -1,17 +1,10 @@
-"""Choose the ops that are fused where a compiler may write one kernel for several: a rule on the graph alone.
+"""Choose groups of ops for a compiler to fuse, from the graph alone.
 
-What fused ops pass among themselves, and nobody else uses, is no storage of the step any more: it is neither written to
-memory nor read again, and cannot be kept, moved or recomputed by itself. The rule takes what saves time and costs no
-bytes:
-
-- An op joins those that have made something large that it reads, as long as no other op depends on them yet. So a
-  group runs where its last op ran, and nothing else is delayed; it is convex, and the graph stays without cycles.
-- A storage that is held beyond the op at which the most bytes are live stays one. Where another such storage is made
-  from it, the group is cut there, so that the second can be dropped and recomputed from the first.
-- A group needs no more bytes at once than the largest op of the step, known scratch memory included.
-
-The rule uses neither a budget nor a measurement, so the ops of a step, and its bits, are the same in every process and
-at every budget.
+- An op joins groups that write a large storage that it reads, if no other op depends on them yet. A group runs at the
+  place of its last op, so it delays no other op and creates no cycle.
+- An op that computes a storage from another one is not fused with it if both are live beyond the peak, so that plans
+  can recompute the new storage from the other.
+- A group needs no more bytes than the largest op of the step.
 """
 
 from __future__ import annotations
@@ -25,16 +18,14 @@ from itertools import accumulate
 from outofcore.analysis.gaps import LARGE_BYTES, placed_bytes
 from outofcore.graph import Op, StepGraph, StorageKind
 
-# A compiler's time grows faster than the number of ops.
+# Compile time grows faster than linearly with the number of ops.
 MOST_OPS = 48
-# What is made early and looked at late would else be made late, and what it is made of be held until then.
+# A limit on how far an op is delayed, since its arguments stay live until it runs.
 REACH = 16
 
 
 @dataclass
 class _Group:
-    """Ops that are to be fused, as far as they are known."""
-
     ops: list[int]
     written: set[int] = field(default_factory=set[int])
     open: bool = True  # no other op depends on it yet
@@ -50,20 +41,20 @@ def ops_to_fuse(
     most: int = MOST_OPS,
     reach: int = REACH,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return groups of op ids to fuse, ascending, in the order of their last ops, where each runs.
+    """Return groups of ascending op ids to fuse, in the order of their last ops, where each group runs.
 
     Args:
-        fusible: ids of the ops that a compiler can fuse. One that draws random numbers, communicates or has an effect
-            beyond its storages must not be among them.
-        alone: those of them that are compiled even if no other joins them.
-        scratch: known bytes of ops' scratch memory, by id.
-        least: bytes of what one op makes and another reads, so that the two are fused.
-        most: ops of a group.
-        reach: how many ops on from one of the group the next one may be.
+        graph: the step.
+        fusible: ops that a compiler can fuse: without random numbers, collectives and side effects.
+        alone: fusible ops that are compiled even without others.
+        scratch: known scratch bytes by op.
+        min_bytes: minimum size of a storage for which its writer and reader are fused.
+        max_ops: maximum number of ops in a group.
+        reach: maximum distance of an op from the last op of a group that it joins.
     """
-    found = _Search(graph, frozenset(fusible), scratch or {}, least, most, reach).groups()
+    groups = _Search(graph, frozenset(fusible), scratch or {}, least, most, reach).groups()
     long = {op for op in alone if any(graph.storages[s].bytes >= least for s in graph.ops[op].touched)}
-    return tuple(ops for ops in found if len(ops) > 1 or long.issuperset(ops))
+    return tuple(ops for ops in groups if len(ops) > 1 or long.issuperset(ops))
 
 
 class _Search:
@@ -87,31 +78,31 @@ class _Search:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         of: dict[int, _Group] = {}  # by op
         last_write: dict[int, int] = {}
-        since: dict[int, list[int]] = {}  # who has read a storage since it was written last
+        since: dict[int, list[int]] = {}  # ops that read a storage since its last write
         for op in self.graph.ops:
             writes = set(op.mutates + op.creates)
             before = {last_write[s] for s in op.touched if s in last_write}
             before |= {reader for s in writes for reader in since.get(s, ())}
-            joined = self._joined(op, [of[other] for other in sorted(before) if other in of])
+            joined = self._joined(op, [of[earlier] for earlier in sorted(before) if earlier in of])
             if joined is not None:
                 joined = _Group([*joined.ops, op.id], joined.written | writes)
                 of.update(dict.fromkeys(joined.ops, joined))
             elif op.id in self.fusible:
                 of[op.id] = _Group([op.id], set(writes))
-            for other in before:
-                if other in of and of[other] is not of.get(op.id):
-                    of[other].open = False
+            for earlier in before:
+                if earlier in of and of[earlier] is not of.get(op.id):
+                    of[earlier].open = False
             for storage in op.touched:
                 if storage in writes:
                     last_write[storage] = op.id
                     since[storage] = []
                 else:
                     since.setdefault(storage, []).append(op.id)
-        found = {tuple(group.ops) for group in of.values()}
-        return tuple(sorted(found, key=lambda ops: ops[-1]))
+        groups = {tuple(group.ops) for group in of.values()}
+        return tuple(sorted(groups, key=lambda ops: ops[-1]))
 
     def _joined(self, op: Op, groups: list[_Group]) -> _Group | None:
-        """Return the group that an op joins, merging several that it connects."""
+        """Merge the groups that an op joins and return the result, to which the op is not yet added."""
         if op.id not in self.fusible:
             return None
         candidates = list(
@@ -119,7 +110,7 @@ class _Search:
         )
         gains = [(self._gain(op, group), group) for group in candidates]
         joined: _Group | None = None
-        # The sort is stable: of groups that are worth the same, the first.
+        # The sort is stable: of equal gains, the first group comes first.
         for gain, group in sorted(gains, key=lambda pair: -pair[0]):
             ops = sorted([*(joined.ops if joined else ()), *group.ops])
             if not gain or len(ops) >= self.most or self._need([*ops, op.id]) > self.room:
@@ -128,7 +119,7 @@ class _Search:
         return joined
 
     def _gain(self, op: Op, group: _Group) -> int:
-        """Return the bytes that an op need not read from memory if it joins a group; 0 if it may not."""
+        """Return the bytes that an op saves reading if it joins a group; 0 if it must not join."""
         storages = self.graph.storages
         shared = [s for s in op.reads if s in group.written and storages[s].bytes >= self.least]
         if any(self._held(s, op) for s in shared) and any(self._held(s, op) for s in op.creates):
@@ -136,7 +127,7 @@ class _Search:
         return sum(storages[s].bytes for s in shared)
 
     def _held(self, storage: int, op: Op) -> bool:
-        """Return whether a storage's contents after an op are used both there and beyond the peak."""
+        """Return whether a storage's contents after an op before the peak are used beyond the peak."""
         graph = self.graph
         if op.id > self.peak or graph.storages[storage].bytes < self.least or storage in op.mutates:
             return False
@@ -147,19 +138,19 @@ class _Search:
         return lasts or any(self.peak < use <= end for use in graph.uses[storage])
 
     def _need(self, ops: list[int]) -> int:
-        """Return the bytes that ops need at once when fused; results reuse the memory of dead arguments."""
+        """Return the bytes that fused ops need at once; results reuse the memory of dead arguments."""
         graph, members = self.graph, set(ops)
-        made = {s for op in ops for s in graph.ops[op].creates}
+        created = {s for op in ops for s in graph.ops[op].creates}
         count, results, dying = 0, Counter[int](), Counter[int]()
         for storage in dict.fromkeys(s for op in ops for s in graph.ops[op].touched):
             kind, size = graph.storages[storage].kind, placed_bytes(graph.storages[storage].bytes)
             inside = graph.uses[storage][-1] in members and storage not in graph.outputs
             if kind is StorageKind.CONSTANT or size < self.least:
                 continue
-            if storage in made and inside and members.issuperset(graph.uses[storage]):
+            if storage in created and inside and members.issuperset(graph.uses[storage]):
                 continue
             count += size
-            if storage in made:
+            if storage in created:
                 results[size] += 1
             elif inside and storage in graph.creator and len(ops) > 1:
                 dying[size] += 1
@@ -167,7 +158,7 @@ class _Search:
 
 
 def _peak(graph: StepGraph) -> int:
-    """Return the first op at which the most bytes made by the step are live."""
+    """Return the first op at which the most bytes created by the step are live."""
     change = [0] * (len(graph.ops) + 1)
     for storage in graph.creator:
         uses = graph.uses[storage]

@@ -1,4 +1,4 @@
-"""Gaps between uses, and the bytes of storages when placed in the arena."""
+"""Gaps between uses of storages, and the arena bytes of storages and ops."""
 
 from __future__ import annotations
 
@@ -10,45 +10,40 @@ from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.plan import Gap
 from outofcore.units import PAGE_BYTES, round_up
 
-# Smaller storages stay resident: a copy's latency would cost more than their bytes are worth, and
-# direct I/O moves whole pages.
+# Smaller storages stay resident: the latency of copies outweighs their bytes, and direct I/O moves whole pages.
 LARGE_BYTES = 64 * 1024
 SMALL_ALIGNMENT = 64
 
 
 def placed_bytes(count: int) -> int:
-    """Return the bytes that a block takes in the arena: whole pages from 64 KiB on, else cache lines."""
+    """Return the arena bytes of a block: whole pages from 64 KiB on, else whole cache lines."""
     return round_up(count, PAGE_BYTES if is_large(count) else SMALL_ALIGNMENT)
 
 
 def is_large(count: int) -> bool:
-    """Return whether a storage of ``count`` bytes may be evicted at all; the same for its placed bytes."""
+    """Return whether a storage may be evicted, given its bytes or its placed bytes."""
     return count > LARGE_BYTES - SMALL_ALIGNMENT
 
 
 def gaps_of(graph: StepGraph, storage: int) -> tuple[Gap, ...]:
-    """Return the gaps of one storage (its use intervals) by start, the cyclic one last. Constants have none.
+    """Return the gaps between uses of one storage, ascending, the cyclic one last; constants have none.
 
-    There is no gap between a use and an op that overwrites a large storage as a whole: nothing is held there. A gap
-    over the end of the step exists even then, since the user sees the contents there.
+    There is no gap before an op that overwrites a large storage as a whole, except across the end of the step.
     """
     uses = graph.uses[storage]
     if not uses or graph.storages[storage].kind is StorageKind.CONSTANT:
         return ()
     renewed = renewals_of(graph, storage)
-    found = [Gap(storage, a, b) for a, b in pairwise(uses) if b not in renewed]
+    gaps = [Gap(storage, a, b) for a, b in pairwise(uses) if b not in renewed]
     if graph.storages[storage].arrives and uses[0] not in renewed:
-        found.insert(0, Gap(storage, -1, uses[0]))
+        gaps.insert(0, Gap(storage, -1, uses[0]))
     if storage in graph.persistent:
-        found.append(Gap(storage, uses[-1], len(graph.ops) + uses[0]))
-    return tuple(found)
+        gaps.append(Gap(storage, uses[-1], len(graph.ops) + uses[0]))
+    return tuple(gaps)
 
 
 def final_gap(graph: StepGraph, storage: int) -> Gap | None:
-    """Return the gap from the last use of an output, or of an input that the step changes, to the end of the step.
-
-    Over it the bytes go to the first home, or, if it is a gradient that the step leaves, may stay on the device.
-    """
+    """Return the gap from the last use of an output or changed input to the end of the step, if any."""
     uses = graph.uses[storage]
     if not uses or storage not in graph.seen_after:
         return None
@@ -56,25 +51,22 @@ def final_gap(graph: StepGraph, storage: int) -> Gap | None:
 
 
 def renewals_of(graph: StepGraph, storage: int) -> tuple[int, ...]:
-    """Return the ops that overwrite a large storage as a whole, in order, and so may find it in another place.
-
-    One that comes right after another use is not among them: no op in between could use the bytes. A storage below 64
-    KiB has none: it stays where it is.
-    """
+    """Return the ops that overwrite a large storage as a whole and may do so in a new block, in order."""
     if storage not in graph.overwritten or not is_large(graph.storages[storage].bytes):
         return ()
     uses = graph.uses[storage]
+    # Right after another use, no op in between could use the bytes of the old block.
     return tuple(b for a, b in pairwise((-2, *uses)) if (b, storage) in graph.overwrites and b > a + 1)
 
 
 def is_fetched(graph: StepGraph, gap: Gap) -> bool:
-    """Return whether the use at the end of a gap needs the bytes, so that they must be fetched."""
+    """Return whether the use at the end of a gap reads the bytes, so that they must be fetched."""
     use = gap.end % len(graph.ops)
     return (use, gap.storage) not in graph.overwrites or not is_large(graph.storages[gap.storage].bytes)
 
 
 def touched_bytes(graph: StepGraph, op: Op) -> int:
-    """Return the arena bytes of the large storages, without constants, that must be resident while ``op`` runs."""
+    """Return the arena bytes of the large storages except constants that an op touches."""
     storages = graph.storages
     return sum(
         placed_bytes(storages[s].bytes)
@@ -84,7 +76,7 @@ def touched_bytes(graph: StepGraph, op: Op) -> int:
 
 
 def large_needs(graph: StepGraph, costs: Costs) -> list[int]:
-    """Return the arena bytes in the region of large blocks that each op needs by itself."""
+    """Return the arena bytes in the region of large blocks that each op needs while it runs."""
     return [
         touched_bytes(graph, op) + (placed_bytes(cost.workspace_bytes) if is_large(cost.workspace_bytes) else 0)
         for op, cost in zip(graph.ops, costs.ops, strict=True)
@@ -97,21 +89,17 @@ def constant_bytes(graph: StepGraph) -> int:
 
 
 def live_bytes(graph: StepGraph) -> int:
-    """Return the most bytes of storages that are live at once if nothing is evicted, without workspaces.
-
-    No arena that holds everything is smaller.
-    """
+    """Return the maximum bytes of live storages without eviction, a lower bound of the arena for it."""
     return max(_live(graph, graph.storages))
 
 
 def fullest_op(graph: StepGraph) -> int:
-    """Return the first op at which the most bytes of activations are live, usually where the backward pass begins."""
+    """Return the first op with the most live activation bytes, usually the start of the backward pass."""
     live = _live(graph, [s for s in graph.storages if s.kind is StorageKind.ACTIVATION])
     return live.index(max(live))
 
 
 def _live(graph: StepGraph, storages: Iterable[Storage]) -> list[int]:
-    """Return the bytes of these storages that are live at each op and after the last, if nothing is evicted."""
     n = len(graph.ops)
     change = [0] * (n + 1)
     for storage in storages:

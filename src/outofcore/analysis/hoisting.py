@@ -1,8 +1,6 @@
-"""Move ops up, so that what they read last need not be held or fetched for them.
+"""Move ops to earlier places, so that their arguments can be freed earlier.
 
-An optimizer that runs at the end of a step holds every gradient until then. Its update of one parameter may as well run
-when that parameter's gradient is final and nothing later in the step reads the parameter: the numbers are the same, and
-the gradient is freed. The same holds for the norms of gradients that clipping computes.
+For example, the update of a parameter moves to where its gradient is final, which frees the gradient.
 """
 
 from __future__ import annotations
@@ -13,19 +11,17 @@ from outofcore.graph import StepGraph
 
 
 def hoisted_order(graph: StepGraph, movable: Collection[int], failing: Collection[int] = ()) -> tuple[int, ...]:
-    """Return op ids in an order with each movable op right after the last one that it must follow.
+    """Return op ids in an order with each movable op right after the last op that it depends on.
 
-    An op must follow another that writes what it touches, or touches what it writes. Other ops keep their order; so do
-    movable ones that end up in the same place. An op that changes persistent state does not move above a collective, or
-    another op that may fail (``failing``): if it fails, the step can be undone. Movable ops must not draw random
-    numbers, since the order of draws is part of the result.
+    An op that mutates persistent state stays behind collectives and ``failing`` ops, so that the step can be undone if
+    they fail. Movable ops must not draw random numbers, since the order of draws affects the result.
     """
     may_move = frozenset(movable)
     keys: list[tuple[int, int]] = []
     start = (-1, 0)
     written: dict[int, tuple[int, int]] = {}
     touched: dict[int, tuple[int, int]] = {}
-    met = start  # the last op so far that may fail
+    met = start  # the place of the last op so far that may fail
     for op in graph.ops:
         writes = set(op.mutates) | set(op.creates)
         key = (op.id, 0)

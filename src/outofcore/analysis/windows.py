@@ -1,8 +1,4 @@
-"""Derive one window onto a storage from another by views, for a compiler that does not know storages.
-
-A captured step knows a tensor by the place of its elements. To fuse the op that makes a tensor with one that reads it
-in another layout, the compiler must know that the second is, say, the first transposed.
-"""
+"""Derive one window onto a storage from another by views, such as a transposition, for a compiler."""
 
 from __future__ import annotations
 
@@ -15,58 +11,50 @@ from outofcore.analysis.chunks import is_dense
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """How to derive a window from another one, in this order.
+    """The views that derive a window from another one, in this order."""
 
-    Attributes:
-        order: the permutation of the given tensor's dimensions to memory order.
-        factors: the shape that it is then viewed with.
-        ranges: of each factor, the first element and the number of elements.
-        places: for each dimension of the result its factor; None if it has one element, or repeats one.
-        shape: of the result.
-    """
-
-    order: tuple[int, ...]
-    factors: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...]
-    places: tuple[int | None, ...]
-    shape: tuple[int, ...]
+    order: tuple[int, ...]  # the permutation of the base's dimensions to memory order
+    factors: tuple[int, ...]  # the shape to view the result with
+    ranges: tuple[tuple[int, int], ...]  # first element and number of elements along each factor
+    places: tuple[int | None, ...]  # factor of each dimension of the target; None if it has one element or repeats it
+    shape: tuple[int, ...]  # the shape of the target
 
 
-def derivation(given: Window, wanted: Window) -> Derivation | None:
-    """Return how to derive ``wanted`` from ``given`` on the same storage; None if views alone cannot.
+def derivation(base: Window, target: Window) -> Derivation | None:
+    """Return the views that derive ``target`` from ``base`` on the same storage; None if there are none.
 
-    The given elements must be contiguous, in any order of the dimensions, and the wanted ones in regular steps among
-    them that do not overlap.
+    The elements of ``base`` must be contiguous in some order of its dimensions. The elements of ``target`` must be at
+    regular steps among them without overlap.
 
     >>> derivation(Window((2, 3), (3, 1)), Window((3, 2), (1, 3)))
     Derivation(order=(0, 1), factors=(2, 3), ranges=((0, 2), (0, 3)), places=(1, 0), shape=(3, 2))
     """
-    count, start = prod(given.shape), wanted.offset - given.offset
-    if not count or not prod(wanted.shape) or not is_dense(given.shape, given.stride):
+    count, start = prod(base.shape), target.offset - base.offset
+    if not count or not prod(target.shape) or not is_dense(base.shape, base.stride):
         return None
-    order = tuple(sorted(range(len(given.shape)), key=lambda dim: -given.stride[dim] if given.shape[dim] > 1 else 0))
-    # A number in a mixed radix: how far one step goes along each dimension wanted is a place's worth.
-    extents = [(step, size, dim) for dim, (size, step) in enumerate(zip(wanted.shape, wanted.stride, strict=True))]
+    order = tuple(sorted(range(len(base.shape)), key=lambda dim: -base.stride[dim] if base.shape[dim] > 1 else 0))
+    # The strides of the target are the place values of a mixed-radix number.
+    extents = [(step, size, dim) for dim, (size, step) in enumerate(zip(target.shape, target.stride, strict=True))]
     steps = sorted((entry for entry in extents if entry[1] > 1 and entry[0] != 0), reverse=True)
     factors: list[int] = []
     ranges: list[tuple[int, int]] = []
-    places: list[int | None] = [None] * len(wanted.shape)
-    above, left = count, start
+    places: list[int | None] = [None] * len(target.shape)
+    above, remainder = count, start
     if start < 0:
         return None
     for step, size, dim in steps:
         if step < 0 or above % step:
             return None
-        factor, first = above // step, left // step
+        factor, first = above // step, remainder // step
         if first + size > factor:
             return None
         places[dim] = len(factors)
         factors.append(factor)
         ranges.append((first, size))
-        above, left = step, left % step
-    if left >= above:
+        above, remainder = step, remainder % step
+    if remainder >= above:
         return None
     if above > 1:
         factors.append(above)
-        ranges.append((left, 1))
-    return Derivation(order, tuple(factors), tuple(ranges), tuple(places), wanted.shape)
+        ranges.append((remainder, 1))
+    return Derivation(order, tuple(factors), tuple(ranges), tuple(places), target.shape)

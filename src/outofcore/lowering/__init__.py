@@ -1,8 +1,4 @@
-"""From a plan to a program: instructions, the blocks they work on, and what they wait for.
-
-lower(graph, costs, plan)    -> Program with blocks, no addresses and no waits (planning.addresses.place)   -> the same
-with an offset for each block wire(graph, program, costs)  -> the same with the fewest waits that make it safe
-"""
+"""Lower a plan to a program: ``lower`` makes instructions and blocks, and ``wire`` adds waits."""
 
 from outofcore.lowering.instructions import lower
 from outofcore.lowering.slots import room_at_homes

@@ -18,8 +18,6 @@ from outofcore.units import PAGE_BYTES
 
 @dataclass(slots=True)
 class _Stay:
-    """A block while its lifetime is not yet known."""
-
     storage: int | None
     bytes: int
     born: int
@@ -34,14 +32,16 @@ class _Lowering:
     plan: Plan
     instructions: list[Instruction] = field(default_factory=list[Instruction])
     stays: list[_Stay] = field(default_factory=list[_Stay])
-    block_of: dict[int, int] = field(default_factory=dict[int, int])  # storage -> its block now
+    block_of: dict[int, int] = field(default_factory=dict[int, int])  # storage -> its current block
     wrapping: dict[int, int] = field(default_factory=dict[int, int])  # storage -> its wrapping block
-    dying: dict[int, int] = field(default_factory=dict[int, int])  # storage -> block that is still copied out
+    dying: dict[int, int] = field(
+        default_factory=dict[int, int]
+    )  # storage -> its evicted block, until its copy out counts as done
 
     def __post_init__(self) -> None:
         self.version = [0] * len(self.graph.storages)
         self.placed = [placed_bytes(storage.bytes) for storage in self.graph.storages]
-        # For each storage the version that lies at each home.
+        # For each storage the version at each home.
         self.homes: list[dict[int, int]] = [{} for _ in self.graph.storages]
         self.lodgings: dict[int, int] = {}
         self.clean: set[int] = set()
@@ -55,18 +55,18 @@ class _Lowering:
         fetches: dict[int, list[Decision]] = defaultdict(list)
         leaving: dict[int, list[Decision]] = defaultdict(list)
         replays: dict[int, list[Decision]] = defaultdict(list)
-        last_stay: dict[int, int] = {}  # the use with which the last stay of a storage starts, if it is not the first
-        first_leave: dict[int, Decision] = {}  # of each storage, within the step
+        last_stay: dict[int, int] = {}  # the use at which the last stay of a storage starts, if it has several
+        first_leave: dict[int, Decision] = {}  # the first eviction of each storage within the step
         cyclic: set[int] = set()  # at home when the step ends
-        held: set[int] = set()  # what goes home after its last use, until the plan says that it has left
-        renewed: dict[int, list[int]] = defaultdict(list)  # by op, what it overwrites as a whole in a stay of its own
-        vacated: dict[int, list[int]] = defaultdict(list)  # by op, whose next use does so
+        held_until_release: set[int] = set()  # storages that go home after their last use and whose release is planned
+        renewed: dict[int, list[int]] = defaultdict(list)  # by op, storages that it overwrites as a whole in a new stay
+        ended: dict[int, list[int]] = defaultdict(list)  # by op, storages whose next use does so
         for storage in graph.storages:
             uses = graph.uses[storage.id]
             for op in renewals_of(graph, storage.id):
                 if op != uses[0]:
                     renewed[op].append(storage.id)
-                    vacated[uses[uses.index(op) - 1]].append(storage.id)
+                    ended[uses[uses.index(op) - 1]].append(storage.id)
                     last_stay[storage.id] = op
                 elif storage.arrives:
                     renewed[op].append(storage.id)
@@ -79,7 +79,7 @@ class _Lowering:
             if gap.start >= 0:
                 releases[decision.release_by].append(decision)
             if gap == final_gap(graph, gap.storage):
-                held.add(gap.storage)
+                held_until_release.add(gap.storage)
                 continue
             if gap.start >= 0:
                 leaving[gap.start].append(decision)
@@ -102,6 +102,7 @@ class _Lowering:
                 homes[storage.id][self.lodgings.get(storage.id, 0)] = 0
             elif storage.kind is StorageKind.CONSTANT or storage.id in graph.persistent:
                 self.wrapping[storage.id] = self.block_of[storage.id] = self._new_stay(storage.id, wraps=True)
+                # Others count as changed when a step starts, since the user may write to them between steps.
                 if storage.id in first_leave and storage.id in graph.frozen:
                     home = first_leave[storage.id].home
                     self.clean.add(storage.id)
@@ -115,17 +116,17 @@ class _Lowering:
             for decision in releases.pop(op.id, ()):
                 if decision.gap.storage in self.dying:
                     self._end(self.dying.pop(decision.gap.storage))
-            # What is used first comes first; what left in the step before counts like the rest.
+            # Fetch in the order of use, whichever step evicted the storages.
             coming = sorted(fetches.pop(op.id, ()), key=lambda d: (d.gap.end % n, d.gap.storage))
             if op.id in replays:
-                again = [decision.gap.storage for decision in replays.pop(op.id)]
-                chain = self._chain(again, {decision.gap.storage for decision in coming})
-                # The chain's own copies in come first, since its runs wait for them; prefetches for later ops follow.
+                recomputed = [decision.gap.storage for decision in replays.pop(op.id)]
+                chain = self._chain(recomputed, {decision.gap.storage for decision in coming})
+                # Copies in for the recomputation come first, since it waits for them; prefetches for later ops follow.
                 ahead = [d for d in coming if d.gap.end % n != op.id and not self._is_read(d.gap.storage, chain)]
                 for decision in coming:
                     if decision not in ahead:
                         self._fetch(decision, last_stay)
-                self._materialise(again, chain)
+                self._materialise(recomputed, chain)
                 coming = ahead
             for decision in coming:
                 self._fetch(decision, last_stay)
@@ -143,13 +144,13 @@ class _Lowering:
                 if (storage in outputs or changed_input) and homes[storage].get(0) != version[storage]:
                     self.instructions.append(CopyOut(self.block_of[storage], version[storage]))
                     homes[storage][0] = version[storage]
-                    if storage in held or graph.storages[storage].bytes <= PAGE_BYTES:
-                        # The plan says until when. Small ones are held to the end: an op that reused their few bytes
-                        # would wait for every copy out queued before this one.
+                    if storage in held_until_release or graph.storages[storage].bytes <= PAGE_BYTES:
+                        # The plan defines the release. Small blocks are held to the end: an op that reused their bytes
+                        # would wait for all earlier copies out.
                         self.dying[storage] = self.block_of.pop(storage)
                         continue
                 self._end(self.block_of.pop(storage))
-            for storage in vacated.pop(op.id, ()):
+            for storage in ended.pop(op.id, ()):
                 self._end(self.block_of.pop(storage))
             for decision in leaving.pop(op.id, ()):
                 storage = decision.gap.storage
@@ -169,50 +170,52 @@ class _Lowering:
         return self._program()
 
     def _decisions(self) -> list[Decision]:
-        """Return the checked decisions other than keep, adding the arrival of every input that is not named."""
+        """Check the decisions; return those other than KEEP, plus default arrivals of inputs."""
         n = len(self.graph.ops)
-        found: list[Decision] = []
+        decisions: list[Decision] = []
         arriving: set[int] = set()
         for decision in self.plan.decisions:
             gap = decision.gap
             if decision.residency is Residency.KEEP:
                 continue
             if gap not in gaps_of(self.graph, gap.storage) and gap != final_gap(self.graph, gap.storage):
-                raise GraphError(f"the plan decides about a gap that the graph has not: {gap}")
+                raise GraphError(f"the plan decides about a gap that the graph does not have: {gap}")
             latest_release = min(decision.fetch_at, n) if gap.end >= n else decision.fetch_at
             if not gap.start < decision.release_by <= latest_release <= decision.fetch_at <= gap.end or (
                 gap.end >= n > decision.fetch_at
             ):
                 raise GraphError(f"the times of a decision are out of order: {decision}")
-            is_again = decision.residency is Residency.RECOMPUTE
-            if (is_again or decision.home) and gap == final_gap(self.graph, gap.storage):
-                raise GraphError(f"what the user sees after the step goes to the first home: {decision}")
-            if is_again:
+            is_recompute = decision.residency is Residency.RECOMPUTE
+            if (is_recompute or decision.home) and gap == final_gap(self.graph, gap.storage):
+                raise GraphError(f"outputs and changed inputs must go to the first home: {decision}")
+            if is_recompute:
                 self._check_recompute(decision)
             if not 0 <= decision.home < max(len(self.costs.homes), 1):
                 raise GraphError(
-                    f"there is no home {decision.home}; the costs name {len(self.costs.homes)}: {decision}"
+                    f"there is no home {decision.home}; the costs have {len(self.costs.homes)}: {decision}"
                 )
             if gap.start < 0:
                 if decision.home:
-                    raise GraphError(f"an input comes from the first home, and from no other: {decision}")
+                    raise GraphError(f"an input must come from the first home: {decision}")
                 arriving.add(gap.storage)
-            found.append(decision)
+            decisions.append(decision)
         for storage in self.graph.storages:
             uses = self.graph.uses[storage.id]
             if storage.arrives and storage.id not in arriving and uses:
                 if uses[0] in renewals_of(self.graph, storage.id):
                     continue
-                found.append(Decision(Gap(storage.id, -1, uses[0]), Residency.OFFLOAD, 0, 0))
-        return found
+                decisions.append(Decision(Gap(storage.id, -1, uses[0]), Residency.OFFLOAD, 0, 0))
+        return decisions
 
     def _check_staying(self) -> None:
         decided = {decision.gap.storage for decision in self.plan.decisions}
         for storage in self.plan.staying:
             if storage not in self.graph.gradients_left:
-                raise GraphError(f"storage {storage} cannot stay: it is no gradient that the step creates and leaves")
+                raise GraphError(
+                    f"storage {storage} cannot stay: it is not a gradient that the step creates and outputs"
+                )
             if storage in decided:
-                raise GraphError(f"storage {storage} is to stay on the device, and to leave it before")
+                raise GraphError(f"storage {storage} cannot stay on the device: a decision evicts it")
 
     def _new_stay(self, storage: int | None, count: int = 0, *, wraps: bool = False) -> int:
         if storage is not None:
@@ -221,7 +224,7 @@ class _Lowering:
         return len(self.stays) - 1
 
     def _begin_stay(self, storage: int, *, is_last: bool) -> None:
-        """Give a storage a block from here on; the last stay of a wrapping storage reuses the step's first block."""
+        """Begin a stay of a storage; the last stay of a wrapping storage uses its wrapping block."""
         if is_last and storage in self.wrapping:
             self.block_of[storage] = block = self.wrapping[storage]
             self.stays[block].born = len(self.instructions)
@@ -236,9 +239,9 @@ class _Lowering:
         data = self.graph.storages[gap.storage]
         name = f"storage {gap.storage} ({data.name or data.kind.value})"
         if gap.start < 0 or gap.storage in self.graph.persistent:
-            raise GraphError(f"{name} cannot be computed again: it exists before the step; keep or offload it")
+            raise GraphError(f"{name} cannot be recomputed: it exists before the step; keep or offload it")
         if decision.release_by != gap.start + 1:
-            raise GraphError(f"what is to be computed again is dropped after its last use: {decision}")
+            raise GraphError(f"a recomputed storage must be dropped right after its last use: {decision}")
 
     def _fetch(self, decision: Decision, last_stay: dict[int, int]) -> None:
         storage = decision.gap.storage
@@ -249,30 +252,27 @@ class _Lowering:
         self.instructions.append(CopyIn(self.block_of[storage], version, home=decision.home))
 
     def _chain(self, storages: list[int], coming: Set[int]) -> Sequence[int]:
-        """Return the ops to run again, in order, for these storages; those in ``coming`` are copied in before."""
+        """Return the ops that recompute storages, in order; storages in ``coming`` are fetched before."""
         if self.history is None:
             return ()
         version, homes = self.version, self.homes
         present = ChainMap(self.block_of, self.dying)  # not merged into one dict: there are many chains
 
         def is_there(content: Content) -> bool:
-            storage, wanted = content
-            on_device = version[storage] == wanted and (storage in present or storage in coming)
-            return on_device or wanted in homes[storage].values()
+            storage, needed_version = content
+            on_device = version[storage] == needed_version and (storage in present or storage in coming)
+            return on_device or needed_version in homes[storage].values()
 
         return replay(self.history, {(storage, version[storage]) for storage in storages}, is_there)
 
     def _is_read(self, storage: int, chain: Sequence[int]) -> bool:
-        """Return whether a chain reads the current version of a storage."""
         content = (storage, self.version[storage])
         return self.history is not None and any(content in self.history.needs(self.graph.ops[index]) for index in chain)
 
     def _materialise(self, storages: list[int], runs: Sequence[int]) -> None:
-        """Recompute these storages at their current versions by running ops again, and give each its block.
+        """Recompute storages at their current versions by the ops ``runs``, in new blocks.
 
-        Intermediates that are neither on the device nor targets get blocks of their own, held from the run or copy-in
-        that brings them to the last run that reads them. What is on the device is read in place: it is at the current
-        version, so no op that runs again writes it.
+        Intermediates get temporary blocks. Resident storages are read in place: recomputed ops do not write them.
         """
         graph, history, version = self.graph, self.history, self.version
         if history is None:
@@ -297,7 +297,7 @@ class _Lowering:
             for storage in op.touched:
                 content = (storage, needs.get(storage, -1))
                 if storage in needs and storage in makes:
-                    used[storage] = blocks.pop(content)  # written in place: the former contents are gone
+                    used[storage] = blocks.pop(content)  # written in place, which overwrites the former contents
                 elif storage in needs:
                     used[storage] = blocks[content] if content in blocks else present[storage]
                 else:
@@ -316,8 +316,8 @@ class _Lowering:
             self.block_of[storage] = blocks[storage, version[storage]]
 
     def _fetched(self, storage: int, version: int) -> int:
-        """Copy in what a run of a chain needs from the first home that holds it, and return its block."""
-        home = min(home for home, held in self.homes[storage].items() if held == version)
+        """Copy in an intermediate from the first home that holds it; return its block."""
+        home = min(home for home, held_version in self.homes[storage].items() if held_version == version)
         block = self._new_stay(storage)
         self.instructions.append(CopyIn(block, version, home=home))
         return block
@@ -340,7 +340,7 @@ class _Lowering:
         blocks: list[Block] = []
         for index, stay in enumerate(self.stays):
             dies = stay.dies
-            if stay.wraps and dies < 0:  # never left: over the whole step
+            if stay.wraps and dies < 0:  # never evicted: held over the whole step
                 blocks.append(Block(index, stay.storage, stay.bytes, 0, 0, True))
             else:
                 blocks.append(Block(index, stay.storage, stay.bytes, stay.born, dies, stay.wraps))
@@ -360,28 +360,22 @@ class _Lowering:
 
 
 def _let_go(history: History, runs: Sequence[int], targets: Set[Content]) -> list[list[Content]]:
-    """Return for each run of a chain the contents that it reads last, before they are recomputed or for good."""
+    """Return for each run the contents that no later run reads before they are recomputed."""
     ops = history.graph.ops
     read_next = set(targets)  # contents whose next event is a run that reads them, or the end
-    found: list[list[Content]] = []
+    released: list[list[Content]] = []
     for index in reversed(runs):
         needs, makes = history.needs(ops[index]), history.makes(ops[index])
-        found.append([content for content in (*needs, *makes) if content not in read_next])
+        released.append([content for content in (*needs, *makes) if content not in read_next])
         read_next.difference_update(makes)
         read_next.update(needs)
-    return found[::-1]
+    return released[::-1]
 
 
 def lower(graph: StepGraph, costs: Costs, plan: Plan) -> Program:
-    """Turn a plan into instructions on blocks that have no addresses yet.
+    """Lower a plan to instructions on blocks without addresses.
 
-    Before each op come the copies-in that the plan fetches there, after it the copies-out of what is evicted. A storage
-    whose home copy is current is evicted without a copy; an unused one is dropped. Recomputation runs before the op at
-    which the plan wants the storage and after its copies-in, each op once. A persistent storage that is resident when
-    the step ends counts as changed when the next one starts, since the user may have written to it in between; unless
-    it is frozen (``StepGraph.frozen``): then the executor keeps its home current.
-
-    Raises ``GraphError`` for a decision whose times are out of order, whose gap the graph lacks, or that recomputes
-    what cannot be recomputed.
+    Before each op come its planned copies in and then its recomputation; after it come copies out. Raises
+    ``GraphError`` if a decision has times out of order, an unknown gap, or a storage that cannot be recomputed.
     """
     return _Lowering(graph, costs, plan).run()

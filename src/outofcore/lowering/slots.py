@@ -1,8 +1,7 @@
-"""Bytes that the homes hold over a step.
+"""Slots of storages at homes over a step.
 
-A storage copied out takes its slot from the start of that copy to the end of the last copy in before the next copy out
-to the same slot. What is seen between two steps has its slot all the time: persistent storages that no wrapping block
-holds, inputs, and outputs.
+A temporary slot is in use from a copy out to the last copy in before the next copy out to it. Storages that are visible
+between steps have permanent slots.
 """
 
 from __future__ import annotations
@@ -19,49 +18,46 @@ from outofcore.units import PAGE_BYTES, round_up
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One stay of a storage at a home, among instructions."""
+    """A temporary stay of a storage at a home."""
 
     home: int
     storage: int
-    copies: tuple[int, ...]  # the copy out that takes it, and the copies in
+    copies: tuple[int, ...]  # instructions: the copy out, then its copies in
 
     @property
     def taken(self) -> int:
-        """The copy out."""
         return self.copies[0]
 
     @property
     def given(self) -> int:
-        """The last copy in, or the copy out where nothing is read back."""
+        """The last copy in, or the copy out if there is no copy in."""
         return self.copies[-1]
 
 
 def slot_bytes(count: int) -> int:
-    """Return the bytes that a storage takes at a home: whole pages."""
     return round_up(count, PAGE_BYTES)
 
 
 def lasting(graph: StepGraph, program: Program) -> dict[int, int]:
-    """Return the storages that have a slot for the whole step, and their homes."""
+    """Return the homes of the storages with permanent slots."""
     moving = {program.blocks[i.block].storage for i in program.instructions if not isinstance(i, Run)}
     wrapping = {block.storage for block in program.blocks if block.wraps}
-    found = {s: 0 for s in graph.outputs if s in moving}
-    found |= {s.id: 0 for s in graph.storages if s.arrives and s.id in moving}
+    homes = {s: 0 for s in graph.outputs if s in moving}
+    homes |= {s.id: 0 for s in graph.storages if s.arrives and s.id in moving}
     used = (s for s in sorted(graph.persistent - wrapping) if graph.uses[s])
-    found |= dict.fromkeys(program.clean, 0)
-    return found | dict.fromkeys(used, 0) | {lodging.storage: lodging.home for lodging in program.lodgings}
+    homes |= dict.fromkeys(program.clean, 0)
+    return homes | dict.fromkeys(used, 0) | {lodging.storage: lodging.home for lodging in program.lodgings}
 
 
 def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
-    """Yield the temporary stays in the order in which they end."""
-    settled = set(lasting(graph, program).items())
-    last: dict[tuple[int, int], list[int]] = {}  # the copies of the last stay, by storage and home
+    permanent = set(lasting(graph, program).items())
+    last: dict[tuple[int, int], list[int]] = {}  # the copies of the latest stay, by storage and home
     stays: list[tuple[int, int, list[int]]] = []
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run):
             continue
         storage = program.blocks[instruction.block].storage
-        if storage is None or (storage, instruction.home) in settled:
+        if storage is None or (storage, instruction.home) in permanent:
             continue
         key = (storage, instruction.home)
         if isinstance(instruction, CopyOut):
@@ -69,49 +65,45 @@ def slots_of(graph: StepGraph, program: Program) -> Iterator[Slot]:
             stays.append((instruction.home, storage, last[key]))
         elif key in last:
             last[key].append(index)
-    found = [Slot(home, storage, tuple(copies)) for home, storage, copies in stays]
-    return iter(sorted(found, key=lambda slot: (slot.given, slot.taken)))
+    slots = [Slot(home, storage, tuple(copies)) for home, storage, copies in stays]
+    return iter(sorted(slots, key=lambda slot: (slot.given, slot.taken)))
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One slot that is taken, and what it takes over.
-
-    ``vacated`` are the slots of the same home whose bytes are free from here on, and ``after`` is the number of copies
-    in from that home that must be done first; 0: those that the queue of copies out has waited for already.
-    """
+    """A temporary slot and the earlier slots whose bytes it reuses."""
 
     slot: Slot
-    vacated: tuple[Slot, ...]
-    after: int
+    vacated: tuple[Slot, ...]  # slots of the same home that are free from here on
+    after: int  # copies in from that home that must end first; 0 if earlier copies out have waited for them
 
 
 def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None:
-    """Order the temporary slots and their predecessors so that no home holds too much.
+    """Assign to each temporary slot, by copy out, the earlier slots whose bytes it reuses.
 
-    Bytes are counted as ``slot_bytes``. A slot's bytes are taken over only where the home has no others. Returns a turn
-    for each stay of ``slots_of``, in the order of their copies out; None if the plan exceeds a home's capacity even
-    with waits.
+    Return None if the program exceeds a home's capacity even with waits.
     """
     size = [slot_bytes(storage.bytes) for storage in graph.storages]
     capacity = [home.bytes for home in costs.homes]
-    held = [0] * len(capacity)
+    home_bytes = [0] * len(capacity)
     for storage, home in lasting(graph, program).items():
-        if home < len(held):
-            held[home] += size[storage]
-    for home, most in enumerate(capacity):
-        if most is not None and held[home] > most:
+        if home < len(home_bytes):
+            home_bytes[home] += size[storage]
+    for home, limit in enumerate(capacity):
+        if limit is not None and home_bytes[home] > limit:
             return None
     takers: dict[int, Slot] = {}
     givers: dict[int, list[Slot]] = {}
     for slot in slots_of(graph, program):
         takers[slot.taken] = slot
         givers.setdefault(slot.given, []).append(slot)
-    arrived = [0] * len(capacity)  # copies in so far
-    # Room that is given back, with the copies in after which it is: waited for only where it is needed.
+    arrived = [0] * len(capacity)  # number of copies in so far
+    # Slots that are freed by a copy in, with its number; waited for only if their bytes are needed.
     coming: list[deque[tuple[int, Slot]]] = [deque() for _ in capacity]
-    unread: list[list[Slot]] = [[] for _ in capacity]  # nothing reads these: the next copy out may have their room
-    found: list[Turn] = []
+    unread: list[list[Slot]] = [
+        [] for _ in capacity
+    ]  # slots without copies in: the next copy out may reuse their bytes
+    reuses: list[Turn] = []
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run) or instruction.home >= len(capacity):
             continue
@@ -119,32 +111,29 @@ def turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn] | None
         if not isinstance(instruction, CopyOut):
             arrived[home] += 1
         elif index in takers:
-            most = capacity[home]
+            limit = capacity[home]
             after, vacated = 0, unread[home]
             unread[home] = []
-            held[home] += size[takers[index].storage]
-            while most is not None and held[home] > most:
+            home_bytes[home] += size[takers[index].storage]
+            while limit is not None and home_bytes[home] > limit:
                 if not coming[home]:
                     return None
                 after, slot = coming[home].popleft()
-                held[home] -= size[slot.storage]
+                home_bytes[home] -= size[slot.storage]
                 vacated.append(slot)
-            found.append(Turn(takers[index], tuple(vacated), after))
+            reuses.append(Turn(takers[index], tuple(vacated), after))
         for slot in givers.get(index, ()):
             if slot.taken == index:
-                held[home] -= size[slot.storage]
+                home_bytes[home] -= size[slot.storage]
                 unread[home].append(slot)
             else:
                 coming[home].append((arrived[home], slot))
-    return found
+    return reuses
 
 
 def room_at_homes(graph: StepGraph, costs: Costs, program: Program) -> dict[int, int] | None:
-    """Return, for each copy out that must wait for room, after how many copies in from its home it may start.
-
-    None if the plan exceeds a home's capacity even with waits.
-    """
+    """Return the number of copies in that copies out must wait for; None if a home is too small."""
     if all(home.bytes is None for home in costs.homes):
         return {}
-    found = turns(graph, costs, program)
-    return None if found is None else {turn.slot.taken: turn.after for turn in found if turn.after}
+    reuses = turns(graph, costs, program)
+    return None if reuses is None else {reuse.slot.taken: reuse.after for reuse in reuses if reuse.after}

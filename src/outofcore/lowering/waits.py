@@ -1,7 +1,4 @@
-"""Derive the waits of each instruction of a placed program.
-
-The waits depend on the addresses: a block may be written as soon as the last users of its bytes are done with them.
-"""
+"""Derive the waits of each instruction of a placed program from the addresses of its blocks."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from outofcore.graph import StepGraph, StorageKind
 from outofcore.lowering.slots import room_at_homes
 from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queue, Run, Wait, lane_of
 
-# How many instructions of each queue are surely done: the ops, the collectives if there are any, then for each home
-# copies out and copies in.
+# The number of instructions of each queue that have certainly ended; queues in the order of ``_lanes``.
 _Clock = tuple[int, ...]
 
 
@@ -24,20 +20,20 @@ def _later(a: _Clock, b: _Clock) -> _Clock:
     return a if a is b else tuple(map(max, a, b))
 
 
-# What an update changes. Other things that last change early in a step, or are put aside (statistics).
+# Kinds that updates change. Other persistent storages change early in a step, or are saved for undo (statistics).
 _LEARNT = frozenset({StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE, StorageKind.STATE_RANGE})
 
 
 class _Ground:
-    """The last users of each byte of the arena, as disjoint intervals in order of address."""
+    """When each byte of the arena is free, as disjoint intervals in order of address."""
 
-    def __init__(self, nothing: _Clock) -> None:
-        self._nothing = nothing
+    def __init__(self, start: _Clock) -> None:
+        self._nothing = start
         self._starts: list[int] = []
-        self._pieces: list[tuple[int, _Clock]] = []  # end of the interval, and when its bytes are free
+        self._pieces: list[tuple[int, _Clock]] = []  # the end of each interval, and when it is free
 
     def take(self, start: int, end: int) -> _Clock:
-        """Return when all of [start, end) is free."""
+        """Return the clock at which all of [start, end) is free."""
         needed = self._nothing
         at = max(bisect_right(self._starts, start) - 1, 0)
         while at < len(self._starts) and self._starts[at] < end:
@@ -72,29 +68,26 @@ class _Ground:
 
 
 def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Program:
-    """Give each instruction of a placed program the waits that it needs, and no more.
+    """Give each instruction of a placed program its necessary waits.
 
-    An instruction waits for the writer of what it reads, and for readers of what it overwrites (in a block, in a home
-    slot, or in the bytes of an earlier block), unless its own queue or another wait implies it. A copy out to a full
-    home also waits for its room. Permanent changes of the model wait for all collectives before them: as long as one
-    may fail, because another process has ended, the step can be undone.
+    It waits for the last accesses of the bytes that it uses, in blocks and home slots, unless its queue or another wait
+    implies this. Updates of the model wait for all collectives before them, which may fail: then the step is undone.
 
-    Without ``costs`` homes hold anything. Raises ``GraphError`` if a home cannot hold what the program copies there, or
-    a workspace is copied.
+    Raises ``GraphError`` if the program exceeds the capacity of a home, or if a workspace is copied.
     """
     room = room_at_homes(graph, costs, program) if costs is not None else {}
     if room is None:
         raise GraphError("the program copies more to a home than it holds; send less there, or give it more bytes")
     lanes = _lanes(program)
     numbers = {lane: number for number, lane in enumerate(lanes)}
-    nothing: _Clock = (0,) * len(lanes)
-    ground = _Ground(nothing)
+    at_start: _Clock = (0,) * len(lanes)
+    ground = _Ground(at_start)
     counts = [0] * len(lanes)
     collectives = numbers.get((Queue.COMMUNICATE, 0))
-    clocks: dict[tuple[int, int], _Clock] = {}  # of the count-th instruction of a queue, once it is done
-    written: dict[int, _Clock] = {}  # block -> when its contents are there
-    touched: dict[int, _Clock] = {}  # block -> when everybody is done with it
-    # (storage, home) -> when the slot there holds what was last copied out, and when nobody reads it any more
+    clocks: dict[tuple[int, int], _Clock] = {}  # after the count-th instruction of a queue has ended
+    written: dict[int, _Clock] = {}  # block -> when its contents are written
+    touched: dict[int, _Clock] = {}  # block -> when its users have ended
+    # (storage, home) -> when the last copy out to this slot has ended, and when its readers have ended
     slot_written: dict[tuple[int, int], _Clock] = {}
     slot_read: dict[tuple[int, int], _Clock] = {}
     deaths: dict[int, list[Block]] = defaultdict(list)
@@ -108,13 +101,13 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
         while next_death < len(pending) and pending[next_death] <= index:
             for block in deaths[pending[next_death]]:
                 if block.bytes:
-                    ground.give(block.offset, block.offset + block.bytes, touched.get(block.id, nothing))
-                    # A wrapping block that comes back later in the step starts afresh.
+                    ground.give(block.offset, block.offset + block.bytes, touched.get(block.id, at_start))
+                    # A wrapping block that is born again later in the step has new users.
                     written.pop(block.id, None)
                     touched.pop(block.id, None)
             next_death += 1
         queue = numbers[lane_of(instruction)]
-        needed = nothing
+        needed = at_start
         if collectives is not None and queue != collectives and _is_final(graph, program, instruction):
             needed = tuple(counts[collectives] if q == collectives else 0 for q in range(len(lanes)))
         if isinstance(instruction, Run):
@@ -128,9 +121,9 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
             storage = program.blocks[instruction.block].storage
             if storage is None:
                 raise GraphError(f"instruction {index} copies a workspace")
-            needed = _later(needed, slot_written.get((storage, instruction.home), nothing))
+            needed = _later(needed, slot_written.get((storage, instruction.home), at_start))
             if isinstance(instruction, CopyOut):
-                needed = _later(needed, slot_read.get((storage, instruction.home), nothing))
+                needed = _later(needed, slot_read.get((storage, instruction.home), at_start))
             if index in room:
                 after = numbers[Queue.COPY_IN, instruction.home]
                 needed = _later(needed, tuple(room[index] if q == after else 0 for q in range(len(lanes))))
@@ -138,38 +131,38 @@ def wire(graph: StepGraph, program: Program, costs: Costs | None = None) -> Prog
             block = program.blocks[block_id]
             if block_id not in touched and block.bytes and not (block.wraps and index < block.dies):
                 needed = _later(needed, ground.take(block.offset, block.offset + block.bytes))
-            needed = _later(needed, (touched if writes_it else written).get(block_id, nothing))
+            needed = _later(needed, (touched if writes_it else written).get(block_id, at_start))
         counts[queue] += 1
-        known = clocks.get((queue, counts[queue] - 1), nothing)
+        reached = clocks.get((queue, counts[queue] - 1), at_start)
         waits: list[Wait] = []
-        # The queue whose news imply most comes first, so that the other wait may be found superfluous.
-        missing = [q for q in range(len(lanes)) if q != queue and needed[q] > known[q]]
+        # Waits that imply the most others come first, so that the others can be left out.
+        missing = [q for q in range(len(lanes)) if q != queue and needed[q] > reached[q]]
         merged = {q: clocks[q, needed[q]] for q in missing}
         for q in sorted(missing, key=lambda q: -sum(merged[q][p] >= needed[p] for p in missing)):
-            if needed[q] > known[q]:
+            if needed[q] > reached[q]:
                 waits.append(Wait(lanes[q][0], needed[q], lanes[q][1]))
-                known = _later(known, merged[q])
-        done = list(known)
-        done[queue] = counts[queue]
-        clock = tuple(done)
+                reached = _later(reached, merged[q])
+        next_clock = list(reached)
+        next_clock[queue] = counts[queue]
+        clock = tuple(next_clock)
         clocks[queue, counts[queue]] = clock
-        mine = tuple(counts[queue] if q == queue else 0 for q in range(len(lanes)))
+        own_clock = tuple(counts[queue] if q == queue else 0 for q in range(len(lanes)))
         for block_id, writes_it in accesses:
-            touched[block_id] = _later(touched.get(block_id, nothing), mine)
+            touched[block_id] = _later(touched.get(block_id, at_start), own_clock)
             if writes_it:
-                written[block_id] = mine
+                written[block_id] = own_clock
         if isinstance(instruction, CopyOut | CopyIn):
             storage = program.blocks[instruction.block].storage
             if storage is not None:
                 target = slot_written if isinstance(instruction, CopyOut) else slot_read
                 slot = (storage, instruction.home)
-                target[slot] = _later(target.get(slot, nothing), mine)
+                target[slot] = _later(target.get(slot, at_start), own_clock)
         instructions.append(_waiting(instruction, tuple(waits)))
     return replace(program, instructions=tuple(instructions))
 
 
 def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> bool:
-    """Return whether an instruction makes it impossible to undo the step: it updates state, or shows a gradient."""
+    """Return whether the step cannot be undone after an instruction."""
     if isinstance(instruction, Run):
         changed = graph.ops[instruction.op].mutates
         kinds = {graph.storages[s].kind for s in changed if s in graph.persistent or graph.storages[s].arrives}
@@ -179,14 +172,13 @@ def _is_final(graph: StepGraph, program: Program, instruction: Instruction) -> b
 
 def _waiting(instruction: Instruction, waits: tuple[Wait, ...]) -> Instruction:
     if isinstance(instruction, Run):
-        again, communicates = instruction.again, instruction.communicates
-        return Run(instruction.op, instruction.blocks, instruction.workspace, waits, again, communicates)
+        recompute, communicates = instruction.again, instruction.communicates
+        return Run(instruction.op, instruction.blocks, instruction.workspace, waits, recompute, communicates)
     return type(instruction)(instruction.block, instruction.version, waits, instruction.home)
 
 
 def _lanes(program: Program) -> list[tuple[Queue, int]]:
-    """List the queues: ops, collectives if there are any, and for each home copies out and copies in."""
     homes = {i.home for i in program.instructions if not isinstance(i, Run)} | {0}
     copies = [(queue, home) for home in sorted(homes) for queue in (Queue.COPY_OUT, Queue.COPY_IN)]
-    beside = any(isinstance(i, Run) and i.communicates for i in program.instructions)
-    return [(Queue.COMPUTE, 0), *([(Queue.COMMUNICATE, 0)] if beside else []), *copies]
+    has_collectives = any(isinstance(i, Run) and i.communicates for i in program.instructions)
+    return [(Queue.COMPUTE, 0), *([(Queue.COMMUNICATE, 0)] if has_collectives else []), *copies]

@@ -1,4 +1,4 @@
-"""Deliberately naive proofs that a program, or a packing, keeps its promises."""
+"""Validate programs and packings by deliberately simple code, independent of the planner."""
 
 from outofcore.validator.packings import Placed, check_packing
 from outofcore.validator.programs import validate

@@ -1,4 +1,4 @@
-"""Check that homes exist, and that none is ever given more than it holds."""
+"""Check that homes exist and stay within their capacities."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ _Copy = tuple[int, int, CopyOut | CopyIn]  # index of the instruction, storage, 
 
 
 def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
-    """Check that every named home exists, and that only persistent storages have another home than the first.
-
-    A storage that is to be clean must be in a block that wraps, watched, and written by no op. Returns the homes of
-    storages at another home than the first.
-    """
+    """Check homes, lodgings and clean storages; return the home of each lodging."""
     graph, program = step.graph, step.program
     count = None if costs is None else max(len(costs.homes), 1)
 
@@ -27,36 +23,35 @@ def check_homes(step: Step, costs: Costs | None) -> dict[int, int]:
     for index, instruction in enumerate(program.instructions):
         if not isinstance(instruction, Run) and not exists(instruction.home):
             raise ValidationError(f"{step.instruction(index)} names home {instruction.home}, which does not exist")
-    found: dict[int, int] = {}
+    homes: dict[int, int] = {}
     for lodging in program.lodgings:
         if lodging.storage not in graph.persistent:
-            raise ValidationError(f"storage {lodging.storage} lodges at home {lodging.home}, but does not persist")
+            raise ValidationError(
+                f"storage {lodging.storage} has a lodging at home {lodging.home}, but is not persistent"
+            )
         name = step.storage(lodging.storage)
         if not exists(lodging.home):
-            raise ValidationError(f"{name} lodges at home {lodging.home}, which does not exist")
-        if lodging.storage in found:
-            raise ValidationError(f"{name} lodges at home {lodging.home}, and at home {found[lodging.storage]} as well")
-        found[lodging.storage] = lodging.home
+            raise ValidationError(f"{name} has a lodging at home {lodging.home}, which does not exist")
+        if lodging.storage in homes:
+            raise ValidationError(f"{name} has lodgings at home {lodging.home} and at home {homes[lodging.storage]}")
+        homes[lodging.storage] = lodging.home
     wrapping = {block.storage for block in program.blocks if block.wraps}
     written = {storage for op in graph.ops for storage in op.mutates + op.creates}
     for storage in program.clean:
         if not 0 <= storage < len(graph.storages) or storage not in graph.persistent:
-            raise ValidationError(f"storage {storage} is to be clean at home, but does not persist")
+            raise ValidationError(f"storage {storage} is marked clean, but is not persistent")
         name = step.storage(storage)
         if storage not in wrapping:
-            raise ValidationError(f"{name} is to be clean at home, and no block holds it between two steps")
+            raise ValidationError(f"{name} is marked clean, but no block holds it between two steps")
         if storage in written:
-            raise ValidationError(f"{name} is to be clean at home, and an op writes it")
+            raise ValidationError(f"{name} is marked clean, but an op writes it")
         if not graph.storages[storage].watched:
-            raise ValidationError(f"{name} is to be clean at home, and nobody finds out what the user writes to it")
-    return found
+            raise ValidationError(f"{name} is marked clean, but writes of the user to it are not detected")
+    return homes
 
 
 def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, int]) -> None:
-    """Check that a home has room for every copy out at its start, whatever the queues do.
-
-    A slot counts until its last copy in has certainly ended. What is seen between two steps counts always.
-    """
+    """Check that every copy out has room at its home when it starts, however the queues run."""
     graph, program = step.graph, step.program
     size = [storage.bytes for storage in graph.storages]
     copies: list[_Copy] = [
@@ -73,34 +68,36 @@ def check_capacity(step: Step, order: Order, costs: Costs, lodgings: dict[int, i
         if place.bytes is None:
             continue
         here = {s for s in always if lodgings.get(s, 0) == home}
-        held = sum(size[s] for s in here)
-        if held > place.bytes:
+        permanent_bytes = sum(size[s] for s in here)
+        if permanent_bytes > place.bytes:
             raise ValidationError(
-                f"home {home} ({place.name}) holds {place.bytes} bytes, and what lies there from step to step "
-                f"takes {held}"
+                f"home {home} ({place.name}) holds {place.bytes} bytes, but storages that stay there from step to step "
+                f"need {permanent_bytes}"
             )
         ends = _last_reads([copy for copy in copies if copy[2].home == home])
-        taken: dict[int, int] = {}  # the copy out that took a slot -> its bytes
+        temporary_bytes: dict[int, int] = {}  # by copy out, the bytes of its slot until its last copy in has ended
         for index, storage, instruction in copies:
             if instruction.home != home or storage in here or not isinstance(instruction, CopyOut):
                 continue
-            taken = {slot: count for slot, count in taken.items() if not order.before(ends[slot], index)}
-            taken[index] = size[storage]
-            total = held + sum(taken.values())
+            temporary_bytes = {
+                slot: count for slot, count in temporary_bytes.items() if not order.before(ends[slot], index)
+            }
+            temporary_bytes[index] = size[storage]
+            total = permanent_bytes + sum(temporary_bytes.values())
             if total > place.bytes:
                 raise ValidationError(
                     f"{step.instruction(index)} may start while home {home} ({place.name}) of "
-                    f"{place.bytes} bytes has to hold {total}; it must wait, or go elsewhere"
+                    f"{place.bytes} bytes has to hold {total}; it must wait, or use another home"
                 )
 
 
 def _last_reads(copies: Sequence[_Copy]) -> dict[int, int]:
-    """Return for each copy out to one home the last copy in of its bytes; itself where nothing is read back."""
-    found: dict[int, int] = {}
+    """Return the last copy in of each copy out to one home; itself if it is not read back."""
+    ends: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, storage, instruction in reversed(copies):
         if isinstance(instruction, CopyOut):
-            found[index] = last.pop(storage, index)
+            ends[index] = last.pop(storage, index)
         else:
             last.setdefault(storage, index)
-    return found
+    return ends

@@ -1,4 +1,4 @@
-"""A deliberately naive proof that rectangles are placed as promised. Shares no code with the placement."""
+"""Validate packings of rectangles by deliberately simple code, independent of the placement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outofcore.errors import ValidationError
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Bytes [offset, offset + size), held over [lower, upper) except over the gap, if any."""
+    """Bytes [offset, offset + size) that are held over [lower, upper) except the gap, if any."""
 
     id: int | str
     lower: int
@@ -27,32 +27,37 @@ class Placed:
 
 
 def check_packing(placed: Iterable[Placed], capacity: int | None = None) -> int:
-    """Prove that no two rectangles held at one time overlap, and that each is aligned and within the capacity.
+    """Check that rectangles are aligned, within the capacity, and do not overlap when both are held.
 
-    Returns the end of the highest rectangle. Raises ``ValidationError`` that names the conflicting rectangles, and
-    when.
+    Returns the end of the highest rectangle. Raises ``ValidationError``.
     """
     height = 0
-    events: list[tuple[int, int, Placed]] = []  # when, 0: given back or 1: taken, what
-    for one in placed:
-        if one.offset < 0 or one.offset % one.alignment:
-            raise ValidationError(f"{one.name}: the offset must be a multiple of {one.alignment} and not negative")
-        if capacity is not None and one.offset + one.size > capacity:
-            raise ValidationError(f"{one.name} ends above the capacity of {capacity} bytes")
-        height = max(height, one.offset + one.size)
-        held = [(one.lower, one.upper)] if one.gap is None else [(one.lower, one.gap[0]), (one.gap[1], one.upper)]
-        for begin, end in held:
-            if one.size and begin < end:
-                events += [(begin, 1, one), (end, 0, one)]
-    live: list[tuple[int, int, Placed]] = []  # offset and end of what is held, in order of address
-    for when, taken, one in sorted(events, key=lambda event: event[:2]):
-        begin, end = one.offset, one.offset + one.size
+    events: list[tuple[int, int, Placed]] = []  # time, 0: end or 1: begin, rectangle
+    for rectangle in placed:
+        if rectangle.offset < 0 or rectangle.offset % rectangle.alignment:
+            raise ValidationError(
+                f"{rectangle.name}: the offset must be a multiple of {rectangle.alignment} and not negative"
+            )
+        if capacity is not None and rectangle.offset + rectangle.size > capacity:
+            raise ValidationError(f"{rectangle.name} ends above the capacity of {capacity} bytes")
+        height = max(height, rectangle.offset + rectangle.size)
+        spans = (
+            [(rectangle.lower, rectangle.upper)]
+            if rectangle.gap is None
+            else [(rectangle.lower, rectangle.gap[0]), (rectangle.gap[1], rectangle.upper)]
+        )
+        for begin, end in spans:
+            if rectangle.size and begin < end:
+                events += [(begin, 1, rectangle), (end, 0, rectangle)]
+    live: list[tuple[int, int, Placed]] = []  # offset and end of the held rectangles, in order of address
+    for when, is_start, rectangle in sorted(events, key=lambda event: event[:2]):
+        begin, end = rectangle.offset, rectangle.offset + rectangle.size
         at = bisect_left(live, (begin, end), key=lambda entry: entry[:2])
-        if not taken:
+        if not is_start:
             del live[at]
             continue
-        for other_begin, other_end, other in live[max(at - 1, 0) : at + 1]:
-            if other_begin < end and begin < other_end:
-                raise ValidationError(f"{one.name}, overlaps {other.name}, and both are held at {when}")
-        live.insert(at, (begin, end, one))
+        for neighbour_begin, neighbour_end, neighbour in live[max(at - 1, 0) : at + 1]:
+            if neighbour_begin < end and begin < neighbour_end:
+                raise ValidationError(f"{rectangle.name}, overlaps {neighbour.name}, and both are held at {when}")
+        live.insert(at, (begin, end, rectangle))
     return height

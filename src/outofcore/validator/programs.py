@@ -1,15 +1,8 @@
-"""A deliberately naive proof that a program keeps its promises.
+"""Validate programs by deliberately simple code, independent of planner, lowering and simulator.
 
-Shares no code with the planner, the lowering or the simulator, so that a mistake there cannot hide
-here. The program is taken as one step in its steady state, and the state at its end is shown to be
-the state assumed at its start; so what holds for this step holds for every step.
-
-Versions are replayed in program order. Copies are asynchronous, so that alone would prove little:
-two accesses to the same bytes or the same home slot, at least one of them a write, must also be
-ordered by queues and waits. Since waits point backwards, program order is one of the orders in which
-the queues may run the step; with every conflict ordered, all other orders give the same values.
-Order is kept as vector clocks (Mattern, "Virtual time and global states of distributed systems",
-1989), and conflicts are found as a data race detector finds them.
+Versions are replayed in program order, and all conflicting accesses must be ordered by queues and waits, as in a data
+race detector with vector clocks (Mattern, "Virtual time and global states of distributed systems", 1989). So all other
+execution orders give the same values. The state at the end of the step must equal the state assumed at its start.
 """
 
 from __future__ import annotations
@@ -28,28 +21,28 @@ from outofcore.validator.step import Order, Step
 
 
 def validate(graph: StepGraph, program: Program, budget: int, costs: Costs | None = None) -> None:
-    """Prove that a program computes one step of a graph, over and over, within a budget.
+    """Check that a program computes a step of a graph any number of times within a budget.
 
-    That is: every op runs, first runs in graph order, and only rerunnable ops run again, marked so; collectives are on
-    the queue of their own, in graph order like all first runs, so that processes meet in them; each run finds
-    what it reads at the versions that plain execution would have (one that runs again needs nothing that it discards,
-    and leaves garbage there); blocks in use at the same time do not overlap; bytes held never exceed the budget; every
-    conflict between queues is ordered; no home is ever given more than it holds; and at the end of the step every
-    result is at home and every block that wraps holds what the next step starts from.
+    - Every op runs, in graph order; only rerunnable ops run again, marked ``again``; collectives are on their queue.
+    - Each run reads the versions of plain execution. A recomputed op reads and leaves garbage in ``discards``.
+    - Blocks in use at the same time do not overlap, and their bytes do not exceed the budget.
+    - Conflicting accesses of different queues are ordered.
+    - No home exceeds its capacity.
+    - At the end of the step, results are at home and wrapping blocks hold the state that the next step starts from.
 
     Args:
         graph: the step.
-        program: placed, or with all offsets -1. Of a program that is not placed the bytes are summed over
-            the blocks alive at each instruction, and nothing is said about overlaps.
+        program: placed, or with all offsets -1. Without offsets, overlaps are not checked; the bytes of live blocks are
+            summed at each instruction.
         budget: bytes of device memory.
-        costs: where given, workspaces and homes are checked against them.
+        costs: if given, workspaces and homes are checked against them.
 
-    Limits: that an op which runs again gives the same bytes is taken from ``Op.rerunnable``, and that an op overwrites
-        a storage as a whole from ``Op.reads``. The alignment of offsets is not checked.
+    Limits: ``Op.rerunnable`` and ``Op.reads`` are trusted: recomputation gives the same bytes, and an op that mutates a
+        storage without reading it overwrites it as a whole. The alignment of offsets is not checked.
 
     Raises:
-        ValidationError: a promise is broken; names the instruction, op, module and storage.
-        GraphError: the graph contradicts itself, or the costs do not fit it.
+        ValidationError: the program is invalid; names the instruction, op, module and storage.
+        GraphError: the graph is inconsistent, or the costs do not fit it.
     """
     graph.check()
     if costs is not None:
@@ -73,18 +66,18 @@ def _is_held(block: Block, index: int) -> bool:
 
 
 def _stay_of(block: Block, index: int) -> int:
-    """Return 1 where a block that wraps has been born again since the step began: its former bytes are gone."""
+    """Return 1 if a wrapping block has been born again in this step, which drops its former bytes; else 0."""
     return int(block.wraps and not block.born == block.dies == 0 and index >= block.born)
 
 
 def _check_blocks(step: Step) -> None:
-    """Check that blocks name storages that they can hold, over lifetimes that make sense."""
+    """Check that blocks are large enough for their storages and have valid lifetimes."""
     graph, end = step.graph, len(step.program.instructions)
     lasting = graph.persistent | {s.id for s in graph.storages if s.kind is StorageKind.CONSTANT}
     wrapping: dict[int | None, int] = {}
 
-    def refusal(block: Block, why: str) -> ValidationError:
-        return ValidationError(f"{step.block(block)} {why}")
+    def refusal(block: Block, reason: str) -> ValidationError:
+        return ValidationError(f"{step.block(block)} {reason}")
 
     for index, block in enumerate(step.program.blocks):
         if block.id != index:
@@ -92,7 +85,7 @@ def _check_blocks(step: Step) -> None:
         if block.storage is not None and not 0 <= block.storage < len(graph.storages):
             raise ValidationError(f"block {index} is of storage {block.storage}, which the graph does not have")
         if block.bytes < (0 if block.storage is None else graph.storages[block.storage].bytes):
-            raise refusal(block, f"has {block.bytes} bytes, fewer than what it is to hold")
+            raise refusal(block, f"has {block.bytes} bytes, fewer than its storage")
         if block.offset < -1:
             raise ValidationError(
                 f"{step.block(block)} has offset {block.offset}; it must be -1 (not placed) or not negative"
@@ -117,7 +110,7 @@ def _check_blocks(step: Step) -> None:
 
 
 def _check_instructions(step: Step, costs: Costs | None) -> None:
-    """Check that every id exists, every block is held where it is used, and the blocks of a run are its op's."""
+    """Check that ids exist, used blocks are held, and runs use their op's storages."""
     blocks = step.program.blocks
     for index, instruction in enumerate(step.program.instructions):
         used = instruction.blocks if isinstance(instruction, Run) else (instruction.block,)
@@ -143,8 +136,8 @@ def _check_run(step: Step, index: int, run: Run, costs: Costs | None) -> None:
     if not 0 <= run.op < len(step.graph.ops):
         raise ValidationError(f"instruction {index} runs op {run.op}, which the graph does not have")
     if run.communicates != step.graph.ops[run.op].communicates:
-        where = "collectives" if run.communicates else "ops"
-        raise ValidationError(f"{step.instruction(index)} is on the queue of {where}, where it does not belong")
+        queue = "collectives" if run.communicates else "ops"
+        raise ValidationError(f"{step.instruction(index)} is on the queue of {queue}, which is the wrong one")
     touched = step.touched[run.op]
     owners = tuple(step.program.blocks[number].storage for number in run.blocks)
     if owners != touched:
@@ -153,14 +146,14 @@ def _check_run(step: Step, index: int, run: Run, costs: Costs | None) -> None:
         )
     scratch = None if run.workspace is None else step.program.blocks[run.workspace]
     if scratch is not None and scratch.storage is not None:
-        raise ValidationError(f"{step.instruction(index)} takes {step.block(scratch)} as its workspace")
-    needed, given = costs.ops[run.op].workspace_bytes if costs else 0, scratch.bytes if scratch else 0
-    if given < needed:
-        raise ValidationError(f"{step.instruction(index)} has a workspace of {given} bytes and needs {needed}")
+        raise ValidationError(f"{step.instruction(index)} uses {step.block(scratch)} as its workspace")
+    needed, available = costs.ops[run.op].workspace_bytes if costs else 0, scratch.bytes if scratch else 0
+    if available < needed:
+        raise ValidationError(f"{step.instruction(index)} has a workspace of {available} bytes and needs {needed}")
 
 
 def _check_coverage(step: Step) -> None:
-    """Check that every op runs, first runs come in graph order, and only rerunnable ops run again."""
+    """Check that every op runs, in graph order, and that only rerunnable ops run again."""
     upcoming = 0
     for index, instruction in enumerate(step.program.instructions):
         if not isinstance(instruction, Run):
@@ -170,48 +163,50 @@ def _check_coverage(step: Step) -> None:
         elif instruction.op >= upcoming:
             raise ValidationError(f"{step.instruction(index)} comes before the first run of {step.op(upcoming)}")
         elif not instruction.again:
-            raise ValidationError(f"{step.instruction(index)} is not the op's first run, and is not marked as another")
+            raise ValidationError(
+                f"{step.instruction(index)} is not the op's first run, but is not marked as a recomputation"
+            )
         elif not step.graph.ops[instruction.op].rerunnable:
-            raise ValidationError(f"{step.instruction(index)} runs again, and the op must not")
+            raise ValidationError(f"{step.instruction(index)} runs again, but the op is not rerunnable")
     if upcoming < len(step.graph.ops):
         raise ValidationError(f"{step.op(upcoming)} never runs")
 
 
 def _check_room(step: Step, budget: int) -> None:
-    """Check that blocks alive at the same instruction do not overlap, and that all of them fit the budget."""
+    """Check that live blocks do not overlap, and that they fit the budget."""
     program = step.program
     is_placed = any(block.offset >= 0 for block in program.blocks)
     if is_placed and program.arena_bytes > budget:
         raise ValidationError(f"the arena has {program.arena_bytes} bytes, more than the budget of {budget}")
     for block in program.blocks:
         if is_placed and block.offset < 0:
-            raise ValidationError(f"{step.block(block)} is not placed, and others are")
+            raise ValidationError(f"{step.block(block)} is not placed, but other blocks are")
         if is_placed and block.offset + block.bytes > program.arena_bytes:
             end = block.offset + block.bytes
             raise ValidationError(f"{step.block(block)} ends at byte {end} of an arena of {program.arena_bytes}")
     births: list[list[Block]] = [[] for _ in program.instructions]
     deaths: list[list[Block]] = [[] for _ in program.instructions]
-    live: list[tuple[int, int, int]] = []  # offset, end and id of the blocks that take room, by address
-    held = 0
+    live: list[tuple[int, int, int]] = []  # offset, end and id of the live blocks, by address
+    held_bytes = 0
     for block in program.blocks:
         if block.wraps and (block.dies > 0 or block.born == 0):
-            held += block.bytes
+            held_bytes += block.bytes
             _take(step, live, block, None)
         if block.born > 0 or not block.wraps:
             births[block.born].append(block)
         if 0 < block.dies < len(deaths):
             deaths[block.dies].append(block)
-    peak, peak_at = held, -1
+    peak, peak_at = held_bytes, -1
     for index, (born, dead) in enumerate(zip(births, deaths, strict=True)):
         for block in dead:
-            held -= block.bytes
+            held_bytes -= block.bytes
             if block.offset >= 0 and block.bytes > 0:
                 del live[bisect_left(live, (block.offset, block.offset + block.bytes, block.id))]
         for block in born:
-            held += block.bytes
+            held_bytes += block.bytes
             _take(step, live, block, index)
-        if held > peak:
-            peak, peak_at = held, index
+        if held_bytes > peak:
+            peak, peak_at = held_bytes, index
     if not is_placed and peak > budget:
         when = "the start of the step" if peak_at < 0 else step.instruction(peak_at)
         raise ValidationError(f"{peak} bytes are held at {when}, more than the budget of {budget}")
@@ -222,56 +217,56 @@ def _take(step: Step, live: list[tuple[int, int, int]], block: Block, index: int
         return
     begin, end = block.offset, block.offset + block.bytes
     at = bisect_left(live, (begin, end, block.id))
-    for other_begin, other_end, other in live[max(at - 1, 0) : at + 1]:
-        if other_begin < end and begin < other_end:
+    for neighbour_begin, neighbour_end, neighbour in live[max(at - 1, 0) : at + 1]:
+        if neighbour_begin < end and begin < neighbour_end:
             when = "the start of the step" if index is None else f"instruction {index}"
             raise ValidationError(
-                f"{step.block(block)} at bytes [{begin}, {end}) overlaps {step.block(step.program.blocks[other])} at "
-                f"[{other_begin}, {other_end}), and both are held at {when}"
+                f"{step.block(block)} at bytes [{begin}, {end}) overlaps "
+                f"{step.block(step.program.blocks[neighbour])} at [{neighbour_begin}, {neighbour_end}), and both are "
+                f"held at {when}"
             )
     live.insert(at, (begin, end, block.id))
 
 
 def _staying(step: Step) -> dict[int, Block]:
-    """Return the blocks in which the user finds gradients after the step: one for each, held until then."""
     graph, program = step.graph, step.program
-    found: dict[int, Block] = {}
+    blocks: dict[int, Block] = {}
     for storage in program.staying:
-        known = 0 <= storage < len(graph.storages)
-        if not known or storage not in graph.outputs or graph.storages[storage].kind is not StorageKind.GRADIENT:
-            raise ValidationError(f"storage {storage} is to stay after the step, and is no gradient that it leaves")
+        exists = 0 <= storage < len(graph.storages)
+        if not exists or storage not in graph.outputs or graph.storages[storage].kind is not StorageKind.GRADIENT:
+            raise ValidationError(f"storage {storage} stays after the step, but is not a gradient output")
         name = step.storage(storage)
         if not any(storage in op.creates for op in graph.ops):
-            raise ValidationError(f"{name} is to stay after the step, and is there before it as well")
+            raise ValidationError(f"{name} stays after the step, but exists before it")
         if storage in program.results:
-            raise ValidationError(f"{name} is to stay after the step, and to be at home")
+            raise ValidationError(f"{name} stays after the step, but is also a result")
         lasting = [b for b in program.blocks if b.storage == storage and b.dies == len(program.instructions)]
         if len(lasting) != 1:
-            raise ValidationError(f"{name} is to stay after the step, in {len(lasting)} blocks; it must be one")
-        found[storage] = lasting[0]
-    return found
+            raise ValidationError(f"{name} stays after the step in {len(lasting)} blocks; it must be in one")
+        blocks[storage] = lasting[0]
+    return blocks
 
 
 @dataclass(eq=False, slots=True)
 class _Cell:
-    """What one stay of a block, or one home slot, holds, and who touched it last."""
+    """A stay of a block, or a home slot: its version and its last accesses."""
 
     of: Block | tuple[int, int]  # the block; or the storage and its home
     version: int | None  # None: garbage, or bytes too old to trust
     writer: int | None = None
-    readers: dict[int, int] = field(default_factory=dict[int, int])  # since then, the last one on each queue
+    readers: dict[int, int] = field(default_factory=dict[int, int])  # the last reader since then on each queue
 
 
 class _Replay:
-    """Follows versions through blocks and homes, and checks that each conflict is ordered."""
+    """Replays versions through blocks and homes, and checks that each conflict is ordered."""
 
     def __init__(self, step: Step, order: Order, lodgings: dict[int, int]) -> None:
         graph, program = step.graph, step.program
         self.step, self.graph, self.program, self.order = step, graph, program, order
-        # Of the instruction that is looked at: its index, its queue, and as in ``Order.known``.
+        # The current instruction: its index, its queue, and its entry of ``ExecutionOrder.ended``.
         self.index, self.queue, self.known = 0, 0, [0]
-        self.alone = True  # all instructions before it are over when it starts: nothing can conflict with it
-        # Versions of what each op reads, and of what it writes, in plain execution.
+        self.alone = True  # all earlier instructions have ended when it starts, so it has no conflicts
+        # The versions that each op reads and writes in plain execution.
         self.before: list[list[int]] = []
         self.after: list[list[tuple[int, int]]] = []
         final = self.final = [0] * len(graph.storages)
@@ -283,19 +278,19 @@ class _Replay:
                 final[storage] += 1
             self.after.append([(s, final[s]) for s in written])
         self.wrapping = {b.storage: b for b in program.blocks if b.wraps}
-        # With a block that wraps, the user may have written to the device copy between two steps.
+        # The home of a wrapping block may be stale, since the user may write to the device copy between steps.
         inputs = {s.id for s in graph.storages if s.arrives}
-        # But for what is clean: the executor brings its home up to date before the step starts.
+        # For clean storages, the executor updates the home before the step starts.
         at_home = inputs | (graph.persistent - self.wrapping.keys()) | set(program.clean)
         self.lodgings = lodgings
-        # By storage and home; none yet: what was never written there.
+        # By storage and home; absent until the first access.
         self.homes: dict[tuple[int, int], _Cell] = {}
         for storage in sorted(at_home):
             self._home(storage, lodgings.get(storage, 0)).version = 0
-        # By block; and of one that wraps, from when it is born again.
+        # By block: its stay, and in ``later_stays`` that of a wrapping block after it is born again.
         self.stays: list[_Cell | None] = [None] * len(program.blocks)
         self.later_stays: dict[int, _Cell] = {}
-        # Who touched the arena's bytes last: cells over disjoint spans, by address.
+        # The latest cells of the arena's bytes, over disjoint spans in order of address.
         self.begins: list[int] = []
         self.ends: list[int] = []
         self.holders: list[_Cell] = []
@@ -332,7 +327,7 @@ class _Replay:
         return f"the home of {name}" if home == 0 else f"{name} at home {home}"
 
     def _found(self, cell: _Cell) -> str:
-        content = "nothing to rely on" if cell.version is None else f"version {cell.version}"
+        content = "undefined bytes" if cell.version is None else f"version {cell.version}"
         return f"{self._name(cell)} holds {content}"
 
     def _run(self, run: Run) -> None:
@@ -361,11 +356,11 @@ class _Replay:
             if block.offset >= 0 and block.bytes > 0:
                 self._succeed(cell, block.offset, block.offset + block.bytes)
             elif later and (former := self.stays[number]) is not None and not self.alone:
-                self._follow(former, cell)  # no address says that they are the same bytes
+                self._follow(former, cell)  # without addresses, the former stay is not found by its bytes
         return cell
 
     def _succeed(self, cell: _Cell, begin: int, end: int) -> None:
-        """At the first touch of a stay, check that all former users of its bytes are done with them."""
+        """Let a new stay take its bytes, and check that all former users of these have ended."""
         begins, ends, holders = self.begins, self.ends, self.holders
         low, high = bisect_right(ends, begin), bisect_left(begins, end)
         for former in () if self.alone else holders[low:high]:
@@ -382,16 +377,13 @@ class _Replay:
         begins[low:high], ends[low:high], holders[low:high] = zip(*news, strict=True)
 
     def _follow(self, former: _Cell, cell: _Cell) -> None:
-        """Check that the writer and readers of ``former`` have ended before this instruction starts.
-
-        ``cell`` is the same, or one that takes over some of its bytes.
-        """
-        known, order = self.known, self.order
+        """Check that the users of ``former``, whose bytes ``cell`` reuses, have ended before this instruction."""
+        ended, order = self.known, self.order
         for earlier in (former.writer, *former.readers.values()):
-            if earlier is not None and known[order.queue[earlier]] < order.position[earlier]:
-                where = self._name(cell)
+            if earlier is not None and ended[order.queue[earlier]] < order.position[earlier]:
+                place = self._name(cell)
                 self._refuse(
-                    earlier, where if former is cell else f"the bytes of {self._name(former)}, then of {where}"
+                    earlier, place if former is cell else f"the bytes of {self._name(former)}, then of {place}"
                 )
 
     def _refuse(self, earlier: int, bytes_of: str) -> NoReturn:
@@ -427,7 +419,7 @@ class _Replay:
             (self._home(storage, self.lodgings.get(storage, 0)), self.final[storage], "is a result")
             for storage in self.program.results
         ]
-        ends += [(self._home(s, self.lodgings.get(s, 0)), 0, "is clean at home") for s in self.program.clean]
+        ends += [(self._home(s, self.lodgings.get(s, 0)), 0, "is marked clean") for s in self.program.clean]
         for block in self.wrapping.values():
             stay = _stay_of(block, block.born)
             last = (self.later_stays.get(block.id) if stay else self.stays[block.id]) or _Cell(
@@ -437,8 +429,8 @@ class _Replay:
         for storage, block in self.staying.items():
             last = self.stays[block.id] or _Cell(block, None)
             ends.append((last, self.final[storage], "is seen after the step"))
-        for cell, version, why in ends:
+        for cell, version, reason in ends:
             if cell.version != version:
                 raise ValidationError(
-                    f"{self._name(cell)} {why} and must end at version {version}, but {self._found(cell)}"
+                    f"{self._name(cell)} {reason} and must end at version {version}, but {self._found(cell)}"
                 )

@@ -1,4 +1,4 @@
-"""The step that is being validated, its texts for messages, and the certain order of its instructions."""
+"""A validated step with texts for messages, and the guaranteed order of its instructions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Step:
         return f"block {block.id} of {'a workspace' if block.storage is None else self.storage(block.storage)}"
 
     def op(self, op: int) -> str:
-        found = self.graph.ops[op]
-        module = f" of module {found.module}" if found.module else ""
-        return f"op {op}, {found.name}{module}" + (f" at {found.source}" if found.source else "")
+        data = self.graph.ops[op]
+        module = f" of module {data.module}" if data.module else ""
+        return f"op {op}, {data.name}{module}" + (f" at {data.source}" if data.source else "")
 
     def instruction(self, index: int) -> str:
         instruction = self.program.instructions[index]
@@ -39,16 +39,13 @@ class Step:
 
 
 class Order:
-    """Which instructions have certainly ended when another starts.
-
-    ``queue`` and ``position`` (from 1) place each instruction on its queue. ``known`` has for each instruction how many
-    of each other queue have ended when it starts; all before it on its own queue have. One that waits for no more than
-    those before it on its queue shares their list.
-    """
+    """The guaranteed order of instructions, as vector clocks."""
 
     def __init__(self, program: Program) -> None:
         self.queue: list[int] = []
-        self.position: list[int] = []
+        self.position: list[int] = []  # of each instruction on its queue, from 1
+        # For each instruction, how many of each other queue have ended when it starts. Instructions share the list of
+        # their predecessor if they wait for no more.
         self.known: list[list[int]] = []
         lanes = [_lane(instruction) for instruction in program.instructions]
         number = {lane: i for i, lane in enumerate(dict.fromkeys(lanes))}
@@ -56,39 +53,39 @@ class Order:
         latest = [[len(lanes) if of == queue else 0 for of in number.values()] for queue in number.values()]
         for index, (instruction, lane) in enumerate(zip(program.instructions, lanes, strict=True)):
             queue = number[lane]
-            known = latest[queue]
+            ended = latest[queue]
             for wait in instruction.waits:
                 of = number.get(_lane(wait), -1)
-                others = lines[of] if of >= 0 else []
-                if not 1 <= wait.count <= len(others):
+                waited_line = lines[of] if of >= 0 else []
+                if not 1 <= wait.count <= len(waited_line):
                     raise ValidationError(
                         f"instruction {index} waits for {wait.count} instructions of {wait.queue.value}, of which "
-                        f"{len(others)} come before it; a wait must name one of them"
+                        f"{len(waited_line)} come before it; a wait must name one of them"
                     )
-                # Who is known to be over already was known with all that it knew.
-                if known[of] < wait.count:
-                    known = list(map(max, known, self.known[others[wait.count - 1]]))
-                    known[of] = wait.count
-            latest[queue] = known
+                # If it is already known to have ended, its clock has been merged, too.
+                if ended[of] < wait.count:
+                    ended = list(map(max, ended, self.known[waited_line[wait.count - 1]]))
+                    ended[of] = wait.count
+            latest[queue] = ended
             lines[queue].append(index)
             self.queue.append(queue)
             self.position.append(len(lines[queue]))
-            self.known.append(known)
+            self.known.append(ended)
 
     def before(self, first: int, second: int) -> bool:
-        """Return whether the first instruction has ended whenever the second starts."""
+        """Return whether the first instruction has always ended when the second starts."""
         return first < second and self.known[second][self.queue[first]] >= self.position[first]
 
 
-_COLLECTIVES = -1  # the number of their queue
+_COLLECTIVES = -1  # the number of the queue of collectives
 
 
-def _lane(one: Instruction | Wait) -> int:
-    """Return a number for a queue: hashing enums would take as long as all the rest."""
-    if isinstance(one, Run):
-        return _COLLECTIVES if one.communicates else 0
-    if isinstance(one, Wait):
-        if one.queue is Queue.COMMUNICATE:
+def _lane(item: Instruction | Wait) -> int:
+    """Return a number for a queue: hashing enums would double the time."""
+    if isinstance(item, Run):
+        return _COLLECTIVES if item.communicates else 0
+    if isinstance(item, Wait):
+        if item.queue is Queue.COMMUNICATE:
             return _COLLECTIVES
-        return 3 * one.home + (0 if one.queue is Queue.COMPUTE else 1 if one.queue is Queue.COPY_OUT else 2)
-    return 3 * one.home + (1 if isinstance(one, CopyOut) else 2)
+        return 3 * item.home + (0 if item.queue is Queue.COMPUTE else 1 if item.queue is Queue.COPY_OUT else 2)
+    return 3 * item.home + (1 if isinstance(item, CopyOut) else 2)
