@@ -210,7 +210,7 @@ class State:
         self.place = place
 
     def lay(self, key: str, value: Value) -> None:
-        """Give a gradient the layout that a step expects; another step may have transposed it, say."""
+        """Give a gradient the layout that a step expects; another step may have transposed it."""
         for window in self.windows:
             if window.key != key or window.lies_as(value):
                 continue

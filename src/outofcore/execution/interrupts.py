@@ -34,8 +34,8 @@ class Deferred:
         may_stop: returns whether the block may be left half way now.
     """
 
-    def __init__(self, what: str, *, stops: int = 2, may_stop: Callable[[], bool] = lambda: True) -> None:
-        self._what = what
+    def __init__(self, activity: str, *, stops: int = 2, may_stop: Callable[[], bool] = lambda: True) -> None:
+        self._what = activity
         self._stops = stops
         self._may_stop = may_stop
         self._is_told = False

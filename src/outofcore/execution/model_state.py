@@ -198,12 +198,12 @@ class StateKeeper:
         self._shared.clear()
         self.generation += 1
 
-    def gradient(self, captured: Captured, left: GradientLeft) -> State:
+    def gradient(self, captured: Captured, produced: GradientLeft) -> State:
         """Return the state of a gradient that a step produces."""
-        key = f"{captured.states[left.parameter].key}.grad"
+        key = f"{captured.states[produced.parameter].key}.grad"
         state = self._by_tensor.get(key)
         if state is None:
-            value = captured.values[left.value]
+            value = captured.values[produced.value]
             state = State(key, captured.own_bytes(value.storage), Place.UNBORN)
             state.windows.append(Window(key, torch.empty(0, dtype=value.dtype), value))
             self._states[key] = self._by_tensor[key] = state
@@ -251,10 +251,10 @@ class StateKeeper:
             self._faces.part(leftover)
         state.lose()
 
-    def arrived(self, state: State, value: Value, own: torch.Tensor | None) -> torch.Tensor:
-        """Return the tensor of a gradient that a step has produced at home, or in the memory ``own``."""
+    def arrived(self, state: State, value: Value, memory: torch.Tensor | None) -> torch.Tensor:
+        """Return the tensor of a gradient that a step has produced at home, or in other ``memory``."""
         state.windows[0].renew(value)
-        state.show(*((self._face(state), Place.HOME) if own is None else (own, Place.OWN)))
+        state.show(*((self._face(state), Place.HOME) if memory is None else (memory, Place.OWN)))
         return state.windows[0].tensor
 
     def stayed(self, state: State, value: Value, arena: Memory, offset: int) -> torch.Tensor:

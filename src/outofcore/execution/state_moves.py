@@ -221,10 +221,10 @@ class StateMoves:
         if not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
             self.to_own(state)
 
-    def _rearrange(self, placements: list[tuple[State, Block]], arena: Memory, kept: Set[int]) -> None:
+    def _rearrange(self, placements: list[tuple[State, Block]], arena: Memory, kept_ids: Set[int]) -> None:
         """Move states to their blocks, beginning with states in the arena: others may need their room.
 
-        ``kept`` are ids of the states that keep their copies at home.
+        ``kept_ids`` are those of the states that keep their copies at home.
         """
         now = {id(s): s.offset_in(arena.address) for s, _ in placements if s.place is Place.ARENA}
         moving = [(s, b) for s, b in placements if id(s) in now and now[id(s)] != b.offset]
@@ -240,7 +240,7 @@ class StateMoves:
                 self._out(state)
         for state, block in placements:
             if state.place is not Place.ARENA:
-                self._to_arena(state, block, arena, keep=id(state) in kept)
+                self._to_arena(state, block, arena, keep=id(state) in kept_ids)
 
     def _leaves_for(self, state: State, home: int) -> bool:
         try:

@@ -32,11 +32,11 @@ def stops_as_plain(captured: Captured, program: Program, progress: Reached) -> b
 
     It would if no update has started, or if updates are never scheduled earlier than that op.
     """
-    started, done = progress.started, progress.done
+    started, ended = progress.started, progress.done
     if not any(started[index] for index in updates_of(captured, program)):
         return True
     runs = ((i, instruction) for i, instruction in enumerate(program.instructions) if isinstance(instruction, Run))
-    half_way = [instruction.op for i, instruction in runs if started[i] and not done[i]]
+    half_way = [instruction.op for i, instruction in runs if started[i] and not ended[i]]
     return len(half_way) == 1 and half_way[0] in ops_that_may_raise(captured)
 
 
