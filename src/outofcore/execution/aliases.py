@@ -385,16 +385,16 @@ def let_go(states: Iterable[State]) -> list[State]:
 
     A replacement that shares memory with another tensor here stays tied to it.
     """
-    here = [state for state in states if state.place in (Place.HOME, Place.ARENA)]
-    moved = [window for state in here for window in state.let_go()]
+    shown_states = [state for state in states if state.place in (Place.HOME, Place.ARENA)]
+    moved = [window for state in shown_states for window in state.let_go()]
     if not moved:
         return []
-    shown = {internals.storage_key(s.shown): s for s in here if s.shown is not None and not s.moved_away()}
+    shown = {internals.storage_key(s.shown): s for s in shown_states if s.shown is not None and not s.moved_away()}
     for window in moved:
         state = shown.get(internals.storage_key(window.tensor))
         if state is not None:
             state.tie(window)
-    return [state for state in here if not state.windows]
+    return [state for state in shown_states if not state.windows]
 
 
 def unmoved(states: Iterable[State]) -> bool:
@@ -414,12 +414,15 @@ def unmoved(states: Iterable[State]) -> bool:
 
 def displaced(states: Iterable[State]) -> list[str]:
     """Return the keys of tensors at home or in the arena that have left their last shown address."""
-    here = (Place.HOME, Place.ARENA)
-    windows = [window for state in states if state.place in here for window in state.windows]
-    now, shown = list(map(_POINTER, [window.tensor for window in windows])), [window.address for window in windows]
-    if now == shown:
+    places = (Place.HOME, Place.ARENA)
+    windows = [window for state in states if state.place in places for window in state.windows]
+    addresses, shown = (
+        list(map(_POINTER, [window.tensor for window in windows])),
+        [window.address for window in windows],
+    )
+    if addresses == shown:
         return []
-    return [window.key for window, current, last in zip(windows, now, shown, strict=True) if current != last]
+    return [window.key for window, current, last in zip(windows, addresses, shown, strict=True) if current != last]
 
 
 # Slots and their faces
@@ -615,30 +618,30 @@ class Owned:
         self._seen: list[torch.Tensor | None] | None = None
 
     def _live(self) -> list[torch.Tensor | None]:
-        live: list[torch.Tensor | None] = []
+        tensors: list[torch.Tensor | None] = []
         for optimizer, parameter, names in self._parameters:
-            live += map(optimizer.state.get(parameter, _NOTHING).get, names)
-        return live
+            tensors += map(optimizer.state.get(parameter, _NOTHING).get, names)
+        return tensors
 
     def is_other(self, *, begun: bool) -> bool:
         """Return whether optimizer state is missing, or has another memory layout than the capture.
 
         ``begun``: the step has created all of its state. The next ``find_replaced`` uses the tensors found here.
         """
-        live = self._seen = self._live()
-        existing = [tensor for tensor in live if tensor is not None]
-        if len(existing) == len(live):
+        tensors = self._seen = self._live()
+        existing = [tensor for tensor in tensors if tensor is not None]
+        if len(existing) == len(tensors):
             return list(map(_STRIDE, existing)) != self._strides
-        pairs = zip(live, self._strides, strict=True)
+        pairs = zip(tensors, self._strides, strict=True)
         return begun or any(tensor is not None and tensor.stride() != stride for tensor, stride in pairs)
 
     def replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]
     ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
         """Return optimizer state with another tensor than ``shown_as`` gives, and that tensor or None."""
-        live, self._seen = self._seen or self._live(), None
+        tensors, self._seen = self._seen or self._live(), None
         shown = list(map(shown_as, self._bindings))
-        if all(map(is_, live, shown)):
+        if all(map(is_, tensors, shown)):
             return []
-        triples = zip(self._pairs, live, shown, strict=True)
+        triples = zip(self._pairs, tensors, shown, strict=True)
         return [(binding, owner, current) for (binding, owner), current, last in triples if current is not last]

@@ -257,13 +257,13 @@ class DemandEviction:
                 return
             size = min((last - first) * PAGE_BYTES, round_up(count, PAGE_BYTES))
             home, pieces = self._room(size)
-            at = first * PAGE_BYTES
+            start = first * PAGE_BYTES
             for piece in pieces:
-                self._arena.save(at, piece.bytes, self._slots[home].home, piece.offset)
-                self._evicted.append((at, home, piece))
-                self._arena.discard(at, piece.bytes)
-                self._pages[at // PAGE_BYTES : (at + piece.bytes) // PAGE_BYTES] = _Page.FREE
-                at += piece.bytes
+                self._arena.save(start, piece.bytes, self._slots[home].home, piece.offset)
+                self._evicted.append((start, home, piece))
+                self._arena.discard(start, piece.bytes)
+                self._pages[start // PAGE_BYTES : (start + piece.bytes) // PAGE_BYTES] = _Page.FREE
+                start += piece.bytes
             count -= size
             self.evicted_bytes += size
 

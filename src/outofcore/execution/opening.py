@@ -203,9 +203,9 @@ def host_limit(host_budget: int | str | None) -> int | None:
 def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | None = None) -> list[HomeStore]:
     """Open the homes of a step on the CPU, nearest first.
 
-    ``home`` is "host", "disk" (default) or a folder on a disk. ``host_budget`` limits host memory. The default is unlimited
-    for "host", and 0 before a disk. Raises ``UnitError`` for an invalid budget, ``SpillError`` if a home cannot be
-    used.
+    ``home`` is "host", "disk" (default) or a folder on a disk. ``host_budget`` limits host memory. The default is
+    unlimited for "host", and 0 before a disk. Raises ``UnitError`` for an invalid budget, ``SpillError`` if a home
+    cannot be used.
     """
     limit = host_limit(host_budget)
     if home == "host":

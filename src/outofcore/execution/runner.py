@@ -406,8 +406,8 @@ class Runner:
     def _publish(self) -> None:
         """Give the optimizer the state that an update has created."""
         created = {key for update in {id(u.optimizer): u for u in self._updates}.values() for key in update.made()}
-        for binding, owner, live in self._owned.replaced(self._keeper.tensor):
-            if live is not None or (id(owner.parameter), owner.name) not in created:
+        for binding, owner, tensor in self._owned.replaced(self._keeper.tensor):
+            if tensor is not None or (id(owner.parameter), owner.name) not in created:
                 continue  # its update was skipped, or its state has other keys now
             owner.optimizer.state[owner.parameter][owner.name] = self._keeper.tensor(binding)
 
@@ -422,11 +422,11 @@ class Runner:
         """Adopt the user's gradients and optimizer state; return whether optimizer state must be created."""
         self._gradients.take_over()
         cleared = False
-        for binding, _, live in self._owned.replaced(self._keeper.tensor):
-            if live is None:
+        for binding, _, tensor in self._owned.replaced(self._keeper.tensor):
+            if tensor is None:
                 cleared = True
             else:
-                self._keeper.rebind(self._states[self.captured.values[binding.value].storage], binding, live)
+                self._keeper.rebind(self._states[self.captured.values[binding.value].storage], binding, tensor)
         if cleared:
             for update in self._updates:
                 update.forget()
@@ -439,27 +439,27 @@ def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event], ali
     ``run`` is bound: its results are at their planned addresses, unless their requests came out of order. ``alignment``
     is as in ``workspace_layout``.
     """
-    live: dict[int, int] = {}  # bytes by pointer, in order of the requests
+    sizes: dict[int, int] = {}  # bytes by pointer, in order of the requests
     for event in events:
         if event.kind is EventKind.ALLOCATE:
-            live[event.pointer] = event.bytes
+            sizes[event.pointer] = event.bytes
         else:
-            live.pop(event.pointer, None)
+            sizes.pop(event.pointer, None)
     addresses = {leaf: address for leaf, address, *_ in run.results}
     pointers: dict[int, int] = {}
     missing: list[tuple[int, int]] = []
     for request in planned.requests:
         if isinstance(request.placement, Result) and request.placement.key in addresses:
             address = addresses[request.placement.key]
-            if live.get(address) == request.bytes:
+            if sizes.get(address) == request.bytes:
                 pointers[address] = request.placement.key
-                del live[address]
+                del sizes[address]
             else:
                 missing.append((request.placement.key, request.bytes))
     # A result that was served elsewhere is recognized by its size.
     for leaf, count in missing:
-        matching = next((pointer for pointer, size in live.items() if size == count), None)
+        matching = next((pointer for pointer, size in sizes.items() if size == count), None)
         if matching is not None:
             pointers[matching] = leaf
-            del live[matching]
+            del sizes[matching]
     return workspace_layout(events, pointers, alignment)

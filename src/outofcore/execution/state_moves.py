@@ -71,8 +71,8 @@ class StateMoves:
         """Move the states at a home in memory together, so that the free room is contiguous."""
         slots = self.slots[home]
         places = (Place.HOME, Place.ARENA)
-        here = [s for s in self._states.values() if s.place in places and s.home == home and s.slot is not None]
-        for state in sorted(here, key=lambda s: s.slot or 0):
+        states = [s for s in self._states.values() if s.place in places and s.home == home and s.slot is not None]
+        for state in sorted(states, key=lambda s: s.slot or 0):
             old, count = self.slot(state), placed_bytes(state.bytes)
             self._faces.drop(home, old)
             slots.give(old, count)
@@ -226,15 +226,15 @@ class StateMoves:
 
         ``kept_ids`` are those of the states that keep their copies at home.
         """
-        now = {id(s): s.offset_in(arena.address) for s, _ in placements if s.place is Place.ARENA}
-        moving = [(s, b) for s, b in placements if id(s) in now and now[id(s)] != b.offset]
-        sources = [(now[id(s)], now[id(s)] + b.bytes) for s, b in moving]
+        offsets = {id(s): s.offset_in(arena.address) for s, _ in placements if s.place is Place.ARENA}
+        moving = [(s, b) for s, b in placements if id(s) in offsets and offsets[id(s)] != b.offset]
+        sources = [(offsets[id(s)], offsets[id(s)] + b.bytes) for s, b in moving]
         for number in move_order(sources, [b.offset for _, b in moving]):
             if number < 0:
                 self._out(moving[~number][0])
                 continue
             state, block = moving[number]
-            if arena.move(now[id(state)], block.offset, state.bytes):
+            if arena.move(offsets[id(state)], block.offset, state.bytes):
                 state.show(arena.view(block.offset, state.bytes), Place.ARENA)
             else:
                 self._out(state)
@@ -257,10 +257,10 @@ class StateMoves:
                 window.point_at(window.known_as.data)
             state.become(Place.OWN)
         else:
-            now = state.bytes_now()
+            data = state.bytes_now()
             if not self._is_in_file(state):  # its pages are mapped for this tensor alone, so it owns them
-                now = now.to("cpu", copy=True)
-            state.show(now, Place.OWN)
+                data = data.to("cpu", copy=True)
+            state.show(data, Place.OWN)
         self.vacate(state)
 
     def to_home(self, state: State, home: int) -> None:

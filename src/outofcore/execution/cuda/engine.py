@@ -194,11 +194,11 @@ class CudaEngine:
         """Wait for the issued work, since the caller will release its memory; further errors become notes."""
         try:
             self._driver.synchronize()
-        except DeviceError as other:
+        except DeviceError as failure:
             self._failed = True
-            error.add_note(_LATE if str(other) in str(error) else f"{other}\n{_LATE}")
-        except TransferError as other:
-            error.add_note(f"A transfer failed as well: {other}")
+            error.add_note(_LATE if str(failure) in str(error) else f"{failure}\n{_LATE}")
+        except TransferError as failure:
+            error.add_note(f"A transfer failed as well: {failure}")
 
     def _begin(self, prepared: Prepared, measured: bool) -> None:
         driver = self._driver

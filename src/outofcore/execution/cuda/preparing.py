@@ -113,13 +113,13 @@ class Preparation:
         stored = {index: driver.mark() for index in sorted(set(sources.values()))}
         for index in range(len(bound.program.instructions)):
             if index in collectives:
-                stream, item = Stream.COMMUNICATE, collectives[index]
+                stream, bound_item = Stream.COMMUNICATE, collectives[index]
             else:
-                stream, item = (Stream.COMPUTE, runs[index]) if index in runs else copies[index]
+                stream, bound_item = (Stream.COMPUTE, runs[index]) if index in runs else copies[index]
             mark = None
-            if item.awaited:
-                mark = self._marks[stream, item.number] = driver.mark()
-            issue = self._issue(index, stream, item, mark)
+            if bound_item.awaited:
+                mark = self._marks[stream, bound_item.number] = driver.mark()
+            issue = self._issue(index, stream, bound_item, mark)
             after = stored[sources[index]] if index in sources else None
             issues.append(replace(issue, after=after, stored=stored.get(index)))
         shown = self._mark_shown(issues)
@@ -143,22 +143,22 @@ class Preparation:
                 marks.append(mark)
         return marks
 
-    def _issue(self, index: int, stream: Stream, item: BoundRun | BoundCopy, mark: Mark | None) -> Issue:
+    def _issue(self, index: int, stream: Stream, bound_item: BoundRun | BoundCopy, mark: Mark | None) -> Issue:
         marks, arena, slots = self._marks, self._bound.arena, self._slots
-        missing = [wait for wait in item.waits if wait not in marks]
+        missing = [wait for wait in bound_item.waits if wait not in marks]
         if missing:
             raise GraphError(
                 f"instruction {index} waits for instruction {missing[0][1]} of {Stream(missing[0][0]).name}, which "
                 "comes later in the program; this is a bug in the plan: please report it"
             )
-        waits = tuple(marks[wait] for wait in item.waits)
-        if isinstance(item, BoundRun):
-            return Issue(index, stream, waits, mark, run=item, scope=self._scopes.get(index, -1))
+        waits = tuple(marks[wait] for wait in bound_item.waits)
+        if isinstance(bound_item, BoundRun):
+            return Issue(index, stream, waits, mark, run=bound_item, scope=self._scopes.get(index, -1))
         if index not in slots:
-            device = arena.view(item.offset, item.bytes)
-            return Issue(index, stream, waits, mark, device=device, storage=item.storage)
-        offset = item.offset
-        if item.home and self._staging is not None:
+            device = arena.view(bound_item.offset, bound_item.bytes)
+            return Issue(index, stream, waits, mark, device=device, storage=bound_item.storage)
+        offset = bound_item.offset
+        if bound_item.home and self._staging is not None:
             parts: list[Part] = []
             for piece in slots[index]:
                 parts += self._staging.parts(arena.view, offset, piece.offset, piece.bytes)

@@ -48,7 +48,7 @@ class _Ring:
     """The buffers of one direction, each with marks for when it is full and when it is empty."""
 
     def __init__(self, driver: Driver, memory: torch.Tensor, size: int) -> None:
-        self.buffers = [memory[at : at + size] for at in range(0, memory.numel(), size)]
+        self.buffers = [memory[start : start + size] for start in range(0, memory.numel(), size)]
         self.full: list[Mark] = [driver.mark() for _ in self.buffers]
         self.empty: list[Mark] = [driver.mark() for _ in self.buffers]
         self._turns = 0
@@ -83,13 +83,13 @@ class Staging:
         self._out = _Ring(driver, memory[:half], buffer_bytes)
         self._into = _Ring(driver, memory[half:], buffer_bytes)
 
-    def parts(self, view: Callable[[int, int], torch.Tensor], at: int, offset: int, count: int) -> list[Part]:
+    def parts(self, view: Callable[[int, int], torch.Tensor], start: int, offset: int, count: int) -> list[Part]:
         """Cut a copy between arena and file into chunks that fit a buffer.
 
-        ``view`` returns bytes of the arena; the copy begins at ``at`` in the arena and at ``offset`` in the file.
+        ``view`` returns bytes of the arena; the copy begins at ``start`` in the arena and at ``offset`` in the file.
         """
         cuts = range(0, count, self._size)
-        return [Part(view(at + cut, min(self._size, count - cut)), offset + cut) for cut in cuts]
+        return [Part(view(start + cut, min(self._size, count - cut)), offset + cut) for cut in cuts]
 
     def begin(self) -> None:
         """Start a step; its streams begin after all work issued before."""
