@@ -194,7 +194,7 @@ class State:
     # The bytes last shown at home or in the arena. The reference prevents a replacement from reusing their address.
     shown: torch.Tensor | None = None
     address: int = 0  # of these bytes
-    references: int = 0  # to a gradient when a step produced it (see ``references_to``)
+    references: int = 0  # to a gradient when a step produced it (see ``count_references``)
 
     def show(self, base: torch.Tensor, place: Place) -> None:
         """Point the user's tensors at these bytes."""

@@ -260,7 +260,7 @@ class Arena:
         """Set a native callback ``void (bytes, scope, answer)`` for requests that exceed the reserve, or None.
 
         It answers with an ``Answer``, or with an address in the annex or elsewhere. That memory must stay valid as long
-        as ``lent`` lists its address. The caller keeps the callback alive.
+        as ``lent_addresses`` has it. The caller keeps the callback alive.
         """
         if self._region is not None:
             pointer = None if lender is None else ctypes.cast(lender, ctypes.c_void_p)

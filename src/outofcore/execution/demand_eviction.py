@@ -62,7 +62,7 @@ class DemandEviction:
         is_active: whether the running op has been lent memory.
         flag: address of a number that is then not 0.
         may_refuse: False where other processes wait for the step to end.
-        refused: the op that made the refused request of this step, and the request's bytes.
+        refused_request: the op that made the refused request of this step, and the request's bytes.
         error: why eviction failed, if that is why the request was refused.
         peak_bytes: the maximum in use when memory was lent.
         evicted_bytes: total bytes written to homes.

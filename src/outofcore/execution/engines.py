@@ -103,7 +103,7 @@ def place_results(run: BoundRun, results: Sequence[Any]) -> list[torch.Tensor]:
     """Copy an op's results to their planned places, and return the tensors that were elsewhere.
 
     The caller must keep the returned tensors until the op's scope has ended: memory that is freed within the scope
-    counts as scratch memory (see ``observed_requests``).
+    counts as scratch memory (see ``derive_requests``).
     """
     misplaced: list[torch.Tensor] = []
     for leaf, address, target, stride in run.results:

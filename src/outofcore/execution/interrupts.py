@@ -1,6 +1,6 @@
 """Defer Ctrl-C and SIGTERM to the end of a step, so that no interrupt leaves a model half updated.
 
-``session.Outcome`` is the effect of an exception on the model.
+``session.CallOutcome`` is the effect of an exception on the model.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class StateKeeper:
         self.generation = 0  # number of calls of ``forget_all``
         self._shared: list[tuple[State, Window]] = []  # states in shared memory
         self._mapped: MappedFiles | None = None
-        self._looked = False  # whether ``_mapped`` is up to date
+        self._looked = False  # whether ``_mapping`` is up to date
 
     def adopt(self, captured: Captured) -> dict[int, State]:
         """Return the states of a capture by storage id, registering new ones without moving bytes."""

@@ -32,8 +32,8 @@ class OpenHome:
 
     Args:
         stores: where the bytes are stored, nearest first.
-        outlives_steps: whether tensors stay in the home when a step is closed. Otherwise they move to ordinary memory
-            with the last step that shares the home.
+        stays_open: whether tensors stay in the home when a step is closed. Otherwise they move to ordinary memory with
+            the last step that shares the home.
 
     >>> import torch
     >>> import outofcore

@@ -14,7 +14,7 @@ from outofcore.runtime.homes import HomeStore, PinnedHome
 from outofcore.runtime.native import Flavor
 from outofcore.units import MIB, round_up
 
-# Off-plan requests may take a 64th of the budget or ``_LEAST_RESERVE``: libraries keep workspaces of tens of MiB.
+# Off-plan requests may take a 64th of the budget or ``_MIN_RESERVE``: libraries keep workspaces of tens of MiB.
 _RESERVE_SHARE = 64
 _LEAST_RESERVE = 32 * MIB
 # Segments that the caching allocator opens outside of the arena: four for small requests and the remainder of a large

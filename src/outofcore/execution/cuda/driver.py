@@ -135,7 +135,7 @@ class CudaDriver:
         # The owners of the addresses live as long as the tape.
         owners = (array, transfers, tuple(actions))
 
-        def issued() -> None:
+        def keep_transfers() -> None:
             if owners[1]:
                 self._transfers += owners[1]
 
@@ -143,11 +143,11 @@ class CudaDriver:
             status = issue(pointer, count, handles)
             if status:
                 check(status)
-            issued()
+            keep_transfers()
 
         function = ctypes.cast(issue, ctypes.c_void_p).value or 0
         native = (function, ctypes.addressof(array), len(actions), ctypes.addressof(handles))
-        return Tape(play, native, issued if transfers else None, check)
+        return Tape(play, native, keep_transfers if transfers else None, check)
 
     def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
         """Capture a CUDA graph, on a separate stream, since the default one cannot be captured.
@@ -504,7 +504,7 @@ class _Action(ctypes.Structure):
 class _Lanes:
     """Transfer threads, one for each of some streams (see ``lanes.cpp``).
 
-    ``of`` maps a stream to its lane, unless the stream cannot wait for a thread or the system gives no thread.
+    ``by_stream`` maps a stream to its lane, unless the stream cannot wait for a thread or the system gives no thread.
     """
 
     def __init__(self, library: ctypes.PyDLL, device: torch.device, streams: Mapping[Stream, int]) -> None:

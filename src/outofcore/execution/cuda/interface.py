@@ -81,7 +81,7 @@ Action = Wait | Record | Copy | Move
 
 
 class Issuer(Protocol):
-    """Takes copies, transfers, marks and waits, to issue them at once (a device) or later (``Actions``)."""
+    """Takes copies, transfers, marks and waits, to issue them at once (a device) or later (``ActionList``)."""
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """See ``Driver.copy``."""
@@ -124,7 +124,7 @@ class Tape:
     """Issues some actions in order at each call within a step.
 
     ``native``, if any, is the address of a native function that does the same and returns a status, and its three
-    arguments. Call ``issued`` after that function; ``check`` raises the error of a status.
+    arguments. Call ``after_native`` after that function; ``check`` raises the error of a status.
     """
 
     play: Callable[[], object]

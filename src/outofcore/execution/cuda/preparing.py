@@ -1,7 +1,7 @@
 """Prepare a bound program for its streams: the waits, copies and calls of each instruction.
 
 At the start of a step the streams begin after the compute stream. At its end the compute stream continues after those
-of ``Prepared.ends``.
+of ``PreparedProgram.ends``.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Prepared:
 class Batch(NamedTuple):
     """Consecutive instructions that a step issues at once when it is not measured.
 
-    ``reached`` is the number of instructions that have begun after it. ``play`` issues work that is the same in every
-    step, and is None for a copy of the caller's memory. ``issue`` is that copy, or the single op that ``play`` calls.
+    ``issued_count`` is the number of instructions that have begun after it. ``play`` issues work that is the same in
+    every step, and is None for a copy of the caller's memory. ``instruction`` is that copy, or the single op that
+    ``play`` calls.
     """
 
     reached: int
@@ -196,7 +197,7 @@ def op_call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorS
 
 
 def _served(run: BoundRun, scope: int, table: ScopeTable) -> Callable[[], None]:
-    """Return ``op_call`` for an op without random state, specialized to reduce host time."""
+    """Return the call of an op that draws no random numbers, specialized to reduce host time."""
     issue, results = internals.issuing(run.func, run.args, run.kwargs), run.results
     begin, end, returned = table.begin, table.end, internals.tensors_returned(run.func)
 
