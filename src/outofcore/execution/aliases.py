@@ -1,11 +1,8 @@
 """The user's tensors on persistent state: which ones share bytes, and where the bytes are.
 
-``StatePlace`` and ``TRANSITIONS`` define where a state may be and how it moves. ``state_moves`` moves the bytes, and
-``tensor_data`` changes the tensors.
-
 A *state* is one storage that persists across steps. A *state alias* is one of the user's tensors on it; tied parameters
-are several. A *face* is a tensor over a slot at a home, which identifies the slot. Gradients and optimizer state are
-looked up in the user's own objects.
+are several. A *face* is a tensor over a slot at a home, which identifies the slot. ``state_moves`` moves the bytes, and
+``tensor_data`` changes the tensors.
 """
 
 from __future__ import annotations
@@ -73,35 +70,22 @@ TRANSITIONS: Mapping[tuple[Place, Place], str] = {
 
 @dataclass(slots=True)
 class Window:
-    """One of the user's tensors on a state.
-
-    Attributes:
-        value: the layout that the step expects.
-        address: of the tensor's data, when it was last set or checked.
-        is_placeholder: whether it replaces a cleared gradient that the user no longer has.
-        shared_tensor: the user's tensor if its memory must stay in place, because a file or another process shares it.
-            ``tensor`` is then a copy for the step (see ``read_shared`` and ``write_shared``).
-        fingerprint: of the last copied contents of the shared memory.
-    """
+    """One of the user's tensors on a state; ``tensor`` is a copy for the step if ``shared_tensor`` is set."""
 
     key: str
     tensor: torch.Tensor
-    value: Value
-    address: int = 0
-    stands_in: bool = False
-    users: torch.Tensor | None = None
-    seen: int | None = None
+    value: Value  # the layout that the step expects
+    address: int = 0  # of the data, when it was last set or checked
+    stands_in: bool = False  # replaces a cleared gradient that the user no longer has
+    users: torch.Tensor | None = None  # the user's tensor, if its memory is shared and must stay in place
+    seen: int | None = None  # fingerprint of the last copied contents of the shared memory
 
     @property
     def known_as(self) -> torch.Tensor:
-        """The tensor object that the user has."""
         return self.tensor if self.users is None else self.users
 
     def read(self) -> None:
-        """Copy shared memory to the step's tensor if it has changed.
-
-        Raises ``StateError`` if it has another shape or dtype.
-        """
+        """Copy shared memory to the step's tensor if it has changed; raise ``StateError`` for another shape."""
         if self.users is None:
             return
         self.check_alike()
@@ -111,7 +95,6 @@ class Window:
             self.seen = fingerprint
 
     def write(self) -> None:
-        """Copy the step's result to the shared memory."""
         if self.users is not None:
             self._copy(self.users, self.tensor)
             self.seen = _fingerprint_of(self.users)
@@ -147,7 +130,6 @@ class Window:
         return reference()
 
     def lies_as(self, value: Value) -> bool:
-        """Return whether the expected layout is that of ``value``."""
         return self.value.layout() == value.layout()
 
     def renew(self, value: Value) -> bool:
@@ -157,7 +139,6 @@ class Window:
         return is_unchanged
 
     def check_alike(self) -> None:
-        """Raise ``StateError`` if the data's shape or dtype differs from the capture."""
         new, value = self.known_as, self.value
         if tuple(new.shape) != value.shape or new.dtype != value.dtype:
             raise StateError(
@@ -197,7 +178,6 @@ class State:
     references: int = 0  # to a gradient when a step produced it (see ``count_references``)
 
     def show(self, base: torch.Tensor, place: Place) -> None:
-        """Point the user's tensors at these bytes."""
         self.look_at(None if place is Place.OWN else base)
         for window in self.windows:
             window.point_at(tensor_on(base, window.value))
@@ -220,7 +200,6 @@ class State:
                 window.point_at(tensor_on(self.shown, value).copy_(data))
 
     def look_at(self, base: torch.Tensor | None) -> None:
-        """Record the shown bytes at home or in the arena."""
         self.shown = base
         self.address = 0 if base is None else base.data_ptr()
 
@@ -233,7 +212,6 @@ class State:
         return bool(self.windows) and all(window.stands_in for window in self.windows)
 
     def lose(self) -> None:
-        """Record that the bytes are gone."""
         self.become(Place.UNBORN)
         self.look_at(None)
 
@@ -247,11 +225,9 @@ class State:
         return gathered
 
     def fingerprint(self) -> int:
-        """Return the fingerprint of the shown bytes, which are in host memory."""
         return checksum(internals.memory_of(self.bytes_now() if self.shown is None else self.shown))
 
     def offset_in(self, address: int) -> int:
-        """Return the offset of the bytes from an arena's address."""
         window = self.windows[0]
         return window.address - window.value.offset * window.value.dtype.itemsize - address
 
@@ -279,7 +255,6 @@ class State:
         return moved
 
     def tie(self, window: Window) -> None:
-        """Add a tensor on these bytes."""
         tensor = window.tensor
         value = replace(
             window.value,
@@ -291,7 +266,6 @@ class State:
         self.windows.append(Window(window.key, tensor, value, tensor.data_ptr()))
 
     def moved_away(self) -> bool:
-        """Return whether the storage itself was moved, with all tensors on it."""
         return self.shown is not None and self.shown.data_ptr() != self.address
 
     def check_in_place(self) -> None:
@@ -328,11 +302,7 @@ def take_over(states: Iterable[State]) -> list[str]:
 
 
 def shared_otherwise(states: Iterable[State]) -> bool:
-    """Return whether tensors have been tied or untied since they were captured.
-
-    For example, the user may have set a tensor's data to another tensor's (``a.data = b.data``), or to a copy of its
-    own.
-    """
+    """Return whether tensors were tied or untied since they were captured, as by ``a.data = b.data``."""
     owners: dict[int, State] = {}
     for state in states:
         if state.place is Place.UNBORN or not state.bytes:
@@ -345,10 +315,7 @@ def shared_otherwise(states: Iterable[State]) -> bool:
 
 
 def lie_otherwise(states: Iterable[State]) -> bool:
-    """Return whether a replacement by the user has another memory layout, such as transposed.
-
-    Raises ``StateError`` if it has another shape or dtype than before.
-    """
+    """Return whether a replacement has another memory layout; raise ``StateError`` for another shape or dtype."""
     moved = [window for state in states for window in state.windows if window.moved()]
     for window in moved:
         window.check_alike()
@@ -381,10 +348,7 @@ def fits(captured: Captured) -> bool:
 
 
 def let_go(states: Iterable[State]) -> list[State]:
-    """Release the user's replacements of shown tensors; return the states that have no tensor left.
-
-    A replacement that shares memory with another tensor here stays tied to it.
-    """
+    """Release the user's replacements of shown tensors; return the states that have no tensor left."""
     shown_states = [state for state in states if state.place in (Place.HOME, Place.ARENA)]
     moved = [window for state in shown_states for window in state.let_go()]
     if not moved:
@@ -398,10 +362,7 @@ def let_go(states: Iterable[State]) -> list[State]:
 
 
 def unmoved(states: Iterable[State]) -> bool:
-    """Return whether all tensors are as they were last shown (see ``StateAlias.has_moved``).
-
-    This runs for all tensors before every step, so it uses loops in C.
-    """
+    """Return whether all tensors are as last shown; runs before every step, so it uses loops in C."""
     windows = [window for state in states for window in state.windows]
     tensors, values = [window.tensor for window in windows], [window.value for window in windows]
     return (
@@ -432,8 +393,7 @@ def displaced(states: Iterable[State]) -> list[str]:
 class Face:
     """A slot that a storage shows from its first byte on.
 
-    ``home`` counts from the nearest. If ``owned``, a step releases the slot when it no longer needs it. Otherwise the
-    slot is released with the last tensor on the face.
+    If ``owned``, a step releases the slot when it no longer needs it; otherwise it is released with the last tensor.
     """
 
     home: int
@@ -447,7 +407,7 @@ class Faces:
     """Creates the faces of slots, and finds the slot of a face; ``slots`` are by home, nearest first.
 
     Parameters that are created at home, and tensors that a step leaves there, have slots that live as long as their
-    faces. A step that adopts such a tensor owns its slot.
+    faces.
     """
 
     def __init__(self, slots: Sequence[Slots]) -> None:
@@ -475,7 +435,6 @@ class Faces:
             del self._faces[key]
 
     def find(self, tensor: torch.Tensor) -> Face | None:
-        """Return the slot that a tensor's storage shows, or None."""
         face = self._faces.get(internals.storage_key(tensor))
         return None if face is None or face.reference.expired() else face
 
@@ -491,7 +450,6 @@ class Faces:
             self.drop_elsewhere(tensor)
 
     def restore(self, tensor: torch.Tensor) -> None:
-        """Discard writes to a tensor that is read in place from a file."""
         face = self.find(tensor)
         files = None if face is None else self.slots[face.home].home.files
         if face is not None and files is not None:
@@ -515,8 +473,8 @@ class Faces:
     def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
         """Create a face of a tensor's storage if it is mapped from a file and unwritten; else return None.
 
-        Safetensors and ``torch.load(mmap=True)`` map checkpoints in this way, so the bytes are on a disk already.
-        ``files`` must be newer than the tensor's memory. The pages are mapped again at the last home.
+        Safetensors and ``torch.load(mmap=True)`` map checkpoints in this way. ``files`` must be newer than the tensor's
+        memory.
         """
         storage = tensor.untyped_storage()
         if not is_in_host_memory(tensor) or not is_large(storage.nbytes()) or not self.takes_files:
@@ -532,8 +490,7 @@ class Faces:
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
         """Return the home and slot that have a tensor's bytes; None if the bytes are only in the tensor.
 
-        With ``to_write``, bytes in a file that the home does not own first move to the home's own file, which may raise
-        ``SpillError``.
+        ``to_write`` moves bytes out of a file that the home does not own, which may raise ``SpillError``.
         """
         face = self.find(tensor)
         if face is None:
@@ -555,7 +512,6 @@ class Faces:
         move_onto(tensor, base)
 
     def disown(self, home: int, offset: int, count: int) -> None:
-        """Let a slot live as long as its face."""
         key = self._keys.get((home, offset))
         if key is None:
             self.slots[home].give(offset, count)
@@ -589,10 +545,7 @@ def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def references_to(gradient: torch.Tensor) -> int:
-    """Return the number of Python references to a tensor, to detect new ones.
-
-    Stale references count, too, such as the variable of a loop that has ended.
-    """
+    """Return the number of Python references to a tensor; stale ones count, such as an old loop variable."""
     return sys.getrefcount(gradient)
 
 
@@ -600,7 +553,7 @@ _NOTHING: dict[str, Any] = {}
 
 
 class Owned:
-    """Checks all optimizer state of a capture at once, parameter by parameter, before every step."""
+    """Checks all optimizer state of a capture at once, before every step."""
 
     def __init__(self, captured: Captured) -> None:
         together: dict[tuple[int, int], list[tuple[StateBinding, StateOwner]]] = {}
@@ -624,10 +577,7 @@ class Owned:
         return tensors
 
     def is_other(self, *, begun: bool) -> bool:
-        """Return whether optimizer state is missing, or has another memory layout than the capture.
-
-        ``begun``: the step has created all of its state. The next ``find_replaced`` uses the tensors found here.
-        """
+        """Return whether optimizer state is missing although it was created (``begun``), or has another layout."""
         tensors = self._seen = self._live()
         existing = [tensor for tensor in tensors if tensor is not None]
         if len(existing) == len(tensors):

@@ -1,11 +1,9 @@
 """The arena: one region of memory in which every allocation of a step has a planned address.
 
-The native allocator (``arena.cpp``, see ``runtime.native``) gives the planned addresses to PyTorch. Results and scratch
-memory of an op are placed there with no copy and no page fault. An unplanned request gets free room, or room that
-``demand_eviction`` makes.
+The native allocator (``arena.cpp``, see ``runtime.native``) gives planned addresses to PyTorch, without a copy or page
+fault. An unplanned request gets free room, or room that ``demand_eviction`` makes.
 
-Forking: a child process gets a private copy, as of any other memory. On kernels before 6.5, do not fork during direct
-I/O to or from an arena. Between steps there is no I/O.
+Forking: on kernels before 6.5, do not fork during direct I/O to or from an arena. Between steps there is no I/O.
 """
 
 from __future__ import annotations
@@ -84,24 +82,18 @@ class Lender(Protocol):
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
-        """Start serving the requests of a step.
-
-        ``starts`` and ``ends`` have the times of each instruction, or 0. ``pause`` stops copies and returns once no
-        copy is running; ``resume`` restarts them.
-        """
+        """Start serving the requests of a step; ``pause`` must return once no copy is running."""
         ...
 
     def keep(self, count: int) -> torch.Tensor | None:
-        """Return memory for ``count`` bytes that an optimizer keeps; None if ordinary memory fits the budget."""
+        """Return memory for an optimizer's new state; None if ordinary memory fits the budget."""
         ...
 
     def settle(self) -> None:
         """Fetch the bytes evicted for the last op, after its scope has ended and before the next instruction."""
         ...
 
-    def end(self) -> None:
-        """Restore the arena, and stop serving requests."""
-        ...
+    def end(self) -> None: ...
 
 
 class Memory(Protocol):
@@ -123,40 +115,32 @@ class Memory(Protocol):
         ...
 
     def save(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Copy the bytes [offset, offset + count) to a slot; blocks until done."""
+        """Copy bytes to a slot; blocks until done."""
         ...
 
     def load(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Fill the bytes [offset, offset + count) from a slot; blocks until done."""
+        """Fill bytes from a slot; blocks until done."""
         ...
 
     def move(self, start: int, to: int, count: int) -> bool:
         """Move bytes within the arena; return False if they overlap and the device cannot move such bytes."""
         ...
 
-    def discard(self, offset: int, count: int) -> None:
-        """Release the contents of the bytes [offset, offset + count)."""
-        ...
+    def discard(self, offset: int, count: int) -> None: ...
 
     def counters(self) -> ArenaCounters: ...
 
-    def close(self) -> None:
-        """Release the memory; may be called again."""
-        ...
+    def close(self) -> None: ...
 
 
 class Arena:
     """Page-aligned memory of ``count`` bytes, rounded up to whole pages; a context manager.
 
-    Args:
-        count: bytes of planned memory.
-        reserve: bytes beyond it for off-plan requests of 64 KiB and more; the lender serves requests that exceed it.
-            Without a lender they fail (see ``as_arena_error``).
-        annex: bytes of further addresses that a lender can give out; they take no memory until they are used.
+    ``reserve`` bytes more are for off-plan requests of 64 KiB and more. The lender serves requests that exceed it;
+    without one they fail (see ``as_arena_error``). ``annex`` are bytes of further addresses for the lender.
 
-    The memory lives until ``close``, and then as long as any view of it or tensor placed in it. The constructor raises
-    ``ArenaError`` if the system lacks the memory, or the allocator cannot be installed under PyTorch; ``StateError`` if
-    there is no native code.
+    The memory lives until ``close``, and then as long as any tensor in it. Raises ``ArenaError`` if the system lacks
+    the memory, or the allocator cannot be installed under PyTorch; ``StateError`` if there is no native code.
     """
 
     takes_turns = True
@@ -206,7 +190,6 @@ class Arena:
 
     @property
     def lender(self) -> Lender | None:
-        """The server of requests beyond the plan while its owner keeps it alive; None without one."""
         return self._lender()
 
     @lender.setter
@@ -220,7 +203,6 @@ class Arena:
         return self._region
 
     def memory(self, offset: int, count: int) -> memoryview:
-        """Return the bytes [offset, offset + count), writable, for I/O."""
         region = self.region
         self._check(offset, count)
         return region.memory(offset, count)
@@ -242,13 +224,12 @@ class Arena:
         return True
 
     def discard(self, offset: int, count: int) -> None:
-        """Release the physical memory of the whole pages in [offset, offset + count); they then read as zeros."""
+        """Release the physical memory of the whole pages in the range; they then read as zeros."""
         region = self.region
         self._check(offset, count)
         advise_pages(region.address + offset, count, mmap.MADV_DONTNEED)
 
     def resident_bytes(self) -> int:
-        """Return the bytes of the arena and its annex that are in physical memory."""
         return self.region.resident_bytes()
 
     def set_reserve(self, reserve: int) -> None:
@@ -259,8 +240,8 @@ class Arena:
     def set_lender(self, lender: Any) -> None:
         """Set a native callback ``void (bytes, scope, answer)`` for requests that exceed the reserve, or None.
 
-        It answers with an ``Answer``, or with an address in the annex or elsewhere. That memory must stay valid as long
-        as ``lent_addresses`` has it. The caller keeps the callback alive.
+        It answers with an ``Answer``, or with an address that must stay valid as long as ``lent_addresses`` has it. The
+        caller keeps the callback alive.
         """
         if self._region is not None:
             pointer = None if lender is None else ctypes.cast(lender, ctypes.c_void_p)
@@ -291,13 +272,13 @@ class ScopeTable:
 
     ``begin(scope)`` selects a scope's list for the calling thread and ``end()`` deselects it; both take well under a
     microsecond. In between, the thread's k-th request is served at the k-th planned address if its size is the planned
-    one. Another request is served off the plan (see ``ArenaCounters``), and does not advance the list. Two requests of
-    a scope may share bytes where the first is freed before the second. If it is not, the second is served off the plan.
-    A scope that does not exist has no list.
+    one. Another request is served off the plan (see ``ArenaCounters``), and does not advance the list. Requests of a
+    scope may share bytes if the first is planned to be freed before the second; if it is not, the second is served off
+    the plan.
 
-    ``scopes`` are the (bytes, offset in the arena) of each request; an offset of None leaves it to the stock allocator
-    (see ``requests.Elsewhere``), and it may be missing. ``workspaces`` are (bytes, offset) of each op's workspace,
-    which also serves off-plan requests that fit there.
+    ``scopes`` are (bytes, offset in the arena); an offset of None leaves a request to the stock allocator (see
+    ``requests.Elsewhere``). ``workspaces`` are (bytes, offset) of each op's workspace, which serves off-plan requests,
+    too.
     """
 
     begin: Callable[[int], object]
@@ -355,10 +336,7 @@ class ScopeTable:
             self._library.outofcore_unbounded(0)
 
     def surprises(self) -> dict[int, list[Event]]:
-        """Return by scope the allocator events of the last visit with unplanned requests.
-
-        Requests below 64 KiB do not count. Each such visit is returned once. Must not be called inside of a scope.
-        """
+        """Return by scope the events of its last visit with unplanned requests of 64 KiB and more, once each."""
         library, table = self._library, self._table
         count = library.outofcore_table_surprises(table, None, 0)
         if not count:
@@ -431,7 +409,6 @@ def install(library: ctypes.PyDLL) -> None:
 
 
 def read_counters(library: ctypes.PyDLL, handle: int) -> ArenaCounters:
-    """Read an arena's counters; raise ``ArenaError`` if the library has other ones than this module."""
     expected = len(fields(ArenaCounters))
     counts = (ctypes.c_int64 * expected)()
     count = library.outofcore_arena_counters(handle, counts, expected)
@@ -445,7 +422,6 @@ def _drop(library: ctypes.PyDLL, handle: int, address: int, count: int) -> None:
 
 
 def _events(library: ctypes.PyDLL, log: int) -> list[Event]:
-    """Read a log of the native allocator; raise ``ArenaError`` if memory ran out while it was written."""
     count = library.outofcore_record_size(log)
     if count < 0:
         raise _exhausted()

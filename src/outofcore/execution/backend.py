@@ -27,15 +27,11 @@ _ANNEX = 2  # size of the annex in budgets: larger than 1, since its pieces may 
 
 
 class Backend(Protocol):
-    """A device that runs compiled steps."""
-
     @property
     def device(self) -> torch.device: ...
 
     @property
-    def flavor(self) -> Flavor:
-        """The native libraries that steps need."""
-        ...
+    def flavor(self) -> Flavor: ...
 
     @property
     def alignment(self) -> int:
@@ -55,14 +51,11 @@ class Backend(Protocol):
     def arena(self, count: int, reserve: int, room: int = 0) -> Memory:
         """Open an arena of ``count`` bytes, with ``reserve`` bytes for off-plan requests.
 
-        ``room`` is the size in bytes that programs for other input shapes may need. Where unused memory is free, the
-        arena gets that size at once: to open a larger one later, all its bytes must move home and back.
+        Where unused memory is free, it gets ``room`` bytes at once, which programs for other input shapes may need.
         """
         ...
 
-    def engine(self, homes: Sequence[HomeStore]) -> Engine:
-        """Create the engine that runs steps here, with ``homes`` nearest first."""
-        ...
+    def engine(self, homes: Sequence[HomeStore]) -> Engine: ...
 
     def reserve(self, budget: int) -> int:
         """Return the bytes that off-plan requests may take under a budget."""
@@ -71,8 +64,7 @@ class Backend(Protocol):
     def beside(self, budget: int, given: int, moved: int) -> int:
         """Return the bytes of a budget that the arena cannot have.
 
-        ``output_bytes`` are outputs, which are outside of the arena. ``state_bytes`` are states on the device that will
-        be moved off it.
+        ``output_bytes`` are outside of the arena; ``state_bytes`` are states that will be moved off the device.
         """
         ...
 
@@ -87,9 +79,7 @@ class Backend(Protocol):
         """A function that measures a call's median seconds by the device's clock; None: by the host's."""
         ...
 
-    def generators(self) -> Sequence[torch.Generator]:
-        """Return the random generators that ops may draw from."""
-        ...
+    def generators(self) -> Sequence[torch.Generator]: ...
 
     def facts(self) -> Mapping[str, object]:
         """Return the device properties that measurements depend on."""
@@ -97,7 +87,6 @@ class Backend(Protocol):
 
 
 def beside_the_arena(captured: Captured, backend: Backend, budget: int) -> int:
-    """Return the bytes of a budget that a step's arena cannot have (see ``Backend.unavailable_bytes``)."""
     output_bytes = sum(captured.graph.storages[storage].bytes for storage in captured.graph.outputs)
     tensors = [b.tensor for b in captured.states if b.tensor is not None]
     moved = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if t.device.type == backend.device.type}

@@ -1,7 +1,6 @@
 """A program bound to memory: each instruction with its tensors and bytes.
 
-Addresses are planned, so every tensor that an op uses is created once, before the first step, as a view of a block.
-Steps create no tensors.
+Addresses are planned, so all tensors are created once, before the first step, as views of blocks.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ class Draws(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BoundRun:
-    """A call of an op with its arguments, planned results and waits."""
-
     index: int  # of the instruction in the program
     op: int
     func: Callable[..., Any]
@@ -59,8 +56,6 @@ class BoundRun:
 
 @dataclass(frozen=True, slots=True)
 class BoundCopy:
-    """A copy of a block between the arena and a home."""
-
     index: int
     storage: int
     home: int
@@ -73,11 +68,7 @@ class BoundCopy:
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, as a key of caches
 class Bound:
-    """A program bound to an arena.
-
-    ``collectives`` run on a queue of their own; ``runs`` are all other ops. ``copies`` has for each home the copies out
-    and the copies in, in the order of ``queue_number``.
-    """
+    """A program bound to an arena; ``copies`` are by queue, in the order of ``queue_number``."""
 
     graph: StepGraph
     program: Program
@@ -94,10 +85,7 @@ def queue_number(queue: Queue, home: int) -> int:
 
 
 def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
-    """Return a tensor with the metadata of ``value`` on the storage of ``base``, from its first byte on.
-
-    ``base`` is a uint8 tensor.
-    """
+    """Return a tensor with the metadata of ``value`` on the storage of ``base`` (uint8)."""
     tensor = torch.empty(0, dtype=value.dtype, device=base.device)
     tensor.set_(base.untyped_storage(), value.offset, value.shape, value.stride)
     if value.conjugate:
@@ -106,8 +94,6 @@ def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
 
 
 class _Binder:
-    """Binds the instructions of one program to an arena, in program order."""
-
     def __init__(self, captured: Captured, program: Program, arena: Memory, homes: int) -> None:
         self.captured, self.program, self.arena = captured, program, arena
         self.bases: dict[int, torch.Tensor] = {}
@@ -209,10 +195,7 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
 def scopes(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int | None]]]:
-    """Return for each op of a placed program the (bytes, offset in the arena) of its measured requests.
-
-    Collectives are left out, since they request no memory.
-    """
+    """Return the (bytes, offset in the arena) of each op's measured requests, except collectives."""
     scope_requests: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or run.communicates:

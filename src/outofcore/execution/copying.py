@@ -1,11 +1,8 @@
 """The copies of a step on the CPU, in one native thread per queue (``copying.cpp``).
 
-Where all cores compute, the overhead of a copy slows down ops. Native threads have little overhead: they do not need
-the interpreter's lock, and ops do not wait for them. They copy between memory and open files, and verify fetched bytes
-by checksum.
-
-A step that copies only between the arena and the caller's memory needs no threads: to wake them would take longer than
-to copy a batch. The thread of the ops then makes each copy when it waits for it.
+The threads do not need the interpreter's lock. They verify fetched bytes by checksum. A step that copies only between
+the arena and the caller's memory uses no threads: to wake them would take longer than to copy a batch. The thread of
+the ops then makes each copy when it waits for it.
 """
 
 from __future__ import annotations
@@ -54,7 +51,6 @@ class _Piece(ctypes.Structure):
     )
 
     def lies_at(self, place: Location) -> None:
-        """Set the piece's location outside of the arena."""
         self.descriptor, self.outside, self.bytes, self.cache = place.descriptor, place.start, place.bytes, place.cache
 
 
@@ -95,8 +91,6 @@ class _Work(ctypes.Structure):
 
 
 class _Source(NamedTuple):
-    """The slot of a piece."""
-
     home: HomeStore
     offset: int
     writes: bool  # whether the copy writes there
@@ -104,36 +98,22 @@ class _Source(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """The copies of a bound program in native form.
+    """The copies of a bound program in native form."""
 
-    Attributes:
-        slots: pieces at home by copy index, from which these were made.
-        work: the structure passed to native code, which refers to ``arrays``.
-        pieces: all pieces of all copies.
-        summed: for each slot with a checksum, the checksums of its home and its offset.
-        sums: for each of these slots, the checksum written in this step.
-        ports: for each copy between the arena and the caller's memory, its storage and its piece.
-        ranges: pieces in a file that the home does not own; a write moves them to the home's own file.
-        sources: the slot of each piece; None for the caller's memory.
-        places: for each home in use, a slot and its location, which keeps memory and files alive.
-    """
-
-    slots: Mapping[int, tuple[Piece, ...]]
-    given: _Work
+    slots: Mapping[int, tuple[Piece, ...]]  # pieces at home by copy index, from which these were made
+    given: _Work  # passed to native code; refers to the arrays
     parts: tuple[object, ...]
-    pieces: ctypes.Array[_Piece]
-    summed: tuple[tuple[Sums, int], ...]
-    sums: ctypes.Array[_Sum]
-    ports: tuple[tuple[int, int], ...]
-    ranges: tuple[int, ...]
-    sources: tuple[_Source | None, ...]
-    places: tuple[tuple[HomeStore, int, int, Location], ...]
+    pieces: ctypes.Array[_Piece]  # of all copies
+    summed: tuple[tuple[Sums, int], ...]  # checksums of the home and offset, of each slot with a checksum
+    sums: ctypes.Array[_Sum]  # checksum of each of these slots in this step
+    ports: tuple[tuple[int, int], ...]  # storage and piece of each copy to or from the caller's memory
+    ranges: tuple[int, ...]  # pieces in files that the home does not own; a write moves them to its own file
+    sources: tuple[_Source | None, ...]  # slot of each piece; None in the caller's memory
+    places: tuple[tuple[HomeStore, int, int, Location], ...]  # a slot of each home, kept alive with its memory or file
 
 
 @dataclass
 class _Rows:
-    """The rows of the native arrays while they are collected."""
-
     pieces: list[_Piece] = field(default_factory=list)
     sources: list[_Source | None] = field(default_factory=list)
     copies: list[_Copy] = field(default_factory=list)
@@ -152,11 +132,10 @@ class _Rows:
 def copies_of(
     bound: Bound, arena: Arena, slots: Mapping[int, tuple[Piece, ...]], homes: Sequence[HomeStore], queues: int
 ) -> Copies:
-    """Convert the copies of a bound program to native form.
+    """Convert the copies of a bound program to native form; copies without slots are the caller's.
 
-    ``slots`` maps a copy's index to its pieces at home; other copies use the caller's memory. The last of ``queues`` is
-    that of collectives. Raises ``TransferError``, ``ArenaError`` or ``StateError`` if a slot is outside of its home, a
-    block outside of the arena, or a home closed.
+    Raises ``TransferError``, ``ArenaError`` or ``StateError`` if a slot is outside of its home, a block outside of the
+    arena, or a home closed.
     """
     rows = _Rows()
     lanes: list[tuple[int, int, int]] = []  # number of the queue, first copy, copies
@@ -232,11 +211,7 @@ def _add_pieces(
 
 
 class Copying:
-    """The copies of each step, and the progress of all its queues.
-
-    The first of ``queues`` runs ops, the last collectives. ``handle`` and ``functions`` (wait, publish) are for other
-    native code.
-    """
+    """The copies of each step, and the progress of its queues: ops first, collectives last."""
 
     def __init__(self, library: ctypes.PyDLL, queues: int) -> None:
         self._library = library
@@ -262,9 +237,7 @@ class Copying:
     ) -> None:
         """Begin the copies of a step; the arguments must stay unchanged until ``finish`` has returned.
 
-        ``ports`` has by storage the address and bytes of the caller's memory. ``starts`` and ``ends`` receive the times
-        of each instruction. Raises ``StateError`` if a home is closed, ``TransferError`` if the system gives no thread
-        or memory.
+        Raises ``StateError`` if a home is closed, ``TransferError`` if the system gives no thread or memory.
         """
         self._copies = None
         for home, offset, count, place in copies.places:
@@ -304,7 +277,6 @@ class Copying:
                     raise StateError("another queue of the step failed") from self.failure
 
     def publish(self, queue: int, number: int) -> None:
-        """Publish that a queue has finished an instruction."""
         self._library.outofcore_copying_publish(self.handle, queue % self._queues, number)
 
     def pause(self) -> None:
@@ -325,7 +297,6 @@ class Copying:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that cancelled the step, or None."""
         report = (ctypes.c_int64 * 4)()
         self._library.outofcore_copying_failure(self.handle, report)
         index, piece, done_bytes, code = report
@@ -349,7 +320,6 @@ class Copying:
                     stored.known[offset] = current.bytes, current.found
 
     def close(self) -> None:
-        """End the idle threads; may be called again."""
         self._release()
 
 

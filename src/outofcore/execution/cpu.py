@@ -1,7 +1,4 @@
-"""Run a bound program on the CPU: ops in the caller's thread, copies in native ones (``copying``).
-
-Collectives have a thread of their own, which blocks in each one until the other processes have joined.
-"""
+"""Run a bound program on the CPU: ops in the caller's thread, copies in native ones (``copying``)."""
 
 from __future__ import annotations
 
@@ -79,7 +76,6 @@ class _Communicator(threading.Thread):
         self._gate.set()
 
     def finish(self) -> None:
-        """Wait until the collectives of this step are done or cancelled."""
         with self._condition:
             while self._work is not None:
                 self._condition.wait(SIGNALS_SECONDS)
@@ -124,11 +120,7 @@ class _Communicator(threading.Thread):
 
 @dataclass
 class _Replayed:
-    """The op calls of a program that native code replays.
-
-    ``recorded`` has for each op whether its call was recorded. ``span_ends`` has for each op the end of the span that
-    starts there (see ``replayable_spans``); it is None until all ops have run once.
-    """
+    """The op calls of a program that native code replays; ``span_ends`` is None until all ops have run once."""
 
     replay: Replay
     taken: list[bool]
@@ -138,8 +130,7 @@ class _Replayed:
 class _Calls:
     """Calls the ops of one step from Python.
 
-    ``starts`` and ``ends`` receive the times of each instruction. ``recording`` is set while calls are recorded.
-    ``failure`` is the exception that an optimizer's code raised: later updates are skipped, and all other ops run.
+    ``failure`` is the exception of an optimizer's code: later updates are skipped, and all other ops run.
     """
 
     def __init__(
@@ -249,10 +240,7 @@ def _keep_what_stays(table: ScopeTable, update: UpdateOn, lender: Lender | None)
 
 
 class CpuEngine:
-    """The copy threads, the thread of collectives, and the loop that runs ops.
-
-    Use one at a time per process. ``homes`` are nearest first; ``replay`` lets native code call ops.
-    """
+    """Runs steps on the CPU; use one at a time per process. ``homes`` are nearest first."""
 
     def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True) -> None:
         self._replays = replay
@@ -271,7 +259,6 @@ class CpuEngine:
         self._ends: array[float] = array("d")
 
     def reached(self) -> Reached:
-        """Return the progress of the last step."""
         return Reached.at(self._starts, self._ends)
 
     def close(self) -> None:
@@ -289,7 +276,6 @@ class CpuEngine:
     def run(
         self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Run one step and return when all queues are empty."""
         count, arena = len(bound.program.instructions), bound.arena
         starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
         if not isinstance(arena, Arena):
@@ -359,7 +345,6 @@ class CpuEngine:
         return lender
 
     def _talking(self) -> _Communicator:
-        """Return the started thread of collectives."""
         if self._communicator is None:
             end_when_threads_rest()
             self._communicator = _Communicator(self._copying)

@@ -2,15 +2,12 @@
 
 The memory of an op may depend on values: a matrix exponential of larger numbers, an optimizer that factorises every
 tenth step. Such a request gets an address in the arena's *annex*, which has addresses and no memory. For each of its
-pages a page of the arena releases its memory: first pages that are free at this point of the program, then pages that
-the op does not touch. Those are written to a home, and read back when the op has ended, before any other instruction
-begins. So the arena with its annex stays within the budget, and other instructions see the planned bytes. Copies are
-paused meanwhile.
+pages a page of the arena releases its memory: free pages first, then pages that the op does not touch. These are
+evicted, and fetched when the op has ended, before any other instruction begins. Copies are paused meanwhile.
 
 If too few pages can be evicted, the request is refused while the step can be undone: the step is planned again with the
-request, and repeated. After parameters have been updated the step must end instead. The op then gets memory of a home:
-host memory, or pages of a file that the system writes out. A warning names the op. New state that an optimizer keeps is
-served in the same way. The budget is exceeded only where no home has room.
+request, and repeated. After parameters have been updated the step must end instead, and the op gets memory of a home.
+The budget is exceeded only where no home has room.
 """
 
 from __future__ import annotations
@@ -56,17 +53,6 @@ class DemandEviction:
     """Serves the unplanned requests of one program's ops within ``budget`` bytes.
 
     The budget covers the arena, its annex and off-plan memory elsewhere. ``slots`` are by home, nearest first.
-
-    Attributes:
-        undo: decides whether a request can still be refused.
-        is_active: whether the running op has been lent memory.
-        flag: address of a number that is then not 0.
-        may_refuse: False where other processes wait for the step to end.
-        refused_request: the op that made the refused request of this step, and the request's bytes.
-        error: why eviction failed, if that is why the request was refused.
-        peak_bytes: the maximum in use when memory was lent.
-        evicted_bytes: total bytes written to homes.
-        overflow_bytes: total bytes of homes that ops worked on.
     """
 
     def __init__(
@@ -83,13 +69,13 @@ class DemandEviction:
         self._pause: Callable[[], object] = _nothing
         self._resume: Callable[[], object] = _nothing
         self._flag = ctypes.c_int64(0)
-        self.flag = ctypes.addressof(self._flag)
-        self.is_active = False
-        self.may_refuse = True
-        self.refused: tuple[Op, int] | None = None
-        self.error: OutOfCoreError | None = None
+        self.flag = ctypes.addressof(self._flag)  # not 0 while active
+        self.is_active = False  # whether the running op has been lent memory
+        self.may_refuse = True  # False where other processes wait for the step to end
+        self.refused: tuple[Op, int] | None = None  # op and bytes of this step's refused request
+        self.error: OutOfCoreError | None = None  # the failed eviction behind it
         self.peak_bytes = self.evicted_bytes = self.overflow_bytes = 0
-        self.is_lost = False
+        self.is_lost = False  # whether evicted bytes could not be fetched
         self._overflowing: set[int] = set()  # ops of this step
         self._pages: _Pages = np.zeros(0, np.uint8)
         self._evicted: list[tuple[int, int, Piece]] = []  # offset in the arena, home, piece of its slot
@@ -148,7 +134,6 @@ class DemandEviction:
     # Serving
 
     def _serve(self, count: int, scope: int) -> int:
-        """Answer a request of a scope's op (see ``Arena.set_lender``)."""
         try:
             address = self._lend(round_up(count, PAGE_BYTES), scope)
         except OutOfCoreError as error:
@@ -186,10 +171,7 @@ class DemandEviction:
         return face.data_ptr(), slots.home.name
 
     def keep(self, count: int) -> torch.Tensor | None:
-        """Return home memory for an optimizer's new state, or None to use ordinary memory.
-
-        Ordinary memory is used where it fits the budget, or no home has room.
-        """
+        """Return home memory for an optimizer's new state; None if ordinary memory fits, or no home has room."""
         if self._arena.counters().live_bytes + count <= self._arena.reserve:
             return None
         overflow = _face(self._slots, count)
@@ -232,7 +214,6 @@ class DemandEviction:
             self._arena.discard(first * PAGE_BYTES, (last - first) * PAGE_BYTES)
 
     def _reap(self) -> None:
-        """Release pieces that are no longer in use."""
         live = self._arena.lent()
         for address in [address for address in self._lent if address not in live]:
             advise_pages(address, self._lent.pop(address), mmap.MADV_DONTNEED)
@@ -334,7 +315,6 @@ def _face(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int]
 
 
 def _give(slots: Slots, offset: int, face: torch.Tensor) -> None:
-    """Release a slot and its face."""
     slots.give(offset, face.numel())
 
 
@@ -342,7 +322,6 @@ _stranded: list[object] = []  # memory that outlives its lender, kept until the 
 
 
 def _strand(faces: dict[int, tuple[torch.Tensor, Slots, int]]) -> None:
-    """Keep memory that ops still use when their lender is destroyed."""
     if faces:
         _stranded.append(faces)
 

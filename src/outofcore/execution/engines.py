@@ -28,8 +28,7 @@ class Port(NamedTuple):
 class Engine(Protocol):
     """Runs bound programs on a device.
 
-    ``update_failure`` is the exception that an optimizer's code raised in the last step. Its later updates were
-    skipped, and all other instructions ran.
+    ``update_failure`` is the exception of an optimizer's code in the last step, which skipped its later updates.
     """
 
     update_failure: Exception | None
@@ -37,11 +36,10 @@ class Engine(Protocol):
     def run(
         self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Run one step to its end and return its timeline; an unmeasured step returns the last measured one.
+        """Run one step to its end and return its timeline, or the last measured one.
 
-        ``slots`` maps a copy's index to the pieces of the block at its home; copies without a slot use the caller's
-        memory in ``ports``. Raises ``TransferError`` if a copy failed, and ``ArenaError`` if an op requested more
-        memory than was planned and reserved.
+        Copies without an entry in ``slots`` use the caller's memory in ``ports``. Raises ``TransferError`` if a copy
+        failed, and ``ArenaError`` if an op requested more memory than was planned and reserved.
         """
         ...
 
@@ -49,27 +47,19 @@ class Engine(Protocol):
         """Return the progress of the last step, which must be idle; None if the device failed."""
         ...
 
-    def synchronize(self) -> None:
-        """Block until all issued work is done."""
-        ...
+    def synchronize(self) -> None: ...
 
     def forget(self) -> None:
-        """Release references to the last step, which keep its arena's memory alive.
-
-        The engine must be idle.
-        """
+        """Release references to the last step, which keep its arena's memory alive."""
         ...
 
-    def close(self) -> None:
-        """End the engine's threads; may be called again."""
-        ...
+    def close(self) -> None: ...
 
 
 class GeneratorStates:
     """States of random generators that a step saves to draw the same numbers when it runs an op again.
 
-    A state takes up to 5 KB of ordinary memory. Another thread that draws from such a generator while an op runs again
-    gets the numbers of that op.
+    Another thread that draws from such a generator while an op runs again gets the numbers of that op.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
@@ -87,7 +77,6 @@ class GeneratorStates:
             self._set(self._saved[run.op])
 
     def after(self) -> None:
-        """Reset the generators to their states before the op ran again."""
         self._set(self._current)
 
     def forget(self) -> None:
@@ -102,8 +91,8 @@ class GeneratorStates:
 def place_results(run: BoundRun, results: Sequence[Any]) -> list[torch.Tensor]:
     """Copy an op's results to their planned places, and return the tensors that were elsewhere.
 
-    The caller must keep the returned tensors until the op's scope has ended: memory that is freed within the scope
-    counts as scratch memory (see ``derive_requests``).
+    The caller must keep these until the op's scope has ended, or they count as scratch memory (see
+    ``derive_requests``).
     """
     misplaced: list[torch.Tensor] = []
     for leaf, address, target, stride in run.results:

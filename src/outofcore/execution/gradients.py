@@ -48,7 +48,6 @@ class StepGradients:
         }
 
     def in_arena(self) -> set[int]:
-        """Return the storages of the gradients that stay in the arena."""
         return {self._captured.values[index].storage for index in self._staying}
 
     def take_over(self) -> None:
@@ -63,10 +62,7 @@ class StepGradients:
             state.lay(binding.key, self._captured.values[binding.value])
 
     def show(self, arena: Memory, results: dict[int, torch.Tensor]) -> None:
-        """Set the user's ``.grad`` after a step.
-
-        ``results`` has by storage the gradients with memory of their own.
-        """
+        """Set the user's ``.grad`` after a step; ``results`` has small gradients by storage."""
         for index, (parameter, state) in self._left.items():
             value = self._captured.values[index]
             if index in self._staying:
@@ -93,12 +89,10 @@ class StepGradients:
                 self._keeper.taken(state)
 
     def _owner(self, binding: StateBinding) -> torch.Tensor:
-        """Return the parameter of a gradient's binding."""
         key = binding.key.removesuffix(".grad")
         return parameter_of(next(b for b in self._captured.states if b.key == key))
 
     def _live(self, binding: StateBinding) -> torch.Tensor:
-        """Return the user's current gradient; raise ``StateError`` if it is None although one was captured."""
         gradient = self._owner(binding).grad
         if gradient is None:
             raise StateError(f"{binding.key} was there when the step was captured and is None now")
@@ -106,7 +100,6 @@ class StepGradients:
 
 
 def parameter_of(binding: StateBinding) -> torch.Tensor:
-    """Return the user's parameter of a binding; raise ``StateError`` if it does not exist."""
     if binding.tensor is None:
         raise StateError(f"{binding.key} is not a parameter of the model")
     return binding.tensor

@@ -1,7 +1,4 @@
-"""Defer Ctrl-C and SIGTERM to the end of a step, so that no interrupt leaves a model half updated.
-
-``session.CallOutcome`` is the effect of an exception on the model.
-"""
+"""Defer Ctrl-C and SIGTERM to the end of a step, so that no interrupt leaves a model half updated."""
 
 from __future__ import annotations
 
@@ -23,15 +20,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Deferred:
     """A context that defers signals with a Python handler to its end: ``with DeferredSignals(activity):``.
 
-    The second signal (see ``stops``) is handled at once if ``may_stop`` allows it. If its handler raises, as Ctrl-C's
-    does, the block is left. Later signals are dropped until the block has cleaned up. Signals without a Python handler,
-    by default SIGTERM, act as usual. Outside of the main thread, where handlers never run, the context has no effect.
-
-    Args:
-        activity: description of the block, for the log.
-        stops: number of the signal that is handled at once. During a capture PyTorch calls Python from places where an
-            exception would end the process. It is 3 there, so that two quick signals do no harm.
-        may_stop: returns whether the block may be left half way now.
+    The second signal (the third with ``stops=3``) is handled at once if ``may_stop`` allows it, and leaves the block if
+    its handler raises. Later signals are dropped until the block has cleaned up. A capture needs ``stops=3``: PyTorch
+    calls Python from places where an exception would end the process. Outside of the main thread the context has no
+    effect.
     """
 
     def __init__(self, activity: str, *, stops: int = 2, may_stop: Callable[[], bool] = lambda: True) -> None:

@@ -1,7 +1,5 @@
 """The tensors that persist across steps: where their bytes are between steps, and how they move.
 
-``StatePlace`` names the places, ``TRANSITIONS`` the moves between them (both in ``aliases``).
-
 Between two steps the user's own tensor objects point to the current bytes, because a step ends with each state in a
 fixed place: resident ones in the arena, all others at home. So reading a parameter, changing it in place, saving a
 state dict or evaluating the model needs no special calls.
@@ -42,10 +40,7 @@ _log = logging.getLogger("outofcore")
 
 
 class StateKeeper:
-    """Tracks the states of all captures of a step, and the user's changes to their tensors.
-
-    ``faces`` are by home, nearest first.
-    """
+    """Tracks the states of all captures of a step, and the user's changes to their tensors."""
 
     def __init__(self, faces: Faces) -> None:
         self._faces = faces
@@ -135,15 +130,12 @@ class StateKeeper:
         return True
 
     def read_shared(self) -> None:
-        """Copy memory that files or other processes share to the step's tensors.
-
-        Raises ``StateError`` if the user has replaced a tensor by one of another shape or dtype.
-        """
+        """Copy shared memory to the step's tensors; raise ``StateError`` for another shape or dtype."""
         for _, window in self._shared:
             window.read()
 
     def write_shared(self, written: Set[int]) -> None:
-        """Copy the states with these ids, which a step has written, to shared memory."""
+        """Copy the states with these ids to shared memory."""
         for state, window in self._shared:
             if id(state) in written:
                 window.write()
@@ -169,10 +161,9 @@ class StateKeeper:
                 self.moves.vacate(state)
 
     def take_back(self) -> bool:
-        """Find the bytes of all states after other owners have used the home.
+        """Find the bytes of all states after other owners; return False if sharing or layouts have changed.
 
-        Returns False if tensors share memory, or are laid out, differently than before. Raises ``StateError`` if a
-        tensor has another shape or dtype.
+        Raises ``StateError`` if a tensor has another shape or dtype.
         """
         existing = [state for state in self._states.values() if state.place is not Place.UNBORN]
         if shared_otherwise(existing) or lie_otherwise(existing):
@@ -199,7 +190,6 @@ class StateKeeper:
         self.generation += 1
 
     def gradient(self, captured: Captured, produced: GradientLeft) -> State:
-        """Return the state of a gradient that a step produces."""
         key = f"{captured.states[produced.parameter].key}.grad"
         state = self._by_tensor.get(key)
         if state is None:
@@ -266,10 +256,7 @@ class StateKeeper:
         return state.windows[0].tensor
 
     def forget(self, state: State, binding: StateBinding) -> None:
-        """Release a gradient that the user's step has cleared; other references to it keep their bytes.
-
-        The program in the arena still expects a gradient there, so a placeholder replaces it.
-        """
+        """Replace a cleared gradient by a placeholder, which the program expects; other references keep its bytes."""
         for window in state.windows:
             if window.key == binding.key:
                 self._faces.part(window.give_up())
@@ -282,9 +269,9 @@ class StateKeeper:
     def refresh(self, *, leaving: bool = False) -> list[str] | None:
         """Adopt the user's replacements of tensors, such as by ``p.data = other``, and return their keys.
 
-        With ``leaving`` the model passes to another owner. Its tensors may share the new memory, so this stays in
-        place. Returns None, without any change, if tensors share memory, or are laid out, differently than before.
-        Raises ``StateError`` if the new data has another shape or dtype, or is in memory that processes share.
+        With ``leaving`` the model passes to another owner, whose tensors may share the new memory, so this stays in
+        place. Returns None, without any change, if sharing or layouts have changed. Raises ``StateError`` if the new
+        data has another shape or dtype, or is in memory that processes share.
         """
         unborn = Place.UNBORN  # faster than looking up the enum member in the loop
         existing = [state for state in self._states.values() if state.place is not unborn]
@@ -307,7 +294,6 @@ class StateKeeper:
         return take_over(existing)
 
     def displaced(self) -> list[str]:
-        """Return the keys of tensors that have left their last shown address."""
         return displaced(self._states.values())
 
     def check(self) -> None:

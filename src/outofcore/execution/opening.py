@@ -30,11 +30,6 @@ class OpenHome:
     another step moves them home and releases that arena. So a step for training and one for evaluation of the same
     model take the larger of their budgets, not the sum.
 
-    Args:
-        stores: where the bytes are stored, nearest first.
-        stays_open: whether tensors stay in the home when a step is closed. Otherwise they move to ordinary memory with
-            the last step that shares the home.
-
     >>> import torch
     >>> import outofcore
     >>> with outofcore.open_home("host") as home:
@@ -46,7 +41,7 @@ class OpenHome:
     def __init__(self, stores: Sequence[HomeStore], *, kept: bool) -> None:
         self.stores = tuple(stores)
         self.faces = Faces([Slots(store) for store in stores])
-        self.kept = kept
+        self.kept = kept  # whether tensors stay in the home when a step is closed
         self._holders = 1 if kept else 0
         self._closed = False
         self._tenant: tuple[object, Callable[[], None]] | None = None
@@ -86,11 +81,7 @@ class OpenHome:
         """Copy elements as ``target.copy_`` does, but bypass the page cache for tensors on a disk.
 
         So copying a large tensor in slices takes no memory apart from the slices. A slice bypasses the cache if it is
-        whole pages, or ends with the tensor.
-
-        Args:
-            source: a tensor, or a slice of one.
-            target: a tensor or slice of the same shape and dtype, which does not overlap ``source``.
+        whole pages, or ends with the tensor. Source and target have the same shape and dtype, and do not overlap.
 
         Raises:
             TransferError: the disk cannot be read or written.
@@ -114,10 +105,7 @@ class OpenHome:
                 target.copy_(source)
 
     def _on_disk(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the disk home that has a tensor's bytes, and their offset; None if they are in memory.
-
-        None, too, if the tensor shares a page with others.
-        """
+        """Return the disk home and offset of a tensor's bytes; None if in memory, or sharing a page with others."""
         slot = self.faces.slot_of(tensor, to_write=to_write) if tensor.is_contiguous() else None
         if slot is None or slot[0].in_memory:
             return None
@@ -166,8 +154,8 @@ class OpenHome:
     def occupy(self, step: object, vacate: Callable[[], None]) -> bool:
         """Let a step move tensors into its arena, after the previous step has moved its own out.
 
-        ``move_out`` is called when another step needs the tensors, and returns when they are at home. Returns whether
-        another step had them last. Raises ``StateError`` if that step cannot move them out.
+        ``move_out`` moves this step's tensors home when another step needs them. Returns whether another step had them
+        last. Raises ``StateError`` if that step cannot move them out.
         """
         if self._tenant is not None and self._tenant[0] is step:
             return False
@@ -201,11 +189,10 @@ def host_limit(host_budget: int | str | None) -> int | None:
 
 
 def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | None = None) -> list[HomeStore]:
-    """Open the homes of a step on the CPU, nearest first.
+    """Open the homes of a step on the CPU, nearest first; ``home`` is "host", "disk" (default) or a folder.
 
-    ``home`` is "host", "disk" (default) or a folder on a disk. ``host_budget`` limits host memory. The default is
-    unlimited for "host", and 0 before a disk. Raises ``UnitError`` for an invalid budget, ``SpillError`` if a home
-    cannot be used.
+    By default host memory is unlimited for "host", and not used before a disk. Raises ``UnitError`` for an invalid
+    budget, ``SpillError`` if a home cannot be used.
     """
     limit = host_limit(host_budget)
     if home == "host":
@@ -215,10 +202,7 @@ def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | Non
 
 
 def open_backend(device: str | torch.device | None, *, replay: Replaying = True) -> Backend:
-    """Open the backend of a device, by default the CPU; raise ``InputError`` if steps cannot run there.
-
-    With ``replay`` native code may call ops; with "graphs" it also captures CUDA graphs of them.
-    """
+    """Open the backend of a device, by default the CPU; raise ``InputError`` if steps cannot run there."""
     _begin_vector_math()
     try:
         parsed = torch.device("cpu" if device is None else device)
@@ -235,8 +219,7 @@ def _begin_vector_math() -> None:
     """Let MKL's vector functions initialize themselves in one thread.
 
     If several threads make a process's first call of such a function (``sqrt``, ``exp``, ``erf`` …), some of them
-    compute it less exactly, in about one process of ten (PyTorch 2.13, MKL 2024.2). Two runs of a program then differ
-    in bits.
+    compute it less exactly, in about one process of ten (PyTorch 2.13, MKL 2024.2).
     """
     torch.ones(16, dtype=torch.float32, device="cpu").sqrt_()
 
@@ -244,7 +227,7 @@ def _begin_vector_math() -> None:
 def open_device_homes(
     backend: CudaBackend, home: str | os.PathLike[str] | None, host_budget: int | str | None
 ) -> list[HomeStore]:
-    """Open the homes of a step on a GPU, nearest first: pinned host memory, then a disk if one is named.
+    """Open the homes of a step on a GPU: pinned host memory, then a disk if one is named.
 
     Raises ``UnitError`` for an invalid budget, ``SpillError`` if a home cannot be used.
     """

@@ -1,8 +1,4 @@
-"""Replay op calls with unchanged arguments from native code (``replay.cpp``).
-
-Addresses are planned, so an op gets the same tensors at every step. A call is recorded in one step and replayed in
-later ones, without Python's overhead of some microseconds per op.
-"""
+"""Replay op calls with unchanged arguments from native code (``replay.cpp``)."""
 
 from __future__ import annotations
 
@@ -65,7 +61,6 @@ _ERRORS: dict[_Failure, type[Exception]] = {
 
 
 def is_worth_it(calls: int, seconds: float) -> bool:
-    """Return whether a step with this many op calls and this duration gains from native calls."""
     return calls * _WORTH_SECONDS > seconds
 
 
@@ -123,17 +118,11 @@ class Replay:
         return bool(recorded)
 
     def issue(self, number: int, action: tuple[int, int, int, int]) -> None:
-        """Make an entry issue actions to a device.
-
-        ``action`` has the address of a function such as ``outofcore_issue``, and its three arguments.
-        """
+        """Make an entry call a native function; ``action`` has its address and three arguments."""
         self._library.replay_issue(self._handle, number, *action)
 
     def order(self, number: int, waits: Sequence[tuple[int, int]], publishes: int | None) -> None:
-        """Make an entry wait for other queues and publish its own number, if ``run`` gets ``queues``.
-
-        ``waits`` are (queue, number) pairs; ``publishes`` is None if no queue waits for it.
-        """
+        """Make an entry wait for (queue, number) pairs and publish its own number, if ``run`` gets ``queues``."""
         flat = [part for wait in waits for part in wait]
         flat_waits = (ctypes.c_int64 * len(flat))(*flat)
         if self._library.replay_order(self._handle, number, len(waits), flat_waits, publishes or 0):
@@ -153,20 +142,13 @@ class Replay:
     ) -> int:
         """Run entries from ``first`` to before ``end``; return the entry after the last one that ran.
 
-        It may return early, even at once, where an entry waits for another queue, so that signals are handled.
+        Returns early where an entry waits for another queue, so that signals are handled. ``starts`` and ``ends``
+        receive the times of ops, by instruction. ``ends_scopes``: a scope ends with its op, not when the next one
+        begins. ``queues`` serves the waits of ``set_waits``. ``stops`` is the address of a number; the first op after
+        which it is not 0 is the last.
 
-        Args:
-            first: an entry that was recorded or issues actions, as all entries up to ``end`` are.
-            starts: receives the start time of each op, by instruction.
-            ends: receives the end time of each op, by instruction.
-            ends_scopes: whether a scope ends with its op; else when the next scope begins.
-            queues: serves the waits of ``set_waits``; None if the caller does.
-            stops: address of a number; the first op after which it is not 0 is the last, and is not published.
-
-        Raises:
-            Exception: the error of an op.
-            NotIssuedError: a device refused actions between ops.
-            StateError: another queue failed.
+        Raises the error of an op, ``NotIssuedError`` if a device refused actions, ``StateError`` if another queue
+        failed.
         """
         begin, close, pointer = table.native
         next_entry = self._run(
@@ -188,7 +170,6 @@ class Replay:
 
     @property
     def at(self) -> int:
-        """The entry that failed."""
         return int(self._library.replay_at(self._handle))
 
     def _error(self) -> Exception:
@@ -206,8 +187,6 @@ class Replay:
 
 def spans(recorded: Sequence[bool]) -> list[int]:
     """Return for each op the end of the longest replayable span that starts there, or its own index.
-
-    ``recorded`` has for each op whether its call was recorded.
 
     >>> spans([True, True, False, True])
     [2, 2, 2, 4]

@@ -67,7 +67,6 @@ class StepStats:
 
 
 def step_facts(stats: StepStats) -> list[tuple[str, str]]:
-    """Return (name, text) pairs for the most important numbers."""
     prediction = f", {format_seconds(stats.predicted_seconds)} predicted" if stats.predicted_seconds else ""
     facts = [
         ("step", f"{format_seconds(stats.seconds)}{prediction}"),
@@ -82,7 +81,6 @@ def step_facts(stats: StepStats) -> list[tuple[str, str]]:
 
 
 def measure_step(captured: Captured, planned: Planned, timeline: Timeline, off_plan: int) -> StepStats:
-    """Compute a call's statistics from its plan and its timeline."""
     program = planned.program
     callers_storages = (set(captured.graph.outputs) - captured.graph.gradients_left) | {
         captured.values[b.value].storage for b in captured.inputs

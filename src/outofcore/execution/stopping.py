@@ -1,8 +1,7 @@
-"""Stop a step half way with a consistent model.
+"""Stop a step half way with a consistent model, as plain PyTorch does.
 
-If an op raises after parameters were updated, as the second forward pass of a step with two losses may, the step cannot
-be undone. Plain PyTorch stops there: earlier ops have run, later ones have not. This module reproduces that state. It
-makes the outstanding copies of persistent state in program order, and runs no more ops.
+If an op raises after parameters were updated, as in a step with two losses, the step cannot be undone. In plain PyTorch
+earlier ops have run and later ones have not. To reproduce that, make the outstanding copies of persistent state.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from outofcore.runtime.slots import Piece, Slots
 
 
 def updates_of(captured: Captured, program: Program) -> tuple[int, ...]:
-    """Return the indices of the instructions that run an optimizer's code."""
     return tuple(
         index
         for index, instruction in enumerate(program.instructions)
@@ -28,10 +26,7 @@ def updates_of(captured: Captured, program: Program) -> tuple[int, ...]:
 
 
 def stops_as_plain(captured: Captured, program: Program, progress: Reached) -> bool:
-    """Return whether plain PyTorch would have made the same updates before it raised at the same op.
-
-    It would if no update has started, or if updates are never scheduled earlier than that op.
-    """
+    """Return whether plain PyTorch would have made the same updates before it raised at the same op."""
     started, ended = progress.started, progress.done
     if not any(started[index] for index in updates_of(captured, program)):
         return True
@@ -41,10 +36,7 @@ def stops_as_plain(captured: Captured, program: Program, progress: Reached) -> b
 
 
 def can_stop(captured: Captured, program: Program, progress: Reached) -> bool:
-    """Return whether the bytes of all persistent state still exist.
-
-    They do not where an op was about to overwrite a whole storage: the program has dropped its contents.
-    """
+    """Return whether all persistent state has its bytes; storages about to be overwritten do not."""
     if captured.ranges or captured.replicas:
         return False
     for index, instruction in enumerate(program.instructions):
@@ -65,10 +57,7 @@ def stop(
     homes: Sequence[Slots],
     progress: Reached,
 ) -> None:
-    """Make the outstanding copies of persistent state.
-
-    ``slots`` maps a copy's index to the block's pieces at home. All queues of the step must be idle.
-    """
+    """Make the outstanding copies of persistent state in program order, while all queues are idle."""
     for index, copy in enumerate(program.instructions):
         if not isinstance(copy, CopyIn | CopyOut) or progress.done[index] or index not in slots:
             continue

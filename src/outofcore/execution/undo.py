@@ -1,9 +1,8 @@
 """Restore the model to before a failed step, where that is still possible.
 
-A step changes large parameters and optimizer state late, in its updates. If it fails earlier, at a wrong index in the
-forward pass or a failed copy, their bytes are unchanged: at home, in the arena, or in the slot of an evicted block. The
-small state that changes early, such as the running statistics of batch norm, is saved when the step starts. So are the
-states of random generators.
+A step changes large parameters and optimizer state late, in its updates. If it fails earlier, their bytes are unchanged
+at home, in the arena, or in the slot of an evicted block. State that changes early is saved when the step starts: small
+buffers, such as the running statistics of batch norm, and random generators.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class Reached:
 
     @classmethod
     def at(cls, starts: Sequence[float], ends: Sequence[float]) -> Self:
-        """Derive the progress from the start and end times of instructions, which are 0 until set."""
         return cls([time > 0 for time in starts], [time > 0 for time in ends])
 
 
@@ -87,7 +85,6 @@ class Undo:
         self._drawn: list[torch.Tensor] = []  # states of the generators when the step started
 
     def begin(self, arena: Memory) -> None:
-        """Save the small state that changes early, when a step starts."""
         if not self._possible:
             return
         first, last = self._span
@@ -151,10 +148,7 @@ def _strays(program: Program, wrapping: set[int], slots: Mapping[int, tuple[Piec
 
 
 def _clean(program: Program, block: Block, slots: Mapping[int, tuple[Piece, ...]]) -> _Stray:
-    """Describe a block that is evicted without a copy.
-
-    No other block uses its slot, and its memory is reused until it is fetched.
-    """
+    """Describe a block that is evicted without a copy; no other block uses its slot."""
     copies = enumerate(program.instructions)
     index, fetch = next((i, c) for i, c in copies if isinstance(c, CopyIn) and c.block == block.id)
     return _Stray(block, None, slots[index], fetch.home, index, ())
