@@ -40,8 +40,6 @@ _DTYPE = attrgetter("dtype")
 
 
 class Place(Enum):
-    """Where the bytes of a persistent state are."""
-
     OWN = "own"  # in ordinary memory of the tensor
     HOME = "home"  # in a slot of a home
     ARENA = "arena"  # in a block that persists between steps, or in the block of a gradient
@@ -315,7 +313,7 @@ def shared_otherwise(states: Iterable[State]) -> bool:
 
 
 def lie_otherwise(states: Iterable[State]) -> bool:
-    """Return whether a replacement has another memory layout; raise ``StateError`` for another shape or dtype."""
+    """Return whether a replacement has another layout; raise ``StateError`` for another shape or dtype."""
     moved = [window for state in states for window in state.windows if window.moved()]
     for window in moved:
         window.check_alike()
@@ -429,7 +427,6 @@ class Faces:
         return tensor
 
     def drop(self, home: int, offset: int) -> None:
-        """Forget the face of a slot before the slot is reused."""
         key = self._keys.pop((home, offset), None)
         if key is not None:
             del self._faces[key]
@@ -577,7 +574,7 @@ class Owned:
         return tensors
 
     def is_other(self, *, begun: bool) -> bool:
-        """Return whether optimizer state is missing although it was created (``begun``), or has another layout."""
+        """Return whether optimizer state is missing after a step has ``begun``, or has another layout."""
         tensors = self._seen = self._live()
         existing = [tensor for tensor in tensors if tensor is not None]
         if len(existing) == len(tensors):

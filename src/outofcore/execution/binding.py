@@ -32,8 +32,6 @@ class Lane(IntEnum):
 
 
 class Draws(Enum):
-    """How to treat the random generator around an op."""
-
     FREELY = "untouched"  # leave it alone: the op draws no random numbers, or never runs again
     FIRST = "save"  # save its state before the op, which runs again later in the step
     AGAIN = "restore"  # the op draws from the saved state; afterwards the current state is restored

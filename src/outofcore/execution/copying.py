@@ -98,8 +98,6 @@ class _Source(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """The copies of a bound program in native form."""
-
     slots: Mapping[int, tuple[Piece, ...]]  # pieces at home by copy index, from which these were made
     given: _Work  # passed to native code; refers to the arrays
     parts: tuple[object, ...]

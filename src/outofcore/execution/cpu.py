@@ -50,8 +50,6 @@ class _Reporting:
 
 
 class _Communicator(threading.Thread):
-    """A thread that runs the collectives of each step in order, until it is closed."""
-
     def __init__(self, copying: Copying) -> None:
         super().__init__(name="outofcore-collectives", daemon=True)
         self._copying = copying
@@ -120,7 +118,7 @@ class _Communicator(threading.Thread):
 
 @dataclass
 class _Replayed:
-    """The op calls of a program that native code replays; ``span_ends`` is None until all ops have run once."""
+    """The recorded op calls of a program; ``span_ends`` is None until all ops have run once."""
 
     replay: Replay
     taken: list[bool]
@@ -149,7 +147,6 @@ class _Calls:
         self.failure: Exception | None = None
 
     def __call__(self, scope: int, run: BoundRun) -> None:
-        """Call an op, and move its results to their planned places."""
         update = run.func if isinstance(run.func, UpdateOn) else None
         if update is not None and self.failure is not None:
             return
@@ -174,7 +171,6 @@ class _Calls:
         self._ends[run.index] = perf_counter()
 
     def run_all(self, runs: Sequence[BoundRun], copying: Copying, replayed: _Replayed | None) -> None:
-        """Call all ops in order; with ``replayed``, native code makes the recorded calls."""
         span_ends = None if replayed is None else replayed.until
         lender = self._lender
         stops = None if lender is None else lender.flag
@@ -370,7 +366,6 @@ class CpuEngine:
         return recording
 
     def _compute(self, bound: Bound, table: ScopeTable, lender: Lender | None) -> Exception | None:
-        """Run all ops; return the exception of an optimizer's code."""
         replayed = self._replay(bound)
         is_new = replayed is not None and replayed.until is None
         calls = _Calls(table, self._starts, self._ends, replayed if is_new else None, lender)

@@ -42,8 +42,6 @@ _Pages = npt.NDArray[np.uint8]
 
 
 class _Page(IntEnum):
-    """State of a page of the arena."""
-
     FREE = 0
     HELD = 1  # may be evicted
     PINNED = 2  # in use by the running op
@@ -97,7 +95,6 @@ class DemandEviction:
 
     @property
     def has_overflowed(self) -> bool:
-        """Whether a home had to serve a request of the last step that exceeded the budget."""
         return bool(self._overflowing)
 
     def begin(
@@ -274,7 +271,6 @@ class DemandEviction:
         return pages
 
     def _holds(self, block: Block) -> bool:
-        """Return whether later instructions may use the bytes of a block."""
         users = self._uses[block.id]
         if not block.wraps:
             waits = block.dies >= len(self._program.instructions) or self._is_awaited(users)

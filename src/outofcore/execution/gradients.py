@@ -15,8 +15,6 @@ from outofcore.program import Program
 
 
 class StepGradients:
-    """The gradients of one program; ``states`` has the persistent states of the capture by storage."""
-
     def __init__(self, captured: Captured, program: Program, keeper: StateKeeper, states: dict[int, State]) -> None:
         self._captured = captured
         self._keeper = keeper

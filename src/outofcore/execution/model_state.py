@@ -135,7 +135,6 @@ class StateKeeper:
             window.read()
 
     def write_shared(self, written: Set[int]) -> None:
-        """Copy the states with these ids to shared memory."""
         for state, window in self._shared:
             if id(state) in written:
                 window.write()
@@ -233,7 +232,6 @@ class StateKeeper:
             self.slots[state.home].home.start()
 
     def taken(self, state: State) -> None:
-        """Release a gradient that the user has removed; the next one is a new tensor."""
         if state.place is Place.UNBORN:
             return
         leftover = state.windows[0].give_up()
@@ -256,7 +254,7 @@ class StateKeeper:
         return state.windows[0].tensor
 
     def forget(self, state: State, binding: StateBinding) -> None:
-        """Replace a cleared gradient by a placeholder, which the program expects; other references keep its bytes."""
+        """Replace a cleared gradient by a placeholder for the program; other references keep its bytes."""
         for window in state.windows:
             if window.key == binding.key:
                 self._faces.part(window.give_up())
@@ -269,9 +267,9 @@ class StateKeeper:
     def refresh(self, *, leaving: bool = False) -> list[str] | None:
         """Adopt the user's replacements of tensors, such as by ``p.data = other``, and return their keys.
 
-        With ``leaving`` the model passes to another owner, whose tensors may share the new memory, so this stays in
-        place. Returns None, without any change, if sharing or layouts have changed. Raises ``StateError`` if the new
-        data has another shape or dtype, or is in memory that processes share.
+        With ``leaving`` the new memory stays in place, since tensors of the model's next owner may share it. Returns
+        None, without any change, if sharing or layouts have changed. Raises ``StateError`` if the new data has another
+        shape or dtype, or is in memory that processes share.
         """
         unborn = Place.UNBORN  # faster than looking up the enum member in the loop
         existing = [state for state in self._states.values() if state.place is not unborn]
@@ -332,7 +330,6 @@ class StateKeeper:
             self._bring_own(state, CPU)
 
     def go_back(self) -> None:
-        """Move the user's tensors back to their device after the arena was closed."""
         for state in self._states.values():
             if state.origin != CPU:
                 self._bring_own(state, state.origin)
@@ -343,13 +340,11 @@ class StateKeeper:
             state.show(state.bytes_now().to(device), Place.OWN)
 
     def give_back(self) -> None:
-        """Move every state to ordinary memory on the CPU."""
         for state in self._states.values():
             if state.place in (Place.HOME, Place.ARENA):
                 self.moves.to_own(state)
 
     def give_to_allocator(self) -> None:
-        """Move every state to memory of PyTorch's current allocator, and forget all states."""
         for state in self._states.values():
             if state.is_idle():
                 self.moves.discard(state)

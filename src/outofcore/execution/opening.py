@@ -105,7 +105,7 @@ class OpenHome:
                 target.copy_(source)
 
     def _on_disk(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the disk home and offset of a tensor's bytes; None if in memory, or sharing a page with others."""
+        """Return the disk home and offset of a tensor's bytes; None in memory, or within a shared page."""
         slot = self.faces.slot_of(tensor, to_write=to_write) if tensor.is_contiguous() else None
         if slot is None or slot[0].in_memory:
             return None
@@ -189,7 +189,7 @@ def host_limit(host_budget: int | str | None) -> int | None:
 
 
 def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | None = None) -> list[HomeStore]:
-    """Open the homes of a step on the CPU, nearest first; ``home`` is "host", "disk" (default) or a folder.
+    """Open the homes of a step on the CPU, nearest first: "host", "disk" (default) or a folder.
 
     By default host memory is unlimited for "host", and not used before a disk. Raises ``UnitError`` for an invalid
     budget, ``SpillError`` if a home cannot be used.

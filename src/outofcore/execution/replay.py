@@ -79,7 +79,6 @@ class Replay:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which this thread's op calls can be recorded."""
         self._library.replay_watch()
         try:
             yield
@@ -94,7 +93,6 @@ class Replay:
         return True
 
     def take(self, number: int, run: BoundRun, scope: int) -> bool:
-        """Record the op call since ``expect_call``; return whether it can be replayed."""
         name = internals.operator_name(run.func)
         if name is None:
             return False

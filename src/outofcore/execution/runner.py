@@ -36,8 +36,6 @@ class UpdateError(Exception):
 
 @dataclass(frozen=True)
 class _Placed:
-    """Data of a runner while its program is the one in the arena."""
-
     arena: Memory
     bound: Bound
     table: ScopeTable
@@ -51,16 +49,7 @@ class _Placed:
 
 
 class Runner:
-    """Runs one placed and wired program.
-
-    Args:
-        costs: costs of the plan, for the capacities of homes.
-        requests: the measured allocations of each op.
-        first_requests: allocations of an op's first run, where they differ.
-        keeper: the states of all captures of this step.
-        states: states of this capture by storage, if the keeper has adopted it before.
-        budget: bytes that its arena and all requests, planned or not, may take.
-    """
+    """Runs one placed and wired program; ``first_requests`` are for first runs that allocate differently."""
 
     def __init__(
         self,
@@ -99,7 +88,6 @@ class Runner:
 
     @property
     def states(self) -> dict[int, State]:
-        """The states of this capture by storage."""
         return self._states
 
     def is_current(self) -> bool:
@@ -159,7 +147,6 @@ class Runner:
         return _Placed(arena, bound, table, first_table, layout, slots, copies, undo, lasting_slots, lender)
 
     def _workspaces(self) -> list[tuple[int, int]]:
-        """Return (bytes, offset) of each scope's workspace."""
         runs = [i for i in self.program.instructions if isinstance(i, Run) and not i.communicates]
         blocks = [None if run.workspace is None else self.program.blocks[run.workspace] for run in runs]
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
@@ -193,15 +180,14 @@ class Runner:
             self._placed = self._table = None
 
     def leave(self) -> None:
-        """Release the arena, and the references to its pages."""
         self.make_way()
         self._kept = None
 
     def run(self, engine: Engine, leaves: Sequence[Any], *, may_refuse: bool = True) -> tuple[Any, Timeline]:
         """Run one step; return the user's result, in memory of its own, and the timeline.
 
-        ``leaves`` are the flattened arguments. With ``may_refuse`` a request beyond the budget may end a step that can
-        be undone. Raises ``UpdateError`` if an optimizer's code raised; all other instructions of the step have run.
+        With ``may_refuse`` a request beyond the budget may end a step that can be undone. Raises ``UpdateError`` if an
+        optimizer's code raised; all other instructions of the step have run.
         """
         placed, captured = self._placed, self.captured
         if placed is None:
@@ -276,12 +262,10 @@ class Runner:
 
     @property
     def has_overflowed(self) -> bool:
-        """Whether a home served a request of the last run that exceeded the budget."""
         return self._lender is not None and self._lender.has_overflowed
 
     @property
     def refusal(self) -> OutOfCoreError | None:
-        """The error that prevented eviction for the refused request, if any."""
         return None if self._lender is None else self._lender.error
 
     def _name_op(self, engine: Engine, error: Exception) -> None:
@@ -321,7 +305,6 @@ class Runner:
         return self._placed
 
     def undo(self, engine: Engine) -> bool:
-        """Restore the model to before the failed step; return False if it is too late for that."""
         if self._placed is None or not self._begun:
             return True
         progress = engine.reached()
@@ -366,7 +349,6 @@ class Runner:
 
     @property
     def first_ops(self) -> Set[int]:
-        """The updates that created their state in the last run."""
         return self._first_requests.keys() if self._ran_first else frozenset()
 
     def surprises(self) -> dict[int, Requests]:
@@ -412,10 +394,7 @@ class Runner:
             owner.optimizer.state[owner.parameter][owner.name] = self._keeper.tensor(binding)
 
     def is_outdated(self) -> bool:
-        """Return whether the step must be captured again: its optimizer state is gone or has another layout.
-
-        Its plan may have no room to create that state again, and kernels may add up in another order.
-        """
+        """Return whether the step must be captured again: its optimizer state is gone or has another layout."""
         return self._owned.is_other(begun=self._begun) or any(update.is_outgrown for update in self._updates)
 
     def _take_over(self) -> bool:
@@ -434,11 +413,7 @@ class Runner:
 
 
 def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event], alignment: int) -> Requests:
-    """Derive the requests of an op from the allocator events of one visit to its scope.
-
-    ``run`` is bound: its results are at their planned addresses, unless their requests came out of order. ``alignment``
-    is as in ``workspace_layout``.
-    """
+    """Derive the requests of an op from the allocator events of one visit to its scope."""
     sizes: dict[int, int] = {}  # bytes by pointer, in order of the requests
     for event in events:
         if event.kind is EventKind.ALLOCATE:

@@ -1,7 +1,4 @@
-"""Move the bytes of states between ordinary memory, homes and the arena.
-
-``TRANSITIONS`` in ``aliases`` lists all moves.
-"""
+"""Move states between ordinary memory, homes and the arena; ``aliases.TRANSITIONS`` lists all moves."""
 
 from __future__ import annotations
 
@@ -22,11 +19,7 @@ _log = logging.getLogger("outofcore")
 
 
 class StateMoves:
-    """Moves states, and finds room for them at homes.
-
-    ``states`` are all states that may have to move to make room. ``faces`` are by home, nearest first. The program in
-    the arena chooses the home of each large state. Small states (below 64 KiB) are in ordinary memory instead.
-    """
+    """Moves states, and finds room for them at homes; states below 64 KiB are in ordinary memory instead."""
 
     def __init__(self, faces: Faces, states: Mapping[str, State]) -> None:
         self._faces = faces
@@ -85,7 +78,6 @@ class StateMoves:
                 state.mark = state.fingerprint()
 
     def vacate(self, state: State) -> None:
-        """Release the slot of a state, if it has one."""
         if state.slot is not None:
             self._faces.drop(state.home, state.slot)
             self.slots[state.home].give(state.slot, placed_bytes(state.bytes))
@@ -94,12 +86,11 @@ class StateMoves:
     def enter(
         self, states: dict[int, State], program: Program, arena: Memory, unwritten: Set[int] = frozenset()
     ) -> None:
-        """Move every state to the place where ``program`` expects it when a step starts.
+        """Move every state to its place at the start of ``program``'s step, and others out of the arena.
 
-        Afterwards the arena has no other states. A state of the last program stays if its offset is the same, and
-        otherwise moves within the arena. It moves through a home only to break a cycle of moves. No op writes the
-        ``unwritten`` storages: they may be both in the arena and on a disk, so that they are evicted without a copy.
-        Raises ``SpillError`` or ``TransferError``.
+        States move through a home only to break a cycle of moves within the arena. No op writes the ``unwritten``
+        storages: they are evicted without a copy, as a disk keeps their bytes. Raises ``SpillError`` or
+        ``TransferError``.
         """
         self.arena = arena
         last = len(self.slots) - 1
@@ -152,7 +143,6 @@ class StateMoves:
         state.show(self._faces.show(state.home, new, state.bytes), Place.HOME)
 
     def _copy_home(self, state: State, home: int, arena: Memory) -> None:
-        """Copy a state in the arena to a home."""
         if state.home != home:
             self.vacate(state)
         if state.slot is None:
@@ -163,8 +153,7 @@ class StateMoves:
     def bring_home(self, state: State, arena: Memory) -> bool:
         """Update the home copy of a state in the arena; return whether it was outdated.
 
-        A copy in a file that the home does not own is not written; the state gets a slot of its own. If this fails the
-        state has no copy, and the next call creates one.
+        A failed update leaves no copy, and the next call creates one.
         """
         mark = state.fingerprint()
         if mark == state.mark:
@@ -192,10 +181,7 @@ class StateMoves:
             _log.info("%s was changed, and has been moved from the file that it was read from in place", state.key)
 
     def _is_range(self, state: State) -> bool:
-        """Return whether the slot is, or was, in a file that the home does not own.
-
-        Such a slot may not be page-aligned, and is never written.
-        """
+        """Return whether the slot is, or was, in a file that the home does not own; it is never written."""
         return state.slot is not None and self.slots[state.home].is_range(state.slot)
 
     def _is_in_file(self, state: State) -> bool:
@@ -211,7 +197,6 @@ class StateMoves:
                 self._out(state)
 
     def discard(self, state: State) -> None:
-        """Drop the unused bytes of a state."""
         self.vacate(state)
         state.lose()
 
@@ -222,10 +207,7 @@ class StateMoves:
             self.to_own(state)
 
     def _rearrange(self, placements: list[tuple[State, Block]], arena: Memory, kept_ids: Set[int]) -> None:
-        """Move states to their blocks, beginning with states in the arena: others may need their room.
-
-        ``kept_ids`` are those of the states that keep their copies at home.
-        """
+        """Move states to their blocks; states in ``kept_ids`` keep their copies at home."""
         offsets = {id(s): s.offset_in(arena.address) for s, _ in placements if s.place is Place.ARENA}
         moving = [(s, b) for s, b in placements if id(s) in offsets and offsets[id(s)] != b.offset]
         sources = [(offsets[id(s)], offsets[id(s)] + b.bytes) for s, b in moving]
@@ -250,7 +232,6 @@ class StateMoves:
         return True
 
     def to_own(self, state: State) -> None:
-        """Move a state to ordinary memory on the CPU."""
         if state.stays():
             state.look_at(None)
             for window in state.windows:
@@ -264,7 +245,6 @@ class StateMoves:
         self.vacate(state)
 
     def to_home(self, state: State, home: int) -> None:
-        """Move a state to a home; raise ``SpillError`` or ``TransferError``."""
         if state.place is Place.HOME and state.home == home:
             return
         if state.place is Place.ARENA and state.slot is not None and state.home == home and self.arena is not None:
@@ -316,9 +296,8 @@ class StateMoves:
 def move_order(sources: Sequence[tuple[int, int]], targets: Sequence[int]) -> list[int]:
     """Order moves within one region such that no bytes are overwritten before they have moved.
 
-    ``sources`` are (start, end), ``targets`` starts. Neither sources nor targets overlap each other; a target may
-    overlap its own source. Returns the numbers of the moves. To break a cycle, one state must be moved out of the
-    region first: it is listed as ``~number``, and its move is left out.
+    ``sources`` are (start, end), ``targets`` starts; both are disjoint. To break a cycle, one state must be moved out
+    of the region first: it is listed as ``~number``, and its move is left out.
     """
     ends = [start + end - begin for start, (begin, end) in zip(targets, sources, strict=True)]
     by_address = sorted(range(len(sources)), key=lambda i: sources[i])

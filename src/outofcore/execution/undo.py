@@ -100,7 +100,6 @@ class Undo:
         return not any(progress.started[index] for block in self._lost(progress) for index in block.others)
 
     def _lost(self, progress: Reached) -> list[_Stray]:
-        """Return the blocks that were evicted and not fetched again."""
         evicted = [block for block in self._strays if block.out is None or progress.done[block.out]]
         return [block for block in evicted if block.back is None or not progress.done[block.back]]
 

@@ -23,10 +23,7 @@ _BESIDE = 4 * ALLOCATOR.segment + ALLOCATOR.middle_segment
 
 
 class CudaBackend:
-    """One CUDA device; ``replay`` lets native code call ops, and "graphs" also capture CUDA graphs.
-
-    Raises ``InputError`` if there is no such device.
-    """
+    """One CUDA device; raises ``InputError`` if there is no such device."""
 
     flavor = Flavor.CUDA
     alignment = ALLOCATOR.alignment
@@ -38,10 +35,7 @@ class CudaBackend:
         self.device = self.driver.device
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Memory:
-        """Open an arena of ``count`` bytes, ignoring ``room``.
-
-        Other uses of the device can have the remaining memory. PyTorch's unused cached memory is released first.
-        """
+        """Open an arena of ``count`` bytes: other uses of the device can have the remaining ``room``."""
         self.driver.synchronize()
         self.driver.reserved_bytes()
         return self.driver.open_arena(count, reserve)
@@ -50,17 +44,15 @@ class CudaBackend:
         return CudaEngine(self.driver, homes, replay=self._replay)
 
     def home(self, limit: int | None) -> PinnedHome:
-        """Create the home in pinned host memory, of at most ``limit`` bytes."""
         return PinnedHome(self.driver.pin, self.driver.unpin, limit)
 
     def reserve(self, budget: int) -> int:
         return max(budget // _RESERVE_SHARE, _LEAST_RESERVE)
 
     def beside(self, budget: int, given: int, moved: int) -> int:
-        """Return the bytes of outputs, the reserve and PyTorch's memory outside of the arena.
+        """Return the bytes of outputs, the reserve, and PyTorch's memory and segments outside of the arena.
 
-        The latter includes inputs, workspaces of libraries, and partly used segments of the caching allocator. Outputs
-        count twice, as the user may keep outputs of the last step.
+        Outputs count twice, as the user may keep outputs of the last step.
         """
         other_bytes = max(self.driver.allocated_bytes() - moved, 0)
         segment = ALLOCATOR.segment

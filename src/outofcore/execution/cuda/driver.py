@@ -1,17 +1,14 @@
 """The interface to CUDA: every call of ``torch.cuda`` that runs a step is in this file.
 
-Written against torch 2.11 (https://docs.pytorch.org/docs/2.11/cuda.html) and the CUDA runtime's reference.
-cudaStreamWaitEvent waits for the last recording of an event, so each step can record the same marks. cudaMemcpyAsync
-does not block the host where host memory is pinned. cudaHostRegister pins memory as cudaHostAlloc does.
+Written against torch 2.11 (https://docs.pytorch.org/docs/2.11/cuda.html). The compute stream waits for the last
+recording of an event, so each step can record the same marks. Copies do not block the host where host memory is pinned.
 
 Host functions in a stream (cudaLaunchHostFunc) post the transfers to and from a disk. They must not call CUDA or wait
-for CUDA work, and host functions of several streams may run one after the other. So each direction has its own thread,
-and its stream waits for the thread (cuStreamWaitValue32): see ``lanes.cpp`` and ``cuda/issue.cpp``. Where a test shows
-that streams cannot wait in this way, the host function makes the transfer itself, and reads and writes do not overlap.
+for it, and may run one after the other. So each direction has its own thread, and its stream waits for the thread
+(cuStreamWaitValue32): see ``lanes.cpp``. Where streams cannot do so, the host function makes the transfer itself.
 
-The arena is one allocation of the caching allocator. So it counts in ``torch.cuda.max_memory_reserved`` and obeys
-``set_per_process_memory_fraction``, and requests within it (``arena.cpp``) change neither. A step cannot fragment the
-device's memory, so expandable segments are not needed.
+The arena is one allocation of the caching allocator, so it counts in ``torch.cuda.max_memory_reserved`` and obeys
+``set_per_process_memory_fraction``. A step cannot fragment the device's memory.
 """
 
 from __future__ import annotations
@@ -51,8 +48,6 @@ _AHEAD = 8_000_000
 
 @dataclass(frozen=True)
 class CachingAllocator:
-    """Sizes of PyTorch's caching allocator on CUDA, in bytes."""
-
     alignment: int = 512  # of allocations; kernels are chosen by it
     segment: int = 2 * MIB  # it takes multiples from the device for requests below 1 MiB and from 10 MiB on
     middle_segment: int = 20 * MIB  # the same for requests between
@@ -94,7 +89,6 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def step(self, bound: Bound | None) -> Iterator[None]:
-        """Issue a step, on the stream that is current now as its compute stream."""
         with torch.cuda.device(self.device):
             compute = torch.cuda.current_stream(self.device)
             self._streams[Stream.COMPUTE] = compute
@@ -116,17 +110,14 @@ class CudaDriver:
         return call if stream is Stream.COMPUTE else functools.partial(self.launch, run, call, stream)
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Issue cudaMemcpyAsync; both sides are contiguous bytes."""
         action = _Action(_Kind.COPY, _place(stream), target.data_ptr(), source.data_ptr(), target.numel())
         self._check(self._issue_one(action))
 
     def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Issue a copy that PyTorch's allocators track on the stream."""
         with torch.cuda.stream(self._streams[stream]):
             target.copy_(source, non_blocking=True)
 
     def tape(self, actions: Sequence[Action]) -> Tape:
-        """Combine the actions into one native call."""
         transfers = [self._transfer(action) for action in actions if isinstance(action, Move)]
         remaining = iter(transfers)
         array = (_Action * len(actions))(*(self._native(action, remaining) for action in actions))
@@ -152,8 +143,8 @@ class CudaDriver:
     def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
         """Capture a CUDA graph, on a separate stream, since the default one cannot be captured.
 
-        Off-plan requests come from a memory pool that all graphs share. This is safe in any order: graphs are replayed
-        one after the other, and each reads only memory of the pool that it has written itself.
+        Graphs share a memory pool for off-plan requests, as each reads only memory of the pool that it has written
+        itself.
         """
         if self._capturing is None:
             self._capturing = torch.cuda.Stream(self.device)
@@ -200,12 +191,10 @@ class CudaDriver:
         return None if self._lanes is None else self._lanes.of.get(stream)
 
     def _issue_one(self, action: _Action) -> int:
-        """Issue an action and return CUDA's status."""
         issue = load_native(Flavor.CUDA).outofcore_issue
         return int(issue(ctypes.byref(action), ctypes.c_int64(1), self._handles))
 
     def _check(self, status: int) -> None:
-        """Raise ``DeviceError`` for a CUDA error."""
         if status:
             message = load_native(Flavor.CUDA).outofcore_cuda_error(status).decode()
             raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {message}")
@@ -243,7 +232,6 @@ class CudaDriver:
         return float(start.elapsed_time(end)) / 1000
 
     def finish(self, *, host: bool) -> None:
-        """End a step; the compute stream already waits for all others."""
         if host:
             with self._failing():
                 self._streams[Stream.COMPUTE].synchronize()
@@ -255,7 +243,6 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Convert CUDA's errors of a failed device to ``DeviceError``."""
         try:
             yield
         except RuntimeError as error:
@@ -271,7 +258,6 @@ class CudaDriver:
         check_transfers(transfers)
 
     def pinned(self, source: torch.Tensor) -> torch.Tensor:
-        """Copy to pinned memory, which PyTorch reuses only after copies from it are done."""
         if not source.numel() or source.is_pinned():
             return source
         try:
@@ -284,7 +270,6 @@ class CudaDriver:
         return (torch.cuda.default_generators[self.device.index], torch.default_generator)
 
     def pin(self, address: int, count: int) -> bool:
-        """Pin whole pages of host memory in place; return False if the system refuses."""
         with torch.cuda.device(self.device):
             is_pinned = int(_runtime().cudaHostRegister(address, count, _PORTABLE)) == 0
         if not is_pinned:
@@ -306,7 +291,6 @@ class CudaDriver:
             self.synchronize()
 
     def _make_workspaces(self) -> None:
-        """Make libraries allocate their memory for the current stream."""
         with torch.no_grad():
             for dtype in (torch.float32, torch.bfloat16):
                 square = torch.ones(64, 64, dtype=dtype, device=self.device)
@@ -324,11 +308,7 @@ class CudaDriver:
         return torch.cuda.memory_reserved(self.device)
 
     def time(self, call: Callable[[], object]) -> float:
-        """Return the median seconds of device time for the work that ``call`` issues.
-
-        The host issues the work ahead of the device. The time between two adjacent events is subtracted: some
-        microseconds, about the time of a small kernel.
-        """
+        """Return the median seconds of device time for ``call``, less the time between two adjacent events."""
         with torch.cuda.device(self.device):
             if self._nothing is None:
                 self._nothing = 0.0
@@ -347,7 +327,6 @@ class CudaDriver:
             return max(seconds - self._nothing, 0.0)
 
     def facts(self) -> Mapping[str, object]:
-        """Return the properties that the speed of ops and copies on this device depends on."""
         properties = torch.cuda.get_device_properties(self.device)
         return {
             "device": properties.name,
@@ -370,9 +349,8 @@ class CudaDriver:
 class CudaArena:
     """One allocation on a CUDA device with planned addresses: ``count`` bytes, rounded up to whole pages.
 
-    The memory lives until ``close``, and then as long as any view of it or tensor placed in it. ``reserve`` bytes are
-    for off-plan requests of 64 KiB and more. Raises ``ArenaError`` if the device lacks the memory, or the allocator
-    cannot be installed under PyTorch.
+    The memory lives until ``close``, and then as long as any tensor in it. Raises ``ArenaError`` if the device lacks
+    the memory, or the allocator cannot be installed under PyTorch.
     """
 
     takes_turns = False
@@ -417,15 +395,12 @@ class CudaArena:
         return torch.as_tensor(_Bytes(region, offset, count), device=self._device)
 
     def save(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Copy in the order of the current stream; the host waits."""
         home.face(slot, count).copy_(self.view(offset, count))
 
     def load(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Copy in the order of the current stream; the host waits."""
         self.view(offset, count).copy_(home.face(slot, count))
 
     def move(self, start: int, to: int, count: int) -> bool:
-        """Move in the order of the current stream."""
         if abs(start - to) < count:
             return False
         self.view(to, count).copy_(self.view(start, count))
@@ -449,8 +424,6 @@ class CudaArena:
 
 
 class _Region:
-    """Device memory, released with the last reference to it."""
-
     def __init__(self, address: int, release: Callable[[int], object], handle: int) -> None:
         self.address = address
         # Not at exit, when CUDA may have been shut down.
@@ -502,10 +475,7 @@ class _Action(ctypes.Structure):
 
 
 class _Lanes:
-    """Transfer threads, one for each of some streams (see ``lanes.cpp``).
-
-    ``by_stream`` maps a stream to its lane, unless the stream cannot wait for a thread or the system gives no thread.
-    """
+    """Transfer threads, one for each stream that can wait for a thread (see ``lanes.cpp``)."""
 
     def __init__(self, library: ctypes.PyDLL, device: torch.device, streams: Mapping[Stream, int]) -> None:
         # The lanes' counters, which the device reads, each on its own cache line.

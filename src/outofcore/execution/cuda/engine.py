@@ -1,15 +1,12 @@
 """Run bound programs on a CUDA device.
 
-The host issues instructions in program order, and marks order the streams. The host never waits within a step. Only the
-program's waits order its queues: a copy in waits for the last user of its room, a copy out for the writer of its bytes.
-Copy streams begin after the current work of the compute stream, which continues after the last copy. So the user's own
-stream can use tensors on the device as usual. The user may read states in host memory at once, so the call returns when
-the last copy of one of them is done.
+The host issues instructions in program order and never waits within a step; marks order the streams. Copy streams begin
+after the current work of the compute stream, which continues after the last copy. So the user's own stream can use
+tensors on the device as usual. The user may read states in host memory at once, so a step returns after their copies.
 
-Copies to and from a disk pass through host memory (``staging``). Their queue has finished with a block when the stream
-on the device's side has. The engine ensures that a read from a file follows the write of the same bytes. The program
-does not order them: its waits for a copy out concern the room on the device. A step with disk copies returns when they
-are done, so that a failed transfer is reported at once.
+Copies to and from a disk pass through host memory (``staging``). The engine ensures that a read from a file follows the
+write of the same bytes: the program's waits for a copy out concern only the room on the device. A step with disk copies
+returns when they are done, so that a failed transfer is reported at once.
 """
 
 from __future__ import annotations
@@ -49,8 +46,6 @@ _GRAPH_OPS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Which steps of a program are measured."""
-
     first: int = 6  # used to compare plans
     every: int = 32  # then one step in this many
 
@@ -74,14 +69,7 @@ class _Graphed:
 
 
 class CudaEngine:
-    """Issues steps to one device.
-
-    Args:
-        homes: in pinned host memory, and optionally a disk behind it; others raise ``StateError``.
-        buffer_bytes: size of each buffer between the device and a disk.
-        buffers: number of buffers for each direction.
-        replay: whether native code may call ops; with "graphs" it also captures CUDA graphs of consecutive ones.
-    """
+    """Issues steps to one device; homes are in pinned host memory, with at most one disk behind it."""
 
     def __init__(
         self,
@@ -113,7 +101,6 @@ class CudaEngine:
         self._prepared: Prepared | None = None
 
     def close(self) -> None:
-        """Wait until all issued work is done."""
         try:
             self._driver.synchronize()
         finally:
@@ -126,10 +113,7 @@ class CudaEngine:
         self._bound = self._prepared = None
 
     def reached(self) -> Reached | None:
-        """Return the progress of the last step; None if the device failed, since that shows late.
-
-        All instructions before the last issued one are done.
-        """
+        """Return the progress of the last step; None if the device failed, since that shows late."""
         if self._failed:
             return None
         count = 0 if self._prepared is None else len(self._prepared.issues)
@@ -263,7 +247,6 @@ class CudaEngine:
         ports: dict[int, Port],
         caller_marks: list[Mark],
     ) -> list[Batch]:
-        """Issue a step and record its ops; return the batches for later steps."""
         replay = Replay(library, len(parts))
         recorded: list[bool] = []
         with replay.watching():
@@ -373,7 +356,6 @@ class CudaEngine:
             issuer.record(Stream.WRITE, issue.stored)
 
     def _move(self, issue: Issue, issuer: Issuer) -> None:
-        """Issue a copy between the arena and a home."""
         stream, index = issue.stream, issue.index
         if issue.parts and self._staging is not None:
             if stream is Stream.DISK_OUT:
@@ -385,7 +367,6 @@ class CudaEngine:
             issuer.copy(stream, index, device if inwards else host, host if inwards else device)
 
     def _copy(self, issue: Issue, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
-        """Issue a copy between the arena and the caller's memory."""
         driver, stream, index = self._driver, issue.stream, issue.index
         if issue.device is None:
             return
@@ -415,7 +396,6 @@ class CudaEngine:
 
 
 def _bytes_of(port: Port) -> torch.Tensor:
-    """Return the caller's memory as a uint8 tensor."""
     tensor = port.tensor
     start = tensor.storage_offset() * tensor.element_size()
     return internals.storage_bytes(tensor)[start : start + port.bytes]

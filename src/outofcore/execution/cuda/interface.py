@@ -1,7 +1,6 @@
 """The engine's interface to CUDA: streams, marks in them, copies, and an arena.
 
-Two classes implement it: ``cuda.driver.CudaDriver`` on a GPU, and a test double that runs the same programs on the CPU
-under a virtual clock and detects every missing wait.
+``cuda.driver.CudaDriver`` implements it on a GPU, a test double on the CPU under a virtual clock.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ from outofcore.runtime.homes import HomeStore
 
 
 class Stream(IntEnum):
-    """A queue of device work that is done in order; only marks order work across streams.
-
-    The first five have the numbers of a program's queues (``binding.queue_number``); home 1 is a disk.
-    """
+    """A queue of device work in order; only marks order work across streams."""
 
     COMPUTE = 0  # ops, on the user's current stream
     COPY_OUT = 1  # device to host
@@ -41,24 +37,18 @@ class Mark(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Delays later work on a stream until a mark is reached."""
-
     stream: Stream
     mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Records a mark in a stream."""
-
     stream: Stream
     mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy between the device and host memory (see ``Driver.copy``)."""
-
     stream: Stream
     index: int
     target: torch.Tensor
@@ -67,8 +57,6 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A transfer between a file and host memory (see ``Driver.transfer``)."""
-
     stream: Stream
     index: int
     home: HomeStore
@@ -81,28 +69,18 @@ Action = Wait | Record | Copy | Move
 
 
 class Issuer(Protocol):
-    """Takes copies, transfers, marks and waits, to issue them at once (a device) or later (``ActionList``)."""
+    """Takes copies, transfers, marks and waits, to issue them at once or later (``ActionList``)."""
 
-    def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See ``Driver.copy``."""
-        ...
+    def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None: ...
 
-    def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
-        """See ``Driver.transfer``."""
-        ...
+    def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None: ...
 
-    def record(self, stream: Stream, mark: Mark) -> None:
-        """See ``Driver.record``."""
-        ...
+    def record(self, stream: Stream, mark: Mark) -> None: ...
 
-    def wait(self, stream: Stream, mark: Mark) -> None:
-        """See ``Driver.wait``."""
-        ...
+    def wait(self, stream: Stream, mark: Mark) -> None: ...
 
 
 class Actions:
-    """A list of actions to issue later."""
-
     def __init__(self) -> None:
         self.list: list[Action] = []
 
@@ -123,8 +101,8 @@ class Actions:
 class Tape:
     """Issues some actions in order at each call within a step.
 
-    ``native``, if any, is the address of a native function that does the same and returns a status, and its three
-    arguments. Call ``after_native`` after that function; ``check`` raises the error of a status.
+    ``native`` has the address of a native function that does the same and returns a status, and its arguments. Call
+    ``after_native`` after it; ``check`` raises the error of a status.
     """
 
     play: Callable[[], object]
@@ -142,9 +120,7 @@ class Driver(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def open_arena(self, count: int, reserve: int) -> Memory:
-        """Open an arena of ``count`` bytes, with ``reserve`` bytes for off-plan requests."""
-        ...
+    def open_arena(self, count: int, reserve: int) -> Memory: ...
 
     def step(self, bound: Bound | None) -> AbstractContextManager[object]:
         """Context in which a step is issued; ``bound`` is None for measurements."""
@@ -171,22 +147,18 @@ class Driver(Protocol):
         ...
 
     def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
-        """Issue a transfer between a file and host memory; ``finish`` reports its failure.
+        """Issue a transfer of whole pages between a file and host memory; ``finish`` reports its failure.
 
-        ``stream`` is ``WRITE`` or ``READ`` and determines the direction. ``offset`` and ``memory`` (uint8) are whole
-        pages. Raises ``TransferError`` if the transfer could not be issued.
+        ``stream`` is ``WRITE`` or ``READ``. Raises ``TransferError`` if the transfer could not be issued.
         """
         ...
 
-    def tape(self, actions: Sequence[Action]) -> Tape:
-        """Combine actions so that they are issued with less overhead than one by one."""
-        ...
+    def tape(self, actions: Sequence[Action]) -> Tape: ...
 
     def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """Return a function that issues at once the work that ``call`` issues; issue no work now.
+        """Return a function that issues at once the work that ``call`` issues; None if that is not supported.
 
-        ``call`` issues ops with fixed tensors to the compute stream, and is called once. Returns None if the device or
-        an op does not support graphs.
+        ``call`` issues ops with fixed tensors to the compute stream, and is called once, without effect.
         """
         ...
 
@@ -202,9 +174,7 @@ class Driver(Protocol):
         """Delay later work on a stream until the last recording of a mark is reached."""
         ...
 
-    def seconds(self, start: Mark, end: Mark) -> float:
-        """Return the seconds between two timed marks that have been reached."""
-        ...
+    def seconds(self, start: Mark, end: Mark) -> float: ...
 
     def finish(self, *, host: bool) -> None:
         """End a step; with ``host``, block until the host can read the step's results.
@@ -225,6 +195,4 @@ class Driver(Protocol):
         """Return a uint8 tensor for an unblocking copy to the device: ``source``, or a copy in pinned memory."""
         ...
 
-    def generators(self) -> Sequence[torch.Generator]:
-        """Return the random generators that ops on the device may draw from."""
-        ...
+    def generators(self) -> Sequence[torch.Generator]: ...

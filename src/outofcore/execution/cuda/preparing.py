@@ -1,8 +1,4 @@
-"""Prepare a bound program for its streams: the waits, copies and calls of each instruction.
-
-At the start of a step the streams begin after the compute stream. At its end the compute stream continues after those
-of ``PreparedProgram.ends``.
-"""
+"""Prepare a bound program for its streams: the waits, copies and calls of each instruction."""
 
 from __future__ import annotations
 
@@ -32,8 +28,6 @@ _END_DISK = (Stream.WRITE, Stream.DISK_IN)
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """An instruction with the stream, marks and tensors with which it is issued."""
-
     index: int
     stream: Stream
     waits: tuple[Mark, ...]
@@ -50,8 +44,6 @@ class Issue:
 
 @dataclass
 class Prepared:
-    """A program prepared for its streams."""
-
     issues: list[Issue]
     shown: list[Mark]  # after the last copies, out and in, of bytes that the user may read in host memory
     disk: bool  # whether it copies to or from a disk
@@ -70,24 +62,13 @@ class Prepared:
 
 
 class Batch(NamedTuple):
-    """Consecutive instructions that a step issues at once when it is not measured.
-
-    ``issued_count`` is the number of instructions that have begun after it. ``play`` issues work that is the same in
-    every step, and is None for a copy of the caller's memory. ``instruction`` is that copy, or the single op that
-    ``play`` calls.
-    """
-
-    reached: int
-    play: Callable[[], object] | None
-    issue: Issue | None = None
+    reached: int  # number of instructions that have begun after it
+    play: Callable[[], object] | None  # None for a copy of the caller's memory
+    issue: Issue | None = None  # that copy, or the single op that ``play`` calls
 
 
 class Preparation:
-    """Prepares one program for its streams.
-
-    ``home`` is in pinned memory, and ``staging`` copies to and from the disk behind it, if any. ``slots`` maps a copy's
-    index to the pieces of the block at its home. Raises ``GraphError`` if an instruction waits for a later one.
-    """
+    """Prepares one program; raises ``GraphError`` if an instruction waits for a later one."""
 
     def __init__(
         self,
@@ -173,8 +154,6 @@ class Preparation:
 
 
 def collective(run: BoundRun) -> Callable[[], None]:
-    """Return a function that issues a collective; the communication library manages its memory."""
-
     def call() -> None:
         run.func(*run.args, **run.kwargs)
 

@@ -1,8 +1,7 @@
 """Pinned host buffers for copies between a device and a disk, as neither can access the other.
 
-Each direction has a ring of buffers and two streams: one copies between the device and a buffer, the other between a
-buffer and the file. So the next buffer is filled while one is written. A read may run ahead of the copy that waits for
-room on the device by the size of the ring. The streams wait for each other at every buffer; the host never waits.
+Each direction has a ring of buffers and two streams: one between the device and a buffer, the other between a buffer
+and the file. So the next buffer is filled while one is written. The streams wait for each other; the host never waits.
 """
 
 from __future__ import annotations
@@ -35,12 +34,10 @@ class Part:
 
 
 def first_stream(stream: Stream) -> Stream:
-    """Return the stream on which a queue's copy begins."""
     return Stream.READ if stream is Stream.DISK_IN else stream
 
 
 def last_stream(stream: Stream) -> Stream:
-    """Return the stream on which a queue's copy ends."""
     return Stream.WRITE if stream is Stream.DISK_OUT else stream
 
 
@@ -54,7 +51,6 @@ class _Ring:
         self._turns = 0
 
     def begin(self) -> None:
-        """Treat all buffers as empty, since the streams begin after their last use."""
         self._turns = 0
 
     def next(self) -> tuple[int, bool]:
@@ -65,12 +61,7 @@ class _Ring:
 
 
 class Staging:
-    """Issues copies between a device and a file through ``buffers`` buffers in each direction.
-
-    Buffers are whole pages.
-
-    Raises ``SpillError`` if the system has no memory for the buffers.
-    """
+    """Issues copies between a device and a file; raises ``SpillError`` if there is no memory for buffers."""
 
     def __init__(
         self, driver: Driver, home: HomeStore, buffer_bytes: int = BUFFER_BYTES, buffers: int = BUFFERS
@@ -84,15 +75,11 @@ class Staging:
         self._into = _Ring(driver, memory[half:], buffer_bytes)
 
     def parts(self, view: Callable[[int, int], torch.Tensor], start: int, offset: int, count: int) -> list[Part]:
-        """Cut a copy between arena and file into chunks that fit a buffer.
-
-        ``view`` returns bytes of the arena; the copy begins at ``start`` in the arena and at ``offset`` in the file.
-        """
+        """Cut a copy, from ``start`` in the arena and ``offset`` in the file, into chunks that fit a buffer."""
         cuts = range(0, count, self._size)
         return [Part(view(start + cut, min(self._size, count - cut)), offset + cut) for cut in cuts]
 
     def begin(self) -> None:
-        """Start a step; its streams begin after all work issued before."""
         self._out.begin()
         self._into.begin()
 
@@ -111,10 +98,7 @@ class Staging:
             driver.record(Stream.WRITE, ring.empty[buffer])
 
     def into(self, index: int, parts: Sequence[Part], waits: Sequence[Mark], issuer: Issuer | None = None) -> None:
-        """Issue a copy from the file: ``READ`` copies it to buffers, ``DISK_IN`` to the device.
-
-        ``waits`` are for the room on the device, not for the reads into buffers. The default issuer is the device.
-        """
+        """Issue a copy from the file: ``READ`` to buffers, then ``DISK_IN`` to the device after ``waits``."""
         driver, ring, pending_waits = issuer or self._driver, self._into, list(waits)
         for part in parts:
             buffer, used = ring.next()
@@ -138,9 +122,8 @@ def _pages(buffer: torch.Tensor, count: int) -> torch.Tensor:
 def reads_after_writes(copies: Sequence[tuple[int, bool]], slots: Mapping[int, tuple[Piece, ...]]) -> dict[int, int]:
     """Return for each read that must wait for a write that write, by instruction index.
 
-    Reads run in order, and so do writes. A read is left out if an earlier read waits for the same or a later write. A
-    write need not wait for a read: the program delays it until the bytes are on the device. ``copies`` are in program
-    order, with whether each writes to the file.
+    Reads run in order, and so do writes, so a read needs no wait if an earlier read has one for the same or a later
+    write. ``copies`` are in program order, with whether each writes to the file.
     """
     write_of: dict[int, int] = {}
     written: list[int] = []
@@ -165,16 +148,12 @@ class Posted(Transfer):
 def transfer_of(
     home: HomeStore, offset: int, address: int, count: int, *, writes: bool, lane: int | None = None
 ) -> Posted:
-    """Create a transfer that has not run yet; address, offset and count are whole pages.
-
-    ``lane`` selects the thread that runs it; None selects the caller's.
-    """
+    """Create a transfer of whole pages; ``lane`` selects the thread that runs it, None the caller's."""
     place = home.locate(offset, count)
     return Posted(address, count, place.start, place.descriptor, writes, place.cache, lane=lane)
 
 
 def check_transfers(transfers: Iterable[Transfer]) -> None:
-    """Raise the ``TransferError`` of the first failed transfer."""
     for transfer in transfers:
         if transfer.failure:
             verb = "write" if transfer.writes else "read"
