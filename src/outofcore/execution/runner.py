@@ -76,7 +76,7 @@ class Runner:
         self._ran_first = False  # whether the last run was the first of some update
         self._begun = False  # whether the last run reached its first instruction
         self._makes_state = False  # whether the last run had to create optimizer state
-        self._table: ScopeTable | None = None  # of the last run's requests's requests
+        self._table: ScopeTable | None = None  # of the last run
         self._updates = [call.func for call in captured.calls if isinstance(call.func, OptimizerUpdate)]
         self._state_order = StateOrder(self._updates)
         self._optimizers = list({id(u.optimizer): u.optimizer for u in self._updates}.values())
