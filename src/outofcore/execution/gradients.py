@@ -19,8 +19,8 @@ class StepGradients:
         self._captured = captured
         self._keeper = keeper
         self._left = {
-            left.value: (captured.states[left.parameter], keeper.gradient(captured, left))
-            for left in captured.gradients_left
+            produced.value: (captured.states[produced.parameter], keeper.gradient(captured, produced))
+            for produced in captured.gradients_left
         }
         end = len(program.instructions)
         blocks = {b.storage: b for b in program.blocks if b.storage in program.staying and b.dies == end}
