@@ -1,11 +1,8 @@
-"""The user's tensors on persistent state: which tensors share bytes, where those may be, and how tensors are changed.
+"""The user's tensors on persistent state: which ones share bytes, and where the bytes are.
 
-``Place`` and ``TRANSITIONS`` decide where a state may be and how it moves; ``state_moves`` moves it, and
-``tensor_data`` writes the tensors.
-
-A *state* is one storage that persists. A *window* is one of the user's tensors on it; tied parameters are several. A
-*face* is a tensor over a slot at a home, by which the slot is recognised and given back. Gradients and optimizer state
-are looked up where the user's own objects have them.
+A *state* is one storage that persists across steps. A *state alias* is one of the user's tensors on it; tied parameters
+are several. A *face* is a tensor over a slot at a home, which identifies the slot. ``state_moves`` moves the bytes, and
+``tensor_data`` changes the tensors.
 """
 
 from __future__ import annotations
@@ -43,70 +40,59 @@ _DTYPE = attrgetter("dtype")
 
 
 class Place(Enum):
-    OWN = "own"  # in memory of the tensor's own, as plain PyTorch has it
-    HOME = "home"  # in its slot
-    ARENA = "arena"  # in a block that wraps around the step, or where a step has left a gradient
-    UNBORN = "unborn"  # nowhere: optimizer state before its first update, a gradient that was cleared
+    OWN = "own"  # in ordinary memory of the tensor
+    HOME = "home"  # in a slot of a home
+    ARENA = "arena"  # in a block that persists between steps, or in the block of a gradient
+    UNBORN = "absent"  # without bytes: optimizer state before its first update, or a cleared gradient
 
 
-# How bytes get from one place to another: all that there is. Between two steps of one program nothing moves.
+# All moves of bytes. Between two steps of one program no bytes move.
 TRANSITIONS: Mapping[tuple[Place, Place], str] = {
-    (Place.OWN, Place.OWN): "the user's device gives its memory to the arena, or gets it back",
-    (Place.OWN, Place.HOME): "written to a slot; or born in one, which is claimed as it is",
-    (Place.OWN, Place.ARENA): "copied into the block of a program that keeps it on the device",
-    (Place.OWN, Place.UNBORN): "a gradient in memory of its own was cleared or taken away",
-    (Place.HOME, Place.OWN): "read back as the step is closed; or left to whoever needs it next, where it is",
-    (Place.HOME, Place.HOME): "moved to another home, or within one whose free pages are moved together",
-    (Place.HOME, Place.ARENA): "read into the block of a program that keeps it on the device",
-    (Place.HOME, Place.UNBORN): "a gradient at home was cleared or taken away; its slot waits for the next one",
-    (Place.ARENA, Place.OWN): "taken out where small, or no home has room; or the user has put other memory there",
-    (Place.ARENA, Place.HOME): "saved, as another program or nothing takes the arena",
-    (Place.ARENA, Place.ARENA): "moved to where the next program has its block",
-    (Place.ARENA, Place.UNBORN): "a gradient that stayed was cleared or taken away",
-    (Place.UNBORN, Place.OWN): "a small gradient arrived in memory of its own",
-    (Place.UNBORN, Place.HOME): "a gradient arrived in its slot; or one of zeros waits for a first update",
-    (Place.UNBORN, Place.ARENA): "a gradient stayed; or a block of zeros waits for a first update",
+    (Place.OWN, Place.OWN): "moved off the device to make room for the arena, or back to it",
+    (Place.OWN, Place.HOME): "written to a slot; or created in a slot, which the step adopts",
+    (Place.OWN, Place.ARENA): "copied into its block in the arena",
+    (Place.OWN, Place.UNBORN): "a gradient in ordinary memory was cleared or removed",
+    (Place.HOME, Place.OWN): "read back when the step is closed; or released in place for the next owner",
+    (Place.HOME, Place.HOME): "moved to another home, or within one to defragment it",
+    (Place.HOME, Place.ARENA): "read into its block in the arena",
+    (Place.HOME, Place.UNBORN): "a gradient at home was cleared or removed; its slot is kept for the next one",
+    (Place.ARENA, Place.OWN): "moved out because it is small or no home has room; or replaced by the user",
+    (Place.ARENA, Place.HOME): "saved when another program gets the arena, or the arena is closed",
+    (Place.ARENA, Place.ARENA): "moved to its block in the next program",
+    (Place.ARENA, Place.UNBORN): "a gradient in the arena was cleared or removed",
+    (Place.UNBORN, Place.OWN): "a step produced a small gradient",
+    (Place.UNBORN, Place.HOME): "a step produced a gradient in its slot; or the slot was zeroed for a first update",
+    (Place.UNBORN, Place.ARENA): "a step produced a gradient in the arena; or the block was zeroed for a first update",
 }
 
 
 @dataclass(slots=True)
 class Window:
-    """One of the user's tensors on a state.
-
-    Attributes:
-        value: the layout that the step expects.
-        address: of its data, when it was last set or checked.
-        stands_in: whether it replaces a cleared gradient that the user no longer has.
-        users: the user's tensor if its memory must stay in place because others see it, such as a file. ``tensor`` then
-            stands in for it, and is copied before and after each step (``read``, ``write``).
-        seen: the fingerprint of what was copied last.
-    """
+    """One of the user's tensors on a state; ``tensor`` is a copy for the step if ``shared_tensor`` is set."""
 
     key: str
     tensor: torch.Tensor
-    value: Value
-    address: int = 0
-    stands_in: bool = False
-    users: torch.Tensor | None = None
-    seen: int | None = None
+    value: Value  # the layout that the step expects
+    address: int = 0  # of the data, when it was last set or checked
+    stands_in: bool = False  # replaces a cleared gradient that the user no longer has
+    users: torch.Tensor | None = None  # the user's tensor, if its memory is shared and must stay in place
+    seen: int | None = None  # fingerprint of the last copied contents of the shared memory
 
     @property
     def known_as(self) -> torch.Tensor:
-        """The tensor that the user has."""
         return self.tensor if self.users is None else self.users
 
     def read(self) -> None:
-        """Copy shared memory to the stand-in if it has changed; raises ``StateError`` for another shape or dtype."""
+        """Copy shared memory to the step's tensor if it has changed; raise ``StateError`` for another shape."""
         if self.users is None:
             return
         self.check_alike()
-        seen = _fingerprint_of(self.users)
-        if seen is None or seen != self.seen:
+        fingerprint = _fingerprint_of(self.users)
+        if fingerprint is None or fingerprint != self.seen:
             self._copy(self.tensor, self.users)
-            self.seen = seen
+            self.seen = fingerprint
 
     def write(self) -> None:
-        """Copy the step's result to the shared memory."""
         if self.users is not None:
             self._copy(self.users, self.tensor)
             self.seen = _fingerprint_of(self.users)
@@ -117,7 +103,7 @@ class Window:
             to.data.copy_(source.data)
 
     def stay(self) -> None:
-        """Keep the user's tensor in place from now on, and make a stand-in for it."""
+        """Keep the user's tensor in place from now on, and create another one for the step."""
         self.users, self.seen = self.tensor, None
         self.tensor = self.users.detach()
 
@@ -126,7 +112,7 @@ class Window:
         self.address = view.data_ptr()
 
     def moved(self) -> bool:
-        """Return whether the user has given it other data, or another layout such as transposed."""
+        """Return whether the user has given the tensor other data, or another layout such as transposed."""
         tensor, value = self.tensor, self.value
         return (
             tensor.data_ptr() != self.address
@@ -136,23 +122,21 @@ class Window:
         )
 
     def give_up(self) -> torch.Tensor | None:
-        """Forget the tensor; returns it if anybody else refers to it."""
+        """Release the tensor; return it if another reference keeps it alive."""
         reference = weakref.ref(self.tensor)
         self.tensor, self.users = torch.empty(0, dtype=self.value.dtype), None
         return reference()
 
     def lies_as(self, value: Value) -> bool:
-        """Return whether its layout is that of a value."""
         return self.value.layout() == value.layout()
 
     def renew(self, value: Value) -> bool:
-        """Record the layout of a gradient that a step has left; return whether it is unchanged."""
-        known = self.lies_as(value)
+        """Record the layout of a gradient that a step has produced; return whether it is unchanged."""
+        is_unchanged = self.lies_as(value)
         self.value, self.stands_in = value, False
-        return known
+        return is_unchanged
 
     def check_alike(self) -> None:
-        """Raise ``StateError`` for data whose shape or dtype differs from the capture."""
         new, value = self.known_as, self.value
         if tuple(new.shape) != value.shape or new.dtype != value.dtype:
             raise StateError(
@@ -162,7 +146,7 @@ class Window:
 
 
 def _fingerprint_of(tensor: torch.Tensor) -> int | None:
-    """Return the fingerprint of a tensor; None unless it is contiguous in memory of the CPU."""
+    """Return the fingerprint of a tensor; None unless it is in host memory and has elements."""
     if not is_in_host_memory(tensor) or not tensor.numel():
         return None
     flat = tensor.detach().as_strided((_extent(tensor),), (1,))
@@ -175,38 +159,36 @@ def _extent(tensor: torch.Tensor) -> int:
 
 @dataclass(slots=True)
 class State:
-    """One storage that persists across steps, with the user's tensors on it."""
+    """A storage that persists across steps, with the user's tensors on it."""
 
     key: str
     bytes: int
     place: Place
     windows: list[Window] = field(default_factory=list[Window])
-    # The offset of its slot at its home. In the arena: of a copy there, whose fingerprint is ``mark``.
+    # Offset of its slot at its home. In the arena: of a copy at home with the fingerprint ``home_fingerprint``.
     slot: int | None = None
     mark: int | None = None
-    home: int = 0  # which of the homes, nearest first, has its slot
-    origin: torch.device = CPU  # where the user had it
-    # At home and in the arena, the bytes that were shown last. Held, so that nothing that the user puts in their place
-    # can have the same address.
+    home: int = 0  # index of the home of its slot, nearest first
+    origin: torch.device = CPU  # the user's device
+    # The bytes last shown at home or in the arena. The reference prevents a replacement from reusing their address.
     shown: torch.Tensor | None = None
     address: int = 0  # of these bytes
-    references: int = 0  # to a gradient that a step has left, when it did (see ``references_to``)
+    references: int = 0  # to a gradient when a step produced it (see ``count_references``)
 
     def show(self, base: torch.Tensor, place: Place) -> None:
-        """Point the user's tensors at these bytes."""
         self.look_at(None if place is Place.OWN else base)
         for window in self.windows:
             window.point_at(tensor_on(base, window.value))
         self.become(place)
 
     def become(self, place: Place) -> None:
-        """Record where the bytes are now; only this method changes ``place``, and refuses invalid transitions."""
+        """Set ``place``, which no other method sets; raise ``StateError`` for an invalid transition."""
         if place is not self.place and (self.place, place) not in TRANSITIONS:
-            raise StateError(f"{self.key} went from {self.place.value} to {place.value}: please report it")
+            raise StateError(f"{self.key} moved from {self.place.value} to {place.value}: please report it")
         self.place = place
 
     def lay(self, key: str, value: Value) -> None:
-        """Give a gradient the layout that a step expects: another step may have left it transposed, say."""
+        """Give a gradient the layout that a step expects; another step may have transposed it."""
         for window in self.windows:
             if window.key != key or window.lies_as(value):
                 continue
@@ -216,25 +198,23 @@ class State:
                 window.point_at(tensor_on(self.shown, value).copy_(data))
 
     def look_at(self, base: torch.Tensor | None) -> None:
-        """Record the bytes that are shown at home or in the arena."""
         self.shown = base
         self.address = 0 if base is None else base.data_ptr()
 
     def stays(self) -> bool:
-        """Return whether its bytes are in memory that others see; what is shown is a copy for the step."""
+        """Return whether the bytes are in shared memory that must stay in place; the step works on a copy."""
         return bool(self.windows) and all(window.users is not None for window in self.windows)
 
     def is_idle(self) -> bool:
-        """Return whether nobody refers to its bytes: all the gradients on it were cleared."""
+        """Return whether its bytes are unused, because all gradients on it were cleared."""
         return bool(self.windows) and all(window.stands_in for window in self.windows)
 
     def lose(self) -> None:
-        """Record that the bytes are gone."""
         self.become(Place.UNBORN)
         self.look_at(None)
 
     def bytes_now(self) -> torch.Tensor:
-        """Return the current bytes as uint8, on the storage of the user's tensors where their layout is as expected."""
+        """Return the current bytes as uint8: a view if the layout is as expected, else a copy."""
         if self.lies_together():
             return internals.storage_bytes(self.windows[0].tensor)[: self.bytes]
         gathered = torch.zeros(self.bytes, dtype=torch.uint8, device=self.windows[0].tensor.device)
@@ -243,16 +223,14 @@ class State:
         return gathered
 
     def fingerprint(self) -> int:
-        """Return the fingerprint of the shown bytes, which are on the CPU."""
         return checksum(internals.memory_of(self.bytes_now() if self.shown is None else self.shown))
 
     def offset_in(self, address: int) -> int:
-        """Return the offset of the bytes from an arena's address."""
         window = self.windows[0]
         return window.address - window.value.offset * window.value.dtype.itemsize - address
 
     def lies_together(self) -> bool:
-        """Return whether the user's tensors share one storage as the step expects."""
+        """Return whether the user's tensors share one storage in the expected layout."""
         first = self.windows[0].tensor
         return first.untyped_storage().nbytes() >= self.bytes and all(
             internals.storage_key(window.tensor) == internals.storage_key(first)
@@ -262,20 +240,19 @@ class State:
         )
 
     def is_elsewhere(self) -> bool:
-        """Return whether the user has replaced the shown memory for all tensors on it."""
+        """Return whether the user has replaced the shown memory of all tensors on it."""
         if self.shown is None:
             return False
-        own = internals.storage_key(self.shown)
-        return all(w.moved() and internals.storage_key(w.tensor) != own for w in self.windows)
+        shown_key = internals.storage_key(self.shown)
+        return all(w.moved() and internals.storage_key(w.tensor) != shown_key for w in self.windows)
 
     def let_go(self) -> list[Window]:
-        """Release and return the windows that the user has moved elsewhere."""
+        """Remove and return the aliases that the user has given other memory."""
         moved = [window for window in self.windows if window.moved()]
         self.windows = [window for window in self.windows if not window.moved()]
         return moved
 
     def tie(self, window: Window) -> None:
-        """Add a tensor on these bytes."""
         tensor = window.tensor
         value = replace(
             window.value,
@@ -287,7 +264,6 @@ class State:
         self.windows.append(Window(window.key, tensor, value, tensor.data_ptr()))
 
     def moved_away(self) -> bool:
-        """Return whether the storage itself was moved, with all tensors on it."""
         return self.shown is not None and self.shown.data_ptr() != self.address
 
     def check_in_place(self) -> None:
@@ -301,34 +277,30 @@ class State:
 
 
 def take_over(states: Iterable[State]) -> list[str]:
-    """Take over the user's replacements of what was shown, and return their keys.
+    """Copy the user's replacements of shown tensors into place, and return their keys.
 
-    Raises ``StateError`` if one has another shape or dtype than before; then none has been taken over.
+    Raises ``StateError`` if a replacement has another shape or dtype than before, and then copies no tensor.
     """
-    found = [(state, window) for state in states for window in state.windows if window.moved()]
-    for _, window in found:
+    replacements = [(state, window) for state in states for window in state.windows if window.moved()]
+    for _, window in replacements:
         window.check_alike()
-    written = {internals.storage_key(state.shown) for state, _ in found if state.shown is not None}
-    # What looks at bytes that are written here, its own in another order or another tensor's, is put aside first.
-    aside = {
+    shown_keys = {internals.storage_key(state.shown) for state, _ in replacements if state.shown is not None}
+    # Replacements may view bytes that are overwritten here, in another order or of another tensor: copy them first.
+    copies = {
         id(window): window.tensor.data.clone()
-        for state, window in found
-        if state.shown is not None and internals.storage_key(window.tensor) in written
+        for state, window in replacements
+        if state.shown is not None and internals.storage_key(window.tensor) in shown_keys
     }
-    for state, window in found:
+    for state, window in replacements:
         if state.shown is not None:
-            new = aside.get(id(window), window.tensor.data)
+            new = copies.get(id(window), window.tensor.data)
             window.point_at(tensor_on(state.shown, window.value).copy_(new))
         window.address = window.tensor.data_ptr()
-    return [window.key for _, window in found]
+    return [window.key for _, window in replacements]
 
 
 def shared_otherwise(states: Iterable[State]) -> bool:
-    """Return whether tensors have been tied or untied since they were captured.
-
-    The user's replacement of a tensor may be another tensor's data (``a.data = b.data``), or its own where it was
-    shared.
-    """
+    """Return whether tensors were tied or untied since they were captured, as by ``a.data = b.data``."""
     owners: dict[int, State] = {}
     for state in states:
         if state.place is Place.UNBORN or not state.bytes:
@@ -341,10 +313,7 @@ def shared_otherwise(states: Iterable[State]) -> bool:
 
 
 def lie_otherwise(states: Iterable[State]) -> bool:
-    """Return whether a replacement of the user's has another memory layout, such as transposed.
-
-    Raises ``StateError`` if it has another shape or dtype than before.
-    """
+    """Return whether a replacement has another layout; raise ``StateError`` for another shape or dtype."""
     moved = [window for state in states for window in state.windows if window.moved()]
     for window in moved:
         window.check_alike()
@@ -352,7 +321,7 @@ def lie_otherwise(states: Iterable[State]) -> bool:
 
 
 def fits(captured: Captured) -> bool:
-    """Return whether the user's tensors share memory and have layouts as they did when a step was captured.
+    """Return whether the user's tensors share memory and have layouts as in the capture.
 
     Layouts decide which kernels run, and in which order these add up.
     """
@@ -377,27 +346,21 @@ def fits(captured: Captured) -> bool:
 
 
 def let_go(states: Iterable[State]) -> list[State]:
-    """Release the user's replacements of what was shown; return the states that nobody refers to any more.
-
-    A tensor that was tied to another one here stays tied to it.
-    """
-    here = [state for state in states if state.place in (Place.HOME, Place.ARENA)]
-    moved = [window for state in here for window in state.let_go()]
+    """Release the user's replacements of shown tensors; return the states that have no tensor left."""
+    shown_states = [state for state in states if state.place in (Place.HOME, Place.ARENA)]
+    moved = [window for state in shown_states for window in state.let_go()]
     if not moved:
         return []
-    shown = {internals.storage_key(s.shown): s for s in here if s.shown is not None and not s.moved_away()}
+    shown = {internals.storage_key(s.shown): s for s in shown_states if s.shown is not None and not s.moved_away()}
     for window in moved:
         state = shown.get(internals.storage_key(window.tensor))
         if state is not None:
             state.tie(window)
-    return [state for state in here if not state.windows]
+    return [state for state in shown_states if not state.windows]
 
 
 def unmoved(states: Iterable[State]) -> bool:
-    """Return whether no window has moved (see ``Window.moved``).
-
-    It checks all tensors before every step, so it uses passes that Python makes at the speed of C.
-    """
+    """Return whether all tensors are as last shown; runs before every step, so it uses loops in C."""
     windows = [window for state in states for window in state.windows]
     tensors, values = [window.tensor for window in windows], [window.value for window in windows]
     return (
@@ -409,24 +372,26 @@ def unmoved(states: Iterable[State]) -> bool:
 
 
 def displaced(states: Iterable[State]) -> list[str]:
-    """Return the keys of tensors whose memory is not what was last shown, at home or in the arena."""
-    here = (Place.HOME, Place.ARENA)
-    windows = [window for state in states if state.place in here for window in state.windows]
-    now, shown = list(map(_POINTER, [window.tensor for window in windows])), [window.address for window in windows]
-    if now == shown:
+    """Return the keys of tensors at home or in the arena that have left their last shown address."""
+    places = (Place.HOME, Place.ARENA)
+    windows = [window for state in states if state.place in places for window in state.windows]
+    addresses, shown = (
+        list(map(_POINTER, [window.tensor for window in windows])),
+        [window.address for window in windows],
+    )
+    if addresses == shown:
         return []
-    return [window.key for window, one, other in zip(windows, now, shown, strict=True) if one != other]
+    return [window.key for window, current, last in zip(windows, addresses, shown, strict=True) if current != last]
 
 
-# Slots and what shows them
+# Slots and their faces
 
 
 @dataclass
 class Face:
     """A slot that a storage shows from its first byte on.
 
-    ``home`` counts from the nearest. If ``owned``, a step gives the slot back when it no longer needs it; else it is
-    given back once nothing refers to the face.
+    If ``owned``, a step releases the slot when it no longer needs it; otherwise it is released with the last tensor.
     """
 
     home: int
@@ -437,10 +402,10 @@ class Face:
 
 
 class Faces:
-    """Makes the faces of slots, and recognises them; ``slots`` are of the homes, nearest first.
+    """Creates the faces of slots, and finds the slot of a face; ``slots`` are by home, nearest first.
 
-    A parameter that is created at home, and all that a step leaves there for others, have slots that live as long as
-    their faces. A step that takes such a tensor over claims its slot.
+    Parameters that are created at home, and tensors that a step leaves there, have slots that live as long as their
+    faces.
     """
 
     def __init__(self, slots: Sequence[Slots]) -> None:
@@ -448,11 +413,11 @@ class Faces:
         # By the key of the storage. The weak reference keeps the key from being given to another storage.
         self._faces: dict[int, Face] = {}
         self._keys: dict[tuple[int, int], int] = {}  # of the last face of each slot
-        # The same as ``drop_cache``, for what lies in the home of a loop.
+        # ``drop_cache`` for tensors in the home of an eager loop.
         self.drop_elsewhere: Callable[[torch.Tensor], object] | None = None
 
     def show(self, home: int, offset: int, count: int, *, owned: bool = True) -> torch.Tensor:
-        """Make a new face of a slot (see ``HomeStore.face``) and forget an older one."""
+        """Create a face of a slot (see ``HomeStore.face``) and forget an older one."""
         tensor = self.slots[home].home.face(offset, count)
         if count:
             self.drop(home, offset)
@@ -462,21 +427,19 @@ class Faces:
         return tensor
 
     def drop(self, home: int, offset: int) -> None:
-        """Forget the face of a slot that is to be reused."""
         key = self._keys.pop((home, offset), None)
         if key is not None:
             del self._faces[key]
 
     def find(self, tensor: torch.Tensor) -> Face | None:
-        """Return the slot that a tensor's storage shows, or None."""
-        found = self._faces.get(internals.storage_key(tensor))
-        return None if found is None or found.reference.expired() else found
+        face = self._faces.get(internals.storage_key(tensor))
+        return None if face is None or face.reference.expired() else face
 
     def store_of(self, face: Face) -> HomeStore:
         return self.slots[face.home].home
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
-        """Give back physical memory in which a tensor's slot is cached."""
+        """Release the physical memory that caches a tensor's slot."""
         face = self.find(tensor)
         if face is not None:
             self.store_of(face).drop_cache(tensor)
@@ -484,38 +447,37 @@ class Faces:
             self.drop_elsewhere(tensor)
 
     def restore(self, tensor: torch.Tensor) -> None:
-        """Discard writes to a tensor that is read in place from a file."""
         face = self.find(tensor)
         files = None if face is None else self.slots[face.home].home.files
         if face is not None and files is not None:
             files.restore(face.offset)
 
     def birth(self, count: int) -> torch.Tensor:
-        """Make a face of ``count`` bytes with unknown contents at the last home, for a tensor that is created there."""
+        """Create a face of ``count`` uninitialized bytes at the last home, for a tensor that is created there."""
         self.sweep()
         last = len(self.slots) - 1
         return self.show(last, self.slots[last].take(count), count, owned=False)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> torch.Tensor:
-        """Make a face of a file's bytes at the last home, without a copy; raises ``StateError`` if it cannot."""
+        """Create a face of a file's bytes at the last home, without a copy; raise ``StateError`` if it cannot."""
         self.sweep()
         last = len(self.slots) - 1
         files = self.slots[last].home.files
         if files is None:
-            raise StateError("this home takes no files; please report it")
+            raise StateError("this home cannot read files in place; please report it")
         return self.show(last, files.adopt(file, begin, count), count, owned=False)
 
     def adopt_mapped(self, tensor: torch.Tensor, files: MappedFiles) -> torch.Tensor | None:
-        """Make a face of a tensor's whole storage if that is mapped from a file and unwritten; else return None.
+        """Create a face of a tensor's storage if it is mapped from a file and unwritten; else return None.
 
-        Safetensors and ``torch.load(mmap=True)`` map checkpoints so: the bytes are on a disk already. ``files`` must be
-        newer than the tensor's memory. The pages are mapped again at the last home.
+        Safetensors and ``torch.load(mmap=True)`` map checkpoints in this way. ``files`` must be newer than the tensor's
+        memory.
         """
         storage = tensor.untyped_storage()
         if not is_in_host_memory(tensor) or not is_large(storage.nbytes()) or not self.takes_files:
             return None
-        found = files.unwritten(storage.data_ptr(), storage.nbytes())
-        return None if found is None else self.adopt(*found, storage.nbytes())
+        file_range = files.unwritten(storage.data_ptr(), storage.nbytes())
+        return None if file_range is None else self.adopt(*file_range, storage.nbytes())
 
     @property
     def takes_files(self) -> bool:
@@ -523,10 +485,9 @@ class Faces:
         return self.slots[-1].home.files is not None and writes_are_seen()
 
     def slot_of(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the home and slot that hold the bytes of a tensor's storage; None if only the tensor has them.
+        """Return the home and slot that have a tensor's bytes; None if the bytes are only in the tensor.
 
-        With ``to_write`` the slot is never in somebody else's file: the bytes move first, which may raise
-        ``SpillError``.
+        ``to_write`` moves bytes out of a file that the home does not own, which may raise ``SpillError``.
         """
         face = self.find(tensor)
         if face is None:
@@ -534,11 +495,11 @@ class Faces:
         slots = self.slots[face.home]
         if to_write:
             slots.own(face.offset)
-        moved = face.offset >= FIRST_RANGE and not slots.is_in_file(face.offset)  # not at a page's beginning
+        moved = face.offset >= FIRST_RANGE and not slots.is_in_file(face.offset)  # may not be page-aligned
         return None if slots.was_written(face.offset) or (moved and to_write) else (slots.home, face.offset)
 
     def part(self, tensor: torch.Tensor | None) -> None:
-        """Move a tensor that the user has put aside to a place of its own, because its slot is to be reused."""
+        """Move a tensor that the user keeps to memory of its own, so that its slot can be reused."""
         if tensor is None:
             return
         count = tensor.untyped_storage().nbytes()
@@ -548,7 +509,6 @@ class Faces:
         move_onto(tensor, base)
 
     def disown(self, home: int, offset: int, count: int) -> None:
-        """Let a slot live as long as its face."""
         key = self._keys.get((home, offset))
         if key is None:
             self.slots[home].give(offset, count)
@@ -556,7 +516,7 @@ class Faces:
             self._faces[key].owned = False
 
     def sweep(self) -> None:
-        """Forget faces that are gone, and release the slots that no step owns."""
+        """Forget expired faces, and release their slots unless a step owns them."""
         for key, face in [(k, f) for k, f in self._faces.items() if f.reference.expired()]:
             del self._faces[key]
             if self._keys.get((face.home, face.offset)) == key:
@@ -569,7 +529,7 @@ class Faces:
 
 
 def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Set ``parameter.grad``, wherever the two are now: PyTorch requires one device only at this moment."""
+    """Set ``parameter.grad`` even if the devices differ: PyTorch compares devices only in the assignment."""
     if parameter.grad is gradient:
         return
     data = gradient.data
@@ -582,10 +542,7 @@ def assign_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def references_to(gradient: torch.Tensor) -> int:
-    """Return the number of Python references to a tensor: more than before, if others hold it.
-
-    References about to go, such as the variable of a loop that has ended, count as well.
-    """
+    """Return the number of Python references to a tensor; stale ones count, such as an old loop variable."""
     return sys.getrefcount(gradient)
 
 
@@ -593,7 +550,7 @@ _NOTHING: dict[str, Any] = {}
 
 
 class Owned:
-    """Checks all optimizer state of a capture at once, parameter by parameter, before every step."""
+    """Checks all optimizer state of a capture at once, before every step."""
 
     def __init__(self, captured: Captured) -> None:
         together: dict[tuple[int, int], list[tuple[StateBinding, StateOwner]]] = {}
@@ -611,30 +568,27 @@ class Owned:
         self._seen: list[torch.Tensor | None] | None = None
 
     def _live(self) -> list[torch.Tensor | None]:
-        live: list[torch.Tensor | None] = []
+        tensors: list[torch.Tensor | None] = []
         for optimizer, parameter, names in self._parameters:
-            live += map(optimizer.state.get(parameter, _NOTHING).get, names)
-        return live
+            tensors += map(optimizer.state.get(parameter, _NOTHING).get, names)
+        return tensors
 
     def is_other(self, *, begun: bool) -> bool:
-        """Return whether an optimizer lacks state that a step has, or has some with another memory layout.
-
-        ``begun``: the step has made all of it. It tells ``replaced`` what it found, once.
-        """
-        live = self._seen = self._live()
-        there = [one for one in live if one is not None]
-        if len(there) == len(live):
-            return list(map(_STRIDE, there)) != self._strides
-        both = zip(live, self._strides, strict=True)
-        return begun or any(one is not None and one.stride() != stride for one, stride in both)
+        """Return whether optimizer state is missing after a step has ``begun``, or has another layout."""
+        tensors = self._seen = self._live()
+        existing = [tensor for tensor in tensors if tensor is not None]
+        if len(existing) == len(tensors):
+            return list(map(_STRIDE, existing)) != self._strides
+        pairs = zip(tensors, self._strides, strict=True)
+        return begun or any(tensor is not None and tensor.stride() != stride for tensor, stride in pairs)
 
     def replaced(
         self, shown_as: Callable[[StateBinding], torch.Tensor]
     ) -> list[tuple[StateBinding, StateOwner, torch.Tensor | None]]:
-        """Return state for which an optimizer has another tensor than ``shown_as`` gives, and that tensor or None."""
-        live, self._seen = self._seen or self._live(), None
+        """Return optimizer state with another tensor than ``shown_as`` gives, and that tensor or None."""
+        tensors, self._seen = self._seen or self._live(), None
         shown = list(map(shown_as, self._bindings))
-        if all(map(is_, live, shown)):
+        if all(map(is_, tensors, shown)):
             return []
-        triples = zip(self._pairs, live, shown, strict=True)
-        return [(binding, owner, one) for (binding, owner), one, other in triples if one is not other]
+        triples = zip(self._pairs, tensors, shown, strict=True)
+        return [(binding, owner, current) for (binding, owner), current, last in triples if current is not last]

@@ -1,11 +1,9 @@
-"""The arena: one region of memory in which every allocation of the step has a planned address.
+"""The arena: one region of memory in which every allocation of a step has a planned address.
 
-The native allocator (``arena.cpp``, see ``runtime.native``) hands the planned addresses to PyTorch itself: results
-and scratch memory of an op appear in place, with no copy and no page fault. An unplanned request gets free room, or
-room that ``demand_eviction`` makes.
+The native allocator (``arena.cpp``, see ``runtime.native``) gives planned addresses to PyTorch, without a copy or page
+fault. An unplanned request gets free room, or room that ``demand_eviction`` makes.
 
-Forking: a child process sees a private copy, as of any other memory. On kernels before 6.5 no direct I/O to or from an
-arena may be under way during a fork; between steps none is.
+Forking: on kernels before 6.5, do not fork during direct I/O to or from an arena. Between steps there is no I/O.
 """
 
 from __future__ import annotations
@@ -32,50 +30,50 @@ from outofcore.runtime.memory import Region, advise_pages, map_anonymous, tensor
 from outofcore.runtime.native import Flavor, load_native
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
-_REFUSAL = "outofcore arena: "  # how arena.cpp begins the message of a refused request
+_REFUSAL = "outofcore arena: "  # prefix of arena.cpp's message about a refused request
 
 
 class Answer(IntEnum):
-    """What a lender answers in place of an address: as in ``arena.cpp``."""
+    """Results of a lender other than an address, as in ``arena.cpp``."""
 
     REFUSE = 0  # the request fails
     EXCEED = 1  # the stock allocator serves it, beyond the budget
 
 
 class Installed(IntEnum):
-    """The outcome of installing the native allocator under PyTorch: as ``Installed`` in ``allocator.h``."""
+    """The outcome of installing the native allocator under PyTorch, as ``Installed`` in ``allocator.h``."""
 
     DONE = 0
     NO_DELETER = 1  # the stock allocator cannot be wrapped
-    ANOTHER = 2  # it is another one than before
-    OUTRANKED = 3  # it was installed with a higher priority
-    FAILED = 4  # something threw
+    ANOTHER = 2  # the allocator differs from the one installed before
+    OUTRANKED = 3  # the allocator was installed with a higher priority
+    FAILED = 4  # the installation raised an error
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaCounters:
-    """Requests served to the scopes of an arena since it was opened."""
+    """Counts of requests in the scopes of an arena since it was opened."""
 
     served: int = 0  # requests served at their planned address
     small: int = 0  # off-plan requests below 64 KiB
     large: int = 0  # off-plan requests of 64 KiB and more that were served
-    large_bytes: int = 0  # their bytes, all added up
-    live_bytes: int = 0  # bytes in use now that the stock allocator has served within scopes
-    peak_live_bytes: int = 0  # the most of those at once
-    refused: int = 0  # off-plan requests that nothing could hold
-    unclaimed: int = 0  # planned requests that had not come when their scope ended
+    large_bytes: int = 0  # total bytes of these
+    live_bytes: int = 0  # bytes in use that the stock allocator served within scopes
+    peak_live_bytes: int = 0  # maximum of ``live_bytes``
+    refused: int = 0  # off-plan requests that failed
+    unclaimed: int = 0  # planned requests that were missing when their scope ended
     last_scope: int = -1  # the scope of the last off-plan request of 64 KiB and more
     lent: int = 0  # large off-plan requests that the lender served
-    lent_live_bytes: int = 0  # their bytes in use now
+    lent_live_bytes: int = 0  # bytes of these in use
     beyond: int = 0  # large off-plan requests that exceeded the budget because no home had room
-    beyond_bytes: int = 0  # their bytes, all added up
+    beyond_bytes: int = 0  # total bytes of these
 
 
 class Lender(Protocol):
-    """Makes room for requests beyond the plan: see ``demand_eviction``.
+    """Makes room for requests beyond the plan (see ``demand_eviction``).
 
-    ``is_active`` tells whether the running op has been lent memory, so that ``settle`` must follow; ``flag`` is the
-    address of a number that is then not 0.
+    ``is_active``: the running op has been lent memory, so ``restore`` must follow. ``flag`` is the address of a number
+    that is then not 0.
     """
 
     is_active: bool
@@ -84,34 +82,28 @@ class Lender(Protocol):
     def begin(
         self, starts: array[float], ends: array[float], pause: Callable[[], object], resume: Callable[[], object]
     ) -> None:
-        """Start serving the requests of a step.
-
-        ``starts`` and ``ends`` have the times of each instruction, or 0. ``pause`` stops copies and returns when none
-        is under way; ``resume`` restarts them.
-        """
+        """Start serving the requests of a step; ``pause`` must return once no copy is running."""
         ...
 
     def keep(self, count: int) -> torch.Tensor | None:
-        """Return memory for what an optimizer keeps where the budget has no room; None if any memory will do."""
+        """Return memory for an optimizer's new state; None if ordinary memory fits the budget."""
         ...
 
     def settle(self) -> None:
-        """Read back what was evicted for the last op, after its scope has ended and before the next instruction."""
+        """Fetch the bytes evicted for the last op, after its scope has ended and before the next instruction."""
         ...
 
-    def end(self) -> None:
-        """Settle, and serve no more."""
-        ...
+    def end(self) -> None: ...
 
 
 class Memory(Protocol):
-    """What the runner of a step needs of an arena, on any device."""
+    """The interface of an arena on any device."""
 
     library: ctypes.PyDLL  # the native allocator
-    handle: int  # by which it knows the arena
+    handle: int  # the native allocator's handle of the arena
     bytes: int
     address: int
-    takes_turns: bool  # whether an op has ended when the next one is called, so that they can share a workspace
+    takes_turns: bool  # whether an op has ended when the next one is called, so that ops can share a workspace
 
     @property
     def region(self) -> object:
@@ -119,44 +111,36 @@ class Memory(Protocol):
         ...
 
     def view(self, offset: int, count: int) -> torch.Tensor:
-        """Return the bytes [offset, offset + count) as a uint8 tensor with a storage of its own of ``count`` bytes."""
+        """Return the bytes [offset, offset + count) as a uint8 tensor with its own storage of ``count`` bytes."""
         ...
 
     def save(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Copy the bytes [offset, offset + count) to a slot; blocks until done."""
+        """Copy bytes to a slot; blocks until done."""
         ...
 
     def load(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Fill the bytes [offset, offset + count) from a slot; blocks until done."""
+        """Fill bytes from a slot; blocks until done."""
         ...
 
     def move(self, start: int, to: int, count: int) -> bool:
-        """Move bytes within the arena; False, with nothing moved, if the device cannot move overlapping bytes."""
+        """Move bytes within the arena; return False if they overlap and the device cannot move such bytes."""
         ...
 
-    def discard(self, offset: int, count: int) -> None:
-        """Release the contents of the bytes [offset, offset + count)."""
-        ...
+    def discard(self, offset: int, count: int) -> None: ...
 
     def counters(self) -> ArenaCounters: ...
 
-    def close(self) -> None:
-        """Release the memory. May be called again."""
-        ...
+    def close(self) -> None: ...
 
 
 class Arena:
     """Page-aligned memory of ``count`` bytes, rounded up to whole pages; a context manager.
 
-    Args:
-        count: bytes of planned memory.
-        reserve: bytes beyond it for off-plan requests of 64 KiB and more; a request that would exceed it
-            is the lender's, and without one fails (see ``as_arena_error``).
-        annex: bytes of addresses behind it that a lender can hand out; they take no memory until they are used.
+    ``reserve`` bytes more are for off-plan requests of 64 KiB and more. The lender serves requests that exceed it;
+    without one they fail (see ``as_arena_error``). ``annex`` are bytes of further addresses for the lender.
 
-    The memory lives until ``close``, and then as long as any view of it or tensor placed in it. The constructor raises
-    ``ArenaError`` if the system lacks the memory, or the allocator cannot be installed under PyTorch; ``StateError`` if
-    there is no native code.
+    The memory lives until ``close``, and then as long as any tensor in it. Raises ``ArenaError`` if the system lacks
+    the memory, or the allocator cannot be installed under PyTorch; ``StateError`` if there is no native code.
     """
 
     takes_turns = True
@@ -179,7 +163,7 @@ class Arena:
         except ArenaError:
             unmap(self.address, whole)
             raise
-        if self.annex_bytes and hasattr(mmap, "MADV_NOHUGEPAGE"):  # pages that nobody asked for would count
+        if self.annex_bytes and hasattr(mmap, "MADV_NOHUGEPAGE"):  # huge pages would count unused ones
             with contextlib.suppress(OSError):
                 advise_pages(self.address + self.bytes, self.annex_bytes, mmap.MADV_NOHUGEPAGE)
         handle = library.outofcore_arena_open(self.address, whole, LARGE_BYTES, reserve)
@@ -188,7 +172,7 @@ class Arena:
             unmap(self.address, whole)
             raise ArenaError("too many arenas are open or still referred to by tensors; close compiled steps first")
         self.handle: int = handle
-        # The library unmaps the pages itself, since tensors that it placed there may live longer.
+        # The library unmaps the pages itself, since tensors in them may outlive the arena.
         self._region: Region | None = Region(self.address, whole, functools.partial(_drop, library, handle))
         self._uninstall = weakref.finalize(self, library.outofcore_uninstall)
         self._uninstall.atexit = False
@@ -200,13 +184,12 @@ class Arena:
         self.close()
 
     def close(self) -> None:
-        """Release the memory, and PyTorch's allocator if this is the last arena. May be called again."""
+        """Release the memory, and PyTorch's allocator with the last arena; may be called again."""
         self._region, self._lender = None, _nobody
         self._uninstall()
 
     @property
     def lender(self) -> Lender | None:
-        """The server of requests beyond the plan while its owner keeps it; None without one."""
         return self._lender()
 
     @lender.setter
@@ -220,7 +203,6 @@ class Arena:
         return self._region
 
     def memory(self, offset: int, count: int) -> memoryview:
-        """Return the bytes [offset, offset + count), writable, for I/O."""
         region = self.region
         self._check(offset, count)
         return region.memory(offset, count)
@@ -242,13 +224,12 @@ class Arena:
         return True
 
     def discard(self, offset: int, count: int) -> None:
-        """Give the physical memory of the whole pages in [offset, offset + count) back; they read as zeros after."""
+        """Release the physical memory of the whole pages in the range; they then read as zeros."""
         region = self.region
         self._check(offset, count)
         advise_pages(region.address + offset, count, mmap.MADV_DONTNEED)
 
     def resident_bytes(self) -> int:
-        """Return the bytes of the arena and its annex that are in physical memory."""
         return self.region.resident_bytes()
 
     def set_reserve(self, reserve: int) -> None:
@@ -257,22 +238,22 @@ class Arena:
             self.library.outofcore_arena_reserve(self.handle, reserve)
 
     def set_lender(self, lender: Any) -> None:
-        """Set a native callback ``void (bytes, scope, answer)`` for what the reserve cannot hold, or None.
+        """Set a native callback ``void (bytes, scope, answer)`` for requests that exceed the reserve, or None.
 
-        It returns an ``Answer``, or an address in the annex or elsewhere, whose memory stays as long as
-        ``lent`` names it. The caller keeps the callback alive.
+        It answers with an ``Answer``, or with an address that must stay valid as long as ``lent_addresses`` has it. The
+        caller keeps the callback alive.
         """
         if self._region is not None:
             pointer = None if lender is None else ctypes.cast(lender, ctypes.c_void_p)
             self.library.outofcore_arena_lender(self.handle, pointer)
 
     def lent(self) -> set[int]:
-        """Return the addresses that the lender handed out and that are in use."""
+        """Return the addresses from the lender that are in use."""
         if self._region is None:
             return set()
         count = self.library.outofcore_arena_lent(self.handle, None, 0)
-        found = (ctypes.c_int64 * count)()
-        return set(found[: self.library.outofcore_arena_lent(self.handle, found, count)])
+        addresses = (ctypes.c_int64 * count)()
+        return set(addresses[: self.library.outofcore_arena_lent(self.handle, addresses, count)])
 
     def counters(self) -> ArenaCounters:
         _ = self.region
@@ -281,28 +262,28 @@ class Arena:
     def _check(self, offset: int, count: int) -> None:
         if offset < 0 or count < 0 or offset + count > self.bytes:
             raise ArenaError(
-                f"bytes [{offset}, {offset + count}) do not lie in the arena of {self.bytes} bytes; "
-                "this is a fault of the plan: please report it"
+                f"bytes [{offset}, {offset + count}) are outside of the arena of {self.bytes} bytes; "
+                "this is a bug in the plan: please report it"
             )
 
 
 class ScopeTable:
-    """The planned requests of a program: for each scope (one per op that runs) a list in order.
+    """The planned requests of a program: a list for each scope, which is one run of an op.
 
-    ``begin(scope)`` makes a scope's list current for the calling thread and ``end()`` leaves it; both take well under a
+    ``begin(scope)`` selects a scope's list for the calling thread and ``end()`` deselects it; both take well under a
     microsecond. In between, the thread's k-th request is served at the k-th planned address if its size is the planned
-    one; another request is served off the plan (see ``ArenaCounters``), and the list waits where it is. Two requests of
-    a scope may share bytes where the first is freed before the second comes; if in fact it is not, the second is served
-    off the plan. A scope that does not exist has no list.
+    one. Another request is served off the plan (see ``ArenaCounters``), and does not advance the list. Requests of a
+    scope may share bytes if the first is planned to be freed before the second; if it is not, the second is served off
+    the plan.
 
-    ``scopes`` are (bytes, offset in the arena) of each request; None in place of an offset leaves it to the stock
-    allocator (see ``requests.Elsewhere``): it may not come. ``workspaces`` are (bytes, offset) of each op's workspace,
-    which also serves requests off the plan that fit there.
+    ``scopes`` are (bytes, offset in the arena); an offset of None leaves a request to the stock allocator (see
+    ``requests.Elsewhere``). ``workspaces`` are (bytes, offset) of each op's workspace, which serves off-plan requests,
+    too.
     """
 
     begin: Callable[[int], object]
     end: Callable[[], object]
-    # The functions that these two call, and what the first is given first.
+    # The functions behind ``begin`` and ``end``, and the first argument of the first.
     native: tuple[int | None, int | None, int]
 
     def __init__(
@@ -319,7 +300,7 @@ class ScopeTable:
                 if count <= 0 or (offset is not None and not 0 <= offset <= arena.bytes - count):
                     raise ArenaError(
                         f"scope {number} plans {count} bytes at {offset}, outside of the arena of "
-                        f"{arena.bytes} bytes; this is a fault of the plan: please report it"
+                        f"{arena.bytes} bytes; this is a bug in the plan: please report it"
                     )
                 requests[row] = count, 0 if offset is None else arena.address + offset
                 row += 1
@@ -342,7 +323,7 @@ class ScopeTable:
         )
 
     def passes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is in memory of the calling thread's scope, which is reused when that ends."""
+        """Return whether a tensor is in scope memory, which is reused when the thread's scope ends."""
         return bool(self._library.outofcore_passes(tensor.untyped_storage().data_ptr()))
 
     @contextlib.contextmanager
@@ -355,23 +336,20 @@ class ScopeTable:
             self._library.outofcore_unbounded(0)
 
     def surprises(self) -> dict[int, list[Event]]:
-        """Return by scope its thread's allocator events in the last visit that went off the plan.
-
-        Only requests of 64 KiB and more count; each such visit is reported once. Not to be called inside of a scope.
-        """
+        """Return by scope the events of its last visit with unplanned requests of 64 KiB and more, once each."""
         library, table = self._library, self._table
         count = library.outofcore_table_surprises(table, None, 0)
         if not count:
             return {}
         scopes = (ctypes.c_int64 * count)()
         library.outofcore_table_surprises(table, scopes, count)
-        found = {s: _events(library, library.outofcore_table_surprise_log(table, s)) for s in scopes}
+        events = {s: _events(library, library.outofcore_table_surprise_log(table, s)) for s in scopes}
         library.outofcore_table_forget(table)
-        return found
+        return events
 
 
 class Recorder:
-    """Records what the calling thread does with the allocator, in ``with recorder:``; each ``with`` starts afresh."""
+    """Records the calling thread's allocations in ``with recorder:``; each ``with`` starts with no events."""
 
     def __init__(self, flavor: Flavor = Flavor.CPU) -> None:
         self._library = load_native(flavor)
@@ -403,40 +381,39 @@ class Recorder:
 
 
 def as_arena_error(error: BaseException) -> ArenaError | None:
-    """Return the ``ArenaError`` for PyTorch's error of a request beyond the reserve, or None for another error."""
+    """Convert PyTorch's error about a request beyond the reserve to ``ArenaError``; None for others."""
     text = str(error)
     if not isinstance(error, RuntimeError) or _REFUSAL not in text:
         return None
-    told = text[text.index(_REFUSAL) + len(_REFUSAL) :].splitlines()[0]
+    detail = text[text.index(_REFUSAL) + len(_REFUSAL) :].splitlines()[0]
     return ArenaError(
-        f"the step asked for memory that its plan does not foresee: {told}; the op took another path than when "
-        "it was profiled: call the step again, and with a larger budget if that does not help"
+        f"the step asked for memory that its plan does not foresee: {detail}; the op behaved differently than when "
+        "it was profiled; call the step again, with a larger budget if that does not help"
     )
 
 
 def install(library: ctypes.PyDLL) -> None:
-    """Install the native allocator under PyTorch; each call is undone by one of ``outofcore_uninstall``.
+    """Install the native allocator under PyTorch; ``outofcore_uninstall`` undoes one call.
 
     Raises ``ArenaError`` if the current allocator cannot be wrapped.
     """
     status = Installed(library.outofcore_install())
     if status is not Installed.DONE:
-        why = {
+        reason = {
             Installed.NO_DELETER: "it has no plain deleter",
             Installed.ANOTHER: "another one was installed since this process first used outofcore",
             Installed.OUTRANKED: "it was installed with a higher priority",
             Installed.FAILED: "it raised an error",
         }
-        raise ArenaError(f"PyTorch's allocator cannot be wrapped: {why[status]}; do not install another allocator")
+        raise ArenaError(f"PyTorch's allocator cannot be wrapped: {reason[status]}; do not install another allocator")
 
 
 def read_counters(library: ctypes.PyDLL, handle: int) -> ArenaCounters:
-    """Read the counters of an arena; raises ``ArenaError`` if the library has others than this module."""
     expected = len(fields(ArenaCounters))
     counts = (ctypes.c_int64 * expected)()
-    told = library.outofcore_arena_counters(handle, counts, expected)
-    if told != expected:
-        raise ArenaError(f"the native allocator has {told} counters, and {expected} are expected: please report it")
+    count = library.outofcore_arena_counters(handle, counts, expected)
+    if count != expected:
+        raise ArenaError(f"the native allocator has {count} counters, and {expected} are expected: please report it")
     return ArenaCounters(*counts)
 
 
@@ -445,7 +422,6 @@ def _drop(library: ctypes.PyDLL, handle: int, address: int, count: int) -> None:
 
 
 def _events(library: ctypes.PyDLL, log: int) -> list[Event]:
-    """Read a log of the native allocator; raises ``ArenaError`` if memory was short for some of it."""
     count = library.outofcore_record_size(log)
     if count < 0:
         raise _exhausted()
@@ -467,4 +443,4 @@ def _free_table(library: ctypes.PyDLL, table: int, region: object) -> None:
 
 
 def _nobody() -> None:
-    """Stands in for a lender."""
+    """Return None: an arena starts without a lender."""

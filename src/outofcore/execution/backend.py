@@ -1,6 +1,6 @@
-"""Where steps run: the CPU, or a CUDA device. ``Backend`` is what a compiled step needs of a device.
+"""Interface of a device that runs compiled steps, and its implementation for the CPU.
 
-docs/internals/add-a-device.md lists what else asks for a device's type.
+docs/internals/add-a-device.md lists the other places that depend on a device's type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.native import Flavor
 from outofcore.units import format_bytes
 
-_ANNEX = 2  # addresses for requests beyond the plan, in budgets: pieces of them lie apart
+_ANNEX = 2  # size of the annex in budgets: larger than 1, since its pieces may be fragmented
 
 
 class Backend(Protocol):
@@ -31,9 +31,7 @@ class Backend(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def flavor(self) -> Flavor:
-        """Which native code steps need."""
-        ...
+    def flavor(self) -> Flavor: ...
 
     @property
     def alignment(self) -> int:
@@ -47,88 +45,75 @@ class Backend(Protocol):
 
     @property
     def warms_up(self) -> bool:
-        """Whether the first run of an op may allocate differently from all later ones."""
+        """Whether the first run of an op may allocate differently from later ones."""
         ...
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Memory:
         """Open an arena of ``count`` bytes, with ``reserve`` bytes for off-plan requests.
 
-        ``room`` is what programs of other input shapes may need. Where unused memory costs nothing, the arena gets that
-        size at once: opening a larger one later takes all that is in it home and back.
+        Where unused memory is free, it gets ``room`` bytes at once, which programs for other input shapes may need.
         """
         ...
 
-    def engine(self, homes: Sequence[HomeStore]) -> Engine:
-        """Make the engine that runs steps here, with homes, nearest first."""
-        ...
+    def engine(self, homes: Sequence[HomeStore]) -> Engine: ...
 
-    def reserve(self, budget: int) -> int:
-        """Return the bytes that off-plan requests may take under a budget."""
-        ...
+    def reserve(self, budget: int) -> int: ...
 
     def beside(self, budget: int, given: int, moved: int) -> int:
         """Return the bytes of a budget that the arena cannot have.
 
-        ``given`` are bytes of outputs, which leave the arena; ``moved`` those of states on the device that will make
-        room.
+        ``output_bytes`` are outside of the arena; ``state_bytes`` are states that will be moved off the device.
         """
         ...
 
-    def prepare(self) -> None:
-        """Get ready for ops to be measured and run."""
-        ...
+    def prepare(self) -> None: ...
 
     def recorder(self) -> Recorder: ...
 
     @property
     def timer(self) -> Callable[[Callable[[], object]], float] | None:
-        """Return a timer of median seconds by the device's own clock; None if the host's clock is right."""
+        """A function that measures a call's median seconds by the device's clock; None: by the host's."""
         ...
 
-    def generators(self) -> Sequence[torch.Generator]:
-        """Return the random generators that ops may draw from."""
-        ...
+    def generators(self) -> Sequence[torch.Generator]: ...
 
-    def facts(self) -> Mapping[str, object]:
-        """Return what measurements depend on, beyond the machine."""
-        ...
+    def facts(self) -> Mapping[str, object]: ...
 
 
 def beside_the_arena(captured: Captured, backend: Backend, budget: int) -> int:
-    """Return the bytes of a budget that a step's arena cannot have: see ``Backend.beside``."""
-    given = sum(captured.graph.storages[storage].bytes for storage in captured.graph.outputs)
+    output_bytes = sum(captured.graph.storages[storage].bytes for storage in captured.graph.outputs)
     tensors = [b.tensor for b in captured.states if b.tensor is not None]
     moved = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if t.device.type == backend.device.type}
-    return backend.beside(budget, given, sum(moved.values()))
+    return backend.beside(budget, output_bytes, sum(moved.values()))
 
 
 def room_for_arena(captured: Captured, backend: Backend, budget: int) -> int:
-    """Return the bytes of a budget that a step's arena may have; raises ``BudgetError`` if none are left."""
-    beside = beside_the_arena(captured, backend, budget)
-    if beside >= budget:
+    """Return the bytes of a budget that a step's arena may have; raise ``BudgetError`` if it may have 0."""
+    unavailable = beside_the_arena(captured, backend, budget)
+    if unavailable >= budget:
         raise BudgetError(
-            f"the budget of {format_bytes(budget)} leaves nothing for the step: {format_bytes(beside)} of it are taken "
-            f"on {backend.device} by other tensors, outputs, libraries and the reserve; raise the budget, or free what "
-            "else lies there"
+            f"the budget of {format_bytes(budget)} leaves no room for the step: {format_bytes(unavailable)} of it is "
+            f"used on {backend.device} by other tensors, outputs, libraries and the reserve; raise the budget, or free "
+            "other memory there"
         )
-    return budget - beside
+    return budget - unavailable
 
 
 def in_terms_of_the_budget(error: BudgetError, budget: int, room: int) -> BudgetError:
-    """Convert the refusal of an arena's size to one of the whole budget."""
+    """Convert a ``BudgetError`` about an arena's size to one about the whole budget."""
     if room == budget or error.smallest_budget is None:
         return error
     smallest = error.smallest_budget + budget - room
     return BudgetError(
-        f"{error}\nThese are bytes of the arena alone: of the budget of {format_bytes(budget)}, "
-        f"{format_bytes(budget - room)} are taken on the device by other tensors, outputs, libraries and the reserve. "
+        f"{error}\nThese numbers are for the arena alone: of the budget of {format_bytes(budget)}, "
+        f"{format_bytes(budget - room)} is used on the device by other tensors, outputs, libraries and the reserve. "
         f"So the smallest budget is {smallest} bytes ({format_bytes(smallest)}).",
         smallest,
     )
 
 
 class CpuBackend:
-    """The CPU: its arena is all of the budget; ``replay`` lets native code call ops."""
+    """The CPU: its arena gets the whole budget; ``replay`` lets native code call ops."""
 
     device = torch.device("cpu")
     flavor = Flavor.CPU
@@ -141,7 +126,7 @@ class CpuBackend:
         self._replay = replay
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Arena:
-        """Include ``room``: pages that nothing touches take no memory, but addresses may be limited as well."""
+        """Include ``room``: untouched pages take no memory. Retry with less if addresses are limited."""
         for size, annex in ((max(room, count), _ANNEX * max(room, count)), (max(room, count), 0)):
             with contextlib.suppress(ArenaError):
                 return Arena(size, reserve=reserve, annex=annex)
@@ -151,13 +136,13 @@ class CpuBackend:
         return CpuEngine(homes, replay=self._replay)
 
     def reserve(self, budget: int) -> int:
-        return 0  # what the plan leaves of the budget: see ``DemandEviction``
+        return 0  # ``DemandEviction`` uses the part of the budget that the plan does not
 
     def beside(self, budget: int, given: int, moved: int) -> int:
         return 0
 
     def prepare(self) -> None:
-        """See ``Backend.prepare``."""
+        """Return at once: the CPU needs no initialization."""
 
     def recorder(self) -> Recorder:
         return Recorder()

@@ -1,7 +1,6 @@
-"""A program bound to memory: each instruction with the tensors and bytes that it works on.
+"""A program bound to memory: each instruction with its tensors and bytes.
 
-Addresses are planned, so every tensor that an op will ever see is made once, before the first step, as a view of a
-block; a step then makes none.
+Addresses are planned, so all tensors are created once, before the first step, as views of blocks.
 """
 
 from __future__ import annotations
@@ -26,18 +25,16 @@ from outofcore.transforms.passes import Over
 
 
 class Lane(IntEnum):
-    """Numbers of queues; from 1 on each home has one for copies out and one for copies in."""
+    """Numbers of queues; each home has one queue for copies out and one for copies in, from 1 on."""
 
     COMPUTE = 0  # the ops
-    COMMUNICATE = -1  # the collectives: the last, however many homes there are, as a list counts from its end
+    COMMUNICATE = -1  # the collectives: the last queue, since Python's negative indices count from the end
 
 
 class Draws(Enum):
-    """What must be done about the random generator around an op."""
-
-    FREELY = "freely"  # nothing: it draws nothing, or is never run again
-    FIRST = "first"  # the generator's state is saved before, for the op runs again later in the step
-    AGAIN = "again"  # it draws from the saved state, and the generator goes on as if it had not run
+    FREELY = "untouched"  # leave it alone: the op draws no random numbers, or never runs again
+    FIRST = "save"  # save its state before the op, which runs again later in the step
+    AGAIN = "restore"  # the op draws from the saved state; afterwards the current state is restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +44,9 @@ class BoundRun:
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    # The leaf, the address that it should have, the tensor to be, and its strides.
+    # Index among the result leaves, planned address, planned tensor, and its strides.
     results: tuple[tuple[int, int, torch.Tensor, tuple[int, ...]], ...]
-    waits: tuple[tuple[int, int], ...]  # number of the queue, count
+    waits: tuple[tuple[int, int], ...]  # number of the queue, number of the instruction in it
     number: int  # place in its queue, from 1
     awaited: bool  # whether an instruction of another queue waits for this one
     draws: Draws
@@ -67,13 +64,9 @@ class BoundCopy:
     awaited: bool
 
 
-@dataclass(frozen=True, eq=False)  # what is known of it is looked up by the object itself
+@dataclass(frozen=True, eq=False)  # hashed by identity, as a key of caches
 class Bound:
-    """A program bound to an arena.
-
-    ``collectives`` are those of ``runs`` on a queue of their own. ``copies`` has for each home the copies out and the
-    copies in, in the order of ``queue_number``.
-    """
+    """A program bound to an arena; ``copies`` are by queue, in the order of ``queue_number``."""
 
     graph: StepGraph
     program: Program
@@ -90,7 +83,7 @@ def queue_number(queue: Queue, home: int) -> int:
 
 
 def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
-    """Return a tensor with the metadata of ``value`` on the storage of ``base`` (uint8, from its first byte on)."""
+    """Return a tensor with the metadata of ``value`` on the storage of ``base`` (uint8)."""
     tensor = torch.empty(0, dtype=value.dtype, device=base.device)
     tensor.set_(base.untyped_storage(), value.offset, value.shape, value.stride)
     if value.conjugate:
@@ -99,8 +92,6 @@ def tensor_on(base: torch.Tensor, value: Value) -> torch.Tensor:
 
 
 class _Binder:
-    """Binds the instructions of one program to an arena, in their order."""
-
     def __init__(self, captured: Captured, program: Program, arena: Memory, homes: int) -> None:
         self.captured, self.program, self.arena = captured, program, arena
         self.bases: dict[int, torch.Tensor] = {}
@@ -126,7 +117,7 @@ class _Binder:
                 continue
             value = captured.values[value_index]
             target = self.tensor(value_index, blocks[value.storage])
-            # What nobody looks at need not be in its place, nor be there at all.
+            # An unused result may be elsewhere, or missing.
             if target.numel() and value.storage not in captured.graph.unseen:
                 results.append((leaf, target.data_ptr(), target, target.stride()))
 
@@ -153,19 +144,19 @@ class _Binder:
         return BoundCopy(index, block.storage, home, block.offset, block.bytes, waits, *self.place(queue))
 
     def tensor(self, value_index: int, block: Block) -> torch.Tensor:
-        found = self.tensors.get((value_index, block.id))
-        if found is None:
+        tensor = self.tensors.get((value_index, block.id))
+        if tensor is None:
             value = self.captured.values[value_index]
             base = self.bases.get(block.id)
             if base is None:
                 count = self.captured.graph.storages[value.storage].bytes
                 base = self.foreign(value.storage, count) if value.foreign else self.arena.view(block.offset, count)
                 self.bases[block.id] = base
-            found = self.tensors[value_index, block.id] = tensor_on(base, value)
-        return found
+            tensor = self.tensors[value_index, block.id] = tensor_on(base, value)
+        return tensor
 
     def foreign(self, storage: int, count: int) -> torch.Tensor:
-        """Return host memory in place of a block, for a small tensor that a step on a GPU keeps on the CPU."""
+        """Return host memory for a small tensor that a step on a GPU keeps on the CPU."""
         constant = self.captured.constants.get(storage)
         if constant is not None:
             return internals.storage_bytes(constant)
@@ -188,8 +179,8 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
     for index, instruction in enumerate(program.instructions):
         if not isinstance(instruction, Run) and not 0 <= instruction.home < homes:
             raise GraphError(
-                f"instruction {index} copies to or from home {instruction.home}, and the step runs with {homes}: plan "
-                "it with costs that name those alone"
+                f"instruction {index} copies to or from home {instruction.home}, but the step has {homes} homes; plan "
+                "it with costs of these homes only"
             )
         queue = queue_number(*lane_of(instruction))
         if isinstance(instruction, Run):
@@ -202,11 +193,8 @@ def bind(captured: Captured, program: Program, arena: Memory, homes: int = 1) ->
 def scopes(
     captured: Captured, program: Program, requests: Sequence[Requests] | Mapping[int, Requests]
 ) -> list[list[tuple[int, int | None]]]:
-    """Return for each op that a placed program runs the (bytes, offset in the arena) of its measured requests.
-
-    Collectives are left out: they request nothing.
-    """
-    found: list[list[tuple[int, int | None]]] = []
+    """Return the (bytes, offset in the arena) of each op's measured requests, except collectives."""
+    scope_requests: list[list[tuple[int, int | None]]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or run.communicates:
             continue
@@ -229,5 +217,5 @@ def scopes(
                     pass
             if request.bytes:
                 scope.append((request.bytes, offset))
-        found.append(scope)
-    return found
+        scope_requests.append(scope)
+    return scope_requests

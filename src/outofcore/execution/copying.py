@@ -1,11 +1,8 @@
-"""The copies of a step on the CPU in native threads (``copying.cpp``), one for each queue.
+"""The copies of a step on the CPU, in one native thread per queue (``copying.cpp``).
 
-Where all cores compute, overhead of copies beyond the transfer itself is taken from ops. Native threads need little,
-and neither wait for the interpreter's lock nor make ops wait for it. They copy between memory and open files, and
-compare what comes back by checksum.
-
-Where a step only copies between the arena and the caller's memory, it needs no threads: waking them would take longer
-than to copy a batch. The thread of the ops then makes each copy when it waits for it.
+The threads do not need the interpreter's lock. They verify fetched bytes by checksum. A step that copies only between
+the arena and the caller's memory uses no threads: to wake them would take longer than to copy a batch. The thread of
+the ops then makes each copy when it waits for it.
 """
 
 from __future__ import annotations
@@ -35,11 +32,11 @@ _NOT_SUMMED = -1  # in place of the row of a piece in ``_Work.sums``
 
 
 class _Failure(IntEnum):
-    """Why a copy failed, in place of the system's error; as in file_io.h and copying.cpp."""
+    """Why a copy failed, in place of an errno value; as in file_io.h and copying.cpp."""
 
     NONE = 0
-    DAMAGED = -2  # the bytes are not those that were written
-    STOPPED = -3  # ``Copying.fail`` gave the step up
+    DAMAGED = -2  # the bytes differ from the written ones
+    STOPPED = -3  # ``Copying.fail`` cancelled the step
 
 
 class _Piece(ctypes.Structure):
@@ -54,7 +51,6 @@ class _Piece(ctypes.Structure):
     )
 
     def lies_at(self, place: Location) -> None:
-        """Record where a piece is outside of the arena."""
         self.descriptor, self.outside, self.bytes, self.cache = place.descriptor, place.start, place.bytes, place.cache
 
 
@@ -95,8 +91,6 @@ class _Work(ctypes.Structure):
 
 
 class _Source(NamedTuple):
-    """The slot of a piece."""
-
     home: HomeStore
     offset: int
     writes: bool  # whether the copy writes there
@@ -104,36 +98,20 @@ class _Source(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """The copies of a bound program in native form.
-
-    Attributes:
-        slots: by instruction, what they were made from.
-        given: the structure passed to native code, which refers to the arrays in ``parts``.
-        pieces: of all copies.
-        summed: for each slot that is checked the checksums of its home, and its offset.
-        sums: of these, what is written there in this step.
-        ports: of each copy between the arena and the caller's memory, its storage and its piece.
-        ranges: pieces in somebody else's file, which move to the home's own when they are written.
-        sources: the home of each piece; None if it is in the caller's memory.
-        places: of each home in use, a slot and its location, which keeps memory and files alive.
-    """
-
-    slots: Mapping[int, tuple[Piece, ...]]
-    given: _Work
+    slots: Mapping[int, tuple[Piece, ...]]  # pieces at home by copy index, from which these were made
+    given: _Work  # passed to native code; refers to the arrays
     parts: tuple[object, ...]
-    pieces: ctypes.Array[_Piece]
-    summed: tuple[tuple[Sums, int], ...]
-    sums: ctypes.Array[_Sum]
-    ports: tuple[tuple[int, int], ...]
-    ranges: tuple[int, ...]
-    sources: tuple[_Source | None, ...]
-    places: tuple[tuple[HomeStore, int, int, Location], ...]
+    pieces: ctypes.Array[_Piece]  # of all copies
+    summed: tuple[tuple[Sums, int], ...]  # checksums of the home and offset, of each slot with a checksum
+    sums: ctypes.Array[_Sum]  # checksum of each of these slots in this step
+    ports: tuple[tuple[int, int], ...]  # storage and piece of each copy to or from the caller's memory
+    ranges: tuple[int, ...]  # pieces in files that the home does not own; a write moves them to its own file
+    sources: tuple[_Source | None, ...]  # slot of each piece; None in the caller's memory
+    places: tuple[tuple[HomeStore, int, int, Location], ...]  # a slot of each home, kept alive with its memory or file
 
 
 @dataclass
 class _Rows:
-    """The rows of the native arrays while they are collected."""
-
     pieces: list[_Piece] = field(default_factory=list)
     sources: list[_Source | None] = field(default_factory=list)
     copies: list[_Copy] = field(default_factory=list)
@@ -152,11 +130,10 @@ class _Rows:
 def copies_of(
     bound: Bound, arena: Arena, slots: Mapping[int, tuple[Piece, ...]], homes: Sequence[HomeStore], queues: int
 ) -> Copies:
-    """Locate everything that a bound program copies.
+    """Convert the copies of a bound program to native form; copies without slots are the caller's.
 
-    ``slots`` has by copy index its pieces at home; a copy without any goes to or comes from the caller. The last of
-    ``queues`` is that of collectives. Raises ``TransferError``, ``ArenaError`` or ``StateError`` if a slot is not in
-    its home, a block not in the arena, or a home closed.
+    Raises ``TransferError``, ``ArenaError`` or ``StateError`` if a slot is outside of its home, a block outside of the
+    arena, or a home closed.
     """
     rows = _Rows()
     lanes: list[tuple[int, int, int]] = []  # number of the queue, first copy, copies
@@ -166,14 +143,14 @@ def copies_of(
         for copy in work:
             first_piece, first_wait = len(rows.pieces), len(rows.waits)
             rows.waits += [_Wait(queue % queues, count) for queue, count in copy.waits]
-            at = arena.address + copy.offset
-            arena.memory(copy.offset, copy.bytes)  # refuses what does not lie there
-            found = slots.get(copy.index)
-            if found is None:
+            address = arena.address + copy.offset
+            arena.memory(copy.offset, copy.bytes)  # raises for bytes outside of the arena
+            pieces_at_home = slots.get(copy.index)
+            if pieces_at_home is None:
                 rows.ports.append((copy.storage, first_piece))
-                rows.add(_Piece(at, 0, 0, 0, _NOT_SUMMED, MEMORY), None)
+                rows.add(_Piece(address, 0, 0, 0, _NOT_SUMMED, MEMORY), None)
             else:
-                _add_pieces(rows, homes[copy.home], copy, at, found, writes=number % 2 == 1)
+                _add_pieces(rows, homes[copy.home], copy, address, pieces_at_home, writes=number % 2 == 1)
             rows.copies.append(
                 _Copy(
                     copy.index,
@@ -188,18 +165,18 @@ def copies_of(
             )
     pieces, waits = (_Piece * len(rows.pieces))(*rows.pieces), (_Wait * len(rows.waits))(*rows.waits)
     copies = (_Copy * len(rows.copies))(*rows.copies)
-    sums = (_Sum * len(rows.summed))(*(_Sum(-1, 0, known.full) for known, _ in rows.summed))
+    sums = (_Sum * len(rows.summed))(*(_Sum(-1, 0, stored.full) for stored, _ in rows.summed))
     table = (_Queue * len(lanes))()
     size = ctypes.sizeof(_Copy)
     for row, (number, first, count) in zip(table, lanes, strict=True):
         row.number, row.copies = number, count
         row.first = ctypes.cast(ctypes.addressof(copies) + first * size, ctypes.POINTER(_Copy))
     threaded = bool(slots or bound.collectives)
-    given = _Work(pieces, waits, sums, table, len(lanes), threaded)
+    native_work = _Work(pieces, waits, sums, table, len(lanes), threaded)
     parts = (pieces, waits, copies, sums, table)
     return Copies(
         dict(slots),
-        given,
+        native_work,
         parts,
         pieces,
         tuple(rows.summed),
@@ -212,31 +189,27 @@ def copies_of(
 
 
 def _add_pieces(
-    rows: _Rows, home: HomeStore, copy: BoundCopy, at: int, found: Sequence[Piece], *, writes: bool
+    rows: _Rows, home: HomeStore, copy: BoundCopy, address: int, pieces_at_home: Sequence[Piece], *, writes: bool
 ) -> None:
-    for piece in found:
+    for piece in pieces_at_home:
         place = home.locate(piece.offset, piece.bytes)
         row = _NOT_SUMMED
         if home.sums is not None:
             row = rows.sums.setdefault((copy.home, piece.offset), len(rows.summed))
             if row == len(rows.summed):
                 rows.summed.append((home.sums, piece.offset))
-        made = _Piece(address=at, slot=piece.offset, sum=row)
-        made.lies_at(place)
+        entry = _Piece(address=address, slot=piece.offset, sum=row)
+        entry.lies_at(place)
         if piece.offset >= FIRST_RANGE:
             rows.ranges.append(len(rows.pieces))
         else:
             rows.places.setdefault(copy.home, (home, piece.offset, piece.bytes, place))
-        rows.add(made, _Source(home, piece.offset, writes))
-        at += piece.bytes
+        rows.add(entry, _Source(home, piece.offset, writes))
+        address += piece.bytes
 
 
 class Copying:
-    """The copies of each step, and the progress of all its queues.
-
-    The first of ``queues`` is that of ops, the last that of collectives. ``handle`` and ``functions`` (wait, publish)
-    are for other native code.
-    """
+    """The copies of each step, and the progress of its queues: ops first, collectives last."""
 
     def __init__(self, library: ctypes.PyDLL, queues: int) -> None:
         self._library = library
@@ -262,73 +235,69 @@ class Copying:
     ) -> None:
         """Begin the copies of a step; the arguments must stay unchanged until ``finish`` has returned.
 
-        ``ports`` gives by storage address and bytes of the caller's memory; ``starts`` and ``ends`` receive the times
-        of each instruction. Raises ``StateError`` if a home is closed, ``TransferError`` if the system gives no thread
-        or memory.
+        Raises ``StateError`` if a home is closed, ``TransferError`` if the system gives no thread or memory.
         """
         self._copies = None
         for home, offset, count, place in copies.places:
             if home.locate(offset, count) != place:
-                raise StateError("a home has been moved since its copies were prepared; please report it")
+                raise StateError("a home has moved since its copies were prepared; please report it")
         for number in copies.ranges:
             source, piece = copies.sources[number], copies.pieces[number]
             if source is not None:
                 piece.lies_at(source.home.locate(source.offset, piece.bytes))
-        for (known, offset), found in zip(copies.summed, copies.sums, strict=True):
-            found.bytes, found.found = known.known.get(offset, (-1, 0))
+        for (stored, offset), current in zip(copies.summed, copies.sums, strict=True):
+            current.bytes, current.found = stored.known.get(offset, (-1, 0))
         for storage, number in copies.ports:
             address, count, _ = ports[storage]
             copies.pieces[number].outside, copies.pieces[number].bytes = address, count
         self._raised = None
         self._copies = copies
-        begun = self._library.outofcore_copying_begin(
+        status = self._library.outofcore_copying_begin(
             self.handle, ctypes.addressof(copies.given), starts.buffer_info()[0], ends.buffer_info()[0]
         )
-        if begun != 0:
-            what = "memory" if begun == errno.ENOMEM else "thread"
+        if status != 0:
+            resource = "memory" if status == errno.ENOMEM else "thread"
             error = TransferError(
-                f"the system gives no {what} for the {copies.given.count} threads that copy ({os.strerror(begun)}); "
-                "raise the limit on processes (ulimit -u), or end other programs"
+                f"the system gives no {resource} for the {copies.given.count} threads that copy "
+                f"({os.strerror(status)}); raise the limit on processes (ulimit -u), or end other programs"
             )
-            error.errno = begun
+            error.errno = status
             raise error
 
     def wait(self, waits: Sequence[tuple[int, int]]) -> None:
-        """Wait until queues have come as far; raises ``StateError`` if the step was given up (see ``failure``)."""
+        """Wait for instructions of other queues; raise ``StateError`` if the step was cancelled."""
         for queue, number in waits:
-            at = queue % self._queues
-            if self._library.outofcore_copying_reached(self._pointer, ctypes.c_int64(at), ctypes.c_int64(number)):
+            index = queue % self._queues
+            if self._library.outofcore_copying_reached(self._pointer, ctypes.c_int64(index), ctypes.c_int64(number)):
                 continue
-            while status := self._wait(self.handle, at, number, SIGNALS_SECONDS):
+            while status := self._wait(self.handle, index, number, SIGNALS_SECONDS):
                 if status > 1:
                     raise StateError("another queue of the step failed") from self.failure
 
     def publish(self, queue: int, number: int) -> None:
-        """Publish how far a queue has come."""
         self._library.outofcore_copying_publish(self.handle, queue % self._queues, number)
 
     def pause(self) -> None:
-        """Stop copies from beginning, and return when none is under way."""
+        """Stop starting copies, and return once no copy is running."""
         self._pause(self.handle, 1)
 
     def resume(self) -> None:
         self._pause(self.handle, 0)
 
     def fail(self, error: BaseException) -> None:
-        """Give the step up, unless it was given up before."""
+        """Cancel the step with an error, unless it was cancelled before."""
         if self._library.outofcore_copying_stop(self.handle):
             self._raised = error
 
     def let_go(self) -> None:
-        """Forget the exception, which holds the frames of the caller."""
+        """Release the exception, which keeps the caller's frames alive."""
         self._raised = None
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the step was given up; None if it was not."""
-        told = (ctypes.c_int64 * 4)()
-        self._library.outofcore_copying_failure(self.handle, told)
-        index, piece, done, code = told
+        report = (ctypes.c_int64 * 4)()
+        self._library.outofcore_copying_failure(self.handle, report)
+        index, piece, done_bytes, code = report
         if code in (_Failure.NONE, _Failure.STOPPED) or self._copies is None:
             return self._raised
         source = self._copies.sources[piece]
@@ -337,23 +306,22 @@ class Copying:
         count = self._copies.pieces[piece].bytes
         if code == _Failure.DAMAGED:
             return damaged(source.home.name, source.offset, count)
-        return source.home.failed(source.offset + done, count - done, code, writes=source.writes)
+        return source.home.failed(source.offset + done_bytes, count - done_bytes, code, writes=source.writes)
 
     def finish(self) -> None:
-        """Return when all copies are made, or the step was given up and none is under way."""
+        """Wait until all copies are done, or the step was cancelled and no copy is running."""
         while self._idle(self.handle, SIGNALS_SECONDS):
             pass
         if self._copies is not None:
-            for (known, offset), found in zip(self._copies.summed, self._copies.sums, strict=True):
-                if found.bytes >= 0:
-                    known.known[offset] = found.bytes, found.found
+            for (stored, offset), current in zip(self._copies.summed, self._copies.sums, strict=True):
+                if current.bytes >= 0:
+                    stored.known[offset] = current.bytes, current.found
 
     def close(self) -> None:
-        """End the idle threads. May be called again."""
         self._release()
 
 
 def _free(library: ctypes.PyDLL, handle: int, process: int) -> None:
-    # The child of a fork has none of the threads, and would wait for them for ever.
+    # A forked child does not have the threads, and would wait for them forever.
     if os.getpid() == process:
         library.outofcore_copying_free(handle)

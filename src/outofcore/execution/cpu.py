@@ -1,7 +1,4 @@
-"""Run a bound program on the CPU: ops in the caller's thread, copies in native ones (``execution.copying``).
-
-Collectives have a thread of their own, which blocks in each until the other processes have joined.
-"""
+"""Run a bound program on the CPU: ops in the caller's thread, copies in native ones (``copying``)."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ _log = logging.getLogger("outofcore")
 
 
 class _Reporting:
-    """A context that tells the other queues what is raised in it; it may be entered again."""
+    """A reusable context that reports its exceptions to the other queues."""
 
     def __init__(self, copying: Copying) -> None:
         self._copying = copying
@@ -53,8 +50,6 @@ class _Reporting:
 
 
 class _Communicator(threading.Thread):
-    """Runs the collectives of a step, one after the other, step after step, until it is closed."""
-
     def __init__(self, copying: Copying) -> None:
         super().__init__(name="outofcore-collectives", daemon=True)
         self._copying = copying
@@ -72,14 +67,13 @@ class _Communicator(threading.Thread):
             self._condition.notify_all()
 
     def pause(self) -> None:
-        """Let no collective begin; other processes may come to the end of one later than we can wait."""
+        """Start no more collectives, without waiting for a running one: another process may join it late."""
         self._gate.clear()
 
     def resume(self) -> None:
         self._gate.set()
 
     def finish(self) -> None:
-        """Return when the work of this step is done or given up."""
         with self._condition:
             while self._work is not None:
                 self._condition.wait(SIGNALS_SECONDS)
@@ -88,7 +82,7 @@ class _Communicator(threading.Thread):
         with self._condition:
             self._closed = True
             self._condition.notify_all()
-        # The collector of garbage may run in any thread.
+        # The garbage collector may run in any thread.
         if threading.current_thread() is not self:
             self.join()
 
@@ -109,26 +103,22 @@ class _Communicator(threading.Thread):
                 self._condition.notify_all()
 
     def _run_all(self, work: Sequence[BoundRun]) -> None:
-        for one in work:
-            if one.waits:
-                self._copying.wait(one.waits)
+        for run in work:
+            if run.waits:
+                self._copying.wait(run.waits)
             elif self._copying.failure is not None:
                 return
             self._gate.wait()
-            self._starts[one.index] = perf_counter()
-            _communicate(one)
-            self._ends[one.index] = perf_counter()
-            if one.awaited:
-                self._copying.publish(Lane.COMMUNICATE, one.number)
+            self._starts[run.index] = perf_counter()
+            _communicate(run)
+            self._ends[run.index] = perf_counter()
+            if run.awaited:
+                self._copying.publish(Lane.COMMUNICATE, run.number)
 
 
 @dataclass
 class _Replayed:
-    """The calls of a program that native code makes.
-
-    ``taken`` tells by op whether its call was recorded. ``until`` is by op the end of the stretch that begins with it
-    (see ``spans``), None until all ops have run once.
-    """
+    """The recorded op calls of a program; ``span_ends`` is None until all ops have run once."""
 
     replay: Replay
     taken: list[bool]
@@ -138,8 +128,7 @@ class _Replayed:
 class _Calls:
     """Calls the ops of one step from Python.
 
-    ``starts`` and ``ends`` receive the times of each instruction. ``taken`` is set while calls are to be recorded.
-    ``failure`` is what an optimizer's code raised: later updates are skipped, and everything else goes on.
+    ``failure`` is the exception of an optimizer's code: later updates are skipped, and all other ops run.
     """
 
     def __init__(
@@ -147,18 +136,17 @@ class _Calls:
         table: ScopeTable,
         starts: array[float],
         ends: array[float],
-        taken: _Replayed | None,
+        recording: _Replayed | None,
         lender: Lender | None,
     ) -> None:
         self._table, self._lender = table, lender
         self._starts, self._ends = starts, ends
-        self._taken = taken
+        self._taken = recording
         self._generators = GeneratorStates((torch.default_generator,))
-        self._elsewhere: list[torch.Tensor] = []  # lives until the next scope begins
+        self._elsewhere: list[torch.Tensor] = []  # kept alive until the next scope begins
         self.failure: Exception | None = None
 
     def __call__(self, scope: int, run: BoundRun) -> None:
-        """Call an op, and put its results where the plan has them."""
         update = run.func if isinstance(run.func, UpdateOn) else None
         if update is not None and self.failure is not None:
             return
@@ -183,18 +171,17 @@ class _Calls:
         self._ends[run.index] = perf_counter()
 
     def run_all(self, runs: Sequence[BoundRun], copying: Copying, replayed: _Replayed | None) -> None:
-        """Call all ops in their order; with ``replayed``, native code calls those that were recorded."""
-        until = None if replayed is None else replayed.until
+        span_ends = None if replayed is None else replayed.until
         lender = self._lender
         stops = None if lender is None else lender.flag
         index = 0
         while index < len(runs):
             run = runs[index]
             try:
-                end = index if until is None else until[index]
+                end = index if span_ends is None else span_ends[index]
                 if replayed is not None and end > index:
-                    given = (self._table, self._starts, self._ends)
-                    index = replayed.replay.run(index, end, *given, queues=copying, stops=stops)
+                    times = (self._table, self._starts, self._ends)
+                    index = replayed.replay.run(index, end, *times, queues=copying, stops=stops)
                     if lender is None or not lender.is_active:
                         continue
                     self._table.end()
@@ -216,15 +203,15 @@ class _Calls:
             replayed.replay.let_go()
 
     def settle(self, lender: Lender) -> None:
-        """Restore the planned state of the arena after an op that was lent memory."""
+        """Restore the planned contents of the arena after an op that was lent memory."""
         self._table.end()
         self._elsewhere.clear()
         lender.settle()
 
     def _run(self, scope: int, run: BoundRun) -> None:
-        expected = self._taken is not None and self._taken.replay.expect(run)
+        will_record = self._taken is not None and self._taken.replay.expect(run)
         out = run.func(*run.args, **run.kwargs)
-        if expected and self._taken is not None:
+        if will_record and self._taken is not None:
             self._taken.taken[scope] = self._taken.replay.take(scope, run, scope)
         if run.results:
             leaves = (out,) if isinstance(out, torch.Tensor) else internals.result_leaves(out)
@@ -232,27 +219,24 @@ class _Calls:
 
 
 def _keep_what_stays(table: ScopeTable, update: UpdateOn, lender: Lender | None) -> None:
-    """Move unplanned tensors that an optimizer has made and keeps to memory of their own."""
-    moved: dict[int, list[torch.Tensor]] = {}
+    """Move unplanned tensors that an optimizer has created and keeps to memory of their own."""
+    by_storage: dict[int, list[torch.Tensor]] = {}
     for tensor in update.kept_by_optimizer():
         if is_in_host_memory(tensor) and table.passes(tensor):
-            moved.setdefault(internals.storage_key(tensor), []).append(tensor)
-    if moved:
-        _log.info("%s keeps what the plan has no place for; it lies beside the arena until the next call", update.name)
-    for tensors in moved.values():
+            by_storage.setdefault(internals.storage_key(tensor), []).append(tensor)
+    if by_storage:
+        _log.info("%s keeps tensors that are not in the plan, outside of the arena until the next call", update.name)
+    for tensors in by_storage.values():
         with table.unbounded():
-            before = internals.storage_bytes(tensors[0])
-            there = None if lender is None else lender.keep(before.numel())
-            own = before.clone() if there is None else there.copy_(before)
+            old_bytes = internals.storage_bytes(tensors[0])
+            home_bytes = None if lender is None else lender.keep(old_bytes.numel())
+            new_bytes = old_bytes.clone() if home_bytes is None else home_bytes.copy_(old_bytes)
         for tensor in tensors:
-            move_onto(tensor, own)
+            move_onto(tensor, new_bytes)
 
 
 class CpuEngine:
-    """The copy threads, the thread of collectives, and the loop that runs ops.
-
-    Use one at a time per process. ``homes`` are nearest first; ``replay`` lets native code call ops.
-    """
+    """Runs steps on the CPU; use one at a time per process. ``homes`` are nearest first."""
 
     def __init__(self, homes: Sequence[HomeStore], *, replay: bool = True) -> None:
         self._replays = replay
@@ -265,13 +249,12 @@ class CpuEngine:
         self._communicator: _Communicator | None = None
         self._replayed: WeakKeyDictionary[Bound, _Replayed] = WeakKeyDictionary()
         self.update_failure: Exception | None = None
-        self._seconds = 0.0  # that the last step took
+        self._seconds = 0.0  # duration of the last step
         self._steps = 0
         self._starts: array[float] = array("d")
         self._ends: array[float] = array("d")
 
     def reached(self) -> Reached:
-        """Return how far the last step came."""
         return Reached.at(self._starts, self._ends)
 
     def close(self) -> None:
@@ -281,7 +264,7 @@ class CpuEngine:
         self._copying.close()
 
     def synchronize(self) -> None:
-        """Do nothing: nothing is under way between two steps."""
+        """Return at once: between two steps all queues are idle."""
 
     def forget(self) -> None:
         self._slots, self._ports = {}, {}
@@ -289,14 +272,13 @@ class CpuEngine:
     def run(
         self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Run one step and return when all queues are empty."""
         count, arena = len(bound.program.instructions), bound.arena
         starts, ends = self._starts, self._ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
         if not isinstance(arena, Arena):
-            raise StateError("a step on the CPU was given an arena elsewhere")
+            raise StateError("the CPU engine was given an arena on another device")
         self._slots, self._ports = slots, ports
         begin = perf_counter()
-        # No local variable may hold a failure: its traceback refers to this frame, and with it to program and arena.
+        # Keep no failure in a local variable: its traceback refers to this frame, and so to the program and the arena.
         try:
             self._run_queues(bound, arena, table)
             if self._copying.failure is not None:
@@ -311,21 +293,21 @@ class CpuEngine:
         )
 
     def _run_queues(self, bound: Bound, arena: Arena, table: ScopeTable) -> None:
-        """Run all queues to their ends; what failed in another one than that of ops is ``Copying.failure``."""
+        """Run all queues to their ends; ``Copying.failure`` has an error of any queue but that of ops."""
         copying, starts, ends = self._copying, self._starts, self._ends
-        # Whose end is waited for is known before it begins: a signal may come in between.
-        resting: list[Callable[[], None]] = []
+        # Each queue is listed before it begins, since a signal may arrive in between.
+        finishers: list[Callable[[], None]] = []
         lender: Lender | None = None
         self.update_failure = None
         reporting = _Reporting(copying)
         try:
             with reporting:
                 copies = self._copies_of(bound, arena)
-                resting.append(copying.finish)
+                finishers.append(copying.finish)
                 copying.begin(copies, self._ports, starts, ends)
                 if bound.collectives:
                     communicator = self._talking()
-                    resting.append(communicator.finish)
+                    finishers.append(communicator.finish)
                     communicator.begin(bound.collectives, starts, ends)
                 lender = self._lender_of(arena)
                 with internals.below_autograd():
@@ -337,10 +319,10 @@ class CpuEngine:
                     with reporting:
                         lender.end()
             finally:
-                _finish(resting, copying)
+                _finish(finishers, copying)
 
     def _lender_of(self, arena: Arena) -> Lender | None:
-        """Return the arena's lender, after telling it how to stop the other queues."""
+        """Return the arena's lender, after passing it functions that pause and resume the other queues."""
         lender, copying, communicator = arena.lender, self._copying, self._communicator
         if lender is None:
             return None
@@ -359,7 +341,6 @@ class CpuEngine:
         return lender
 
     def _talking(self) -> _Communicator:
-        """Return the started thread of collectives."""
         if self._communicator is None:
             end_when_threads_rest()
             self._communicator = _Communicator(self._copying)
@@ -367,25 +348,24 @@ class CpuEngine:
         return self._communicator
 
     def _copies_of(self, bound: Bound, arena: Arena) -> Copies:
-        found = self._copies.get(bound)
-        if found is None or found.slots != self._slots:
-            found = self._copies[bound] = copies_of(bound, arena, self._slots, self._homes, self._queues)
-        return found
+        copies = self._copies.get(bound)
+        if copies is None or copies.slots != self._slots:
+            copies = self._copies[bound] = copies_of(bound, arena, self._slots, self._homes, self._queues)
+        return copies
 
     def _replay(self, bound: Bound) -> _Replayed | None:
         """Return the recorded calls of a program; None if Python calls its ops in this step."""
         if not self._replays or not internals.replayable():
             return None
-        if (found := self._replayed.get(bound)) is not None:
-            return found
+        if (replayed := self._replayed.get(bound)) is not None:
+            return replayed
         if not self._steps or not is_worth_it(len(bound.runs), self._seconds):
             return None
         count = len(bound.runs)
-        made = self._replayed[bound] = _Replayed(Replay(load_native(), count), [False] * count)
-        return made
+        recording = self._replayed[bound] = _Replayed(Replay(load_native(), count), [False] * count)
+        return recording
 
     def _compute(self, bound: Bound, table: ScopeTable, lender: Lender | None) -> Exception | None:
-        """Run all ops; returns what an optimizer's code has raised."""
         replayed = self._replay(bound)
         is_new = replayed is not None and replayed.until is None
         calls = _Calls(table, self._starts, self._ends, replayed if is_new else None, lender)
@@ -402,13 +382,13 @@ class CpuEngine:
         return calls.failure
 
 
-def _finish(resting: Sequence[Callable[[], None]], copying: Copying) -> None:
-    """Return when no copy and no collective is under way, whatever is raised meanwhile."""
+def _finish(finishers: Sequence[Callable[[], None]], copying: Copying) -> None:
+    """Wait until no copy and no collective is running, even if signal handlers raise exceptions."""
     interrupted: BaseException | None = None
-    for rests in resting:
+    for finish in finishers:
         while True:
             try:
-                rests()
+                finish()
                 break
             except BaseException as error:  # the handler of a signal
                 copying.fail(error)
@@ -417,7 +397,7 @@ def _finish(resting: Sequence[Callable[[], None]], copying: Copying) -> None:
         try:
             raise interrupted
         finally:
-            del interrupted  # its traceback refers to this frame
+            del interrupted  # its traceback refers to this frame, which would be a cycle
 
 
 def _communicate(run: BoundRun) -> None:
@@ -426,8 +406,8 @@ def _communicate(run: BoundRun) -> None:
             run.func(*run.args, **run.kwargs)
     except Exception as error:
         raise CommunicationError(
-            f"{run.func} failed: {error}. Another process has ended, or did not come to it within the timeout of the "
-            "process group; end this one as well, and let torchrun start all of them again"
+            f"{run.func} failed: {error}. Another process has ended, or did not reach this collective within the "
+            "timeout of the process group; end this process as well, and restart all of them with torchrun"
         ) from error
 
 

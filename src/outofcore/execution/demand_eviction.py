@@ -1,16 +1,13 @@
-"""Demand eviction: make room for an unplanned request while the op that asks runs.
+"""Demand eviction: make room for an unplanned request while the op that made it runs.
 
 The memory of an op may depend on values: a matrix exponential of larger numbers, an optimizer that factorises every
 tenth step. Such a request gets an address in the arena's *annex*, which has addresses and no memory. For each of its
-pages one of the arena gives its memory back: first pages that hold nothing at this point of the program, then pages
-that the op does not touch. Those are written to a home, and read back when the op has ended, before any other
-instruction begins. So the arena with its annex stays within the budget, and no instruction sees a difference. Copies
-are paused meanwhile.
+pages a page of the arena releases its memory: free pages first, then pages that the op does not touch. These are
+evicted, and fetched when the op has ended, before any other instruction begins. Copies are paused meanwhile.
 
-If all that can be evicted is not enough, the request is refused while the step can be undone: the step is planned and
-called again with it. After parameters have been updated the step must end instead: the op gets memory of a home (host
-memory, or pages of a file that the system writes out), and a warning names the op. The same holds for what an optimizer
-makes and keeps. The budget is exceeded only where no home has room.
+If too few pages can be evicted, the request is refused while the step can be undone: the step is planned again with the
+request, and repeated. After parameters have been updated the step must end instead, and the op gets memory of a home.
+The budget is exceeded only where no home has room.
 """
 
 from __future__ import annotations
@@ -45,28 +42,15 @@ _Pages = npt.NDArray[np.uint8]
 
 
 class _Page(IntEnum):
-    """What a page of the arena holds."""
-
     FREE = 0
-    HELD = 1  # what may be evicted
-    PINNED = 2  # what the running op uses
+    HELD = 1  # may be evicted
+    PINNED = 2  # in use by the running op
 
 
 class DemandEviction:
     """Serves the unplanned requests of one program's ops within ``budget`` bytes.
 
-    The budget covers the arena, its annex and what lives outside of them. ``slots`` are of the homes, nearest first.
-
-    Attributes:
-        undo: tells how long a request can be refused.
-        is_active: whether the running op has been lent memory.
-        flag: the address of a number that is then not 0.
-        may_refuse: False where other processes wait for the step to end.
-        refused: the op whose request was refused in this step, and the bytes it asked for.
-        error: why evicting failed, if that is why it was refused.
-        peak_bytes: the maximum in use when memory was lent.
-        evicted_bytes: written to a home so far.
-        overflow_bytes: of homes, that ops worked on so far.
+    The budget covers the arena, its annex and off-plan memory elsewhere. ``slots`` are by home, nearest first.
     """
 
     def __init__(
@@ -83,19 +67,19 @@ class DemandEviction:
         self._pause: Callable[[], object] = _nothing
         self._resume: Callable[[], object] = _nothing
         self._flag = ctypes.c_int64(0)
-        self.flag = ctypes.addressof(self._flag)
-        self.is_active = False
-        self.may_refuse = True
-        self.refused: tuple[Op, int] | None = None
-        self.error: OutOfCoreError | None = None
+        self.flag = ctypes.addressof(self._flag)  # not 0 while active
+        self.is_active = False  # whether the running op has been lent memory
+        self.may_refuse = True  # False where other processes wait for the step to end
+        self.refused: tuple[Op, int] | None = None  # op and bytes of this step's refused request
+        self.error: OutOfCoreError | None = None  # the failed eviction behind it
         self.peak_bytes = self.evicted_bytes = self.overflow_bytes = 0
-        self.is_lost = False
+        self.is_lost = False  # whether evicted bytes could not be fetched
         self._overflowing: set[int] = set()  # ops of this step
         self._pages: _Pages = np.zeros(0, np.uint8)
-        self._evicted: list[tuple[int, int, Piece]] = []  # offset in the arena, home, where
+        self._evicted: list[tuple[int, int, Piece]] = []  # offset in the arena, home, piece of its slot
         self._lent: dict[int, int] = {}  # bytes of the annex by address
         self._faces: dict[int, tuple[torch.Tensor, Slots, int]] = {}  # memory of homes by address, and its slot
-        # An op that keeps its memory beyond the step, as a cache of its own, is never to lose it.
+        # An op may keep memory beyond the step, as a cache of its own, and must never lose it.
         weakref.finalize(self, _strand, self._faces).atexit = False
         this = weakref.ref(self)
 
@@ -103,7 +87,7 @@ class DemandEviction:
             lender = this()
             return Answer.REFUSE if lender is None else lender._serve(count, scope)
 
-        # No collector of garbage sees through it: it must not refer to what refers to it.
+        # The garbage collector cannot see through a native callback, so it must not refer to ``self`` strongly.
         self._callback = native_callback(serve, ctypes.c_int64, ctypes.c_int64, failed=Answer.REFUSE)
         planned = round_up(program.arena_bytes, PAGE_BYTES)
         arena.discard(planned, arena.bytes - planned)
@@ -111,7 +95,6 @@ class DemandEviction:
 
     @property
     def has_overflowed(self) -> bool:
-        """Whether a home had to serve a request of the last step that the budget could not hold."""
         return bool(self._overflowing)
 
     def begin(
@@ -148,7 +131,6 @@ class DemandEviction:
     # Serving
 
     def _serve(self, count: int, scope: int) -> int:
-        """Answer a request of a scope's op (see ``Arena.set_lender``)."""
         try:
             address = self._lend(round_up(count, PAGE_BYTES), scope)
         except OutOfCoreError as error:
@@ -159,40 +141,40 @@ class DemandEviction:
         if self.may_refuse and self.undo.is_possible(Reached.at(self._starts, self._ends)):
             self.refused = op, count
             return Answer.REFUSE
-        found = self._overflow(count)
+        overflow = self._overflow(count)
         if op.id not in self._overflowing:
             self._overflowing.add(op.id)
-            where = "lies beyond the budget" if found is None else f"lies in the home ({found[1]})"
+            location = "is beyond the budget" if overflow is None else f"is in the home ({overflow[1]})"
             _log.warning(
                 "%s asked for %s and more beyond its plan after parameters had been updated, which the budget of %s "
-                "cannot hold; so that the step can end it %s; the next step is planned with it",
+                "cannot hold; this step must end, so the memory %s; the next step is planned with it",
                 op.text,
                 format_bytes(count),
                 format_bytes(self._budget),
-                where,
+                location,
             )
-        return Answer.EXCEED if found is None else found[0]
+        return Answer.EXCEED if overflow is None else overflow[0]
 
     def _overflow(self, count: int) -> tuple[int, str] | None:
-        """Return the address of memory of a home, and the home's name; None if no home has room."""
-        for face, slots, _ in self._faces.values():  # the system may write out what earlier requests got
+        """Return the address of memory in a home, and the home's name; None if no home has room."""
+        for face, slots, _ in self._faces.values():  # lets the system write out earlier requests
             slots.home.drop_cache(face)
-        found = _face(self._slots, count)
-        if found is None:
+        overflow = _face(self._slots, count)
+        if overflow is None:
             return None
-        face, slots, _ = found
-        self._faces[face.data_ptr()] = found
+        face, slots, _ = overflow
+        self._faces[face.data_ptr()] = overflow
         self.overflow_bytes += count
         return face.data_ptr(), slots.home.name
 
     def keep(self, count: int) -> torch.Tensor | None:
-        """Return home memory for what an optimizer keeps if the budget has no room; None if ordinary memory will do."""
+        """Return home memory for an optimizer's new state; None if ordinary memory fits, or no home has room."""
         if self._arena.counters().live_bytes + count <= self._arena.reserve:
             return None
-        found = _face(self._slots, count)
-        if found is None:
+        overflow = _face(self._slots, count)
+        if overflow is None:
             return None
-        face, slots, offset = found
+        face, slots, offset = overflow
         self.overflow_bytes += count
         return lasting_tensor(face.data_ptr(), count, partial(_give, slots, offset, face))
 
@@ -203,13 +185,13 @@ class DemandEviction:
         return self._captured.graph.ops[run.op]
 
     def _lend(self, count: int, scope: int) -> int | None:
-        """Return an address of whole pages; None if they cannot be freed."""
+        """Return an address of whole pages for a request; None if too few pages can be evicted."""
         self._activate()
         self._reap()
         address = self._fit(count)
-        held = int(np.count_nonzero(self._pages)) * PAGE_BYTES
-        # What lies outside, a library's cache perhaps, is not ours to evict.
-        used = held + sum(self._lent.values()) + self._arena.counters().live_bytes
+        occupied = int(np.count_nonzero(self._pages)) * PAGE_BYTES
+        # Live bytes outside of the arena, such as a library's cache, cannot be evicted.
+        used = occupied + sum(self._lent.values()) + self._arena.counters().live_bytes
         missing = max(used + count - self._budget, 0)
         if address is None or missing > int(np.count_nonzero(self._pages == _Page.HELD)) * PAGE_BYTES:
             return None
@@ -219,7 +201,7 @@ class DemandEviction:
         return address
 
     def _activate(self) -> None:
-        """Pause copies, find what each page holds, and give back the memory of empty ones."""
+        """Pause copies, classify each page, and release the memory of free ones."""
         if self.is_active:
             return
         self._pause()
@@ -229,7 +211,6 @@ class DemandEviction:
             self._arena.discard(first * PAGE_BYTES, (last - first) * PAGE_BYTES)
 
     def _reap(self) -> None:
-        """Release pieces that are no longer in use."""
         live = self._arena.lent()
         for address in [address for address in self._lent if address not in live]:
             advise_pages(address, self._lent.pop(address), mmap.MADV_DONTNEED)
@@ -248,19 +229,19 @@ class DemandEviction:
         return start if end - start >= count else None
 
     def _evict(self, count: int) -> None:
-        """Write pages that the op does not touch to a home, and give their memory back."""
+        """Write pages that the op does not touch to a home, and release their memory."""
         for first, last in sorted(_runs(self._pages == _Page.HELD), key=lambda run: run[0] - run[1]):
             if count <= 0:
                 return
             size = min((last - first) * PAGE_BYTES, round_up(count, PAGE_BYTES))
             home, pieces = self._room(size)
-            at = first * PAGE_BYTES
+            start = first * PAGE_BYTES
             for piece in pieces:
-                self._arena.save(at, piece.bytes, self._slots[home].home, piece.offset)
-                self._evicted.append((at, home, piece))
-                self._arena.discard(at, piece.bytes)
-                self._pages[at // PAGE_BYTES : (at + piece.bytes) // PAGE_BYTES] = _Page.FREE
-                at += piece.bytes
+                self._arena.save(start, piece.bytes, self._slots[home].home, piece.offset)
+                self._evicted.append((start, home, piece))
+                self._arena.discard(start, piece.bytes)
+                self._pages[start // PAGE_BYTES : (start + piece.bytes) // PAGE_BYTES] = _Page.FREE
+                start += piece.bytes
             count -= size
             self.evicted_bytes += size
 
@@ -271,13 +252,13 @@ class DemandEviction:
                 return home, slots.take_pieces(count)
             except SpillError as error:
                 refusals.append(str(error))
-        raise SpillError("; ".join(refusals) or "there is no home that an op's surroundings could be evicted to")
+        raise SpillError("; ".join(refusals) or "there is no home to evict pages to")
 
-    # What the arena holds
+    # Contents of the arena
 
     def _survey(self) -> _Pages:
         pages = np.zeros(self._arena.bytes // PAGE_BYTES, np.uint8)
-        # Small blocks share pages: what is pinned must stay.
+        # Small blocks share pages, so pinned pages are marked last.
         for block in self._program.blocks:
             if block.bytes and self._holds(block):
                 pages[_pages(block)] = _Page.HELD
@@ -290,7 +271,6 @@ class DemandEviction:
         return pages
 
     def _holds(self, block: Block) -> bool:
-        """Return whether bytes of a block may be used later."""
         users = self._uses[block.id]
         if not block.wraps:
             waits = block.dies >= len(self._program.instructions) or self._is_awaited(users)
@@ -317,7 +297,7 @@ def _pages(block: Block) -> slice:
 
 
 def _face(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int] | None:
-    """Return a new slot of a home as a tensor, the home and the offset; None if no home has room."""
+    """Return a new slot of a home as a tensor, its slots and its offset; None if no home has room."""
     for slots in homes:
         try:
             offset = slots.take(count)
@@ -331,15 +311,13 @@ def _face(homes: Sequence[Slots], count: int) -> tuple[torch.Tensor, Slots, int]
 
 
 def _give(slots: Slots, offset: int, face: torch.Tensor) -> None:
-    """Release a slot whose face was in use until now."""
     slots.give(offset, face.numel())
 
 
-_stranded: list[object] = []  # memory that outlives its lender, kept as long as the process
+_stranded: list[object] = []  # memory that outlives its lender, kept until the process ends
 
 
 def _strand(faces: dict[int, tuple[torch.Tensor, Slots, int]]) -> None:
-    """Keep memory that ops still have when their lender is gone."""
     if faces:
         _stranded.append(faces)
 
@@ -350,11 +328,11 @@ def blocks_of(instruction: Run | CopyIn | CopyOut) -> tuple[int, ...]:
     return instruction.blocks if instruction.workspace is None else (*instruction.blocks, instruction.workspace)
 
 
-def _runs(chosen: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Return the stretches of chosen pages, as first and last + 1."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], chosen.view(np.int8), [0]))))
+def _runs(selected: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return the ranges of selected pages as (first, last + 1)."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], selected.view(np.int8), [0]))))
     return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
 
 
 def _nothing() -> None:
-    """Stands in for queues where none runs."""
+    """Stub of ``pause`` and ``resume`` between steps."""

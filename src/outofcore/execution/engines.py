@@ -22,14 +22,13 @@ class Port(NamedTuple):
 
     address: int
     bytes: int
-    tensor: torch.Tensor  # that begins there
+    tensor: torch.Tensor  # begins at the address
 
 
 class Engine(Protocol):
-    """Runs bound programs.
+    """Runs bound programs on a device.
 
-    ``update_failure`` is what an optimizer's code raised in the last step; its later updates were skipped, and
-    everything else was done.
+    ``update_failure`` is the exception of an optimizer's code in the last step, which skipped its later updates.
     """
 
     update_failure: Exception | None
@@ -37,36 +36,30 @@ class Engine(Protocol):
     def run(
         self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Run one step, and return when everything ran; steps that are not measured give the last measured times.
+        """Run one step to its end and return its timeline, or the last measured one.
 
-        ``slots`` has by copy index the pieces of the block at its home; copies without a slot use the caller's memory
-        in ``ports``. Raises ``TransferError`` if a copy failed, and
-        ``ArenaError`` if an op requested more memory than was planned and reserved.
+        Copies without an entry in ``slots`` use the caller's memory in ``ports``. Raises ``TransferError`` if a copy
+        failed, and ``ArenaError`` if an op requested more memory than was planned and reserved.
         """
         ...
 
     def reached(self) -> Reached | None:
-        """Return how far the last step came, of which nothing is under way; None if the device failed."""
+        """Return the progress of the last step, which must be idle; None if the device failed."""
         ...
 
-    def synchronize(self) -> None:
-        """Return when everything issued is done."""
-        ...
+    def synchronize(self) -> None: ...
 
     def forget(self) -> None:
-        """Release references to the last step, which would keep its arena's memory; nothing is under way."""
+        """Release references to the last step, which keep its arena's memory alive."""
         ...
 
-    def close(self) -> None:
-        """End the engine's threads. May be called again."""
-        ...
+    def close(self) -> None: ...
 
 
 class GeneratorStates:
-    """The states of random generators that one step needs to draw the same numbers again.
+    """States of random generators that a step saves to draw the same numbers when it runs an op again.
 
-    A state takes up to 5 KB of ordinary memory. Another thread that draws from such a generator while an op runs again
-    gets the numbers of that op.
+    Another thread that draws from such a generator while an op runs again gets the numbers of that op.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
@@ -75,7 +68,7 @@ class GeneratorStates:
         self._current: list[torch.Tensor] = []
 
     def before(self, run: BoundRun) -> None:
-        """Save the states before an op's first run, or restore them for another."""
+        """Save the states before an op's first run, or restore them before a later one."""
         states = [generator.get_state() for generator in self._generators]
         if run.draws is Draws.FIRST:
             self._saved[run.op] = states
@@ -84,7 +77,6 @@ class GeneratorStates:
             self._set(self._saved[run.op])
 
     def after(self) -> None:
-        """Reset the generators to where they were before the op ran again."""
         self._set(self._current)
 
     def forget(self) -> None:
@@ -97,15 +89,15 @@ class GeneratorStates:
 
 
 def place_results(run: BoundRun, results: Sequence[Any]) -> list[torch.Tensor]:
-    """Copy an op's result leaves to where the plan has them, and return those that were elsewhere.
+    """Copy an op's results to their planned places, and return the tensors that were elsewhere.
 
-    The caller must keep the returned tensors until the op's scope has ended: what is freed in it is taken for scratch
-    memory (see ``requests_seen``).
+    The caller must keep these until the op's scope has ended, or they count as scratch memory (see
+    ``derive_requests``).
     """
-    elsewhere: list[torch.Tensor] = []
+    misplaced: list[torch.Tensor] = []
     for leaf, address, target, stride in run.results:
         result = results[leaf]
         if result.data_ptr() != address or result.stride() != stride:
             target.copy_(result.clone() if result.data_ptr() == address else result)
-            elsewhere.append(result)
-    return elsewhere
+            misplaced.append(result)
+    return misplaced

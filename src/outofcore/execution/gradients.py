@@ -1,4 +1,4 @@
-"""The user's gradients around a step: which ones it reads, leaves behind and clears."""
+"""The user's gradients around a step: which ones it reads, produces and clears."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from outofcore.program import Program
 
 
 class StepGradients:
-    """The gradients of one program; ``states`` are those of the capture by storage."""
-
     def __init__(self, captured: Captured, program: Program, keeper: StateKeeper, states: dict[int, State]) -> None:
         self._captured = captured
         self._keeper = keeper
         self._left = {
-            left.value: (captured.states[left.parameter], keeper.gradient(captured, left))
-            for left in captured.gradients_left
+            produced.value: (captured.states[produced.parameter], keeper.gradient(captured, produced))
+            for produced in captured.gradients_left
         }
         end = len(program.instructions)
         blocks = {b.storage: b for b in program.blocks if b.storage in program.staying and b.dies == end}
-        # Of the gradients left, where those are that stay in the arena: offsets by value.
+        # Offsets of the gradients that stay in the arena, by value.
         self._staying = {
             index: blocks[storage].offset
             for index in self._left
@@ -40,7 +38,7 @@ class StepGradients:
         ]
 
     def at_home(self) -> dict[int, State]:
-        """Return by storage the gradients that the step writes to a slot that stays."""
+        """Return by storage the gradients that the step writes to a slot and leaves there."""
         return {
             self._captured.values[index].storage: state
             for index, (_, state) in self._left.items()
@@ -48,22 +46,21 @@ class StepGradients:
         }
 
     def in_arena(self) -> set[int]:
-        """Return the storages of the gradients that stay in the arena."""
         return {self._captured.values[index].storage for index in self._staying}
 
     def take_over(self) -> None:
-        """Take over the gradients that the user has replaced or taken away."""
+        """Adopt the gradients that the user has replaced, and drop the removed ones."""
         for binding, state in self._left.values():
-            # What the step clears lives on for others who have it.
-            held = references_to(state.windows[0].tensor) > state.references
-            if held or parameter_of(binding).grad is not state.windows[0].tensor:
+            # A gradient that the step clears must survive for other references to it.
+            is_referenced = references_to(state.windows[0].tensor) > state.references
+            if is_referenced or parameter_of(binding).grad is not state.windows[0].tensor:
                 self._keeper.taken(state)
         for binding, state in self._accumulated:
             self._keeper.rebind(state, binding, self._live(binding))
             state.lay(binding.key, self._captured.values[binding.value])
 
     def show(self, arena: Memory, results: dict[int, torch.Tensor]) -> None:
-        """Give the user the gradients of a step; ``results`` has by storage those in memory of their own."""
+        """Set the user's ``.grad`` after a step; ``results`` has small gradients by storage."""
         for index, (parameter, state) in self._left.items():
             value = self._captured.values[index]
             if index in self._staying:
@@ -81,7 +78,7 @@ class StepGradients:
                 self._keeper.forget(state, binding)
 
     def leave_arena(self) -> None:
-        """Remove the gradients in the arena from the user's parameters: other bytes may be there now."""
+        """Detach gradients in the arena from the user's parameters: their memory may be reused."""
         for index in self._staying:
             parameter, state = self._left[index]
             if state.place is Place.ARENA:
@@ -90,12 +87,10 @@ class StepGradients:
                 self._keeper.taken(state)
 
     def _owner(self, binding: StateBinding) -> torch.Tensor:
-        """Return the parameter whose gradient a binding is."""
         key = binding.key.removesuffix(".grad")
         return parameter_of(next(b for b in self._captured.states if b.key == key))
 
     def _live(self, binding: StateBinding) -> torch.Tensor:
-        """Return the user's current gradient; raises ``StateError`` if there is none although one was captured."""
         gradient = self._owner(binding).grad
         if gradient is None:
             raise StateError(f"{binding.key} was there when the step was captured and is None now")
@@ -103,7 +98,6 @@ class StepGradients:
 
 
 def parameter_of(binding: StateBinding) -> torch.Tensor:
-    """Return the user's own parameter of a binding; raises ``StateError`` if the user has none."""
     if binding.tensor is None:
         raise StateError(f"{binding.key} is not a parameter of the model")
     return binding.tensor

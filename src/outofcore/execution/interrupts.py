@@ -1,7 +1,4 @@
-"""Decide what Ctrl-C and SIGTERM do during a step: the step ends first, so the model is never part old and part new.
-
-``session.Outcome`` says what an exception did to the model.
-"""
+"""Defer Ctrl-C and SIGTERM to the end of a step, so that no interrupt leaves a model half updated."""
 
 from __future__ import annotations
 
@@ -14,32 +11,26 @@ from typing import Any, Self
 
 _log = logging.getLogger("outofcore")
 
-# A thread that waits wakes as often: a signal that comes as it falls asleep is handled when it next wakes.
+# Waiting threads wake at this interval: a signal that arrives as a thread falls asleep is handled at the next wake-up.
 SIGNALS_SECONDS = 0.05
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Deferred:
-    """In ``with Deferred(what):`` signals that have a handler in Python are kept for its end.
+    """A context that defers signals with a Python handler to its end: ``with DeferredSignals(activity):``.
 
-    The second one (or the third, see ``stops``) is handled at once if ``may_stop`` allows it; if its handler raises, as
-    Ctrl-C's does, the block is left. Further ones are dropped until the block has cleaned up. Signals without such a
-    handler, as SIGTERM by default, do what they always do. Outside of the main thread, where handlers never run, this
-    does nothing.
-
-    Args:
-        what: what goes on to its end, for the log.
-        stops: which signal is handled at once. During a capture PyTorch calls Python from places where an exception
-            would end the process: there it is the third, so that two in a row do no harm.
-        may_stop: whether the block may be left half way now.
+    The second signal (the third with ``stops=3``) is handled at once if ``may_stop`` allows it, and leaves the block if
+    its handler raises. Later signals are dropped until the block has cleaned up. A capture needs ``stops=3``: PyTorch
+    calls Python from places where an exception would end the process. Outside of the main thread the context has no
+    effect.
     """
 
-    def __init__(self, what: str, *, stops: int = 2, may_stop: Callable[[], bool] = lambda: True) -> None:
-        self._what = what
+    def __init__(self, activity: str, *, stops: int = 2, may_stop: Callable[[], bool] = lambda: True) -> None:
+        self._what = activity
         self._stops = stops
         self._may_stop = may_stop
-        self._is_told = False  # whether a handler was called
+        self._is_told = False
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._pending: list[tuple[int, FrameType | None]] = []
 
@@ -56,10 +47,10 @@ class Deferred:
         self._pending.append((number, frame))
         if len(self._pending) == 1:
             _log.warning(
-                "%s: %s is brought to its end first; %s stops it half way",
+                "%s: waiting for %s to finish; %s stops it half way",
                 signal.Signals(number).name,
                 self._what,
-                "another one" if self._stops == 2 else "a third one",
+                "a second signal" if self._stops == 2 else "a third signal",
             )
         elif len(self._pending) >= self._stops and not self._is_told:
             if self._may_stop():
@@ -67,8 +58,8 @@ class Deferred:
                 self._handlers[number](number, frame)
             elif len(self._pending) == self._stops:
                 _log.warning(
-                    "parameters are being updated, and would be part old and part new: %s is brought to its end all "
-                    "the same; SIGQUIT (Ctrl-\\) or SIGKILL ends the process",
+                    "parameters are being updated, and stopping now would leave only some of them updated: waiting for "
+                    "%s to finish; SIGQUIT (Ctrl-\\) or SIGKILL ends the process",
                     self._what,
                 )
 

@@ -1,10 +1,8 @@
-"""The tensors that persist across steps: where their bytes are between steps, and how they get there.
+"""The tensors that persist across steps: where their bytes are between steps, and how they move.
 
-``Place`` names where they can be, ``TRANSITIONS`` how they get from one place to another (both in ``aliases``).
-
-Between two steps each of them has a *face*: the bytes that the user's own tensor object points to. Those are always
-current, because a step ends with each state in a fixed place: in the arena for resident ones, at home for the rest. So
-reading a parameter, changing it in place, saving a state dict or evaluating the model needs nothing special.
+Between two steps the user's own tensor objects point to the current bytes, because a step ends with each state in a
+fixed place: resident ones in the arena, all others at home. So reading a parameter, changing it in place, saving a
+state dict or evaluating the model needs no special calls.
 """
 
 from __future__ import annotations
@@ -42,10 +40,7 @@ _log = logging.getLogger("outofcore")
 
 
 class StateKeeper:
-    """Knows the states of all captures of a step, and what the user has done to their tensors.
-
-    ``faces`` are of the homes, nearest first.
-    """
+    """Tracks the states of all captures of a step, and the user's changes to their tensors."""
 
     def __init__(self, faces: Faces) -> None:
         self._faces = faces
@@ -54,23 +49,23 @@ class StateKeeper:
         self.moves = StateMoves(faces, self._states)
         self._by_tensor: dict[str, State] = {}
         self._origins: dict[str, torch.device] = {}
-        self.generation = 0  # how often all states were forgotten
-        self._shared: list[tuple[State, Window]] = []  # what lies in memory that others see
+        self.generation = 0  # number of calls of ``forget_all``
+        self._shared: list[tuple[State, Window]] = []  # states in shared memory
         self._mapped: MappedFiles | None = None
-        self._looked = False  # whether that is what is mapped now
+        self._looked = False  # whether ``_mapping`` is up to date
 
     def adopt(self, captured: Captured) -> dict[int, State]:
-        """Return the states of a capture by storage id, registering new ones; nothing is moved."""
-        found: dict[int, State] = {}
+        """Return the states of a capture by storage id, registering new ones without moving bytes."""
+        states: dict[int, State] = {}
         self._looked = False
         for binding in captured.states:
             value = captured.values[binding.value]
             count = captured.own_bytes(value.storage)
-            state = self._by_tensor.get(binding.key) or found.get(value.storage)
+            state = self._by_tensor.get(binding.key) or states.get(value.storage)
             if state is None:
                 place = Place.UNBORN if binding.tensor is None else Place.OWN
                 state = self._states[binding.key] = State(binding.key, count, place)
-            found[value.storage] = state
+            states[value.storage] = state
             if binding.key not in self._by_tensor:
                 tensor = binding.tensor if binding.tensor is not None else torch.empty(0, dtype=value.dtype)
                 state.origin = self._origins.setdefault(binding.key, tensor.device)
@@ -85,10 +80,10 @@ class StateKeeper:
                 self.rebind(state, binding, binding.tensor)
                 if binding.kind is StorageKind.GRADIENT:
                     state.lay(binding.key, value)
-        return found
+        return states
 
     def _settle(self, state: State) -> None:
-        """Record where the bytes are that the user, a creation at home or another step has brought."""
+        """Record the place of bytes in memory that the user, a creation at home or another step has provided."""
         if state.slot is not None and state.place is Place.HOME:
             return
         face = self._faces.find(state.windows[0].tensor)
@@ -109,11 +104,11 @@ class StateKeeper:
         if state.slot is not None or not state.lies_together() or tensor.untyped_storage().nbytes() != state.bytes:
             return False
         face = self._faces.adopt_mapped(tensor, self._what_is_mapped())
-        known = None if face is None else self._faces.find(face)
-        if face is None or known is None:
+        found_face = None if face is None else self._faces.find(face)
+        if face is None or found_face is None:
             return False
-        known.owned = True
-        state.home, state.slot = known.home, known.offset
+        found_face.owned = True
+        state.home, state.slot = found_face.home, found_face.offset
         state.show(face, Place.HOME)
         return True
 
@@ -126,32 +121,28 @@ class StateKeeper:
         return self._mapped
 
     def _leave_to_others(self, state: State, window: Window) -> bool:
-        """Keep the user's tensor in place if others see its memory; return whether they do."""
+        """Keep the user's tensor in place if its memory is shared; return whether it is."""
         if not self._what_is_mapped().is_shared(window.tensor):
             return False
         window.stay()
         self._shared.append((state, window))
-        _log.info("%s lies in memory that others see, and stays there beside the budget", window.key)
+        _log.info("%s is in shared memory and stays there, outside of the budget", window.key)
         return True
 
     def read_shared(self) -> None:
-        """Copy memory that files or other processes see to where the step expects it.
-
-        Raises ``StateError`` if the user has put something of another shape or dtype there.
-        """
+        """Copy shared memory to the step's tensors; raise ``StateError`` for another shape or dtype."""
         for _, window in self._shared:
             window.read()
 
     def write_shared(self, written: Set[int]) -> None:
-        """Copy the states with these ids, which a step has written, to memory that others see."""
         for state, window in self._shared:
             if id(state) in written:
                 window.write()
 
     def hand_over(self) -> None:
-        """Leave what is at home to whoever needs it next; to be called while nothing is in the arena.
+        """Release the slots of all states at home to their tensors, while the arena is empty.
 
-        It moves to the last home: the next owner could not free the room that it needs at a nearer one.
+        States move to the last home first: the next owner could not free the room that it needs at a nearer one.
         """
         last = len(self.slots) - 1
         for state in self._states.values():
@@ -169,13 +160,12 @@ class StateKeeper:
                 self.moves.vacate(state)
 
     def take_back(self) -> bool:
-        """Find where everything is after others have had it.
+        """Find the bytes of all states after other owners; return False if sharing or layouts have changed.
 
-        Returns False if tensors share memory, or are laid out, otherwise than before. Raises ``StateError`` if
-        something has another shape or dtype.
+        Raises ``StateError`` if a tensor has another shape or dtype.
         """
-        known = [state for state in self._states.values() if state.place is not Place.UNBORN]
-        if shared_otherwise(known) or lie_otherwise(known):
+        existing = [state for state in self._states.values() if state.place is not Place.UNBORN]
+        if shared_otherwise(existing) or lie_otherwise(existing):
             return False
         self._looked = False
         for state in self._states.values():
@@ -185,39 +175,38 @@ class StateKeeper:
         return True
 
     def let_go(self) -> None:
-        """Release the user's replacements of what was shown; ``forget_all`` must follow."""
+        """Release the user's replacements of shown tensors; ``forget_all`` must follow."""
         for state in let_go(self._states.values()):
             self.moves.vacate(state)
             state.lose()
 
     def forget_all(self) -> None:
-        """Forget all states while nothing is in the arena. What is at home stays there."""
+        """Forget all states while the arena is empty; tensors at home stay there."""
         self.hand_over()
         self._states.clear()
         self._by_tensor.clear()
         self._shared.clear()
         self.generation += 1
 
-    def gradient(self, captured: Captured, left: GradientLeft) -> State:
-        """Return the state for a gradient that a step leaves behind."""
-        key = f"{captured.states[left.parameter].key}.grad"
+    def gradient(self, captured: Captured, produced: GradientLeft) -> State:
+        key = f"{captured.states[produced.parameter].key}.grad"
         state = self._by_tensor.get(key)
         if state is None:
-            value = captured.values[left.value]
+            value = captured.values[produced.value]
             state = State(key, captured.own_bytes(value.storage), Place.UNBORN)
             state.windows.append(Window(key, torch.empty(0, dtype=value.dtype), value))
             self._states[key] = self._by_tensor[key] = state
         return state
 
     def tensor(self, binding: StateBinding) -> torch.Tensor:
-        """Return the user's tensor of a binding; for optimizer state that was just created, the one to be shown."""
+        """Return the user's tensor of a binding, or the tensor to show for new optimizer state."""
         for window in self._by_tensor[binding.key].windows:
             if window.key == binding.key:
                 return window.known_as
         raise StateError(f"{binding.key} has no tensor")
 
     def rebind(self, state: State, binding: StateBinding, tensor: torch.Tensor) -> None:
-        """Record the user's new tensor object for a state; raises ``StateError`` for another shape or dtype."""
+        """Record the user's new tensor object for a state; raise ``StateError`` for another shape or dtype."""
         for window in state.windows:
             if window.key != binding.key or window.known_as is tensor:
                 continue
@@ -239,37 +228,33 @@ class StateKeeper:
                 del old
                 self._faces.part(reference())
             take_over([state])
-            # What was written there when it came home is not what is there now.
+            # The bytes at home now differ from the last ones written there.
             self.slots[state.home].home.start()
 
     def taken(self, state: State) -> None:
-        """Handle a gradient that the user has taken away: the next one is another tensor."""
         if state.place is Place.UNBORN:
             return
-        put_aside = state.windows[0].give_up()
+        leftover = state.windows[0].give_up()
         if state.place in (Place.HOME, Place.ARENA):
-            self._faces.part(put_aside)
+            self._faces.part(leftover)
         state.lose()
 
-    def arrived(self, state: State, value: Value, own: torch.Tensor | None) -> torch.Tensor:
-        """Return the tensor of a gradient that a step has just left at its home, or in memory of its own."""
+    def arrived(self, state: State, value: Value, memory: torch.Tensor | None) -> torch.Tensor:
+        """Return the tensor of a gradient that a step has produced at home, or in other ``memory``."""
         state.windows[0].renew(value)
-        state.show(*((self._face(state), Place.HOME) if own is None else (own, Place.OWN)))
+        state.show(*((self._face(state), Place.HOME) if memory is None else (memory, Place.OWN)))
         return state.windows[0].tensor
 
     def stayed(self, state: State, value: Value, arena: Memory, offset: int) -> torch.Tensor:
-        """Return the tensor of a gradient that a step has just left in the arena, where it stays until the next one."""
-        known = state.windows[0].renew(value)
-        if not known or state.place is not Place.ARENA or state.offset_in(arena.address) != offset:
+        """Return the tensor of a gradient that a step has left in the arena until the next step."""
+        is_unchanged = state.windows[0].renew(value)
+        if not is_unchanged or state.place is not Place.ARENA or state.offset_in(arena.address) != offset:
             self.moves.vacate(state)
             state.show(arena.view(offset, state.bytes), Place.ARENA)
         return state.windows[0].tensor
 
     def forget(self, state: State, binding: StateBinding) -> None:
-        """Handle a gradient that the user's step has cleared: only those who still hold it need its bytes.
-
-        The program in the arena still expects a gradient there, so a stand-in replaces it.
-        """
+        """Replace a cleared gradient by a placeholder for the program; other references keep its bytes."""
         for window in state.windows:
             if window.key == binding.key:
                 self._faces.part(window.give_up())
@@ -280,73 +265,71 @@ class StateKeeper:
             state.show(state.shown, state.place)
 
     def refresh(self, *, leaving: bool = False) -> list[str] | None:
-        """Take over the user's replacements of faces, such as by ``p.data = other``, and return their keys.
+        """Adopt the user's replacements of tensors, such as by ``p.data = other``, and return their keys.
 
-        With ``leaving`` others take the model now, whose tensors may share that memory, so it stays in place. Returns
-        None, having taken over nothing, if tensors share memory, or are laid out, otherwise than before. Raises
-        ``StateError`` if the new data has another shape or dtype, or is in memory that processes share.
+        With ``leaving`` the new memory stays in place, since tensors of the model's next owner may share it. Returns
+        None, without any change, if sharing or layouts have changed. Raises ``StateError`` if the new data has another
+        shape or dtype, or is in memory that processes share.
         """
-        unborn = Place.UNBORN  # to look up a member of an enumeration takes longer than to compare with it
-        known = [state for state in self._states.values() if state.place is not unborn]
-        if unmoved(known):
+        unborn = Place.UNBORN  # faster than looking up the enum member in the loop
+        existing = [state for state in self._states.values() if state.place is not unborn]
+        if unmoved(existing):
             return []
-        for state in known:
+        for state in existing:
             state.check_in_place()
         self._looked = False
-        for state in known if not leaving else ():
+        for state in existing if not leaving else ():
             for window in state.windows:
                 if window.users is None and window.moved():
                     self._leave_to_others(state, window)
-        if lie_otherwise(known) or shared_otherwise(known):
+        if lie_otherwise(existing) or shared_otherwise(existing):
             return None
-        for state in known if leaving else ():
+        for state in existing if leaving else ():
             if state.is_elsewhere():
                 self.moves.vacate(state)
                 state.look_at(None)
                 state.become(Place.OWN)
-        return take_over(known)
+        return take_over(existing)
 
     def displaced(self) -> list[str]:
-        """Return the keys of tensors whose memory is not what was last shown."""
         return displaced(self._states.values())
 
     def check(self) -> None:
-        """Check the invariants that hold between two steps; for tests. Raises ``StateError`` that names the state."""
+        """Check the invariants between two steps, for tests; raise ``StateError`` that names the state."""
         spans: dict[object, list[tuple[int, int, str]]] = {}
         for state in self._states.values():
             shown, count = state.shown, placed_bytes(state.bytes)
             if state.place in (Place.HOME, Place.ARENA) and shown is None:
-                raise StateError(f"{state.key} is at {state.place.value}, and nothing shows it: please report it")
+                raise StateError(f"{state.key} is at {state.place.value}, but no tensor shows it: please report it")
             if state.place in (Place.OWN, Place.UNBORN) and shown is not None:
-                raise StateError(f"{state.key} is {state.place.value}, and something is shown for it: please report it")
+                raise StateError(f"{state.key} is {state.place.value}, but a tensor shows it: please report it")
             if state.place is Place.OWN and state.slot is not None:
-                raise StateError(f"{state.key} is {state.place.value}, and has a slot: please report it")
+                raise StateError(f"{state.key} is {state.place.value}, but has a slot: please report it")
             if (state.mark is None) != (state.place is not Place.ARENA or state.slot is None):
-                raise StateError(f"{state.key} is at {state.place.value}, and its copy is unknown: please report it")
+                raise StateError(f"{state.key} is at {state.place.value}, but its home copy is wrong: please report it")
             if state.place is Place.HOME and state.slot is None:
-                raise StateError(f"{state.key} is at home, and has no slot: please report it")
+                raise StateError(f"{state.key} is at home, but has no slot: please report it")
             if state.slot is not None:
                 spans.setdefault(state.home, []).append((state.slot, state.slot + count, state.key))
             if state.place is Place.ARENA and self.moves.arena is not None and state.bytes:
-                at = state.address - self.moves.arena.address
-                spans.setdefault("the arena", []).append((at, at + state.bytes, state.key))
-        for where, found in spans.items():
-            found.sort()
-            for (_, end, one), (start, _, other) in pairwise(found):
+                offset = state.address - self.moves.arena.address
+                spans.setdefault("the arena", []).append((offset, offset + state.bytes, state.key))
+        for region, region_spans in spans.items():
+            region_spans.sort()
+            for (_, end, first_key), (start, _, second_key) in pairwise(region_spans):
                 if start < end:
-                    raise StateError(f"{one} and {other} overlap in {where}: please report it")
+                    raise StateError(f"{first_key} and {second_key} overlap in {region}: please report it")
 
     def _face(self, state: State) -> torch.Tensor:
         slot = self.moves.slot(state)
         return self._faces.show(state.home, slot, state.bytes)
 
     def evacuate(self) -> None:
-        """Move every state with memory of its own off a device, so that an arena has room there."""
+        """Move states in ordinary memory off a device, to make room there for an arena."""
         for state in self._states.values():
             self._bring_own(state, CPU)
 
     def go_back(self) -> None:
-        """Move the user's tensors back to a device once there is no arena."""
         for state in self._states.values():
             if state.origin != CPU:
                 self._bring_own(state, state.origin)
@@ -357,13 +340,11 @@ class StateKeeper:
             state.show(state.bytes_now().to(device), Place.OWN)
 
     def give_back(self) -> None:
-        """Give every state memory of its own, as plain PyTorch has it, on the CPU."""
         for state in self._states.values():
             if state.place in (Place.HOME, Place.ARENA):
                 self.moves.to_own(state)
 
     def give_to_allocator(self) -> None:
-        """Give every state memory of PyTorch's current allocator, and forget all states."""
         for state in self._states.values():
             if state.is_idle():
                 self.moves.discard(state)

@@ -1,4 +1,4 @@
-"""Open devices and homes by the names that users give them; an open home, with its slots and users."""
+"""Open devices and homes by the names that users give them, and track which steps use a home."""
 
 from __future__ import annotations
 
@@ -23,17 +23,12 @@ from outofcore.units import PAGE_BYTES, parse_bytes
 
 
 class OpenHome:
-    """Where bytes are that are not on the device: made by ``outofcore.open_home``; a context manager.
+    """A backing store for bytes that are not on the device; a context manager made by ``open_home``.
 
     Models are created in it (``outofcore.build``, ``outofcore.materialize``), and steps are compiled over it
-    (``outofcore.compile(…, home=…)``). Of several steps that share a home only one has tensors in its arena: calling
-    another one brings them home and releases that arena, so that a step for training and one for evaluation of the same
-    model take the larger of their budgets and not the sum.
-
-    Args:
-        stores: where the bytes are, nearest first.
-        kept: whether the home outlives its steps: what is there stays there when a step is closed; else it moves to
-            ordinary memory with the last step that shares the home.
+    (``outofcore.compile(…, home=…)``). Of several steps that share a home, only one has tensors in its arena. Calling
+    another step moves them home and releases that arena. So a step for training and one for evaluation of the same
+    model take the larger of their budgets, not the sum.
 
     >>> import torch
     >>> import outofcore
@@ -46,7 +41,7 @@ class OpenHome:
     def __init__(self, stores: Sequence[HomeStore], *, kept: bool) -> None:
         self.stores = tuple(stores)
         self.faces = Faces([Slots(store) for store in stores])
-        self.kept = kept
+        self.kept = kept  # whether tensors stay in the home when a step is closed
         self._holders = 1 if kept else 0
         self._closed = False
         self._tenant: tuple[object, Callable[[], None]] | None = None
@@ -59,11 +54,11 @@ class OpenHome:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are in use."""
+        """Bytes in use."""
         return sum(store.bytes for store in self.stores)
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Make a row of elements without contents, which lives in the home if it takes 64 KiB or more.
+        """Return an uninitialized 1-D tensor, which is stored in the home if it takes 64 KiB or more.
 
         Raises:
             SpillError: the home has no room.
@@ -83,41 +78,34 @@ class OpenHome:
         return base.view(dtype)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy elements as ``target.copy_`` does, past the page cache where one of the tensors or both are on a disk.
+        """Copy elements as ``target.copy_`` does, but bypass the page cache for tensors on a disk.
 
-        So what is read or written piece by piece takes no memory beside the pieces. A part of a tensor goes past the
-        cache if it is whole pages, or ends with the tensor.
-
-        Args:
-            source: a tensor, or a slice of one.
-            target: one of the same shape and dtype, which does not overlap it.
+        So copying a large tensor in slices takes no memory apart from the slices. A slice bypasses the cache if it is
+        whole pages, or ends with the tensor. Source and target have the same shape and dtype, and do not overlap.
 
         Raises:
             TransferError: the disk cannot be read or written.
-            SpillError: the home has no room to make a tensor writable that is in somebody else's file.
+            SpillError: the target is in a file that the home does not own, and there is no room for a writable copy.
         """
-        begin, end = self._on_disk(source), self._on_disk(target, to_write=True)
-        if begin is not None:
-            begin[0].start()  # the tensor may have been changed since it was last written there
-        if begin is not None and end is not None:
+        source_place, target_place = self._on_disk(source), self._on_disk(target, to_write=True)
+        if source_place is not None:
+            source_place[0].start()  # the tensor may have been changed since it was last written there
+        if source_place is not None and target_place is not None:
             buffer, count = copy_buffer(), source.numel() * source.element_size()
-            for at in range(0, count, len(buffer)):
-                piece = buffer[: min(len(buffer), count - at)]
-                begin[0].read(begin[1] + at, piece)
-                end[0].write(end[1] + at, piece)
-        elif begin is not None and _is_memory(target):
-            begin[0].read(begin[1], memory_of(_bytes_of(target)))
-        elif end is not None and _is_memory(source):
-            end[0].write(end[1], memory_of(_bytes_of(source)))
+            for offset in range(0, count, len(buffer)):
+                piece = buffer[: min(len(buffer), count - offset)]
+                source_place[0].read(source_place[1] + offset, piece)
+                target_place[0].write(target_place[1] + offset, piece)
+        elif source_place is not None and _is_memory(target):
+            source_place[0].read(source_place[1], memory_of(_bytes_of(target)))
+        elif target_place is not None and _is_memory(source):
+            target_place[0].write(target_place[1], memory_of(_bytes_of(source)))
         else:
             with torch.no_grad():
                 target.copy_(source)
 
     def _on_disk(self, tensor: torch.Tensor, *, to_write: bool = False) -> tuple[HomeStore, int] | None:
-        """Return the home on a disk that has a tensor's bytes, and where they begin; None if they are in memory.
-
-        The same if they share a page with others.
-        """
+        """Return the disk home and offset of a tensor's bytes; None in memory, or within a shared page."""
         slot = self.faces.slot_of(tensor, to_write=to_write) if tensor.is_contiguous() else None
         if slot is None or slot[0].in_memory:
             return None
@@ -128,7 +116,7 @@ class OpenHome:
         return slot[0], slot[1] + begin
 
     def close(self) -> None:
-        """Close the home; it is given back to the system once no step uses it. May be called again.
+        """Close the home; its resources are released once no step uses it. May be called again.
 
         Tensors in it stay valid.
         """
@@ -142,12 +130,12 @@ class OpenHome:
             raise StateError("this home is closed; open another one with outofcore.open_home()")
 
     def hold(self) -> None:
-        """Count one more step that needs the home."""
+        """Count one more step that uses the home."""
         self.check_open()
         self._holders += 1
 
     def release(self) -> None:
-        """Count one step less that needs the home; the last one closes it."""
+        """Count one step less that uses the home; close the stores after the last one."""
         self._holders -= 1
         if self._holders == 0:
             for store in self.stores:
@@ -155,19 +143,19 @@ class OpenHome:
 
     @property
     def shared(self) -> bool:
-        """Whether somebody other than the step that asks needs what is there, or may do so."""
+        """Whether anything other than the step that asks may use the home's tensors."""
         return self.kept or self._holders > 1
 
     def start(self) -> None:
-        """Record that anything at home may have changed since it was last written."""
+        """Record that any tensor at home may have changed since it was last written."""
         for store in self.stores:
             store.start()
 
     def occupy(self, step: object, vacate: Callable[[], None]) -> bool:
-        """Let a step bring tensors into its arena, after the last occupant has removed its own.
+        """Let a step move tensors into its arena, after the previous step has moved its own out.
 
-        ``vacate`` is called when another step is to have the tensors; they are at home when it returns. Returns whether
-        another step had them last. Raises ``StateError`` if that cannot give them up.
+        ``move_out`` moves this step's tensors home when another step needs them. Returns whether another step had them
+        last. Raises ``StateError`` if that step cannot move them out.
         """
         if self._tenant is not None and self._tenant[0] is step:
             return False
@@ -177,7 +165,7 @@ class OpenHome:
         return True
 
     def leave(self, step: object) -> None:
-        """Record that a step has nothing in its arena any more."""
+        """Record that a step has no tensors in its arena any more."""
         if self._tenant is not None and self._tenant[0] is step:
             self._tenant = None
 
@@ -191,20 +179,20 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_limit(host_budget: int | str | None) -> int | None:
-    """Parse the host memory limit of a home to bytes; raises ``UnitError`` if it is invalid or less than a page."""
+    """Parse a limit of host memory to bytes; raise ``UnitError`` if it is invalid or below a page."""
     limit = None if host_budget is None else parse_bytes(host_budget)
     if limit is not None and limit < PAGE_BYTES:
         raise UnitError(
-            f"a host budget of {limit} bytes holds not even one page of {PAGE_BYTES}; leave it out or raise it"
+            f"a host budget of {limit} bytes holds not even one page of {PAGE_BYTES} bytes; leave it out or raise it"
         )
     return limit
 
 
 def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | None = None) -> list[HomeStore]:
-    """Open the homes of a step on the CPU, nearest first; ``home`` is "host", "disk" (default) or a folder on a disk.
+    """Open the homes of a step on the CPU, nearest first: "host", "disk" (default) or a folder.
 
-    With a home on disk ``host_budget`` is used before it, by default none; with "host" the default is unlimited. Raises
-    ``UnitError`` for a bad budget, ``SpillError`` if a home cannot be used.
+    By default host memory is unlimited for "host", and not used before a disk. Raises ``UnitError`` for an invalid
+    budget, ``SpillError`` if a home cannot be used.
     """
     limit = host_limit(host_budget)
     if home == "host":
@@ -214,27 +202,24 @@ def open_homes(home: str | os.PathLike[str] | None, host_budget: int | str | Non
 
 
 def open_backend(device: str | torch.device | None, *, replay: Replaying = True) -> Backend:
-    """Open the backend of a device, by default the CPU; raises ``InputError`` if steps cannot run there.
-
-    With ``replay`` native code may call ops; "graphs": and makes CUDA graphs of them.
-    """
+    """Open the backend of a device, by default the CPU; raise ``InputError`` if steps cannot run there."""
     _begin_vector_math()
     try:
-        wanted = torch.device("cpu" if device is None else device)
+        parsed = torch.device("cpu" if device is None else device)
     except RuntimeError as error:
         raise InputError(f"{device!r} is no device; write 'cpu', 'cuda' or 'cuda:0'") from error
-    if wanted.type == "cpu":
+    if parsed.type == "cpu":
         return CpuBackend(replay=bool(replay))
-    if wanted.type == "cuda":
-        return CudaBackend(wanted, replay=replay)
-    raise InputError(f"steps run on the CPU and on CUDA devices, and device={str(wanted)!r} was asked for")
+    if parsed.type == "cuda":
+        return CudaBackend(parsed, replay=replay)
+    raise InputError(f"steps run on the CPU and on CUDA devices, and device={str(parsed)!r} was asked for")
 
 
 def _begin_vector_math() -> None:
-    """Let MKL's vector functions prepare themselves in one thread.
+    """Let MKL's vector functions initialize themselves in one thread.
 
-    Where several threads make a process's first call of one (``sqrt``, ``exp``, ``erf`` …), some of them compute it
-    less exactly, in about one process of ten (PyTorch 2.13, MKL 2024.2). Two runs of a program then differ in bits.
+    If several threads make a process's first call of such a function (``sqrt``, ``exp``, ``erf`` …), some of them
+    compute it less exactly, in about one process of ten (PyTorch 2.13, MKL 2024.2).
     """
     torch.ones(16, dtype=torch.float32, device="cpu").sqrt_()
 
@@ -242,9 +227,9 @@ def _begin_vector_math() -> None:
 def open_device_homes(
     backend: CudaBackend, home: str | os.PathLike[str] | None, host_budget: int | str | None
 ) -> list[HomeStore]:
-    """Open the homes of a step on a GPU, nearest first: pinned host memory, and behind it a disk if one is named.
+    """Open the homes of a step on a GPU: pinned host memory, then a disk if one is named.
 
-    Raises ``UnitError`` for a bad budget, ``SpillError`` if a home cannot be used.
+    Raises ``UnitError`` for an invalid budget, ``SpillError`` if a home cannot be used.
     """
     limit = host_limit(host_budget)
     if home is None or home == "host":

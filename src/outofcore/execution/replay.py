@@ -1,8 +1,4 @@
-"""Call ops again and again with the same arguments from native code (``replay.cpp``).
-
-Addresses are planned, so an op gets the same tensors at every step. Python's overhead for each call of an op, some
-microseconds, is paid once: the call is recorded in one step and replayed in later ones.
-"""
+"""Replay op calls with unchanged arguments from native code (``replay.cpp``)."""
 
 from __future__ import annotations
 
@@ -23,12 +19,12 @@ from outofcore.execution.copying import Copying
 from outofcore.execution.interrupts import SIGNALS_SECONDS
 from outofcore.runtime.native import Flavor, load_unlocked
 
-# Of a step, for each of its ops: in longer ones the calls by Python, 5 us each, take less than a thousandth.
+# Seconds of a step per op: in a longer step Python's calls, 5 us each, take less than a thousandth of the time.
 _WORTH_SECONDS = 5e-3
 
 
 class _Failure(IntEnum):
-    """What an op failed with; as ``Failure`` in replay.cpp."""
+    """Kind of an op's failure, as ``Failure`` in replay.cpp."""
 
     RUNTIME = 1
     INDEX = 2
@@ -37,14 +33,14 @@ class _Failure(IntEnum):
     NOT_IMPLEMENTED = 5
     MEMORY = 6  # of a device
     ALGEBRA = 7
-    DEVICE = 8  # it fails
+    DEVICE = 8  # the device failed
     NO_MEMORY = 9
-    ISSUE = 10  # what was to be issued was not: there is a status
+    ISSUE = 10  # actions were not issued; there is a status
     STOPPED = 11  # another queue has failed
 
 
 class NotIssuedError(Exception):
-    """A device's runtime refused, with ``status``, what was to be issued between two ops; never reaches the user."""
+    """A device's runtime refused actions between two ops, with ``status``; never reaches the user."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -65,12 +61,11 @@ _ERRORS: dict[_Failure, type[Exception]] = {
 
 
 def is_worth_it(calls: int, seconds: float) -> bool:
-    """Return whether a step with so many op calls and of that length gains from native calls."""
     return calls * _WORTH_SECONDS > seconds
 
 
 class Replay:
-    """The calls of ops that were recorded, by number. It keeps all their tensors alive."""
+    """Recorded op calls, by number; it keeps their tensors alive."""
 
     def __init__(self, library: ctypes.PyDLL, entries: int) -> None:
         handle = library.replay_new(entries)
@@ -80,11 +75,10 @@ class Replay:
         self._handle: int = handle
         self._end = weakref.finalize(self, library.replay_free, handle)
         self._end.atexit = False
-        self._run = load_unlocked(Flavor.CPU).replay_run  # copies have threads of their own
+        self._run = load_unlocked(Flavor.CPU).replay_run  # copies run in their own threads
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which this thread's calls can be recorded."""
         self._library.replay_watch()
         try:
             yield
@@ -92,21 +86,22 @@ class Replay:
             self._library.replay_unwatch()
 
     def expect(self, run: BoundRun) -> bool:
-        """Return whether the next op call may be recorded; then ``take`` must follow it."""
+        """Prepare to record the next op call with ``record_call``; return whether that is possible."""
         if internals.operator_name(run.func) is None or run.draws is not Draws.FREELY:
             return False
         self._library.replay_expect()
         return True
 
     def take(self, number: int, run: BoundRun, scope: int) -> bool:
-        """Record the one op that was called since ``expect``; return whether it can be replayed."""
         name = internals.operator_name(run.func)
         if name is None:
             return False
-        known = [internals.tensor_impl(tensor) for tensor in internals.tensor_leaves([*run.args, *run.kwargs.values()])]
+        tensors = [
+            internals.tensor_impl(tensor) for tensor in internals.tensor_leaves([*run.args, *run.kwargs.values()])
+        ]
         rows = [(leaf, address, internals.tensor_impl(target)) for leaf, address, target, _ in run.results]
         results = (ctypes.c_int64 * (3 * len(rows)))(*[number for row in rows for number in row])
-        taken = self._library.replay_take(
+        recorded = self._library.replay_take(
             self._handle,
             number,
             name[0].encode(),
@@ -115,26 +110,20 @@ class Replay:
             run.index,
             len(rows),
             results,
-            len(known),
-            (ctypes.c_int64 * len(known))(*known),
+            len(tensors),
+            (ctypes.c_int64 * len(tensors))(*tensors),
         )
-        return bool(taken)
+        return bool(recorded)
 
-    def issue(self, number: int, given: tuple[int, int, int, int]) -> None:
-        """Let an entry issue actions to a device.
-
-        ``given`` is the address of a function such as ``outofcore_issue``, and its three arguments.
-        """
-        self._library.replay_issue(self._handle, number, *given)
+    def issue(self, number: int, action: tuple[int, int, int, int]) -> None:
+        """Make an entry call a native function; ``action`` has its address and three arguments."""
+        self._library.replay_issue(self._handle, number, *action)
 
     def order(self, number: int, waits: Sequence[tuple[int, int]], publishes: int | None) -> None:
-        """Let an entry wait for other queues and publish its own number, where queues are given to ``run``.
-
-        ``waits`` are (queue, number); ``publishes`` is None if nobody waits for it.
-        """
+        """Make an entry wait for (queue, number) pairs and publish its own number, if ``run`` gets ``queues``."""
         flat = [part for wait in waits for part in wait]
-        given = (ctypes.c_int64 * len(flat))(*flat)
-        if self._library.replay_order(self._handle, number, len(waits), given, publishes or 0):
+        flat_waits = (ctypes.c_int64 * len(flat))(*flat)
+        if self._library.replay_order(self._handle, number, len(waits), flat_waits, publishes or 0):
             raise MemoryError("there is no memory for the calls of a step")
 
     def run(
@@ -149,25 +138,18 @@ class Replay:
         queues: Copying | None = None,
         stops: int | None = None,
     ) -> int:
-        """Run entries from ``first`` to before ``end``; return the one after the last that has run.
+        """Run entries from ``first`` to before ``end``; return the entry after the last one that ran.
 
-        It may stop early, even at once, where an entry waits for another queue, so that signals are handled.
+        Returns early where an entry waits for another queue, so that signals are handled. ``starts`` and ``ends``
+        receive the times of ops, by instruction. ``ends_scopes``: a scope ends with its op, not when the next one
+        begins. ``queues`` serves the waits of ``set_waits``. ``stops`` is the address of a number; the first op after
+        which it is not 0 is the last.
 
-        Args:
-            first: an entry that was recorded or issues something, like all before ``end``.
-            starts: receives by instruction when its op began.
-            ends: receives by instruction when it ended.
-            ends_scopes: whether each scope ends with its op, or when the next begins.
-            queues: for the waits of ``order``; None: the caller sees to them.
-            stops: the address of a number; once it is not 0 after an op, that op is the last and not published.
-
-        Raises:
-            Exception: as the op that failed raised.
-            NotIssuedError: a device refused actions between ops.
-            StateError: another queue has failed.
+        Raises the error of an op, ``NotIssuedError`` if a device refused actions, ``StateError`` if another queue
+        failed.
         """
         begin, close, pointer = table.native
-        reached = self._run(
+        next_entry = self._run(
             self._handle,
             first,
             end,
@@ -180,13 +162,12 @@ class Replay:
             *((None, None, None) if queues is None else (queues.handle, *queues.functions)),
             stops,
         )
-        if reached < 0:
+        if next_entry < 0:
             raise self._error()
-        return int(reached)
+        return int(next_entry)
 
     @property
     def at(self) -> int:
-        """The entry that failed."""
         return int(self._library.replay_at(self._handle))
 
     def _error(self) -> Exception:
@@ -198,20 +179,18 @@ class Replay:
         return _ERRORS[failure](self._library.replay_message(self._handle).decode(errors="replace"))
 
     def let_go(self) -> None:
-        """Release results that were kept until the next scope began."""
+        """Release results that were kept until the next scope begins."""
         self._library.replay_let_go(self._handle)
 
 
-def spans(taken: Sequence[bool]) -> list[int]:
-    """Return for each op the end of the stretch from it on that can be replayed at once; itself if it cannot.
-
-    ``taken`` tells whether each op's call was recorded.
+def spans(recorded: Sequence[bool]) -> list[int]:
+    """Return for each op the end of the longest replayable span that starts there, or its own index.
 
     >>> spans([True, True, False, True])
     [2, 2, 2, 4]
     """
-    found = [*range(len(taken)), len(taken)]
-    for at in reversed(range(len(taken))):
-        if taken[at]:
-            found[at] = found[at + 1]
-    return found[:-1]
+    ends = [*range(len(recorded)), len(recorded)]
+    for index in reversed(range(len(recorded))):
+        if recorded[index]:
+            ends[index] = ends[index + 1]
+    return ends[:-1]

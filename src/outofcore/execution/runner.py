@@ -1,4 +1,4 @@
-"""One captured and planned step: its program bound to an arena, to be run again and again."""
+"""Run a captured and planned step again and again, with its program bound to an arena."""
 
 from __future__ import annotations
 
@@ -31,36 +31,25 @@ from outofcore.runtime.slots import Layout, Piece, lay_out, needed_bytes
 
 
 class UpdateError(Exception):
-    """An optimizer's code raised in the middle of its step, as the cause; never reaches the user."""
+    """An optimizer's code raised the cause in the middle of its step; never reaches the user."""
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """What a runner needs while its program is the one in the arena."""
-
     arena: Memory
     bound: Bound
     table: ScopeTable
-    first_table: ScopeTable | None  # while an update has yet to make its state
+    first_table: ScopeTable | None  # until all updates have created their state
     layout: Layout
     slots: dict[int, tuple[Piece, ...]]  # by the index of a copy
-    copies: dict[int, int]  # of what leaves without a copy, where at home its bytes are
+    copies: dict[int, int]  # slot offsets of storages that are evicted without a copy
     undo: Undo
-    left: tuple[tuple[int, Piece], ...]  # what is written to a home and stays there: the home, and where
-    lender: DemandEviction | None  # of requests beyond the plan
+    left: tuple[tuple[int, Piece], ...]  # home and piece of the slots that outlive the step
+    lender: DemandEviction | None  # serves requests beyond the plan
 
 
 class Runner:
-    """Runs one placed and wired program.
-
-    Args:
-        costs: those of the plan, for the capacities of homes.
-        requests: the measured allocations of each op.
-        first_requests: those of first runs that allocate differently.
-        keeper: the states of all captures of this step.
-        states: of this capture by storage, where the keeper has adopted it before.
-        budget: bytes that its arena and all requests, planned or not, may take.
-    """
+    """Runs one placed and wired program; ``first_requests`` are for first runs that allocate differently."""
 
     def __init__(
         self,
@@ -83,10 +72,10 @@ class Runner:
         self._generation = keeper.generation
         self._states = keeper.adopt(captured) if states is None else states
         self._placed: _Placed | None = None
-        self._kept: Bound | None = None  # to the arena that it was last in, which still is there
+        self._kept: Bound | None = None  # the binding to the last arena, which still exists
         self._ran_first = False  # whether the last run was the first of some update
-        self._begun = False  # whether the last run got to its first instruction
-        self._makes_state = False  # whether the last run was to bring optimizer state into being
+        self._begun = False  # whether the last run reached its first instruction
+        self._makes_state = False  # whether the last run had to create optimizer state
         self._table: ScopeTable | None = None  # of the last run
         self._updates = [call.func for call in captured.calls if isinstance(call.func, OptimizerUpdate)]
         self._state_order = StateOrder(self._updates)
@@ -94,20 +83,19 @@ class Runner:
         self._gradients = StepGradients(captured, program, keeper, self._states)
         self._owned = Owned(captured)
         written = {storage for op in captured.graph.ops for storage in op.mutates}
-        written |= {found.whole for storage, found in captured.ranges.items() if storage in written}
+        written |= {part.whole for storage, part in captured.ranges.items() if storage in written}
         self._written = {id(state) for storage, state in self._states.items() if storage in written}
 
     @property
     def states(self) -> dict[int, State]:
-        """The states of this capture by storage."""
         return self._states
 
     def is_current(self) -> bool:
-        """Return whether the keeper still has the states; else a new runner must adopt them."""
+        """Return whether the keeper still has the states; otherwise a new runner must adopt them."""
         return self._generation == self._keeper.generation
 
     def enter(self, arena: Memory) -> None:
-        """Make this runner's program the one in the arena; the last one has left or made way.
+        """Make this runner's program the one in the arena, which the last program has released.
 
         If it raises ``SpillError`` or ``TransferError``, all states are out of the arena.
         """
@@ -123,7 +111,7 @@ class Runner:
             needed = needed_bytes(self.captured.graph, self._costs, self.program)
             for slots, count in zip(keeper.slots, needed, strict=False):
                 slots.expect(count)
-            wholes = {found.whole for found in self.captured.ranges.values()}
+            wholes = {part.whole for part in self.captured.ranges.values()}
             keeper.moves.enter(self._states, self.program, arena, self.captured.graph.frozen - wholes)
             lasting = self._lasting()
             layout = lay_out(self.captured.graph, self._costs, self.program, keeper.slots)
@@ -145,7 +133,7 @@ class Runner:
             first = [self._first_requests.get(i, r) for i, r in enumerate(self._requests)]
             first_table = ScopeTable(arena, scopes(self.captured, self.program, first), workspaces)
         self._load_constants(arena)
-        left = tuple(
+        lasting_slots = tuple(
             (instruction.home, slots[index][0])
             for index, instruction in enumerate(self.program.instructions)
             if isinstance(instruction, CopyOut) and index in slots and index not in layout.pieces
@@ -156,28 +144,27 @@ class Runner:
             lender = DemandEviction(self.captured, self.program, arena, self._budget, self._keeper.slots, undo)
             arena.lender = lender
         copies = {storage: lasting[storage] for storage in self.program.clean}
-        return _Placed(arena, bound, table, first_table, layout, slots, copies, undo, left, lender)
+        return _Placed(arena, bound, table, first_table, layout, slots, copies, undo, lasting_slots, lender)
 
     def _workspaces(self) -> list[tuple[int, int]]:
-        """Return (bytes, offset) of each scope's workspace."""
         runs = [i for i in self.program.instructions if isinstance(i, Run) and not i.communicates]
         blocks = [None if run.workspace is None else self.program.blocks[run.workspace] for run in runs]
         return [(0, 0) if block is None else (block.bytes, block.offset) for block in blocks]
 
     def _lasting(self) -> dict[int, int]:
-        """Return the slot offsets of the storages that are at home between steps and not in the caller's memory."""
-        found: dict[int, int] = {}
+        """Return the slot offsets of storages that are at home between steps, except in the caller's memory."""
+        slots: dict[int, int] = {}
         for storage, state in self._states.items():
             if state.place is Place.HOME or storage in self.program.clean:
-                found[storage] = self._keeper.moves.slot(state)
+                slots[storage] = self._keeper.moves.slot(state)
         for storage, state in self._gradients.at_home().items():
-            found[storage] = self._keeper.moves.slot(state)
+            slots[storage] = self._keeper.moves.slot(state)
         for storage, part in self.captured.ranges.items():
-            found[storage] = self._keeper.moves.slot(self._states[part.whole]) + part.offset
-        return found
+            slots[storage] = self._keeper.moves.slot(self._states[part.whole]) + part.offset
+        return slots
 
     def _load_constants(self, arena: Memory) -> None:
-        """Copy the constants into their blocks, except for those of another device, which are bound in place."""
+        """Copy the constants into their blocks, except constants of another device, which are bound in place."""
         foreign = {value.storage for value in self.captured.values if value.foreign}
         for block in self.program.blocks:
             constant = None if block.storage is None else self.captured.constants.get(block.storage)
@@ -186,22 +173,21 @@ class Runner:
                 arena.view(block.offset, count).copy_(internals.storage_bytes(constant)[:count])
 
     def make_way(self) -> None:
-        """Give up the arena, but leave the states in it to the next program."""
+        """Release the arena, but leave the states in it to the next program."""
         if self._placed is not None:
             self._placed.layout.give_back(self._keeper.slots)
             self._kept = self._placed.bound
             self._placed = self._table = None
 
     def leave(self) -> None:
-        """Give up the arena, and release references to its pages."""
         self.make_way()
         self._kept = None
 
     def run(self, engine: Engine, leaves: Sequence[Any], *, may_refuse: bool = True) -> tuple[Any, Timeline]:
-        """Run one step; return the user's result, in memory of its own, and when everything ran.
+        """Run one step; return the user's result, in memory of its own, and the timeline.
 
-        ``leaves`` are the flattened arguments. With ``may_refuse`` a request beyond the budget may end a step that can
-        be undone. Raises ``UpdateError`` if an optimizer's code raised; the rest of the step is done.
+        With ``may_refuse`` a request beyond the budget may end a step that can be undone. Raises ``UpdateError`` if an
+        optimizer's code raised; all other instructions of the step have run.
         """
         placed, captured = self._placed, self.captured
         if placed is None:
@@ -271,35 +257,35 @@ class Runner:
 
     @property
     def refused(self) -> tuple[Op, int] | None:
-        """The op whose request the budget could not hold in the last run, and its bytes."""
+        """The op that made a request beyond the budget in the last run, and the request's bytes."""
         return None if self._lender is None else self._lender.refused
 
     @property
     def has_overflowed(self) -> bool:
-        """Whether a home served a request of the last run that the budget could not hold."""
         return self._lender is not None and self._lender.has_overflowed
 
     @property
     def refusal(self) -> OutOfCoreError | None:
-        """Why nothing could be evicted for the refused request, if that is why."""
         return None if self._lender is None else self._lender.error
 
     def _name_op(self, engine: Engine, error: Exception) -> None:
-        """Note the op that raised on its error: no line of the user's is on the stack."""
-        reached = engine.reached()
-        if reached is None:
+        """Add a note with the op that raised: no line of the user's is on the stack."""
+        progress = engine.reached()
+        if progress is None:
             return
         half_way = [
             instruction
-            for instruction, started, done in zip(self.program.instructions, reached.started, reached.done, strict=True)
-            if isinstance(instruction, Run) and started and not done
+            for instruction, started, ended in zip(
+                self.program.instructions, progress.started, progress.done, strict=True
+            )
+            if isinstance(instruction, Run) and started and not ended
         ]
         if len(half_way) == 1:
             op = self.captured.graph.ops[half_way[0].op]
             error.add_note(f"Raised by {op.text}.")
 
     def _bring_home(self, placed: _Placed) -> _Placed:
-        """Write home the user's changes since the last step to what leaves without a copy."""
+        """Update the home copies of states that are evicted without a copy, if the user has changed them."""
         for storage in self.program.clean:
             self._keeper.moves.bring_home(self._states[storage], placed.arena)
         copies = {storage: self._keeper.moves.slot(self._states[storage]) for storage in self.program.clean}
@@ -319,32 +305,31 @@ class Runner:
         return self._placed
 
     def undo(self, engine: Engine) -> bool:
-        """Restore everything to before the failed step; False if it came too far for that."""
         if self._placed is None or not self._begun:
             return True
-        reached = engine.reached()
-        if reached is None or (self._lender is not None and self._lender.is_lost):
+        progress = engine.reached()
+        if progress is None or (self._lender is not None and self._lender.is_lost):
             return False
         self._gradients.leave_arena()
-        return self._placed.undo.undo(self._placed.arena, self._keeper.slots, reached)
+        return self._placed.undo.undo(self._placed.arena, self._keeper.slots, progress)
 
     def may_stop(self, engine: Engine) -> bool:
-        """Return whether the running step can be left: no update has begun."""
+        """Return whether the running step can be left half way: no update has begun."""
         if not self._begun:
             return True
-        reached = engine.reached()
-        return reached is not None and not any(reached.started[i] for i in updates_of(self.captured, self.program))
+        progress = engine.reached()
+        return progress is not None and not any(progress.started[i] for i in updates_of(self.captured, self.program))
 
     def stop(self, engine: Engine) -> bool:
-        """Bring the model to where plain PyTorch has it after the same error; False if that is impossible."""
+        """Bring the model to its state in plain PyTorch after the error; return False if that is impossible."""
         placed, captured, program = self._placed, self.captured, self.program
-        reached = engine.reached()
-        if placed is None or reached is None or (self._lender is not None and self._lender.is_lost):
+        progress = engine.reached()
+        if placed is None or progress is None or (self._lender is not None and self._lender.is_lost):
             return False
-        if not (can_stop(captured, program, reached) and stops_as_plain(captured, program, reached)):
+        if not (can_stop(captured, program, progress) and stops_as_plain(captured, program, progress)):
             return False
         self._gradients.leave_arena()
-        stop(captured, program, placed.slots, placed.arena, self._keeper.slots, reached)
+        stop(captured, program, placed.slots, placed.arena, self._keeper.slots, progress)
         self._keeper.write_shared(self._written)
         if self._makes_state:
             self._publish()
@@ -352,7 +337,7 @@ class Runner:
         return True
 
     def _check_left(self) -> None:
-        """Check that nobody has moved a state meanwhile, and that what was left at a home is unchanged."""
+        """Check that no other thread has moved a state, and that the slots written by the step are intact."""
         moved = self._keeper.displaced()
         if moved:
             raise StateError(
@@ -364,27 +349,26 @@ class Runner:
 
     @property
     def first_ops(self) -> Set[int]:
-        """The updates that made their state in the last run."""
         return self._first_requests.keys() if self._ran_first else frozenset()
 
     def surprises(self) -> dict[int, Requests]:
-        """Return the requests in the last run of ops that asked for 64 KiB or more off the plan."""
+        """Return the requests of ops that had unplanned requests of 64 KiB or more in the last run."""
         if self._placed is None or self._table is None:
             return {}
-        found: dict[int, Requests] = {}
+        requests: dict[int, Requests] = {}
         for scope, events in self._table.surprises().items():
             run = self._placed.bound.runs[scope]
             planned = self._requests[run.op]
             if self._ran_first:
                 planned = self._first_requests.get(run.op, planned)
-            seen = requests_seen(run, planned, events, self.captured.alignment)
-            # Of several runs of an op, the one that needs the most.
-            if run.op not in found or seen.workspace_bytes > found[run.op].workspace_bytes:
-                found[run.op] = seen
-        return found
+            observed = requests_seen(run, planned, events, self.captured.alignment)
+            # Of several runs of an op, the largest workspace counts.
+            if run.op not in requests or observed.workspace_bytes > requests[run.op].workspace_bytes:
+                requests[run.op] = observed
+        return requests
 
     def _ports(self, leaves: Sequence[Any]) -> tuple[dict[int, Port], dict[int, torch.Tensor]]:
-        """Return the caller's memory of inputs and fresh memory for outputs."""
+        """Return the caller's memory of inputs and outputs, and the new tensors for outputs."""
         captured = self.captured
         ports: dict[int, Port] = {}
         for binding in captured.inputs:
@@ -402,29 +386,26 @@ class Runner:
         return ports, results
 
     def _publish(self) -> None:
-        """Show the user optimizer state that an update has created."""
-        made = {key for update in {id(u.optimizer): u for u in self._updates}.values() for key in update.made()}
-        for binding, owner, live in self._owned.replaced(self._keeper.tensor):
-            if live is not None or (id(owner.parameter), owner.name) not in made:
-                continue  # its update was left out, or it has another form now
+        """Give the optimizer the state that an update has created."""
+        created = {key for update in {id(u.optimizer): u for u in self._updates}.values() for key in update.made()}
+        for binding, owner, tensor in self._owned.replaced(self._keeper.tensor):
+            if tensor is not None or (id(owner.parameter), owner.name) not in created:
+                continue  # its update was skipped, or its state has other keys now
             owner.optimizer.state[owner.parameter][owner.name] = self._keeper.tensor(binding)
 
     def is_outdated(self) -> bool:
-        """Return whether the step must be captured again: its optimizer state is gone or has another layout.
-
-        Its plan may have no room to make that again, and kernels may add up in another order.
-        """
+        """Return whether the step must be captured again: its optimizer state is gone or has another layout."""
         return self._owned.is_other(begun=self._begun) or any(update.is_outgrown for update in self._updates)
 
     def _take_over(self) -> bool:
-        """Take over gradients and optimizer state that the user has replaced; return whether state must be created."""
+        """Adopt the user's gradients and optimizer state; return whether optimizer state must be created."""
         self._gradients.take_over()
         cleared = False
-        for binding, _, live in self._owned.replaced(self._keeper.tensor):
-            if live is None:
+        for binding, _, tensor in self._owned.replaced(self._keeper.tensor):
+            if tensor is None:
                 cleared = True
             else:
-                self._keeper.rebind(self._states[self.captured.values[binding.value].storage], binding, live)
+                self._keeper.rebind(self._states[self.captured.values[binding.value].storage], binding, tensor)
         if cleared:
             for update in self._updates:
                 update.forget()
@@ -432,32 +413,28 @@ class Runner:
 
 
 def requests_seen(run: BoundRun, planned: Requests, events: Sequence[Event], alignment: int) -> Requests:
-    """Derive the requests of an op from the allocator events of one visit to its scope.
-
-    ``run`` is bound: its results are where the plan has them, unless their requests came out of turn. ``alignment`` is
-    as in ``workspace_layout``.
-    """
-    live: dict[int, int] = {}  # bytes by pointer, in order of the requests
+    """Derive the requests of an op from the allocator events of one visit to its scope."""
+    sizes: dict[int, int] = {}  # bytes by pointer, in order of the requests
     for event in events:
         if event.kind is EventKind.ALLOCATE:
-            live[event.pointer] = event.bytes
+            sizes[event.pointer] = event.bytes
         else:
-            live.pop(event.pointer, None)
+            sizes.pop(event.pointer, None)
     addresses = {leaf: address for leaf, address, *_ in run.results}
     pointers: dict[int, int] = {}
     missing: list[tuple[int, int]] = []
     for request in planned.requests:
         if isinstance(request.placement, Result) and request.placement.key in addresses:
             address = addresses[request.placement.key]
-            if live.get(address) == request.bytes:
+            if sizes.get(address) == request.bytes:
                 pointers[address] = request.placement.key
-                del live[address]
+                del sizes[address]
             else:
                 missing.append((request.placement.key, request.bytes))
-    # One that was served elsewhere is known by its size.
+    # A result that was served elsewhere is recognized by its size.
     for leaf, count in missing:
-        found = next((pointer for pointer, size in live.items() if size == count), None)
-        if found is not None:
-            pointers[found] = leaf
-            del live[found]
+        matching = next((pointer for pointer, size in sizes.items() if size == count), None)
+        if matching is not None:
+            pointers[matching] = leaf
+            del sizes[matching]
     return workspace_layout(events, pointers, alignment)

@@ -1,7 +1,4 @@
-"""Move the bytes of states between memory of their own, their homes and the arena.
-
-``TRANSITIONS`` in ``aliases`` lists all moves.
-"""
+"""Move states between ordinary memory, homes and the arena; ``aliases.TRANSITIONS`` lists all moves."""
 
 from __future__ import annotations
 
@@ -22,57 +19,53 @@ _log = logging.getLogger("outofcore")
 
 
 class StateMoves:
-    """Moves states, and finds room for them at homes; ``states`` are all that may have to make way for others.
-
-    ``faces`` are of the homes, nearest first; the program in the arena chooses the home of each large state. Small ones
-    (below 64 KiB) get memory of their own instead.
-    """
+    """Moves states, and finds room for them at homes; states below 64 KiB are in ordinary memory instead."""
 
     def __init__(self, faces: Faces, states: Mapping[str, State]) -> None:
         self._faces = faces
         self.slots = faces.slots
         self._states = states
         self.arena: Memory | None = None
-        self._settled: set[int] = set()  # ids of states that are not to make way for others
-        self._in_files: list[State] = []  # of the program in the arena, what is shown in others' files
-        self._relied_on: set[int] = set()  # ids of states in the arena of which a program needs the copy at home
+        self._settled: set[int] = set()  # ids of states that must not move to make room
+        self._in_files: list[State] = []  # the program's states in files that the home does not own
+        self._relied_on: set[int] = set()  # ids of states in the arena with a home copy that the program needs
 
     def slot(self, state: State) -> int:
         """Return the offset of a large state's slot at its home, by default a new one at the first home."""
         if state.place is Place.UNBORN and (state.home != 0 or self._is_range(state)):
-            self.vacate(state)  # what a step leaves, it writes to the first home
+            self.vacate(state)  # steps write new state to the first home
         if state.slot is None:
             state.slot, state.home = self._take(0, state), 0
         return state.slot
 
     def _take(self, home: int, state: State) -> int:
-        """Make room for a state at a home, moving others if needed; raises ``SpillError``."""
+        """Take a slot for a state at a home, moving other states if needed; raise ``SpillError``."""
         count = placed_bytes(state.bytes)
         slots, last = self.slots[home], len(self.slots) - 1
         try:
             return slots.take(count)
         except SpillError:
-            kept = [s for s in self._states.values() if s.place is Place.ARENA and s.home == home]
-            spare = [s for s in kept if s.slot is not None and id(s) not in self._relied_on]
+            in_arena = [s for s in self._states.values() if s.place is Place.ARENA and s.home == home]
+            spare = [s for s in in_arena if s.slot is not None and id(s) not in self._relied_on]
             spare = [s for s in spare if s.slot is not None and not slots.is_in_file(s.slot)]
-            for other in spare:
-                self.vacate(other)
+            for neighbor in spare:
+                self.vacate(neighbor)
             if home == last and not slots.home.in_memory and not spare:
                 raise
         if home < last:
-            for other in self._states.values():
-                if other.place is Place.HOME and other.home == home and id(other) not in self._settled:
-                    self.to_home(other, last)
+            for neighbor in self._states.values():
+                if neighbor.place is Place.HOME and neighbor.home == home and id(neighbor) not in self._settled:
+                    self.to_home(neighbor, last)
         if slots.home.in_memory:
             self._compact(home)
         return slots.take(count)
 
     def _compact(self, home: int) -> None:
-        """Move the states at a home in memory together, so that free room is contiguous."""
+        """Move the states at a home in memory together, so that the free room is contiguous."""
         slots = self.slots[home]
-        held = (Place.HOME, Place.ARENA)
-        here = [s for s in self._states.values() if s.place in held and s.home == home and s.slot is not None]
-        for state in sorted(here, key=lambda s: s.slot or 0):
+        places = (Place.HOME, Place.ARENA)
+        states = [s for s in self._states.values() if s.place in places and s.home == home and s.slot is not None]
+        for state in sorted(states, key=lambda s: s.slot or 0):
             old, count = self.slot(state), placed_bytes(state.bytes)
             self._faces.drop(home, old)
             slots.give(old, count)
@@ -85,7 +78,6 @@ class StateMoves:
                 state.mark = state.fingerprint()
 
     def vacate(self, state: State) -> None:
-        """Free the slot of a state, if it has one."""
         if state.slot is not None:
             self._faces.drop(state.home, state.slot)
             self.slots[state.home].give(state.slot, placed_bytes(state.bytes))
@@ -94,11 +86,10 @@ class StateMoves:
     def enter(
         self, states: dict[int, State], program: Program, arena: Memory, unwritten: Set[int] = frozenset()
     ) -> None:
-        """Bring every state to where ``program`` expects it when a step starts; the arena then holds no other.
+        """Move every state to its place at the start of ``program``'s step, and others out of the arena.
 
-        What is in the arena for another program stays if its place is the same, and else moves within the arena; it
-        goes by way of a home only where two are in each other's place. No op writes the ``unwritten`` storages: they
-        may be in the arena and on a disk at once, so that they leave without a copy. Raises ``SpillError`` or
+        States move through a home only to break a cycle of moves within the arena. No op writes the ``unwritten``
+        storages: they are evicted without a copy, as a disk keeps their bytes. Raises ``SpillError`` or
         ``TransferError``.
         """
         self.arena = arena
@@ -114,17 +105,17 @@ class StateMoves:
                 self.discard(state)
             elif state.place is Place.ARENA and id(state) not in staying:
                 self._out(state)
-        kept = self._relied_on | {
+        kept_ids = self._relied_on | {
             id(state) for s, state in states.items() if s in unwritten and not self.slots[state.home].home.in_memory
         }
-        # What goes far first: it makes room for what comes near.
+        # Moves to the last home make room at nearer ones, so they come first.
         for storage, home in leaving.items():
             if home == last:
                 self.to_home(states[storage], home)
-        self._rearrange([(state, wrapping[s]) for s, state in states.items() if s in wrapping], arena, kept)
+        self._rearrange([(state, wrapping[s]) for s, state in states.items() if s in wrapping], arena, kept_ids)
         for home in range(last - 1, -1, -1):
-            for storage, wanted in leaving.items():
-                if wanted == home:
+            for storage, target_home in leaving.items():
+                if target_home == home:
                     self.to_home(states[storage], home)
         for storage in program.clean:
             self._copy_home(states[storage], lodgings.get(storage, 0), arena)
@@ -152,7 +143,6 @@ class StateMoves:
         state.show(self._faces.show(state.home, new, state.bytes), Place.HOME)
 
     def _copy_home(self, state: State, home: int, arena: Memory) -> None:
-        """Copy a state in the arena to a home."""
         if state.home != home:
             self.vacate(state)
         if state.slot is None:
@@ -161,10 +151,9 @@ class StateMoves:
         self.bring_home(state, arena)
 
     def bring_home(self, state: State, arena: Memory) -> bool:
-        """Write a state in the arena to its copy at home if they differ; return whether they did.
+        """Update the home copy of a state in the arena; return whether it was outdated.
 
-        A copy in somebody else's file is not written: the state moves to a slot of its own. If this fails there is no
-        copy, and the next attempt makes one.
+        A failed update leaves no copy, and the next call creates one.
         """
         mark = state.fingerprint()
         if mark == state.mark:
@@ -174,14 +163,14 @@ class StateMoves:
             state.slot = self._take(state.home, state)
         store = self.slots[state.home].home
         with contextlib.ExitStack() as undo:
-            undo.callback(self.vacate, state)  # who knows what is there
+            undo.callback(self.vacate, state)  # the slot may be partly written
             arena.save(state.offset_in(arena.address), placed_bytes(state.bytes), store, state.slot)
             undo.pop_all()
         state.mark = mark
         return True
 
     def notice_writes(self) -> None:
-        """Keep what the user has written to tensors that are shown in a file."""
+        """Move written tensors from files that the home does not own to its own file."""
         for state in self._in_files:
             self._notice(state)
         self._in_files = [state for state in self._in_files if self._is_in_file(state)]
@@ -192,14 +181,14 @@ class StateMoves:
             _log.info("%s was changed, and has been moved from the file that it was read from in place", state.key)
 
     def _is_range(self, state: State) -> bool:
-        """Return whether its slot is, or was, in somebody else's file: not page-aligned, and never written."""
+        """Return whether the slot is, or was, in a file that the home does not own; it is never written."""
         return state.slot is not None and self.slots[state.home].is_range(state.slot)
 
     def _is_in_file(self, state: State) -> bool:
         return state.place is Place.HOME and state.slot is not None and self.slots[state.home].is_in_file(state.slot)
 
     def leave(self, arena: Memory) -> None:
-        """Take every state out of the arena: to the nearest home with room or, if small, to memory of its own."""
+        """Move every state out of the arena: to the nearest home with room or, if small, to ordinary memory."""
         self._settled = {id(state) for state in self._states.values()}
         for state in self._states.values():
             if state.is_idle():
@@ -208,7 +197,6 @@ class StateMoves:
                 self._out(state)
 
     def discard(self, state: State) -> None:
-        """Forget the bytes of a state that nobody refers to."""
         self.vacate(state)
         state.lose()
 
@@ -218,26 +206,23 @@ class StateMoves:
         if not is_large(state.bytes) or not any(self._leaves_for(state, home) for home in range(len(self.slots))):
             self.to_own(state)
 
-    def _rearrange(self, wanted: list[tuple[State, Block]], arena: Memory, kept: Set[int]) -> None:
-        """Bring states into their blocks, those in the arena first: a move may need the room of another.
-
-        ``kept`` are ids of the states whose copies at home are kept.
-        """
-        now = {id(s): s.offset_in(arena.address) for s, _ in wanted if s.place is Place.ARENA}
-        moving = [(s, b) for s, b in wanted if id(s) in now and now[id(s)] != b.offset]
-        sources = [(now[id(s)], now[id(s)] + b.bytes) for s, b in moving]
+    def _rearrange(self, placements: list[tuple[State, Block]], arena: Memory, kept_ids: Set[int]) -> None:
+        """Move states to their blocks; states in ``kept_ids`` keep their copies at home."""
+        offsets = {id(s): s.offset_in(arena.address) for s, _ in placements if s.place is Place.ARENA}
+        moving = [(s, b) for s, b in placements if id(s) in offsets and offsets[id(s)] != b.offset]
+        sources = [(offsets[id(s)], offsets[id(s)] + b.bytes) for s, b in moving]
         for number in move_order(sources, [b.offset for _, b in moving]):
             if number < 0:
                 self._out(moving[~number][0])
                 continue
             state, block = moving[number]
-            if arena.move(now[id(state)], block.offset, state.bytes):
+            if arena.move(offsets[id(state)], block.offset, state.bytes):
                 state.show(arena.view(block.offset, state.bytes), Place.ARENA)
             else:
                 self._out(state)
-        for state, block in wanted:
+        for state, block in placements:
             if state.place is not Place.ARENA:
-                self._to_arena(state, block, arena, keep=id(state) in kept)
+                self._to_arena(state, block, arena, keep=id(state) in kept_ids)
 
     def _leaves_for(self, state: State, home: int) -> bool:
         try:
@@ -247,21 +232,19 @@ class StateMoves:
         return True
 
     def to_own(self, state: State) -> None:
-        """Give a state memory of its own, as plain PyTorch has it, on the CPU."""
         if state.stays():
             state.look_at(None)
             for window in state.windows:
                 window.point_at(window.known_as.data)
             state.become(Place.OWN)
         else:
-            now = state.bytes_now()
-            if not self._is_in_file(state):  # there its pages are its own already: they are mapped for it alone
-                now = now.to("cpu", copy=True)
-            state.show(now, Place.OWN)
+            data = state.bytes_now()
+            if not self._is_in_file(state):  # its pages are mapped for this tensor alone, so it owns them
+                data = data.to("cpu", copy=True)
+            state.show(data, Place.OWN)
         self.vacate(state)
 
     def to_home(self, state: State, home: int) -> None:
-        """Move a state to a home; raises ``SpillError`` or ``TransferError``."""
         if state.place is Place.HOME and state.home == home:
             return
         if state.place is Place.ARENA and state.slot is not None and state.home == home and self.arena is not None:
@@ -313,40 +296,39 @@ class StateMoves:
 def move_order(sources: Sequence[tuple[int, int]], targets: Sequence[int]) -> list[int]:
     """Order moves within one region such that no bytes are overwritten before they have moved.
 
-    ``sources`` are (start, end), ``targets`` starts; neither overlap among themselves, but a target may overlap its own
-    source. Returns the numbers of the moves; in a cycle one has to be put aside first: it is listed as ``~number``, and
-    its move is left out.
+    ``sources`` are (start, end), ``targets`` starts; both are disjoint. To break a cycle, one state must be moved out
+    of the region first: it is listed as ``~number``, and its move is left out.
     """
     ends = [start + end - begin for start, (begin, end) in zip(targets, sources, strict=True)]
     by_address = sorted(range(len(sources)), key=lambda i: sources[i])
     starts = [sources[i][0] for i in by_address]
-    # By move: whose sources lie where it goes; and the reverse.
+    # For each move, the moves with sources that overlap its target; and the reverse.
     blockers: list[set[int]] = []
     waiting: list[list[int]] = [[] for _ in sources]
     for number, target in enumerate(targets):
-        found: set[int] = set()
-        for at in range(max(bisect_right(starts, target) - 1, 0), bisect_left(starts, ends[number])):
-            other = by_address[at]
-            if other != number and sources[other][1] > target and sources[other][0] < ends[number]:
-                found.add(other)
-                waiting[other].append(number)
-        blockers.append(found)
-    ready = [number for number, found in enumerate(blockers) if not found]
-    left = set(range(len(sources))) - set(ready)
+        overlapping: set[int] = set()
+        for position in range(max(bisect_right(starts, target) - 1, 0), bisect_left(starts, ends[number])):
+            source = by_address[position]
+            if source != number and sources[source][1] > target and sources[source][0] < ends[number]:
+                overlapping.add(source)
+                waiting[source].append(number)
+        blockers.append(overlapping)
+    ready = [number for number, overlapping in enumerate(blockers) if not overlapping]
+    blocked = set(range(len(sources))) - set(ready)
     order: list[int] = []
-    while ready or left:
+    while ready or blocked:
         if ready:
-            gone = ready.pop()
-            order.append(gone)
+            move = ready.pop()
+            order.append(move)
         else:
-            # Of those in each other's place the smallest; it takes the least time to put aside.
-            gone = min({b for number in left for b in blockers[number]}, key=lambda i: (_length(sources[i]), i))
-            left.discard(gone)
-            order.append(~gone)
-        for number in waiting[gone]:
-            blockers[number].discard(gone)
-            if not blockers[number] and number in left:
-                left.discard(number)
+            # The smallest one in a cycle takes the least time to move out.
+            move = min({b for number in blocked for b in blockers[number]}, key=lambda i: (_length(sources[i]), i))
+            blocked.discard(move)
+            order.append(~move)
+        for number in waiting[move]:
+            blockers[number].discard(move)
+            if not blockers[number] and number in blocked:
+                blocked.discard(number)
                 ready.append(number)
     return order
 

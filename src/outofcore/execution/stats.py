@@ -1,4 +1,4 @@
-"""What one call of a step did, in a few numbers."""
+"""Statistics of the last call of a step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from outofcore.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class StepStats:
-    """What the last call of a step did.
+    """Statistics of the last call of a step.
 
     Attributes:
-        seconds: of the step, its own waits for copies included.
-        compute_seconds: of which ops ran.
-        bytes_out: moved from the arena to the home.
-        bytes_in: moved from the home to the arena.
-        off_plan: unplanned requests of 64 KiB and more, since compilation.
-        predicted_seconds: as simulated; 0 for a call that was followed, which has no plan.
-        followed_calls: so far (see ``dynamic`` of ``outofcore.compile``).
-        why_followed: why calls are followed, such as an argument of another shape; empty: they are not.
-        peak_bytes: the peak of the arena; where calls are followed, in all of them.
+        seconds: duration of the step, including its waits for copies.
+        compute_seconds: time in which ops ran.
+        bytes_out: bytes copied from the arena to the home.
+        bytes_in: bytes copied from the home to the arena.
+        off_plan: unplanned requests of 64 KiB and more since compilation.
+        predicted_seconds: simulated duration; 0 for a followed call, which has no plan.
+        followed_calls: calls so far that ran without a plan (see ``dynamic`` of ``outofcore.compile``).
+        why_followed: why calls run without a plan, such as an argument of another shape; empty if they do not.
+        peak_bytes: peak of the arena, over all followed calls if there are any.
 
     >>> import torch
     >>> import outofcore
@@ -55,52 +55,50 @@ class StepStats:
     def __repr__(self) -> str:
         if self.followed_calls:
             return (
-                f"<step of {format_seconds(self.seconds)}, the {self.followed_calls}. followed: ops "
+                f"<step of {format_seconds(self.seconds)}, followed call {self.followed_calls}: ops "
                 f"{format_seconds(self.compute_seconds)}, {format_bytes(self.bytes_out)} out, "
                 f"{format_bytes(self.bytes_in)} in>"
             )
         return (
             f"<step of {format_seconds(self.seconds)}, {format_seconds(self.predicted_seconds)} predicted: ops "
             f"{format_seconds(self.compute_seconds)}, {format_bytes(self.bytes_out)} out, "
-            f"{format_bytes(self.bytes_in)} in, {self.off_plan} requests off the plan>"
+            f"{format_bytes(self.bytes_in)} in, {self.off_plan} off-plan requests>"
         )
 
 
 def step_facts(stats: StepStats) -> list[tuple[str, str]]:
-    """Return the facts that people look for first, by name."""
-    foreseen = f", {format_seconds(stats.predicted_seconds)} predicted" if stats.predicted_seconds else ""
+    prediction = f", {format_seconds(stats.predicted_seconds)} predicted" if stats.predicted_seconds else ""
     facts = [
-        ("step", f"{format_seconds(stats.seconds)}{foreseen}"),
+        ("step", f"{format_seconds(stats.seconds)}{prediction}"),
         ("ops", format_seconds(stats.compute_seconds)),
         ("moved", f"{format_bytes(stats.bytes_out)} out, {format_bytes(stats.bytes_in)} in"),
     ]
     if stats.followed_calls:
-        facts.append(("calls followed", f"{stats.followed_calls}, as {stats.why_followed}"))
+        facts.append(("calls followed", f"{stats.followed_calls}, because {stats.why_followed}"))
     if stats.off_plan:
-        facts.append(("requests off the plan", str(stats.off_plan)))
+        facts.append(("off-plan requests", str(stats.off_plan)))
     return facts
 
 
 def measure_step(captured: Captured, planned: Planned, timeline: Timeline, off_plan: int) -> StepStats:
-    """Derive a call's statistics from its plan and its timeline."""
     program = planned.program
-    ported = (set(captured.graph.outputs) - captured.graph.gradients_left) | {
+    callers_storages = (set(captured.graph.outputs) - captured.graph.gradients_left) | {
         captured.values[b.value].storage for b in captured.inputs
     }
     compute = 0.0
-    moved = {CopyOut: 0, CopyIn: 0}
+    copied_bytes = {CopyOut: 0, CopyIn: 0}
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
         if isinstance(instruction, CopyOut | CopyIn):
             block = program.blocks[instruction.block]
-            if block.storage not in ported:
-                moved[type(instruction)] += block.bytes
+            if block.storage not in callers_storages:
+                copied_bytes[type(instruction)] += block.bytes
         else:
             compute += end - start
     return StepStats(
         timeline.step_seconds,
         compute,
-        moved[CopyOut],
-        moved[CopyIn],
+        copied_bytes[CopyOut],
+        copied_bytes[CopyIn],
         off_plan,
         planned.timeline.step_seconds,
         peak_bytes=program.arena_bytes,

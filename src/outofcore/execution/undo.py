@@ -1,9 +1,8 @@
 """Restore the model to before a failed step, where that is still possible.
 
-A step changes persistent state late: large parameters and optimizer state in its updates. If it fails before, at a
-wrong index in the forward pass or a failed copy, all of that is unchanged: at its home, in its block of the arena, or,
-if it was evicted for a while, in a slot. What little changes early, such as the running statistics of batch norm, is
-saved when the step starts; so are the states of random generators.
+A step changes large parameters and optimizer state late, in its updates. If it fails earlier, their bytes are unchanged
+at home, in the arena, or in the slot of an evicted block. State that changes early is saved when the step starts: small
+buffers, such as the running statistics of batch norm, and random generators.
 """
 
 from __future__ import annotations
@@ -23,42 +22,41 @@ from outofcore.program import Block, CopyIn, CopyOut, Program, Run
 from outofcore.runtime.slots import Piece, Slots, meet
 from outofcore.units import MIB
 
-# More than this is not put aside at every step: it would be memory beside the budget.
+# The saved bytes do not count towards the budget, so they are limited.
 _ASIDE_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a step came: which instructions were started and which are done, by index."""
+    """Progress of a step: which instructions have started and which are done, by index."""
 
     started: Sequence[bool]
     done: Sequence[bool]
 
     @classmethod
     def at(cls, starts: Sequence[float], ends: Sequence[float]) -> Self:
-        """Derive it from the times at which instructions began and ended; 0 if they did not yet."""
         return cls([time > 0 for time in starts], [time > 0 for time in ends])
 
 
 @dataclass(frozen=True)
 class _Stray:
-    """A block that is held from step to step, and left the arena within the step."""
+    """A block that persists from step to step and was evicted within the step."""
 
     block: Block
-    out: int | None  # the first copy out; None: it left without one, since its home has the same bytes
+    out: int | None  # the first copy out; None: evicted without one, since the home has the same bytes
     pieces: tuple[Piece, ...]
     home: int
-    back: int | None  # the copy into the block, before the step ends
-    others: tuple[int, ...]  # copies out, later on, to pages of the same slot
+    back: int | None  # the copy that fetches it before the step ends
+    others: tuple[int, ...]  # later copies out that overwrite pages of the same slot
 
 
 class Undo:
-    """Restores the state of one program; ``slots`` has by copy index the block's pieces at home."""
+    """Restores the state of one program; ``slots`` maps a copy's index to the block's pieces at home."""
 
     def __init__(self, captured: Captured, program: Program, slots: Mapping[int, tuple[Piece, ...]]) -> None:
         graph = captured.graph
         small: list[Block] = []
-        self._final: list[int] = []  # once one of these has been started, there is no way back
+        self._final: list[int] = []  # the step cannot be undone once one of these has started
         early: set[int] = set()
         wrapping = {b.storage: b for b in program.blocks if b.wraps and b.storage in graph.persistent}
         for index, instruction in enumerate(program.instructions):
@@ -71,8 +69,7 @@ class Undo:
                     early.update(changed)
             elif isinstance(instruction, CopyOut):
                 storage = program.blocks[instruction.block].storage
-                # What is written to a slot that outlives the step (a gradient that is left, a range of what persists)
-                # is seen by the user.
+                # The user sees writes to a slot that outlives the step: a gradient, or a range of persistent state.
                 if (storage in graph.outputs or storage in captured.ranges) and index in slots:
                     self._final.append(index)
         small = [wrapping[storage] for storage in sorted(early) if storage in wrapping]
@@ -85,10 +82,9 @@ class Undo:
         self._aside: torch.Tensor | None = None
         self._device = captured.device
         self._generators = generators_on(captured.device)
-        self._drawn: list[torch.Tensor] = []  # their states when the step started
+        self._drawn: list[torch.Tensor] = []  # states of the generators when the step started
 
     def begin(self, arena: Memory) -> None:
-        """Save what changes early, when a step starts."""
         if not self._possible:
             return
         first, last = self._span
@@ -98,29 +94,27 @@ class Undo:
             self._aside.copy_(arena.view(first, last - first))
         self._drawn = [generator.get_state() for generator in self._generators]
 
-    def is_possible(self, reached: Reached) -> bool:
-        if not self._possible or not self._drawn or any(reached.started[index] for index in self._final):
+    def is_possible(self, progress: Reached) -> bool:
+        if not self._possible or not self._drawn or any(progress.started[index] for index in self._final):
             return False
-        return not any(reached.started[index] for stray in self._lost(reached) for index in stray.others)
+        return not any(progress.started[index] for block in self._lost(progress) for index in block.others)
 
-    def _lost(self, reached: Reached) -> list[_Stray]:
-        """Return the blocks that left the arena and did not come back."""
-        left = [stray for stray in self._strays if stray.out is None or reached.done[stray.out]]
-        return [stray for stray in left if stray.back is None or not reached.done[stray.back]]
+    def _lost(self, progress: Reached) -> list[_Stray]:
+        evicted = [block for block in self._strays if block.out is None or progress.done[block.out]]
+        return [block for block in evicted if block.back is None or not progress.done[block.back]]
 
-    def undo(self, arena: Memory, homes: Sequence[Slots], reached: Reached) -> bool:
-        """Restore everything to the start of the step; False if it is too late for that.
+    def undo(self, arena: Memory, homes: Sequence[Slots], progress: Reached) -> bool:
+        """Restore the model to the start of the step; return False if it is too late for that.
 
-        ``reached`` is how far it came; nothing of it is under way any more. Raises ``TransferError`` if what left the
-        arena cannot be read back.
+        No instruction may be running. Raises ``TransferError`` if an evicted block cannot be read back.
         """
-        if not self.is_possible(reached):
+        if not self.is_possible(progress):
             return False
-        for stray in self._lost(reached):
-            at = stray.block.offset
-            for piece in stray.pieces:
-                arena.load(at, piece.bytes, homes[stray.home].home, piece.offset)
-                at += piece.bytes
+        for evicted in self._lost(progress):
+            offset = evicted.block.offset
+            for piece in evicted.pieces:
+                arena.load(offset, piece.bytes, homes[evicted.home].home, piece.offset)
+                offset += piece.bytes
         first, last = self._span
         if self._aside is not None:
             arena.view(first, last - first).copy_(self._aside)
@@ -130,30 +124,30 @@ class Undo:
 
 
 def _strays(program: Program, wrapping: set[int], slots: Mapping[int, tuple[Piece, ...]]) -> list[_Stray]:
-    found: list[_Stray] = []
-    seen: set[int] = set()
+    evicted: list[_Stray] = []
+    block_ids: set[int] = set()
     outs = [(i, c) for i, c in enumerate(program.instructions) if isinstance(c, CopyOut) and i in slots]
     for index, copy in outs:
         block = program.blocks[copy.block]
-        if block.id not in wrapping or index >= block.dies or block.id in seen:
+        if block.id not in wrapping or index >= block.dies or block.id in block_ids:
             continue
-        seen.add(block.id)
+        block_ids.add(block.id)
         pieces = slots[index]
-        back = next(
+        fetch = next(
             (
                 i
-                for i, other in enumerate(program.instructions)
-                if i > index and isinstance(other, CopyIn) and other.block == block.id
+                for i, later in enumerate(program.instructions)
+                if i > index and isinstance(later, CopyIn) and later.block == block.id
             ),
             None,
         )
-        others = tuple(i for i, other in outs if i > index and other.home == copy.home and meet(pieces, slots[i]))
-        found.append(_Stray(block, index, pieces, copy.home, back, others))
-    return found
+        overwriting = tuple(i for i, later in outs if i > index and later.home == copy.home and meet(pieces, slots[i]))
+        evicted.append(_Stray(block, index, pieces, copy.home, fetch, overwriting))
+    return evicted
 
 
 def _clean(program: Program, block: Block, slots: Mapping[int, tuple[Piece, ...]]) -> _Stray:
-    """Describe a block that leaves without a copy: its slot is not shared, and the block is reused until it returns."""
+    """Describe a block that is evicted without a copy; no other block uses its slot."""
     copies = enumerate(program.instructions)
-    index, back = next((i, c) for i, c in copies if isinstance(c, CopyIn) and c.block == block.id)
-    return _Stray(block, None, slots[index], back.home, index, ())
+    index, fetch = next((i, c) for i, c in copies if isinstance(c, CopyIn) and c.block == block.id)
+    return _Stray(block, None, slots[index], fetch.home, index, ())

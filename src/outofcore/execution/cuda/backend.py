@@ -14,19 +14,16 @@ from outofcore.runtime.homes import HomeStore, PinnedHome
 from outofcore.runtime.native import Flavor
 from outofcore.units import MIB, round_up
 
-# Off-plan requests may take a 64th of the budget, and this at least: libraries keep workspaces of tens of MiB.
+# Off-plan requests may take a 64th of the budget or ``_MIN_RESERVE``: libraries keep workspaces of tens of MiB.
 _RESERVE_SHARE = 64
 _LEAST_RESERVE = 32 * MIB
-# Segments that the caching allocator opens beside the arena: four for small requests and the rest of a large one, and
-# one for what it takes to be neither.
+# Segments that the caching allocator opens outside of the arena: four for small requests and the remainder of a large
+# one, and one for medium requests.
 _BESIDE = 4 * ALLOCATOR.segment + ALLOCATOR.middle_segment
 
 
 class CudaBackend:
-    """One CUDA device; with ``replay`` "graphs" native code calls ops and makes CUDA graphs of them.
-
-    Raises ``InputError`` if there is no such device.
-    """
+    """One CUDA device; raises ``InputError`` if there is no such device."""
 
     flavor = Flavor.CUDA
     alignment = ALLOCATOR.alignment
@@ -38,10 +35,7 @@ class CudaBackend:
         self.device = self.driver.device
 
     def arena(self, count: int, reserve: int, room: int = 0) -> Memory:
-        """Open an arena as large as the program needs, whatever ``room``: others on the device can use the rest.
-
-        PyTorch's unused cached memory goes back to the device first.
-        """
+        """Open an arena of ``count`` bytes: other uses of the device can have the remaining ``room``."""
         self.driver.synchronize()
         self.driver.reserved_bytes()
         return self.driver.open_arena(count, reserve)
@@ -50,21 +44,19 @@ class CudaBackend:
         return CudaEngine(self.driver, homes, replay=self._replay)
 
     def home(self, limit: int | None) -> PinnedHome:
-        """Make the home in pinned host memory, of at most ``limit`` bytes."""
         return PinnedHome(self.driver.pin, self.driver.unpin, limit)
 
     def reserve(self, budget: int) -> int:
         return max(budget // _RESERVE_SHARE, _LEAST_RESERVE)
 
     def beside(self, budget: int, given: int, moved: int) -> int:
-        """Return what the arena cannot have: PyTorch's other memory on the device, the reserve, outputs, and more.
+        """Return the bytes of outputs, the reserve, and PyTorch's memory and segments outside of the arena.
 
-        That other memory is inputs and workspaces of libraries. Outputs count twice, as the user may hold those of the
-        last step; the pieces that the caching allocator opens count as well.
+        Outputs count twice, as the user may keep outputs of the last step.
         """
-        others = max(self.driver.allocated_bytes() - moved, 0)
+        other_bytes = max(self.driver.allocated_bytes() - moved, 0)
         segment = ALLOCATOR.segment
-        return round_up(others, segment) + self.reserve(budget) + 2 * round_up(given, segment) + _BESIDE
+        return round_up(other_bytes, segment) + self.reserve(budget) + 2 * round_up(given, segment) + _BESIDE
 
     def prepare(self) -> None:
         self.driver.prepare()

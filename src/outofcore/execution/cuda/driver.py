@@ -1,17 +1,14 @@
-"""CUDA itself: every call of ``torch.cuda`` that runs a step is in this file.
+"""The interface to CUDA: every call of ``torch.cuda`` that runs a step is in this file.
 
-Written against torch 2.11 (https://docs.pytorch.org/docs/2.11/cuda.html) and the CUDA runtime's reference:
-cudaStreamWaitEvent takes an event as it was recorded last, so marks can be recorded again in each step; cudaMemcpyAsync
-does not block the host where host memory is pinned; cudaHostRegister pins as well as cudaHostAlloc.
+Written against torch 2.11 (https://docs.pytorch.org/docs/2.11/cuda.html). The compute stream waits for the last
+recording of an event, so each step can record the same marks. Copies do not block the host where host memory is pinned.
 
-Transfers to and from a disk are posted by host functions in a stream (cudaLaunchHostFunc). These must not call CUDA nor
-wait for anything that does, and those of several streams may run one after the other. So each direction has a thread of
-its own, and its stream waits for the thread (cuStreamWaitValue32): ``lanes.cpp``, ``cuda/issue.cpp``. Where a test
-shows that a stream cannot wait so, the host function is the transfer itself, and reads and writes take turns.
+Host functions in a stream (cudaLaunchHostFunc) post the transfers to and from a disk. They must not call CUDA or wait
+for it, and may run one after the other. So each direction has its own thread, and its stream waits for the thread
+(cuStreamWaitValue32): see ``lanes.cpp``. Where streams cannot do so, the host function makes the transfer itself.
 
-The arena is one allocation of the caching allocator. So it counts in ``torch.cuda.max_memory_reserved`` and obeys
-``set_per_process_memory_fraction``, and requests within it (``arena.cpp``) change neither. A step cannot fragment the
-device's memory, so expandable segments are not needed.
+The arena is one allocation of the caching allocator, so it counts in ``torch.cuda.max_memory_reserved`` and obeys
+``set_per_process_memory_fraction``. A step cannot fragment the device's memory.
 """
 
 from __future__ import annotations
@@ -45,15 +42,13 @@ _log = logging.getLogger("outofcore")
 _PORTABLE = 1  # cudaHostRegisterPortable
 _LINE_BYTES = 128
 _REPEATS = 5
-# Cycles that the device idles while the host issues what is to be timed: some milliseconds.
+# Cycles that the device idles while the host issues the timed work: some milliseconds.
 _AHEAD = 8_000_000
 
 
 @dataclass(frozen=True)
 class CachingAllocator:
-    """Sizes of PyTorch's caching allocator on CUDA, in bytes."""
-
-    alignment: int = 512  # of what it hands out; kernels are chosen by it
+    alignment: int = 512  # of allocations; kernels are chosen by it
     segment: int = 2 * MIB  # it takes multiples from the device for requests below 1 MiB and from 10 MiB on
     middle_segment: int = 20 * MIB  # the same for requests between
 
@@ -62,7 +57,7 @@ ALLOCATOR = CachingAllocator()
 
 
 class CudaDriver:
-    """One CUDA device; without an index, the current one. Raises ``InputError`` if there is none."""
+    """One CUDA device, by default the current one; raises ``InputError`` if there is no such device."""
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
@@ -75,32 +70,31 @@ class CudaDriver:
         if index >= torch.cuda.device_count():
             raise InputError(f"there is no device cuda:{index}; PyTorch sees {torch.cuda.device_count()}")
         self.device = torch.device("cuda", index)
-        # By number; all but the first, which is the user's own.
+        # By number; the first is the user's own stream.
         self._streams: list[Any] = [
             torch.cuda.current_stream(self.device),
             *(torch.cuda.Stream(self.device) for _ in list(Stream)[1:]),
         ]
-        self._transfers: list[Posted] = []  # of this step
-        # The streams as CUDA itself knows them, by number.
+        self._transfers: list[Posted] = []  # transfers of this step
+        # CUDA's stream handles, by number.
         self._handles = (ctypes.c_void_p * len(Stream))(*(stream.cuda_stream for stream in self._streams))
         self._lanes: _Lanes | None = None  # threads for transfers, made with the first buffers
-        self._prepared: int | None = None  # the stream that libraries have their workspaces for
+        self._prepared: int | None = None  # the stream that libraries have allocated workspaces for
         self._capturing: Any = None  # the stream on which graphs are made
-        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # those in use: they share a pool of memory
-        self._nothing: float | None = None  # seconds between two events with nothing between them
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # graphs in use, which share a pool of memory
+        self._nothing: float | None = None  # seconds between two adjacent events
 
     def open_arena(self, count: int, reserve: int) -> CudaArena:
         return CudaArena(count, self.device, reserve)
 
     @contextlib.contextmanager
     def step(self, bound: Bound | None) -> Iterator[None]:
-        """Issue a step; the compute stream is the one that is current now."""
         with torch.cuda.device(self.device):
             compute = torch.cuda.current_stream(self.device)
             self._streams[Stream.COMPUTE] = compute
             self._handles[Stream.COMPUTE] = compute.cuda_stream
             if bound is not None and compute.cuda_stream != self._prepared:
-                # A library's workspace for another stream is not among what the step was planned to ask for.
+                # A library's workspace for another stream is not a planned request of the step.
                 self._make_workspaces()
             yield
 
@@ -108,7 +102,7 @@ class CudaDriver:
         if stream is Stream.COMPUTE:
             call()
             return
-        # NCCL waits for what is current, and what is current then waits for NCCL. (Never run: two GPUs are needed.)
+        # NCCL waits for the current stream, which then waits for NCCL. (Never run: this needs two GPUs.)
         with torch.cuda.stream(self._streams[stream]):
             call()
 
@@ -116,65 +110,62 @@ class CudaDriver:
         return call if stream is Stream.COMPUTE else functools.partial(self.launch, run, call, stream)
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Issue cudaMemcpyAsync, as both sides are contiguous bytes."""
         action = _Action(_Kind.COPY, _place(stream), target.data_ptr(), source.data_ptr(), target.numel())
         self._check(self._issue_one(action))
 
     def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Issue a copy and tell PyTorch's allocators the stream."""
         with torch.cuda.stream(self._streams[stream]):
             target.copy_(source, non_blocking=True)
 
     def tape(self, actions: Sequence[Action]) -> Tape:
-        """Make the actions one native call."""
         transfers = [self._transfer(action) for action in actions if isinstance(action, Move)]
-        left = iter(transfers)
-        array = (_Action * len(actions))(*(self._native(action, left) for action in actions))
+        remaining = iter(transfers)
+        array = (_Action * len(actions))(*(self._native(action, remaining) for action in actions))
         issue, handles, check = load_native(Flavor.CUDA).outofcore_issue, self._handles, self._check
         pointer, count = ctypes.c_void_p(ctypes.addressof(array)), ctypes.c_int64(len(actions))
-        # What the addresses belong to lives as long as the tape.
-        keep = (array, transfers, tuple(actions))
+        # The owners of the addresses live as long as the tape.
+        owners = (array, transfers, tuple(actions))
 
-        def issued() -> None:
-            if keep[1]:
-                self._transfers += keep[1]
+        def keep_transfers() -> None:
+            if owners[1]:
+                self._transfers += owners[1]
 
         def play() -> None:
             status = issue(pointer, count, handles)
             if status:
                 check(status)
-            issued()
+            keep_transfers()
 
         function = ctypes.cast(issue, ctypes.c_void_p).value or 0
         native = (function, ctypes.addressof(array), len(actions), ctypes.addressof(handles))
-        return Tape(play, native, issued if transfers else None, check)
+        return Tape(play, native, keep_transfers if transfers else None, check)
 
     def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """Capture a CUDA graph, on a stream of its own, since the default one cannot be captured.
+        """Capture a CUDA graph, on a separate stream, since the default one cannot be captured.
 
-        Off-plan requests come from a memory pool that all graphs in use share. They may, in any order: graphs are
-        replayed one after the other, and none reads what another one leaves in the pool.
+        Graphs share a memory pool for off-plan requests, as each reads only memory of the pool that it has written
+        itself.
         """
         if self._capturing is None:
             self._capturing = torch.cuda.Stream(self.device)
             with torch.cuda.stream(self._capturing):
                 self._make_workspaces()
             self.synchronize()
-        graph, other = torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
+        graph, sharing = torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
         with torch.cuda.stream(self._capturing):
             try:
-                graph.capture_begin(None if other is None else other.pool(), capture_error_mode="thread_local")
+                graph.capture_begin(None if sharing is None else sharing.pool(), capture_error_mode="thread_local")
                 try:
                     call()
                 finally:
                     graph.capture_end()
             except (RuntimeError, OutOfCoreError) as error:
-                _log.info("ops are issued one by one, since no CUDA graph can be made of them: %s", error)
+                _log.info("issuing ops one by one, since no CUDA graph can be captured: %s", error)
                 return None
         self._graphs.add(graph)
         return graph.replay
 
-    def _native(self, action: Action, transfers: Iterator[Posted]) -> _Action:
+    def _native(self, action: Action, remaining: Iterator[Posted]) -> _Action:
         match action:
             case Wait(stream, mark):
                 return _Action(_Kind.WAIT, _place(stream), self._handle(mark))
@@ -183,10 +174,10 @@ class CudaDriver:
             case Copy(stream, _, target, source):
                 return _Action(_Kind.COPY, _place(stream), target.data_ptr(), source.data_ptr(), target.numel())
             case Move(stream):
-                return _Action(_Kind.TRANSFER, _place(stream), ctypes.addressof(next(transfers)))
+                return _Action(_Kind.TRANSFER, _place(stream), ctypes.addressof(next(remaining)))
 
     def _handle(self, mark: Any) -> int:
-        """Return CUDA's handle of an event, which PyTorch creates where it is first recorded."""
+        """Return CUDA's handle of an event, which PyTorch creates when it is first recorded."""
         if not mark.cuda_event:
             mark.record(self._streams[Stream.COMPUTE])
         return int(mark.cuda_event)
@@ -200,15 +191,13 @@ class CudaDriver:
         return None if self._lanes is None else self._lanes.of.get(stream)
 
     def _issue_one(self, action: _Action) -> int:
-        """Issue an action and return CUDA's status."""
         issue = load_native(Flavor.CUDA).outofcore_issue
         return int(issue(ctypes.byref(action), ctypes.c_int64(1), self._handles))
 
     def _check(self, status: int) -> None:
-        """Raise ``DeviceError`` for a CUDA error."""
         if status:
-            said = load_native(Flavor.CUDA).outofcore_cuda_error(status).decode()
-            raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {said}")
+            message = load_native(Flavor.CUDA).outofcore_cuda_error(status).decode()
+            raise DeviceError(f"the device {self.device} failed: CUDA error {status}: {message}")
 
     def staging(self, count: int) -> torch.Tensor:
         if self._lanes is None:
@@ -216,14 +205,14 @@ class CudaDriver:
                 streams = {s: self._streams[s].cuda_stream for s in (Stream.WRITE, Stream.READ)}
                 self._lanes = _Lanes(load_native(Flavor.CUDA), self.device, streams)
             if len(self._lanes.of) < 2:
-                _log.info("reads and writes of the disk take turns: streams of this device do not wait for threads")
+                _log.info("disk reads and writes do not overlap: streams of this device cannot wait for threads")
         home = PinnedHome(self.pin, self.unpin, round_up(count, PAGE_BYTES))
         home.ensure(count)
         return home.face(0, count)  # it keeps the memory
 
     def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
         work = self._transfer(Move(stream, index, home, offset, memory))
-        self._transfers.append(work)  # it has to live until it has run
+        self._transfers.append(work)  # keeps it alive until it has run
         if status := self._issue_one(_Action(_Kind.TRANSFER, _place(stream), ctypes.addressof(work))):
             raise TransferError(
                 f"the device {self.device} does not take a transfer to or from the spill file (CUDA error {status}); "
@@ -243,7 +232,6 @@ class CudaDriver:
         return float(start.elapsed_time(end)) / 1000
 
     def finish(self, *, host: bool) -> None:
-        """End a step; the compute stream has waited for the others already."""
         if host:
             with self._failing():
                 self._streams[Stream.COMPUTE].synchronize()
@@ -255,7 +243,6 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Convert CUDA's errors of a failed device to ``DeviceError``."""
         try:
             yield
         except RuntimeError as error:
@@ -271,7 +258,6 @@ class CudaDriver:
         check_transfers(transfers)
 
     def pinned(self, source: torch.Tensor) -> torch.Tensor:
-        """Copy to pinned memory, which PyTorch does not reuse before copies from it are done."""
         if not source.numel() or source.is_pinned():
             return source
         try:
@@ -284,29 +270,27 @@ class CudaDriver:
         return (torch.cuda.default_generators[self.device.index], torch.default_generator)
 
     def pin(self, address: int, count: int) -> bool:
-        """Pin whole pages of host memory in place; returns False where the system refuses."""
         with torch.cuda.device(self.device):
-            done = int(_runtime().cudaHostRegister(address, count, _PORTABLE)) == 0
-        if not done:
+            is_pinned = int(_runtime().cudaHostRegister(address, count, _PORTABLE)) == 0
+        if not is_pinned:
             self._forget_error()
-        return done
+        return is_pinned
 
     def unpin(self, address: int) -> None:
         _runtime().cudaHostUnregister(address)
 
     def _forget_error(self) -> None:
-        """Clear the error that a refused call leaves behind; the next kernel's check would report it."""
+        """Clear the error of a refused call, which the next kernel's check would report."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
     def prepare(self) -> None:
-        """Let libraries allocate what they keep for a stream (cuBLAS: a workspace), so that no op is charged for it."""
+        """Make libraries allocate their memory per stream (cuBLAS: a workspace) before any op is measured."""
         with torch.cuda.device(self.device):
             self._make_workspaces()
             self.synchronize()
 
     def _make_workspaces(self) -> None:
-        """Do so for the current stream."""
         with torch.no_grad():
             for dtype in (torch.float32, torch.bfloat16):
                 square = torch.ones(64, 64, dtype=dtype, device=self.device)
@@ -315,19 +299,16 @@ class CudaDriver:
         self._prepared = torch.cuda.current_stream(self.device).cuda_stream
 
     def allocated_bytes(self) -> int:
-        """Return the bytes in use that PyTorch has from the device, at least in whole segments."""
+        """Return the device memory that PyTorch uses, in bytes rounded up to whole segments."""
         return round_up(torch.cuda.memory_allocated(self.device), ALLOCATOR.segment)
 
     def reserved_bytes(self) -> int:
-        """Return the bytes that PyTorch has from the device after giving back what it can."""
+        """Release PyTorch's unused device memory, and return the bytes that it still reserves."""
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device)
 
     def time(self, call: Callable[[], object]) -> float:
-        """Return the median seconds that the device takes for what ``call`` issues, the host being ahead of it.
-
-        The time between two adjacent events, some microseconds and as much as a small kernel, is subtracted.
-        """
+        """Return the median seconds of device time for ``call``, less the time between two adjacent events."""
         with torch.cuda.device(self.device):
             if self._nothing is None:
                 self._nothing = 0.0
@@ -342,11 +323,10 @@ class CudaDriver:
                 call()
                 end.record()
             self.synchronize()
-            taken = statistics.median(s.elapsed_time(e) / 1000 for s, e in zip(starts, ends, strict=True))
-            return max(taken - self._nothing, 0.0)
+            seconds = statistics.median(s.elapsed_time(e) / 1000 for s, e in zip(starts, ends, strict=True))
+            return max(seconds - self._nothing, 0.0)
 
     def facts(self) -> Mapping[str, object]:
-        """Return what the speed of ops and copies on this device depends on."""
         properties = torch.cuda.get_device_properties(self.device)
         return {
             "device": properties.name,
@@ -369,9 +349,8 @@ class CudaDriver:
 class CudaArena:
     """One allocation on a CUDA device with planned addresses: ``count`` bytes, rounded up to whole pages.
 
-    The memory lives until ``close``, and then as long as any view of it or tensor placed in it. ``reserve`` bytes are
-    for off-plan requests of 64 KiB and more. Raises ``ArenaError`` if the device lacks the memory, or the allocator
-    cannot be installed under PyTorch.
+    The memory lives until ``close``, and then as long as any tensor in it. Raises ``ArenaError`` if the device lacks
+    the memory, or the allocator cannot be installed under PyTorch.
     """
 
     takes_turns = False
@@ -386,8 +365,8 @@ class CudaArena:
         except torch.OutOfMemoryError as error:
             library.outofcore_uninstall()
             raise ArenaError(
-                f"{device} does not give {format_bytes(self.bytes)} for the arena; lower the budget, or free what else "
-                "lies there"
+                f"{device} does not give {format_bytes(self.bytes)} for the arena; lower the budget, or free other "
+                "memory on the device"
             ) from error
         handle = library.outofcore_arena_open(self.address, self.bytes, LARGE_BYTES, reserve)
         if handle is None:
@@ -395,7 +374,7 @@ class CudaArena:
             library.outofcore_uninstall()
             raise ArenaError("too many arenas are open or still referred to by tensors; close compiled steps first")
         self.handle: int = handle
-        # The library gives the memory back itself, since tensors that it placed there may live longer.
+        # The library releases the memory itself, since tensors in it may outlive the arena.
         self._region: _Region | None = _Region(self.address, library.outofcore_arena_drop, handle)
         self._uninstall = weakref.finalize(self, library.outofcore_uninstall)
         self._uninstall.atexit = False
@@ -408,30 +387,27 @@ class CudaArena:
         region = self._opened()
         if offset < 0 or count < 0 or offset + count > self.bytes:
             raise ArenaError(
-                f"bytes [{offset}, {offset + count}) do not lie in the arena of {self.bytes} bytes; "
-                "this is a fault of the plan: please report it"
+                f"bytes [{offset}, {offset + count}) are outside of the arena of {self.bytes} bytes; "
+                "this is a bug in the plan: please report it"
             )
         if not count:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         return torch.as_tensor(_Bytes(region, offset, count), device=self._device)
 
     def save(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Copy in the order of the current stream; the host waits."""
         home.face(slot, count).copy_(self.view(offset, count))
 
     def load(self, offset: int, count: int, home: HomeStore, slot: int) -> None:
-        """Copy in the order of the current stream; the host waits."""
         self.view(offset, count).copy_(home.face(slot, count))
 
     def move(self, start: int, to: int, count: int) -> bool:
-        """Move in the order of the current stream."""
         if abs(start - to) < count:
             return False
         self.view(to, count).copy_(self.view(start, count))
         return True
 
     def discard(self, offset: int, count: int) -> None:
-        """Do nothing: a device's memory is given back as a whole."""
+        """Keep the memory, since a device's memory can only be released as a whole."""
 
     def counters(self) -> ArenaCounters:
         self._opened()
@@ -448,16 +424,14 @@ class CudaArena:
 
 
 class _Region:
-    """Device memory, given back when nothing refers to it any more."""
-
-    def __init__(self, address: int, release: Callable[[int], object], what: int) -> None:
+    def __init__(self, address: int, release: Callable[[int], object], handle: int) -> None:
         self.address = address
-        # Not at exit: by then CUDA may be gone.
-        weakref.finalize(self, functools.partial(release, what)).atexit = False
+        # Not at exit, when CUDA may have been shut down.
+        weakref.finalize(self, functools.partial(release, handle)).atexit = False
 
 
 class _Bytes:
-    """Some bytes of a region for ``torch.as_tensor``, whose result keeps the region alive."""
+    """Some bytes of a region for ``torch.as_tensor``; the tensor keeps the region alive."""
 
     def __init__(self, region: _Region, offset: int, count: int) -> None:
         self._region = region
@@ -475,21 +449,21 @@ def _runtime() -> Any:
 
 
 class _Kind(IntEnum):
-    """As ``Kind`` in ``issue.cpp``."""
+    """Kind of an action, as ``Kind`` in ``issue.h``."""
 
-    WAIT = 0  # of a stream, for an event
-    RECORD = 1  # an event in a stream
-    COPY = 2  # of bytes
-    TRANSFER = 3  # between a file and host memory
+    WAIT = 0  # a stream waits for an event
+    RECORD = 1  # record an event in a stream
+    COPY = 2  # copy bytes
+    TRANSFER = 3  # copy between a file and host memory
 
 
 def _place(stream: Stream) -> int:
-    """Return a stream's index among the handles: native code has no negative numbers."""
+    """Return a stream's index among the handles, since native code has no negative indices."""
     return stream % len(Stream)
 
 
 class _Action(ctypes.Structure):
-    """As ``Action`` in ``issue.cpp``."""
+    """An action, as ``Action`` in ``issue.h``."""
 
     _fields_ = (
         ("kind", ctypes.c_int32),
@@ -501,17 +475,14 @@ class _Action(ctypes.Structure):
 
 
 class _Lanes:
-    """A transfer thread for each of some streams: see ``lanes.cpp``.
-
-    ``of`` maps a stream to its lane, except streams that cannot wait for a thread or have none from the system.
-    """
+    """Transfer threads, one for each stream that can wait for a thread (see ``lanes.cpp``)."""
 
     def __init__(self, library: ctypes.PyDLL, device: torch.device, streams: Mapping[Stream, int]) -> None:
-        # What lanes count, where the device sees it, each on a cache line of its own.
+        # The lanes' counters, which the device reads, each on its own cache line.
         counts = torch.zeros(len(streams), _LINE_BYTES // 4, dtype=torch.int32, pin_memory=True)
         self.of: dict[Stream, int] = {}
-        for place, (stream, handle) in enumerate(streams.items()):
-            lane = library.outofcore_lane_new(counts[place].data_ptr())
+        for index, (stream, handle) in enumerate(streams.items()):
+            lane = library.outofcore_lane_new(counts[index].data_ptr())
             if lane is not None and library.outofcore_lane_holds(lane, handle):
                 self.of[stream] = lane
             elif lane is not None:
@@ -523,10 +494,10 @@ class _Lanes:
 def _end_lanes(library: ctypes.PyDLL, device: torch.device, lanes: Sequence[int], counts: torch.Tensor) -> None:
     if lanes:
         with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize(device)  # nothing is to be posted any more
+            torch.cuda.synchronize(device)  # no transfer may be posted from now on
     for lane in lanes:
         library.outofcore_lane_free(lane)
 
 
 def _nothing() -> None:
-    """Take no time on the device."""
+    """Use no device time."""

@@ -1,13 +1,11 @@
-"""Run bound programs on a CUDA device: the host issues instructions in program order, and marks order the streams.
+"""Run bound programs on a CUDA device.
 
-The host waits for nothing within a step. The program's waits are the only ones between queues: a copy in waits for the
-last user of its room, a copy out for the writer of its bytes. Copy streams begin after the current work of the compute
-stream, which goes on after the last copy, so tensors on the device can be used in the user's own stream as ever. The
-user may read states in host memory at once, so the call returns when the last copy of one of them is done.
+The host issues instructions in program order and never waits within a step; marks order the streams. Copy streams begin
+after the current work of the compute stream, which continues after the last copy. So the user's own stream can use
+tensors on the device as usual. The user may read states in host memory at once, so a step returns after their copies.
 
-Copies to and from a disk pass through host memory (``staging``). Such a queue is done with a block when the stream on
-the device's side is. The engine ensures that a file holds what is read from it: the program does not say whether an
-instruction that waits for a copy out needs the room on the device or the bytes in the file. A step with disk copies
+Copies to and from a disk pass through host memory (``staging``). The engine ensures that a read from a file follows the
+write of the same bytes: the program's waits for a copy out concern only the room on the device. A step with disk copies
 returns when they are done, so that a failed transfer is reported at once.
 """
 
@@ -35,30 +33,28 @@ from outofcore.runtime.homes import DiskHome, HomeStore
 from outofcore.runtime.native import load_native
 from outofcore.runtime.slots import Piece
 
-# The streams that begin after the compute stream at the start of a step; the others follow from these.
+# These streams begin after the compute stream at the start of a step; all others wait for them.
 _BEGIN = (Stream.COPY_OUT, Stream.COPY_IN)
 _BEGIN_DISK = (Stream.DISK_OUT, Stream.READ)
 _LATE = (
-    "A device tells of a failure late, at any op after the one that failed, and does nothing more in this process: "
-    "start it again, with CUDA_LAUNCH_BLOCKING=1 in the environment to be told which op it was."
+    "CUDA reports a failure late, possibly in a later op, and the device cannot be used any more in this process. "
+    "Start it again, with CUDA_LAUNCH_BLOCKING=1 in the environment to find the op that failed."
 )
-# Fewer ops than that are issued one by one as quickly as a graph of them.
+# A graph of fewer ops is no faster than the ops one by one.
 _GRAPH_OPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Which steps of a program are measured."""
-
-    first: int = 6  # plans are judged by them
-    every: int = 32  # one in as many later on
+    first: int = 6  # used to compare plans
+    every: int = 32  # then one step in this many
 
 
 _MEASURED = _Measured()
 
 
 class _Graphed:
-    """Issues ops one by one with ``call``, and from the second time on as one graph if possible."""
+    """Issues ops one by one in its first call, and as one graph in later calls if possible."""
 
     def __init__(self, driver: Driver, call: Callable[[], object]) -> None:
         self._driver, self._call = driver, call
@@ -67,20 +63,13 @@ class _Graphed:
 
     def __call__(self) -> None:
         self._calls += 1
-        if self._calls == 2:  # by then libraries have made what they make once
+        if self._calls == 2:  # libraries have initialized themselves in the first call
             self._graph = self._driver.graph(self._call)
         (self._graph or self._call)()
 
 
 class CudaEngine:
-    """Issues steps to one device.
-
-    Args:
-        homes: in pinned host memory, and optionally a disk behind it; others raise ``StateError``.
-        buffer_bytes: of each of the buffers between the device and a disk.
-        buffers: for each direction.
-        replay: whether native code may call ops; "graphs": and makes CUDA graphs of consecutive ones.
-    """
+    """Issues steps to one device; homes are in pinned host memory, with at most one disk behind it."""
 
     def __init__(
         self,
@@ -91,7 +80,7 @@ class CudaEngine:
         *,
         replay: Replaying = True,
     ) -> None:
-        self.update_failure: Exception | None = None  # they are not told apart from those of ops
+        self.update_failure: Exception | None = None  # failures of updates count as failures of ops
         self._replays = bool(replay)
         self._graphs = replay == "graphs"
         memory, *behind = homes
@@ -105,14 +94,13 @@ class CudaEngine:
         self._disk = next((home for home in behind if isinstance(home, DiskHome)), None)
         self._buffers = (buffer_bytes, buffers)
         self._staging: Staging | None = None  # made when a program first needs it
-        self._issued = 0  # of the last step
-        self._whole = False  # whether the last step was issued to its end
-        self._failed = False  # whether the device itself failed in it
+        self._issued = 0  # instructions of the last step
+        self._whole = False  # whether all of the last step was issued
+        self._failed = False  # whether the device failed in the last step
         self._bound: Bound | None = None
         self._prepared: Prepared | None = None
 
     def close(self) -> None:
-        """Wait for what is under way."""
         try:
             self._driver.synchronize()
         finally:
@@ -125,21 +113,18 @@ class CudaEngine:
         self._bound = self._prepared = None
 
     def reached(self) -> Reached | None:
-        """Return how far the last step came: all instructions before the one that could not be issued are done.
-
-        A failure of the device itself shows later, when the place is unknown.
-        """
+        """Return the progress of the last step; None if the device failed, since that shows late."""
         if self._failed:
             return None
         count = 0 if self._prepared is None else len(self._prepared.issues)
         started = count if self._whole else self._issued
-        done = started if self._whole else started - 1
-        return Reached([i < started for i in range(count)], [i < done for i in range(count)])
+        ended = started if self._whole else started - 1
+        return Reached([i < started for i in range(count)], [i < ended for i in range(count)])
 
     def run(
         self, bound: Bound, table: ScopeTable, slots: Mapping[int, tuple[Piece, ...]], ports: dict[int, Port]
     ) -> Timeline:
-        """Issue one step. The first six are measured, and every 32nd."""
+        """Issue one step. The first six steps are measured, and every 32nd."""
         prepared, driver = self._prepared, self._driver
         if prepared is None or self._bound is not bound:
             disk = any(copy.home for queue in bound.copies for copy in queue)
@@ -159,7 +144,7 @@ class CudaEngine:
                 for issue in prepared.issues
                 if issue.run is not None
             }
-        held: list[Mark] = []
+        caller_marks: list[Mark] = []
         self._issued, self._whole, self._failed = 0, False, False
         try:
             with driver.step(bound), internals.below_autograd():
@@ -167,19 +152,19 @@ class CudaEngine:
                 if measured:
                     for issue in prepared.issues:
                         self._issued += 1
-                        self._issue(issue, prepared.stamps, prepared.calls, ports, held)
+                        self._issue(issue, prepared.stamps, prepared.calls, ports, caller_marks)
                 else:
-                    self._play(prepared, ports, held)
+                    self._play(prepared, ports, caller_marks)
                 self._end(prepared, measured)
             self._whole = True
             prepared.generators.forget()
-        except BaseException as error:  # whatever ends the step gets notes on what was under way
+        except BaseException as error:  # any exception gets notes about unfinished work
             self._failed = isinstance(error, DeviceError | torch.AcceleratorError)
             self._end_early(error)
             raise
         try:
             driver.finish(host=prepared.disk or measured)
-            for mark in (*prepared.shown, *held):
+            for mark in (*prepared.shown, *caller_marks):
                 driver.await_mark(mark)
             if measured or prepared.timeline is None:
                 prepared.timeline = self._timeline(prepared)
@@ -190,14 +175,14 @@ class CudaEngine:
         return prepared.timeline
 
     def _end_early(self, error: BaseException) -> None:
-        """Wait for what was issued, since the caller is about to release its memory; the first error stays."""
+        """Wait for the issued work, since the caller will release its memory; further errors become notes."""
         try:
             self._driver.synchronize()
-        except DeviceError as other:
+        except DeviceError as failure:
             self._failed = True
-            error.add_note(_LATE if str(other) in str(error) else f"{other}\n{_LATE}")
-        except TransferError as other:
-            error.add_note(f"Besides, a transfer failed: {other}")
+            error.add_note(_LATE if str(failure) in str(error) else f"{failure}\n{_LATE}")
+        except TransferError as failure:
+            error.add_note(f"A transfer failed as well: {failure}")
 
     def _begin(self, prepared: Prepared, measured: bool) -> None:
         driver = self._driver
@@ -206,8 +191,8 @@ class CudaEngine:
         if measured:
             driver.record(Stream.COMPUTE, prepared.started)
         driver.record(Stream.COMPUTE, prepared.begin)
-        beside = BESIDE if Stream.COMMUNICATE in prepared.ends else ()
-        for stream in (*_BEGIN, *(_BEGIN_DISK if prepared.disk else ()), *beside):
+        collective_streams = BESIDE if Stream.COMMUNICATE in prepared.ends else ()
+        for stream in (*_BEGIN, *(_BEGIN_DISK if prepared.disk else ()), *collective_streams):
             driver.wait(stream, prepared.begin)
         if self._staging is not None:
             self._staging.begin()
@@ -226,7 +211,7 @@ class CudaEngine:
         stamps: list[Mark],
         calls: Mapping[int, Callable[[], None]],
         ports: dict[int, Port],
-        held: list[Mark],
+        caller_marks: list[Mark],
     ) -> None:
         driver, stream = self._driver, issue.stream
         self._ask_to_wait(issue, driver)
@@ -234,25 +219,25 @@ class CudaEngine:
         if issue.run is not None:
             driver.launch(issue.run, calls[issue.index], stream)
         elif issue.device is not None:
-            self._copy(issue, ports, held)
+            self._copy(issue, ports, caller_marks)
         else:
             self._move(issue, driver)
         driver.record(last_stream(stream), stamps[2 * issue.index + 1])
         self._ask_to_mark(issue, driver)
 
-    def _play(self, prepared: Prepared, ports: dict[int, Port], held: list[Mark]) -> None:
+    def _play(self, prepared: Prepared, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
         """Issue a step that is not measured: consecutive ops, and the actions between them, at once."""
         if prepared.parts is None:
             prepared.parts = self._parts(prepared)
         native = self._replays and internals.replayable()
         if native and prepared.replayed is None and prepared.table is not None:
-            prepared.replayed = self._taken_down(prepared.parts, load_native(), prepared.table, ports, held)
+            prepared.replayed = self._taken_down(prepared.parts, load_native(), prepared.table, ports, caller_marks)
             return
         for self._issued, play, issue in prepared.replayed if native and prepared.replayed else prepared.parts:
             if play is not None:
                 play()
             elif issue is not None:
-                self._copy(issue, ports, held)
+                self._copy(issue, ports, caller_marks)
 
     def _taken_down(
         self,
@@ -260,48 +245,50 @@ class CudaEngine:
         library: ctypes.PyDLL,
         table: ScopeTable,
         ports: dict[int, Port],
-        held: list[Mark],
+        caller_marks: list[Mark],
     ) -> list[Batch]:
-        """Issue a step and record its ops; returns the parts for later steps."""
         replay = Replay(library, len(parts))
-        taken: list[bool] = []
+        recorded: list[bool] = []
         with replay.watching():
             for number, (self._issued, play, issue) in enumerate(parts):
-                found = False
+                is_recorded = False
                 if isinstance(play, Tape) and play.native is not None:
                     replay.issue(number, play.native)
-                    found = True
+                    is_recorded = True
                 if play is not None:
                     run = None if issue is None else issue.run
                     expected = run is not None and replay.expect(run)
                     play()
                     if expected and run is not None and issue is not None:
-                        found = replay.take(number, run, issue.scope)
+                        is_recorded = replay.take(number, run, issue.scope)
                 elif issue is not None:
-                    self._copy(issue, ports, held)
-                taken.append(found)
+                    self._copy(issue, ports, caller_marks)
+                recorded.append(is_recorded)
         merged: list[Batch] = []
-        done = 0
-        for first, end in self._cut(parts, taken):
-            merged += [*parts[done:first], self._stretch(parts, replay, first, end, table)]
-            done = end
-        return [*merged, *parts[done:]]
+        merged_end = 0
+        for first, end in self._cut(parts, recorded):
+            merged += [*parts[merged_end:first], self._stretch(parts, replay, first, end, table)]
+            merged_end = end
+        return [*merged, *parts[merged_end:]]
 
-    def _cut(self, parts: Sequence[Batch], taken: list[bool]) -> list[tuple[int, int]]:
-        """Return begin and end of each row of ops and actions that can be issued at once."""
+    def _cut(self, parts: Sequence[Batch], recorded: list[bool]) -> list[tuple[int, int]]:
+        """Return the (first, end) spans of batches that can be issued at once."""
         kinds = [
-            0 if not found else 1 + self._goes_into_a_graph(part) for part, found in zip(parts, taken, strict=True)
+            0 if not is_recorded else 1 + self._goes_into_a_graph(part)
+            for part, is_recorded in zip(parts, recorded, strict=True)
         ]
         cuts = [number for number in range(1, len(kinds)) if kinds[number] != kinds[number - 1]]
         return [(first, end) for first, end in pairwise([0, *cuts, len(kinds)]) if kinds[first]]
 
     def _goes_into_a_graph(self, part: Batch) -> bool:
-        """Return whether an op draws no random numbers, and reads nothing on the host."""
+        """Return whether a batch is an op that draws no random numbers and reads no host memory."""
         run = None if part.issue is None else part.issue.run
         if not self._graphs or run is None or self._bound is None or self._bound.graph.ops[run.op].random:
             return False
-        given = internals.tensor_leaves([*run.args, *run.kwargs.values()])
-        return all(tensor.device == self._driver.device for tensor in (*given, *(result[2] for result in run.results)))
+        arguments = internals.tensor_leaves([*run.args, *run.kwargs.values()])
+        return all(
+            tensor.device == self._driver.device for tensor in (*arguments, *(result[2] for result in run.results))
+        )
 
     def _stretch(self, parts: Sequence[Batch], replay: Replay, first: int, end: int, table: ScopeTable) -> Batch:
         """Combine consecutive ops, each in its scope, and the actions between them into one native call."""
@@ -309,12 +296,12 @@ class CudaEngine:
         issued = [(number, tape.issued) for number, tape in tapes if first <= number < end and tape.issued is not None]
 
         def call() -> None:
-            reached = first
+            next_batch = first
             try:
-                reached = replay.run(first, end, table, None, None, ends_scopes=True)
+                next_batch = replay.run(first, end, table, None, None, ends_scopes=True)
             except Exception as error:
-                reached = replay.at
-                self._issued, tape = parts[reached].reached, parts[reached].play
+                next_batch = replay.at
+                self._issued, tape = parts[next_batch].reached, parts[next_batch].play
                 if isinstance(error, NotIssuedError) and isinstance(tape, Tape) and tape.check is not None:
                     tape.check(error.status)
                 if isinstance(error, RuntimeError):
@@ -322,7 +309,7 @@ class CudaEngine:
                 raise
             finally:
                 for number, note in issued:
-                    if number < reached:
+                    if number < next_batch:
                         note()
 
         if end - first >= _GRAPH_OPS and self._goes_into_a_graph(parts[first]):
@@ -330,13 +317,13 @@ class CudaEngine:
         return Batch(parts[end - 1].reached, call)
 
     def _parts(self, prepared: Prepared) -> list[Batch]:
-        found: list[Batch] = []
+        batches: list[Batch] = []
         between = Actions()
 
-        def close(reached: int) -> None:
+        def close(issued_count: int) -> None:
             nonlocal between
             if between.list:
-                found.append(Batch(reached, self._driver.tape(between.list)))
+                batches.append(Batch(issued_count, self._driver.tape(between.list)))
                 between = Actions()
 
         for issue in prepared.issues:
@@ -344,16 +331,16 @@ class CudaEngine:
             if issue.run is not None:
                 close(issue.index)
                 launch = self._driver.launching(issue.run, prepared.calls[issue.index], issue.stream)
-                # What only calls the op can be played together with others.
-                found.append(Batch(issue.index + 1, launch, issue if launch is prepared.calls[issue.index] else None))
+                # A batch that only calls the op can be combined with others.
+                batches.append(Batch(issue.index + 1, launch, issue if launch is prepared.calls[issue.index] else None))
             elif issue.device is not None:
                 close(issue.index)
-                found.append(Batch(issue.index + 1, None, issue))
+                batches.append(Batch(issue.index + 1, None, issue))
             else:
                 self._move(issue, between)
             self._ask_to_mark(issue, between)
         close(len(prepared.issues))
-        return found
+        return batches
 
     def _ask_to_wait(self, issue: Issue, issuer: Issuer) -> None:
         if issue.after is not None:
@@ -369,7 +356,6 @@ class CudaEngine:
             issuer.record(Stream.WRITE, issue.stored)
 
     def _move(self, issue: Issue, issuer: Issuer) -> None:
-        """Issue a copy between the arena and a home."""
         stream, index = issue.stream, issue.index
         if issue.parts and self._staging is not None:
             if stream is Stream.DISK_OUT:
@@ -380,8 +366,7 @@ class CudaEngine:
             inwards = stream is Stream.COPY_IN
             issuer.copy(stream, index, device if inwards else host, host if inwards else device)
 
-    def _copy(self, issue: Issue, ports: dict[int, Port], held: list[Mark]) -> None:
-        """Issue a copy between the arena and the caller's memory."""
+    def _copy(self, issue: Issue, ports: dict[int, Port], caller_marks: list[Mark]) -> None:
         driver, stream, index = self._driver, issue.stream, issue.index
         if issue.device is None:
             return
@@ -396,10 +381,10 @@ class CudaEngine:
             staged = driver.pinned(host)
             driver.copy_callers(stream, index, device, staged)
             if staged is host:
-                # The caller may change this memory as soon as the call has returned.
+                # The caller may change this memory as soon as the call returns.
                 mark = driver.mark()
                 driver.record(stream, mark)
-                held.append(mark)
+                caller_marks.append(mark)
 
     def _timeline(self, prepared: Prepared) -> Timeline:
         driver, stamps = self._driver, prepared.stamps
@@ -411,7 +396,6 @@ class CudaEngine:
 
 
 def _bytes_of(port: Port) -> torch.Tensor:
-    """Return the caller's memory as a uint8 tensor."""
     tensor = port.tensor
     start = tensor.storage_offset() * tensor.element_size()
     return internals.storage_bytes(tensor)[start : start + port.bytes]

@@ -1,7 +1,6 @@
-"""All that the engine needs of CUDA: streams, marks in them, copies, and one stretch of memory.
+"""The engine's interface to CUDA: streams, marks in them, copies, and an arena.
 
-Two classes implement it: ``cuda.driver.CudaDriver`` on a GPU, and a double in the tests that runs the same programs on
-the CPU under a virtual clock and finds every missing wait.
+``cuda.driver.CudaDriver`` implements it on a GPU, a test double on the CPU under a virtual clock.
 """
 
 from __future__ import annotations
@@ -20,23 +19,20 @@ from outofcore.runtime.homes import HomeStore
 
 
 class Stream(IntEnum):
-    """Work on a stream is done in order; only marks order work across streams.
+    """A queue of device work in order; only marks order work across streams."""
 
-    The first five are numbered as the queues of a program are (``binding.queue_number``), home 1 being a disk.
-    """
-
-    COMPUTE = 0  # the ops: the stream that is the user's current one
+    COMPUTE = 0  # ops, on the user's current stream
     COPY_OUT = 1  # device to host
     COPY_IN = 2  # host to device
     DISK_OUT = 3  # device to a staging buffer
     DISK_IN = 4  # a staging buffer to the device
     WRITE = 5  # a staging buffer to disk
     READ = 6  # disk to a staging buffer
-    COMMUNICATE = -1  # the collectives: last in this list, and numbered as their queue is
+    COMMUNICATE = -1  # collectives, with the number of their queue; last in this list
 
 
 class Mark(Protocol):
-    """A point in a stream where it was last recorded: a CUDA event. It may be recorded again."""
+    """A point in a stream, where it was last recorded: a CUDA event. It may be recorded again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +57,6 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """See ``Driver.transfer``."""
-
     stream: Stream
     index: int
     home: HomeStore
@@ -70,33 +64,23 @@ class Move:
     memory: torch.Tensor
 
 
-# What is issued alike at every step, beside ops.
+# Work other than ops that is the same at every step.
 Action = Wait | Record | Copy | Move
 
 
 class Issuer(Protocol):
-    """Takes copies, transfers, marks and waits: a device at once, a list for later (``Actions``)."""
+    """Takes copies, transfers, marks and waits, to issue them at once or later (``ActionList``)."""
 
-    def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See ``Driver.copy``."""
-        ...
+    def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None: ...
 
-    def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
-        """See ``Driver.transfer``."""
-        ...
+    def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None: ...
 
-    def record(self, stream: Stream, mark: Mark) -> None:
-        """See ``Driver.record``."""
-        ...
+    def record(self, stream: Stream, mark: Mark) -> None: ...
 
-    def wait(self, stream: Stream, mark: Mark) -> None:
-        """See ``Driver.wait``."""
-        ...
+    def wait(self, stream: Stream, mark: Mark) -> None: ...
 
 
 class Actions:
-    """A list of actions to be issued later."""
-
     def __init__(self) -> None:
         self.list: list[Action] = []
 
@@ -115,10 +99,10 @@ class Actions:
 
 @dataclass(frozen=True, eq=False)
 class Tape:
-    """Issues some actions in order each time that it is called within a step.
+    """Issues some actions in order at each call within a step.
 
-    ``native``, if any, is the address of a native function that does so and returns a status, and its three arguments;
-    ``issued`` is to be called after it, and ``check`` raises the error of a status.
+    ``native`` has the address of a native function that does the same and returns a status, and its arguments. Call
+    ``after_native`` after it; ``check`` raises the error of a status.
     """
 
     play: Callable[[], object]
@@ -131,25 +115,23 @@ class Tape:
 
 
 class Driver(Protocol):
-    """A device with its streams. All methods return at once unless they say otherwise."""
+    """A device with its streams. Methods return at once unless their documentation states that they block."""
 
     @property
     def device(self) -> torch.device: ...
 
-    def open_arena(self, count: int, reserve: int) -> Memory:
-        """Open an arena of ``count`` bytes, with ``reserve`` bytes for off-plan requests."""
-        ...
+    def open_arena(self, count: int, reserve: int) -> Memory: ...
 
     def step(self, bound: Bound | None) -> AbstractContextManager[object]:
-        """Context in which a step is issued; None for measurements."""
+        """Context in which a step is issued; ``bound`` is None for measurements."""
         ...
 
     def launch(self, run: BoundRun | None, call: Callable[[], object], stream: Stream = Stream.COMPUTE) -> None:
-        """Issue an op on the compute stream, or a collective on its own: ``call`` hands it to the device."""
+        """Issue an op on the compute stream, or a collective on its own stream; ``call`` launches it."""
         ...
 
     def launching(self, run: BoundRun, call: Callable[[], object], stream: Stream) -> Callable[[], object]:
-        """Return a function that does what ``launch`` does, at each call within a step; perhaps ``call`` itself."""
+        """Return a function that calls ``launch`` each time within a step; it may be ``call`` itself."""
         ...
 
     def copy(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -157,7 +139,7 @@ class Driver(Protocol):
         ...
 
     def copy_callers(self, stream: Stream, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Issue a copy where one side is PyTorch's memory, which must not be reused before the copy is done."""
+        """Issue a copy to or from PyTorch's memory, which must not be reused before the copy is done."""
         ...
 
     def staging(self, count: int) -> torch.Tensor:
@@ -165,21 +147,18 @@ class Driver(Protocol):
         ...
 
     def transfer(self, stream: Stream, index: int, home: HomeStore, offset: int, memory: torch.Tensor) -> None:
-        """Issue a transfer between a file and host memory; ``finish`` reports its failure.
+        """Issue a transfer of whole pages between a file and host memory; ``finish`` reports its failure.
 
-        ``stream`` is ``WRITE`` or ``READ`` and gives the direction. ``offset`` and ``memory`` (uint8) are whole pages.
-        Raises ``TransferError`` if it could not be issued.
+        ``stream`` is ``WRITE`` or ``READ``. Raises ``TransferError`` if the transfer could not be issued.
         """
         ...
 
-    def tape(self, actions: Sequence[Action]) -> Tape:
-        """Prepare actions to be issued at less cost than one by one."""
-        ...
+    def tape(self, actions: Sequence[Action]) -> Tape: ...
 
     def graph(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """Return a function that issues at once all that ``call`` issues to the compute stream, without issuing it now.
+        """Return a function that issues at once the work that ``call`` issues; None if that is not supported.
 
-        ``call`` issues ops whose tensors never move, and is called once. None: the device or an op does not support it.
+        ``call`` issues ops with fixed tensors to the compute stream, and is called once, without effect.
         """
         ...
 
@@ -188,36 +167,32 @@ class Driver(Protocol):
         ...
 
     def record(self, stream: Stream, mark: Mark) -> None:
-        """Put a mark behind all that was issued to a stream so far."""
+        """Record a mark after the work issued to a stream so far."""
         ...
 
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """Let later work on a stream start after the mark, where it was recorded last, is reached."""
+        """Delay later work on a stream until the last recording of a mark is reached."""
         ...
 
-    def seconds(self, start: Mark, end: Mark) -> float:
-        """Return the seconds between two timed marks that have been reached."""
-        ...
+    def seconds(self, start: Mark, end: Mark) -> float: ...
 
     def finish(self, *, host: bool) -> None:
-        """End a step; with ``host``, block until the host can read what the step has written.
+        """End a step; with ``host``, block until the host can read the step's results.
 
-        Raises ``DeviceError`` if the device failed, and, where this blocks, ``TransferError`` for a failed transfer.
+        Raises ``DeviceError`` if the device failed, and, if it blocks, ``TransferError`` for a failed transfer.
         """
         ...
 
     def await_mark(self, mark: Mark) -> None:
-        """Block until a mark is reached; raises ``DeviceError``."""
+        """Block until a mark is reached; raise ``DeviceError`` if the device failed."""
         ...
 
     def synchronize(self) -> None:
-        """Block until everything issued is done; raises ``DeviceError`` or ``TransferError``."""
+        """Block until all issued work is done; raise ``DeviceError`` or ``TransferError`` if it failed."""
         ...
 
     def pinned(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a uint8 tensor from which a copy to the device need not block: itself, or a copy in pinned memory."""
+        """Return a uint8 tensor for an unblocking copy to the device: ``source``, or a copy in pinned memory."""
         ...
 
-    def generators(self) -> Sequence[torch.Generator]:
-        """Return the random generators that ops on the device may draw from."""
-        ...
+    def generators(self) -> Sequence[torch.Generator]: ...

@@ -1,7 +1,4 @@
-"""Prepare a bound program for its stream: what each instruction waits for, copies and calls.
-
-The streams begin after the compute stream at the start of a step, which goes on after those of ``Prepared.ends``.
-"""
+"""Prepare a bound program for its streams: the waits, copies and calls of each instruction."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ from outofcore.program import Timeline
 from outofcore.runtime.homes import HomeStore
 from outofcore.runtime.slots import Piece
 
-# The streams after which the compute stream goes on; the others follow from these.
+# The compute stream continues after these streams, which wait for all others.
 _END = (Stream.COPY_OUT, Stream.COPY_IN)
-# Collectives have a stream of their own, where a step has any. (Never run: it takes a GPU for each process.)
+# Collectives have their own stream. (Never run: this needs a GPU for each process.)
 BESIDE = (Stream.COMMUNICATE,)
 _END_DISK = (Stream.WRITE, Stream.DISK_IN)
 
@@ -34,21 +31,21 @@ class Issue:
     index: int
     stream: Stream
     waits: tuple[Mark, ...]
-    mark: Mark | None  # where another queue waits for this instruction
+    mark: Mark | None  # set if another queue waits for this instruction
     run: BoundRun | None = None
-    scope: int = -1  # of the run
-    pieces: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # of a copy: bytes in the arena, and in host memory
+    scope: int = -1  # scope of ``run``
+    pieces: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # of a copy: the bytes in the arena, and in host memory
     device: torch.Tensor | None = None  # of a copy to or from the caller's memory: its bytes in the arena
-    storage: int = -1  # likewise: what it is
+    storage: int = -1  # of a copy to or from the caller's memory
     parts: tuple[Part, ...] = ()  # of a copy to or from a disk
-    after: Mark | None = None  # of a copy from a disk: when the file holds what is to be read
-    stored: Mark | None = None  # of a copy to a disk, where one from there reads it
+    after: Mark | None = None  # of a copy from a disk: reached when the file has the bytes to read
+    stored: Mark | None = None  # of a copy to a disk, if a later copy reads the bytes
 
 
 @dataclass
 class Prepared:
     issues: list[Issue]
-    shown: list[Mark]  # behind the last copies, out and in, of what the user may look at in host memory
+    shown: list[Mark]  # after the last copies, out and in, of bytes that the user may read in host memory
     disk: bool  # whether it copies to or from a disk
     begin: Mark
     ends: dict[Stream, Mark]
@@ -56,32 +53,22 @@ class Prepared:
     started: Mark
     stopped: Mark
     generators: GeneratorStates
-    table: ScopeTable | None = None  # that the calls are made for
+    table: ScopeTable | None = None  # the table of ``calls``
     calls: dict[int, Callable[[], None]] = field(default_factory=dict[int, Callable[[], None]])  # ops, by instruction
-    parts: list[Batch] | None = None  # as soon as a step is not measured
-    replayed: list[Batch] | None = None  # the same with ops that native code calls, as soon as they were taken down
+    parts: list[Batch] | None = None  # set by the first step that is not measured
+    replayed: list[Batch] | None = None  # the same with recorded ops, set when they are recorded
     runs: int = 0
     timeline: Timeline | None = None
 
 
 class Batch(NamedTuple):
-    """A row of instructions that a step issues at once when it is not measured.
-
-    ``reached`` is how many instructions have then begun. ``play`` issues what is the same in every step, None for a
-    copy of the caller's memory; ``issue`` is that copy, or the single op that ``play`` calls.
-    """
-
-    reached: int
-    play: Callable[[], object] | None
-    issue: Issue | None = None
+    reached: int  # number of instructions that have begun after it
+    play: Callable[[], object] | None  # None for a copy of the caller's memory
+    issue: Issue | None = None  # that copy, or the single op that ``play`` calls
 
 
 class Preparation:
-    """Prepares one program; ``home`` is in pinned memory, and ``staging`` leads to the disk behind it, if there is one.
-
-    ``slots`` has by copy index the pieces of the block at its home. Raises ``GraphError`` if an instruction waits for a
-    later one.
-    """
+    """Prepares one program; raises ``GraphError`` if an instruction waits for a later one."""
 
     def __init__(
         self,
@@ -94,81 +81,79 @@ class Preparation:
         self._driver, self._home, self._staging = driver, home, staging
         self._bound, self._slots = bound, slots
         self._scopes = {run.index: scope for scope, run in enumerate(bound.runs)}
-        self._marks: dict[tuple[int, int], Mark] = {}  # by stream and number of the instruction there
+        self._marks: dict[tuple[int, int], Mark] = {}  # by stream and number of the instruction in it
 
     def prepare(self) -> Prepared:
         driver, bound, slots = self._driver, self._bound, self._slots
         issues: list[Issue] = []
         runs = {run.index: run for run in bound.runs}
         collectives = {run.index: run for run in bound.collectives}
-        copies = {copy.index: (Stream(queue), copy) for queue, found in enumerate(bound.copies, 1) for copy in found}
+        copies = {copy.index: (Stream(queue), copy) for queue, items in enumerate(bound.copies, 1) for copy in items}
         disk = any(copy.home for _, copy in copies.values())
         staged = sorted((index, stream is Stream.DISK_OUT) for index, (stream, copy) in copies.items() if copy.home)
         sources = reads_after_writes(staged, slots)
         stored = {index: driver.mark() for index in sorted(set(sources.values()))}
         for index in range(len(bound.program.instructions)):
             if index in collectives:
-                stream, item = Stream.COMMUNICATE, collectives[index]
+                stream, bound_item = Stream.COMMUNICATE, collectives[index]
             else:
-                stream, item = (Stream.COMPUTE, runs[index]) if index in runs else copies[index]
+                stream, bound_item = (Stream.COMPUTE, runs[index]) if index in runs else copies[index]
             mark = None
-            if item.awaited:
-                mark = self._marks[stream, item.number] = driver.mark()
-            issue = self._issue(index, stream, item, mark)
+            if bound_item.awaited:
+                mark = self._marks[stream, bound_item.number] = driver.mark()
+            issue = self._issue(index, stream, bound_item, mark)
             after = stored[sources[index]] if index in sources else None
             issues.append(replace(issue, after=after, stored=stored.get(index)))
         shown = self._mark_shown(issues)
         started, stopped = driver.mark(timed=True), driver.mark(timed=True)
-        beside = BESIDE if collectives else ()
-        ends = {stream: driver.mark() for stream in (*_END, *(_END_DISK if disk else ()), *beside)}
+        collective_streams = BESIDE if collectives else ()
+        ends = {stream: driver.mark() for stream in (*_END, *(_END_DISK if disk else ()), *collective_streams)}
         generators = GeneratorStates(driver.generators())
         return Prepared(issues, shown, disk, driver.mark(), ends, [], started, stopped, generators)
 
     def _mark_shown(self, issues: list[Issue]) -> list[Mark]:
-        """Return marks behind the last copies, out and in, of what the user may read in host memory."""
+        """Return marks after the last copies, out and in, of bytes that the user may read in host memory."""
         bound, slots = self._bound, self._slots
-        left = set(bound.program.results)
-        found: list[Mark] = []
+        shown = set(bound.program.results)
+        marks: list[Mark] = []
         for queue in bound.copies:
-            # What is only read there counts as well: the user may write to it as soon as the call has returned.
-            last = max((c.index for c in queue if c.storage in left and c.index in slots and not c.home), default=None)
+            # Copies in count as well: the user may overwrite their source as soon as the call has returned.
+            last = max((c.index for c in queue if c.storage in shown and c.index in slots and not c.home), default=None)
             if last is not None:
                 mark = issues[last].mark or self._driver.mark()
                 issues[last] = replace(issues[last], mark=mark)
-                found.append(mark)
-        return found
+                marks.append(mark)
+        return marks
 
-    def _issue(self, index: int, stream: Stream, item: BoundRun | BoundCopy, mark: Mark | None) -> Issue:
+    def _issue(self, index: int, stream: Stream, bound_item: BoundRun | BoundCopy, mark: Mark | None) -> Issue:
         marks, arena, slots = self._marks, self._bound.arena, self._slots
-        missing = [wait for wait in item.waits if wait not in marks]
+        missing = [wait for wait in bound_item.waits if wait not in marks]
         if missing:
             raise GraphError(
                 f"instruction {index} waits for instruction {missing[0][1]} of {Stream(missing[0][0]).name}, which "
-                "comes later in the program; this is a fault of the plan: please report it"
+                "comes later in the program; this is a bug in the plan: please report it"
             )
-        waits = tuple(marks[wait] for wait in item.waits)
-        if isinstance(item, BoundRun):
-            return Issue(index, stream, waits, mark, run=item, scope=self._scopes.get(index, -1))
+        waits = tuple(marks[wait] for wait in bound_item.waits)
+        if isinstance(bound_item, BoundRun):
+            return Issue(index, stream, waits, mark, run=bound_item, scope=self._scopes.get(index, -1))
         if index not in slots:
-            device = arena.view(item.offset, item.bytes)
-            return Issue(index, stream, waits, mark, device=device, storage=item.storage)
-        at = item.offset
-        if item.home and self._staging is not None:
+            device = arena.view(bound_item.offset, bound_item.bytes)
+            return Issue(index, stream, waits, mark, device=device, storage=bound_item.storage)
+        offset = bound_item.offset
+        if bound_item.home and self._staging is not None:
             parts: list[Part] = []
             for piece in slots[index]:
-                parts += self._staging.parts(arena.view, at, piece.offset, piece.bytes)
-                at += piece.bytes
+                parts += self._staging.parts(arena.view, offset, piece.offset, piece.bytes)
+                offset += piece.bytes
             return Issue(index, stream, waits, mark, parts=tuple(parts))
         pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in slots[index]:
-            pieces.append((arena.view(at, piece.bytes), self._home.face(piece.offset, piece.bytes)))
-            at += piece.bytes
+            pieces.append((arena.view(offset, piece.bytes), self._home.face(piece.offset, piece.bytes)))
+            offset += piece.bytes
         return Issue(index, stream, waits, mark, pieces=tuple(pieces))
 
 
 def collective(run: BoundRun) -> Callable[[], None]:
-    """Return a function that issues a collective, whose memory the communication library manages."""
-
     def call() -> None:
         run.func(*run.args, **run.kwargs)
 
@@ -176,7 +161,7 @@ def collective(run: BoundRun) -> Callable[[], None]:
 
 
 def op_call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorStates) -> Callable[[], None]:
-    """Return a function that issues an op, its requests for memory served at their planned addresses."""
+    """Return a function that issues an op and serves its memory requests at their planned addresses."""
     call = _served(run, scope, table)
 
     def draw() -> None:
@@ -191,7 +176,7 @@ def op_call(run: BoundRun, scope: int, table: ScopeTable, generators: GeneratorS
 
 
 def _served(run: BoundRun, scope: int, table: ScopeTable) -> Callable[[], None]:
-    """Return ``op_call`` for an op without random state: a fast path, since the host's time goes here."""
+    """Return the call of an op that draws no random numbers, specialized to reduce host time."""
     issue, results = internals.issuing(run.func, run.args, run.kwargs), run.results
     begin, end, returned = table.begin, table.end, internals.tensors_returned(run.func)
 
