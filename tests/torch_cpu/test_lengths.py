@@ -125,7 +125,7 @@ def test_nothing_is_captured_where_that_was_asked_for(captures: list[int]) -> No
         assert alike(ours.everything(), theirs.everything())
         assert step.stats.followed_calls == len(LENGTHS)
         for ask in (lambda: step.planned, lambda: step.timeline, step.report):
-            with pytest.raises(outofcore.StateError, match="were followed, which have no plan"):
+            with pytest.raises(outofcore.StateError, match="ran as an eager loop, which has no plan"):
                 ask()
     assert not captures
 
