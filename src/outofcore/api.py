@@ -71,11 +71,7 @@ SplitName = Literal["exact", "close", "off"]
 
 
 def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, R]:
-    """Return the step with lists of its models and optimizers.
-
-    Raises:
-        InputError: an argument has the wrong type.
-    """
+    """Return the step with lists of its models and optimizers; refuse arguments of other types."""
     if not callable(step) or (isinstance(step, nn.Module) and isinstance(model, Optimizer)):
         description = "the model" if isinstance(step, nn.Module) else f"of type {type(step).__name__}"
         raise InputError(
@@ -198,52 +194,44 @@ def compile(
         optimizer: the optimizer that the step calls, a list of them, or None.
         budget: device bytes for all tensors of the step: a number, text such as "6GiB", or a share of the memory
             available now, such as "70%".
-        device: "cpu" (default) or "cuda". For a step on a GPU the model and the inputs may be on the CPU, so the model
-            may be larger than the GPU.
-        home: where tensors are stored while they are not on the device: "host", "disk", or a folder on a disk; or an
-            open home (``open_home``), or that of another step over the same model (``step.home``). Default: "disk".
-            On a GPU: pinned host memory, and when that is full, the disk that ``home`` names, if any.
-        host_budget: bytes of host memory, in addition to the budget, to use before a disk. Default: none. With
-            home="host", and on a GPU, it limits the host memory; default there: all that is available. A GPU with a
-            disk needs 64 MiB more for copy buffers. An open home has its own.
+        device: "cpu" (default) or "cuda". For a GPU, the model and the inputs may be on the CPU, so the model may be
+            larger than the GPU.
+        home: where tensors are stored while they are not on the device: "host", "disk", a folder on a disk, an open
+            home (``open_home``), or that of another step over the same model (``step.home``). Default: "disk". On a
+            GPU: pinned host memory, and when that is full, the disk that ``home`` names, if any.
+        host_budget: bytes of host memory, in addition to the budget, to use before a disk. Default: none; with
+            home="host" and on a GPU, all that is available. A GPU with a disk needs 64 MiB more for copy buffers.
         policy: how to plan: a name in ``outofcore.policies.POLICIES``, text such as "window:reach=2", or an object
             of ``outofcore.policies``, which also describes how to write your own.
-        cache: where measurements of ops and links are stored for later processes: a folder, True for
+        cache: where measurements are stored for later processes: a folder, True for
             ``$XDG_CACHE_HOME/outofcore/measured``, or False for no cache.
-        check: how many of the offloaded bytes are compared by checksum when they are fetched within a step. "sampled":
-            a few pages of each copy to disk. "full": all bytes of all copies, and everything at a home is read back
-            after the step. "off": no comparison.
-        dynamic: how to handle inputs of many sizes. False: capture and plan each size at its first call, which takes
-            seconds. True: run every call op by op as an eager loop, as ``outofcore.budget`` does, without a
-            capture. None: capture the first size, and switch to the eager loop for good at the first call of another
-            size, or if Python values that the step reads keep changing. It does not switch on a GPU, with your own
-            ``policy`` or ``kernels``, or with an open or shared home.
-        shard: a process group, or True for the default one, whose processes share the model. Each process keeps a
-            range of every large parameter, its gradient and its optimizer state; the step gathers parameters and
-            reduces gradients. Every process passes its own batches, of the same shapes. The model starts with the
-            values of rank 0. Until the step is closed its large parameters are on the device ``meta``. Optimizers
-            must be elementwise, such as SGD and AdamW. See the guide to many processes.
+        check: how many of the offloaded bytes are compared by checksum when they are fetched. "sampled": a few pages
+            of each copy to disk. "full": all bytes of all copies, and once more after the step. "off": none.
+        dynamic: how to handle inputs of many sizes. False: capture and plan each size, which takes seconds. True: run
+            every call as an eager loop, as ``outofcore.budget`` does. None: capture the first size; at the next one,
+            or if Python values that the step reads keep changing, switch to the eager loop for good. It does not
+            switch on a GPU, with your own ``policy`` or ``kernels``, or with an open or shared home.
+        shard: a process group, or True for the default one, that shares the model: each process keeps a range of every
+            large parameter, its gradient and its optimizer state. Every process passes its own batches, of the same
+            shapes. Until the step is closed, large parameters are on the device ``meta``. Optimizers must be
+            elementwise, such as SGD and AdamW. See the guide to many processes.
         replay: whether native code calls PyTorch's ops after each has been called once from Python, which saves some
-            microseconds per op. Python still calls long ops. "graphs": consecutive ops on a GPU, except random ones,
-            become CUDA graphs.
-        kernels: "eager": PyTorch's own kernels. "inductor": consecutive elementwise ops, norms, softmax and losses are
-            fused and compiled by PyTorch's Inductor, which is faster where memory bandwidth is the limit. Losses are
-            then bit-identical at every budget on the same kind of machine with the same versions, but differ in
-            rounding from eager PyTorch. The first call takes some seconds per new kernel. Without a C++ compiler
-            (GPU: Triton), PyTorch's kernels run, and a message is logged. See the guide to compiled kernels.
+            microseconds per op. "graphs": consecutive ops on a GPU, except random ones, become CUDA graphs.
+        kernels: "eager": PyTorch's own kernels. "inductor": fuse elementwise ops, norms, softmax and losses with
+            PyTorch's Inductor, which is faster where memory bandwidth is the limit. Losses are then bit-identical at
+            every budget, but differ in rounding from eager PyTorch. See the guide to compiled kernels.
         split: "exact": split an op that exceeds the available memory, or for speed, if the result was found
-            bit-identical on this machine. "off": never split; the budget must hold each op. "close": also split large
-            sums over rows and samples, at every budget the same way. Losses are then bit-identical at every budget,
-            but differ in rounding from eager PyTorch, and every input size is captured. See the guide to large ops.
+            bit-identical on this machine. "off": never split. "close": also split large sums over rows and samples,
+            the same way at every budget. Losses are then bit-identical at every budget, but differ in rounding from
+            eager PyTorch, and every input size is captured. See the guide to large ops.
         repeats: whether the budget must also hold a second call that starts with the gradients of the first. False:
             plan such a call when it comes, as in a step that accumulates in one call and updates in the next.
 
     Returns:
         A callable with the signature of ``step``. The first call captures it.
 
-    Limits: calls that run as an eager loop are not checked beforehand. An op that does not fit raises a
-    ``BudgetError`` that reports the bytes it needs; the ops before it have run, as in plain PyTorch. A plan may fit a
-    smaller budget, since it places every byte and updates a parameter in pieces.
+    Limits: in an eager loop, an op that does not fit raises a ``BudgetError`` that reports the bytes it needs; the ops
+    before it have run, as in plain PyTorch. A plan may fit a smaller budget than the loop.
 
     Raises:
         InputError: an argument cannot be used. Includes ``UnitError`` and ``SpillError``.
@@ -385,12 +373,10 @@ def budget(
 
     Args:
         limit: bytes for all tensors and workspaces of the loop: a number, text such as "6GiB", or a share of the memory
-            available now, such as "70%". On a GPU it limits PyTorch's allocator for the loop; see the guide. Default:
-            70 % of available memory; on a GPU free memory less 5 % (at least 512 MiB). The default is printed to
-            standard error.
+            available now, such as "70%". On a GPU it limits PyTorch's allocator; see the guide. Default: 70 % of
+            available memory; on a GPU free memory less 5 % (at least 512 MiB). The default is printed.
         model: the module that the loop trains, or several. Their parameters, buffers and gradients move to the home
-            at the start. Other tensors are tracked from the first op that uses them, optimizer state from the first
-            update.
+            at the start. Other tensors are tracked from the first op that uses them.
         device: the device to manage: "cpu", or a GPU such as "cuda". Default: that of the model's parameters.
         home: where tensors outside the arena are stored: "disk" (default), a folder on a disk, or "host". On a GPU
             always pinned host memory.
@@ -403,21 +389,21 @@ def budget(
         measure: find the memory needs of the loop. It may exceed the budget and is not planned. At its end it prints
             the peak, the smallest budget that holds every op, and predicted step times at 3/4, 1/2 and 1/4 of the
             peak; also available as ``run.measurement()``.
-        grow: let an op that needs more than the budget exceed it, as far as the device has memory, instead of
-            failing. ``run.stats.exceedances`` counts these ops; a warning at the end reports their bytes.
+        grow: let an op that needs more than the budget exceed it instead of failing. ``run.stats.exceedances`` counts
+            these ops; a warning at the end reports their bytes.
 
     Returns:
         A context manager, also with ``start()`` and ``stop()``; ``run.stats`` has the statistics.
 
     Raises:
-        InputError: an argument cannot be used. Includes ``UnitError`` and ``SpillError``. Within the loop, an op that
-            does not fit raises ``torch.OutOfMemoryError``; the context then exits with a ``BudgetError`` that names
-            the op, its source line and the bytes it needs. A failed home raises ``RuntimeError`` at the op, which
-            has not run; the context then exits with ``TransferError``, or ``SpillError`` if the home is full.
+        InputError: an argument cannot be used. Includes ``UnitError`` and ``SpillError``.
+        BudgetError: an op does not fit; names the op, its source line and the bytes it needs. Raised at the exit of
+            the context; within the loop, the op raises ``torch.OutOfMemoryError``.
+        TransferError: a home failed (``SpillError``: it is full). Raised at the exit of the context; within the loop,
+            the op raises ``RuntimeError`` and has not run.
 
     Limits: of other threads, only those of autograd are managed. Extensions must not keep a pointer to a tensor from
-    one op to the next. A NumPy array that shares memory with a tensor from before the loop does not follow it into the
-    arena.
+    one op to the next. A NumPy array that shares memory with a tensor from before the loop does not follow it.
 
     >>> import torch
     >>> import outofcore
@@ -552,18 +538,8 @@ def smallest_budget(
 ) -> int:
     """Return the smallest budget in bytes with which ``compile`` can run the step repeatedly on these inputs.
 
-    Runs each family of ops once on scratch tensors to measure its workspace; your tensors are not changed.
-
-    Args:
-        step: as for ``compile``.
-        model: as for ``compile``.
-        optimizer: as for ``compile``.
-        inputs: the positional arguments of the step.
-        kwargs: its keyword arguments.
-        device: as for ``compile``.
-        cache: as for ``compile``.
-        kernels: as for ``compile``.
-        split: as for ``compile``.
+    Runs each family of ops once on scratch tensors to measure its workspace; your tensors are not changed. ``inputs``
+    and ``kwargs`` are the arguments of the step; the others are as for ``compile``.
 
     Raises:
         InputError: an argument cannot be used.
@@ -613,23 +589,15 @@ def estimate(
     """Predict whether a step fits, and its time at several budgets, without running it.
 
     Runs each family of ops a few times on scratch tensors; your tensors are not changed. A model and inputs on the
-    device ``meta`` take no memory. For a simulated device, no op is run.
+    device ``meta`` take no memory. Arguments not listed here are as for ``compile``.
 
     Args:
-        step: as for ``compile``.
-        model: as for ``compile``, or on the device ``meta``.
-        optimizer: as for ``compile``.
         inputs: the positional arguments of the step.
         kwargs: its keyword arguments.
         budgets: budgets to evaluate in addition to a default set.
         device: the device to measure, as for ``compile``; or a device to simulate, by its name in
-            ``outofcore.presets``, such as "h100".
-        home: as for ``compile``; ignored for a simulated device.
-        host_budget: as for ``compile``; ignored for a simulated device.
-        policy: as for ``compile``.
-        cache: as for ``compile``.
-        kernels: as for ``compile``; not compiled for a simulated device.
-        split: as for ``compile``. For a simulated device all splits are assumed to be exact.
+            ``outofcore.presets``, such as "h100". A simulation runs no ops, ignores ``home`` and ``host_budget``, and
+            assumes that all splits are exact.
 
     Returns:
         Budgets in bytes and step times in seconds; on a GPU the bytes are those of the arena.
@@ -663,9 +631,7 @@ def estimate(
     ):
         preset = None if isinstance(place, LocalMachine) else place
         compiler, splits = _kernels(kernels, compiles=preset is None), split_of(split)
-        costing = costed(
-            user, tuple(inputs), kwargs or {}, place, tell=report, kernels=compiler, split=splits
-        )
+        costing = costed(user, tuple(inputs), kwargs or {}, place, tell=report, kernels=compiler, split=splits)
         machine = "" if preset is None else preset.describe()
         return estimated(
             costing.graph,
@@ -687,7 +653,7 @@ def save(
     extra: Any = None,
     frozen: bool = True,
 ) -> None:
-    """Save models and optimizers as ``Step.save`` does, without a compiled step.
+    """Save models and optimizers without a compiled step.
 
     Args:
         folder: the checkpoint. An existing one stays valid until the new one is complete.
@@ -695,7 +661,7 @@ def save(
         optimizer: one, several or None.
         home: where the tensors are stored, if they have a home.
         extra: as for ``Step.save``.
-        frozen: False leaves out parameters that do not require gradients, as for ``Step.save``.
+        frozen: as for ``Step.save``.
 
     Raises:
         InputError: the folder is not writable, or the model or ``extra`` has contents that cannot be saved.
@@ -746,8 +712,7 @@ def load(
 
     Raises:
         InputError: there is no checkpoint, it is damaged or belongs to another model or optimizer, or it lacks a
-            parameter that requires gradients or is on the meta device. Only a matching model on the meta device may
-            have changed.
+            parameter that requires gradients or is on the meta device. Existing tensors are unchanged.
         TransferError: a file cannot be read or is corrupt; load another checkpoint before you use the model.
         SpillError: the home is full.
 

@@ -124,8 +124,8 @@ class Step(Generic[P, R]):
         self._access.check(self._session.torn)
         if is_followed():
             raise StateError(
-                "a compiled step has its own budget and cannot run inside outofcore.budget(); leave that context first, "
-                "or call the training function itself there"
+                "a compiled step has its own budget and cannot run inside outofcore.budget(); leave that context "
+                "first, or call the training function itself there"
             )
         with self._access.alone():
             self._session.outcome = Outcome.UNCHANGED
@@ -171,8 +171,8 @@ class Step(Generic[P, R]):
         A model that is sharded (``shard=``) is gathered in each process, so all processes must close their steps.
 
         Args:
-            whole: whether to gather it. With False, or after an exception in the context, its parameters stay on the
-                device ``meta``, without contents. Use False where a process has no memory for a whole model.
+            whole: whether to gather it. If False, and after an exception in the context, its parameters stay on the
+                device ``meta``, without contents. For processes without memory for a whole model.
 
         Raises:
             CommunicationError: another process has ended; parameters not yet gathered stay without contents.
@@ -192,29 +192,17 @@ class Step(Generic[P, R]):
 
     @property
     def planned(self) -> Planned:
-        """The plan of the last planned call, with its program and simulated timeline.
-
-        Raises:
-            StateError: no call has been planned.
-        """
+        """The plan of the last planned call, with program and timeline; ``StateError`` if there is none."""
         return self._shown("planned").planned
 
     @property
     def captured(self) -> Captured:
-        """The capture of the last planned call.
-
-        Raises:
-            StateError: no call has been planned.
-        """
+        """The capture of the last planned call; ``StateError`` if there is none."""
         return self._shown("captured").captured
 
     @property
     def costs(self) -> Costs:
-        """The costs that the last planned call was planned with.
-
-        Raises:
-            StateError: no call has been planned.
-        """
+        """The costs that the last planned call was planned with; ``StateError`` if there is none."""
         return self._shown("profiled").costs
 
     def _shown(self, stage: str) -> PlannedStep:
@@ -224,22 +212,14 @@ class Step(Generic[P, R]):
 
     @property
     def timeline(self) -> Timeline:
-        """The measured timeline of the last planned call.
-
-        Raises:
-            StateError: no call has been planned.
-        """
+        """The measured timeline of the last planned call; ``StateError`` if there is none."""
         if self._session.timeline is None:
             raise StateError(self._nothing_to_show("its timeline is measured at its first call"))
         return self._session.timeline
 
     @property
     def stats(self) -> StepStats:
-        """Statistics of the last call.
-
-        Raises:
-            StateError: the step has not been called.
-        """
+        """Statistics of the last call; ``StateError`` if there is none."""
         session = self._session
         if session.followed is not None and session.followed.last is not None:
             last = session.followed.last
