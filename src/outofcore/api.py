@@ -536,7 +536,7 @@ def smallest_budget(
     kernels: KernelsName = "eager",
     split: SplitName = "exact",
 ) -> int:
-    """Return the smallest budget in bytes with which ``compile`` can run the step repeatedly on these inputs.
+    """Return the smallest budget in bytes with which ``compile`` can run the step repeatedly.
 
     Runs each family of ops once on scratch tensors to measure its workspace; your tensors are not changed. ``inputs``
     and ``kwargs`` are the arguments of the step; the others are as for ``compile``.

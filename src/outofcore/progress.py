@@ -1,4 +1,4 @@
-"""Progress of capture, measurement and planning: a bar on a terminal or in a notebook, or the user's callback."""
+"""Progress of capture, measurement and planning: a bar or the user's callback."""
 
 from __future__ import annotations
 

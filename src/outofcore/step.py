@@ -136,7 +136,7 @@ class Step(Generic[P, R]):
                 raise
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Captured:
-        """Capture, measure and plan the step for these arguments without running it; a later call then starts at once.
+        """Capture, measure and plan the step for these arguments without running it.
 
         Returns:
             The capture.
@@ -368,7 +368,7 @@ class Step(Generic[P, R]):
 
 
 class _Access:
-    """A guard that admits one thread at a time, in the process that compiled the step, until the step is closed."""
+    """A guard that admits one thread at a time, in the process that compiled the step, until it is closed."""
 
     def __init__(self, home: OpenHome) -> None:
         self._home = home
