@@ -53,7 +53,7 @@ class KnownStep:
 
     @property
     def arena_bytes(self) -> int:
-        """The arena size for this plan; for a quick plan also for its successor, to avoid refilling a new arena."""
+        """The arena size for this plan; for a quick plan, large enough for its successor."""
         return self.step.budget if self.step.is_quick else self.step.planned.program.arena_bytes
 
     def fits(self) -> bool:
@@ -176,7 +176,7 @@ class KnownSteps:
 
 
 def runner_of(step: PlannedStep, keeper: StateKeeper, states: dict[int, State] | None = None) -> Runner:
-    """Make the runner of a planned step; ``states`` are the user's tensors as its previous runner recorded them."""
+    """Make the runner of a planned step; ``states`` are user tensors recorded by its previous runner."""
     requests = [profile.requests for profile in step.profiles]
     first = {i: p.first_requests for i, p in enumerate(step.profiles) if p.first_requests is not None}
     return Runner(step.captured, step.planned.program, step.costs, requests, first, keeper, states, step.budget)

@@ -1,6 +1,7 @@
-"""The processes that run one step together, as seen by one of them: one process captures and plans for all.
+"""The processes that run one step together, as seen by one of them.
 
-``distributed.agreement`` implements ``Ranks`` and describes the conditions of an agreement.
+One process captures and plans for all. ``distributed.agreement`` implements ``Ranks`` and describes the conditions of
+an agreement.
 """
 
 from __future__ import annotations

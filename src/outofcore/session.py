@@ -178,7 +178,7 @@ class Session:
         on_progress: Tell | None,
         change: str,
     ) -> KnownStep:
-        """Return the planned step for a call, planned now if needed; all processes of the step use a new plan together.
+        """Return the planned step for a call, planned now if this or another process lacks it.
 
         ``change`` names the value read by the capture that has changed, if any.
         """
@@ -326,7 +326,7 @@ class Session:
     # Between steps
 
     def _catch_up(self, signature: Signature) -> None:
-        """Adopt changes by other steps and the user since the last call, before tensors move and overwrite them."""
+        """Adopt changes by other steps and the user since the last call, before tensors move."""
         if self.home.occupy(self, self._on_vacate) and not self.keeper.take_back():
             self._start_anew()
         is_other_structure = self._signature is not None and signature.structure != self._signature.structure
@@ -340,7 +340,7 @@ class Session:
             self.forget_plans()
 
     def refresh(self, *, leaving: bool = False) -> None:
-        """Adopt tensors that the user has put in place of the model's; with ``leaving``, leave them where they are."""
+        """Adopt tensors that the user has assigned; with ``leaving``, leave them where they are."""
         changed = self.keeper.refresh(leaving=leaving)
         if changed is None:
             self._start_anew()

@@ -212,7 +212,7 @@ class StepPlanner:
     def _measure(
         self, step: StepVariants, variant: Variant, groups: Mapping[int, GroupCost]
     ) -> tuple[Costs, tuple[OpProfile, ...]]:
-        """Return the costs and profiles of a variant; measure its ops, and the links to the homes, where needed."""
+        """Return the costs and profiles of a variant; measure ops and links where needed."""
         profiles = step.profiles(variant, timed=True, advance=partial(self.tell, "measure ops"))
         profiles = with_collectives(step.made(variant), profiles, groups)
         if not self.links:

@@ -52,7 +52,7 @@ class StepState:
             self._user.shards.settle(error, "load the checkpoint")
 
     def _tear(self, _: object, error: BaseException | None, __: object) -> None:
-        """Mark the session torn after a load that failed here or in another process, unless nothing was loaded."""
+        """Mark the session torn after a load that failed in any process, unless nothing was loaded."""
         if error is not None and not isinstance(error, InputError):
             self._session.torn = f"{type(error).__name__}: {error}"
 
@@ -92,7 +92,7 @@ class StepState:
 
     @contextmanager
     def _made_anew(self) -> Generator[None]:
-        """Forget all plans if an optimizer loses its state: plans have memory to create it only in the first step."""
+        """Forget all plans if an optimizer loses its state; they have memory to create it in the first step only."""
         optimizers = self._user.optimizers
         had_state = [bool(optimizer.state) for optimizer in optimizers]
         yield
