@@ -10,9 +10,9 @@
     step = outofcore.compile(train_step, model, optimizer, budget="6GiB")
     loss = step(x, y)
 
-Start with ``budget``. Use ``compile`` where speed matters and the step can be written as such a function.
-``estimate`` and ``smallest_budget`` predict memory and time without training. ``outofcore run --budget 6GiB script.py``
-runs a script that you cannot edit.
+Start with ``budget``. Use ``compile`` where speed matters and the step can be written as such a function. ``estimate``
+and ``smallest_budget`` predict memory and time without training. ``outofcore run --budget 6GiB script.py`` runs a
+script that you cannot edit.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def open_home(
     """Open a home to create models in, and to share between steps.
 
     Args:
-        home: "host", "disk", or a folder on a disk. Default: "disk".
+        home: "host", "disk" (default), or a folder on a disk.
         host_budget: bytes of host memory to use before the disk, as for ``compile``. New models go to the disk.
         check: as for ``compile``.
 
@@ -192,38 +192,33 @@ def compile(
             update and clear gradients, and return anything. It is not changed.
         model: the module that the step trains or uses, or a list of all of them.
         optimizer: the optimizer that the step calls, a list of them, or None.
-        budget: device bytes for all tensors of the step: a number, text such as "6GiB", or a share of the memory
-            available now, such as "70%".
-        device: "cpu" (default) or "cuda". For a GPU, the model and the inputs may be on the CPU, so the model may be
-            larger than the GPU.
-        home: where tensors are stored while they are not on the device: "host", "disk", a folder on a disk, an open
-            home (``open_home``), or that of another step over the same model (``step.home``). Default: "disk". On a
-            GPU: pinned host memory, and when that is full, the disk that ``home`` names, if any.
+        budget: device bytes for all tensors of the step: a number, text such as "6GiB", or a share of available memory,
+            such as "70%".
+        device: "cpu" (default) or "cuda". For a GPU, the model and the inputs may be on the CPU.
+        home: where tensors are stored while they are not on the device: "host", "disk" (default), a folder on a disk,
+            an open home (``open_home``), or that of another step over the same model (``step.home``). On a GPU: pinned
+            host memory, and when that is full, the disk that ``home`` names, if any.
         host_budget: bytes of host memory, in addition to the budget, to use before a disk. Default: none; with
             home="host" and on a GPU, all that is available. A GPU with a disk needs 64 MiB more for copy buffers.
-        policy: how to plan: a name in ``outofcore.policies.POLICIES``, text such as "window:reach=2", or an object
-            of ``outofcore.policies``, which also describes how to write your own.
+        policy: how to plan: a name in ``outofcore.policies.POLICIES``, text such as "window:reach=2", or an object of
+            ``outofcore.policies``, which also describes how to write your own.
         cache: where measurements are stored for later processes: a folder, True for
             ``$XDG_CACHE_HOME/outofcore/measured``, or False for no cache.
-        check: how many of the offloaded bytes are compared by checksum when they are fetched. "sampled": a few pages
-            of each copy to disk. "full": all bytes of all copies, and once more after the step. "off": none.
+        check: how many of the offloaded bytes are compared by checksum when they are fetched. "sampled": a few pages of
+            each copy to disk. "full": all bytes of all copies, and once more after the step. "off": none.
         dynamic: how to handle inputs of many sizes. False: capture and plan each size, which takes seconds. True: run
-            every call as an eager loop, as ``outofcore.budget`` does. None: capture the first size; at the next one,
-            or if Python values that the step reads keep changing, switch to the eager loop for good. It does not
-            switch on a GPU, with your own ``policy`` or ``kernels``, or with an open or shared home.
+            every call as an eager loop, as ``outofcore.budget`` does. None: capture the first size, and switch to the
+            eager loop at the next one, or if Python values that the step reads keep changing. It does not switch on a
+            GPU, with your own ``policy`` or ``kernels``, or with an open or shared home.
         shard: a process group, or True for the default one, that shares the model: each process keeps a range of every
-            large parameter, its gradient and its optimizer state. Every process passes its own batches, of the same
-            shapes. Until the step is closed, large parameters are on the device ``meta``. Optimizers must be
-            elementwise, such as SGD and AdamW. See the guide to many processes.
+            large parameter, its gradient and its optimizer state. See the guide to many processes.
         replay: whether native code calls PyTorch's ops after each has been called once from Python, which saves some
             microseconds per op. "graphs": consecutive ops on a GPU, except random ones, become CUDA graphs.
-        kernels: "eager": PyTorch's own kernels. "inductor": fuse elementwise ops, norms, softmax and losses with
-            PyTorch's Inductor, which is faster where memory bandwidth is the limit. Losses are then bit-identical at
-            every budget, but differ in rounding from eager PyTorch. See the guide to compiled kernels.
+        kernels: "eager": PyTorch's own kernels. "inductor": fuse elementwise ops, norms, softmax and losses, which is
+            faster where memory bandwidth is the limit. See the guide to compiled kernels for the bits.
         split: "exact": split an op that exceeds the available memory, or for speed, if the result was found
-            bit-identical on this machine. "off": never split. "close": also split large sums over rows and samples,
-            the same way at every budget. Losses are then bit-identical at every budget, but differ in rounding from
-            eager PyTorch, and every input size is captured. See the guide to large ops.
+            bit-identical on this machine. "off": never split. "close": also split large sums over rows and samples, the
+            same way at every budget, with other rounding than eager PyTorch. See the guide to large ops.
         repeats: whether the budget must also hold a second call that starts with the gradients of the first. False:
             plan such a call when it comes, as in a step that accumulates in one call and updates in the next.
 
@@ -368,27 +363,26 @@ def budget(
     In ``with outofcore.budget("6GiB", model) as run:`` each tensor of 64 KiB or more that this thread's ops use is in
     an arena of the budget's size while an op uses it. When the arena is full, tensors are evicted to the home: the
     least recently used first, and once the loop repeats itself, the one with the furthest next use (Belady, 1966).
-    Fetches overlap with compute. Repeated steps are planned in another process, a few sizes per input signature; the
-    plan then decides evictions, fetches and addresses. Deviations from the plan are handled on demand.
+    Fetches overlap with compute. Another process plans repeated steps, a few sizes per input signature; the plan then
+    decides evictions, fetches and addresses. Deviations from the plan are handled on demand.
 
     Args:
-        limit: bytes for all tensors and workspaces of the loop: a number, text such as "6GiB", or a share of the memory
-            available now, such as "70%". On a GPU it limits PyTorch's allocator; see the guide. Default: 70 % of
-            available memory; on a GPU free memory less 5 % (at least 512 MiB). The default is printed.
-        model: the module that the loop trains, or several. Their parameters, buffers and gradients move to the home
-            at the start. Other tensors are tracked from the first op that uses them.
+        limit: bytes for all tensors and workspaces of the loop: a number, text such as "6GiB", or a share of available
+            memory, such as "70%" (default; on a GPU all free memory less 5 %, at least 512 MiB). On a GPU it limits
+            PyTorch's allocator; see the guide.
+        model: the module that the loop trains, or several. Their parameters, buffers and gradients move to the home at
+            the start. Other tensors are tracked from the first op that uses them.
         device: the device to manage: "cpu", or a GPU such as "cuda". Default: that of the model's parameters.
         home: where tensors outside the arena are stored: "disk" (default), a folder on a disk, or "host". On a GPU
             always pinned host memory.
         host_budget: bytes of host memory to use before a disk, or the limit of "host"; as for ``compile``.
         policy: how steps are planned, as for ``compile``; None: not at all.
         cache: where plans are stored for later processes: a folder, True for the user's cache folder, or False.
-        check: "sampled": compare all bytes by checksum before a tensor is evicted without a copy, so that writes by
-            other threads or compiled code are not lost; and 64 of every 4,160 bytes after a fetch from disk. "full":
-            all bytes after every fetch. "off": no comparison; only ops may change tensors. No checks on a GPU.
-        measure: find the memory needs of the loop. It may exceed the budget and is not planned. At its end it prints
-            the peak, the smallest budget that holds every op, and predicted step times at 3/4, 1/2 and 1/4 of the
-            peak; also available as ``run.measurement()``.
+        check: "sampled": compare all bytes by checksum before a tensor is evicted without a copy, in case other threads
+            or compiled code wrote to it, and 64 of every 4,160 bytes after a fetch from disk. "full": all bytes after
+            every fetch. "off": no comparison; only ops may change tensors. No checks on a GPU.
+        measure: find the memory needs of the loop, without a plan or a limit. At its end it prints the peak, the
+            smallest budget that holds every op, and predicted step times at smaller budgets (``run.measurement()``).
         grow: let an op that needs more than the budget exceed it instead of failing. ``run.stats.exceedances`` counts
             these ops; a warning at the end reports their bytes.
 
@@ -397,13 +391,13 @@ def budget(
 
     Raises:
         InputError: an argument cannot be used. Includes ``UnitError`` and ``SpillError``.
-        BudgetError: an op does not fit; names the op, its source line and the bytes it needs. Raised at the exit of
-            the context; within the loop, the op raises ``torch.OutOfMemoryError``.
+        BudgetError: an op does not fit; names the op, its source line and the bytes it needs. Raised at the exit of the
+            context; within the loop, the op raises ``torch.OutOfMemoryError``.
         TransferError: a home failed (``SpillError``: it is full). Raised at the exit of the context; within the loop,
             the op raises ``RuntimeError`` and has not run.
 
-    Limits: of other threads, only those of autograd are managed. Extensions must not keep a pointer to a tensor from
-    one op to the next. A NumPy array that shares memory with a tensor from before the loop does not follow it.
+    Limits: of other threads, only autograd's are managed. Extensions must not keep a pointer to a tensor from one op to
+    the next. A NumPy array that shares memory with a tensor from before the loop does not follow it.
 
     >>> import torch
     >>> import outofcore
@@ -490,16 +484,14 @@ def run(
     Weights are fetched in module order while earlier modules compute. Weights that are mapped from files (safetensors,
     ``torch.load(..., mmap=True)``, Hugging Face's ``from_pretrained``) are read from these files without a copy.
 
-    For many calls, such as those of ``model.generate(...)``, use ``with outofcore.budget("1GiB", model):`` once. Each
-    call is then planned: some weights stay resident, and fetches for the next call overlap with the current one.
+    For many calls, as in ``model.generate(...)``, use ``with outofcore.budget("1GiB", model):`` once. Each call is then
+    planned: some weights stay resident, and fetches for the next call overlap with the current one.
 
     Args:
         model: the module; its tensors are on the CPU or on one GPU.
         inputs: positional arguments of the call.
         budget: bytes for all tensors and workspaces, as a number or as text such as "1GiB".
-        home: where tensors that come from no file are stored, as for ``outofcore.budget``.
-        host_budget: as for ``outofcore.budget``.
-        check: as for ``outofcore.budget``.
+        home: where tensors that come from no file are stored; this, ``host_budget`` and ``check`` as for ``budget``.
         named_inputs: keyword arguments of the call.
 
     Returns:
@@ -653,15 +645,13 @@ def save(
     extra: Any = None,
     frozen: bool = True,
 ) -> None:
-    """Save models and optimizers without a compiled step.
+    """Save models and optimizers without a compiled step; ``extra`` and ``frozen`` are as for ``Step.save``.
 
     Args:
         folder: the checkpoint. An existing one stays valid until the new one is complete.
         model: one or several.
         optimizer: one, several or None.
         home: where the tensors are stored, if they have a home.
-        extra: as for ``Step.save``.
-        frozen: as for ``Step.save``.
 
     Raises:
         InputError: the folder is not writable, or the model or ``extra`` has contents that cannot be saved.
@@ -696,19 +686,17 @@ def load(
     *,
     home: OpenHome | None = None,
 ) -> Any:
-    """Load a checkpoint into models, optimizers, and the random generators of PyTorch, Python and numpy.
+    """Load a checkpoint into models, optimizers, and random generators, and return its ``extra``.
 
     Existing tensors are overwritten in place. Tensors on the meta device, and missing optimizer state, are created from
-    the files. Frozen parameters that were left out (``frozen=False``) keep their values.
+    the files. Frozen parameters that were left out (``frozen=False``) keep their values. The generators are those of
+    PyTorch, Python and numpy. In ``extra``, tuples come back as lists.
 
     Args:
         folder: the checkpoint.
         model: as when it was saved; None: load only ``extra``.
         optimizer: as when it was saved.
         home: where new tensors of 64 KiB or more are created; None: in ordinary memory.
-
-    Returns:
-        The ``extra`` that was saved; tuples come back as lists.
 
     Raises:
         InputError: there is no checkpoint, it is damaged or belongs to another model or optimizer, or it lacks a

@@ -50,8 +50,8 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
 
     A parameter or buffer of 64 KiB or more moves to the home when a module registers it, usually before it is
     initialized; one mapped from a file (as by ``from_pretrained`` of transformers) stays there. Memory holds the
-    largest tensor, temporary tensors of the constructor, and some MiB. Tensors that share memory move when ``make``
-    has ended.
+    largest tensor, temporary tensors of the constructor, and some MiB. Tensors that share memory move when ``make`` has
+    ended.
 
     Args:
         make: makes modules, for example a class; its result is returned.
@@ -134,9 +134,8 @@ def materialize(
 ) -> nn.Module:
     """Allocate every meta tensor of a model at its home, initialize or load it, and return the model.
 
-    With ``weights``, steps read tensors in the model's dtype from the files in place, without a copy; only small tensors
-    and tensors of another dtype are read now. Writes between steps stay in this process. Do not change the files while
-    the model is in use.
+    With ``weights``, steps read tensors in the model's dtype in place from the files, without a copy. Only small
+    tensors and tensors of another dtype are read now. Do not change the files while the model is in use.
 
     Without ``weights``, each module's ``reset_parameters`` runs, inner modules first, and then ``init`` for each
     module. The values are those of the same model made in memory with the same generator. Use ``outofcore.build`` if

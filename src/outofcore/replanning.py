@@ -13,8 +13,8 @@
 No other event changes the phase. A new plan starts in MEASURING; the first step of a program does not count
 (``record_warmup``).
 
-Measured are quiet steps: those within a few hundredths of the fastest. The full search runs if a quick search found
-the plan or its prediction was off, and steps take longer than their ops alone. When step times later drift by a tenth,
+Measured are quiet steps: those within a few hundredths of the fastest. The full search runs if a quick search found the
+plan or its prediction was off, and steps take longer than their ops alone. When step times later drift by a tenth,
 measuring starts again, so that corrections from a busy machine are corrected in turn.
 
 Training stands still to start a planning process and to exchange programs: for at most a small share of the first

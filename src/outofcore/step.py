@@ -35,8 +35,8 @@ class Step(Generic[P, R]):
     """A training step that runs within a byte budget, made by ``outofcore.compile``.
 
     Call it like the function it was made from. Between calls you can read, change, save and evaluate the model, its
-    gradients and the optimizers as in plain PyTorch. Only one step runs at a time; do not call a step from several
-    threads at once. Use it as a context manager to close it.
+    gradients and the optimizers as in plain PyTorch. Do not call steps from several threads at once. Use it as a
+    context manager to close it.
 
     Attributes:
         budget: device bytes.
@@ -136,13 +136,10 @@ class Step(Generic[P, R]):
                 raise
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Captured:
-        """Capture, measure and plan the step for these arguments without running it.
-
-        Returns:
-            The capture.
+        """Capture, measure and plan the step for these arguments without running it; return the capture.
 
         Raises:
-            CaptureError, BudgetError, SpillError, ValidationError: as for a call. Nothing has been changed.
+            CaptureError, BudgetError, SpillError, ValidationError: as for a call. No state has changed.
             StateError: the step is closed or failed half way, or its calls run as an eager loop.
         """
         self._access.check(self._session.torn)
@@ -248,19 +245,15 @@ class Step(Generic[P, R]):
     def report(
         self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "", budgets: int | None = None
     ) -> Path:
-        """Write a report on the last planned call: one self-contained HTML page.
+        """Write a self-contained HTML report on the last planned call; return its path, which a notebook displays.
 
         It shows memory over time, the queues (measured and predicted), why ops waited, the decision for each storage,
         step time against budget, and the most useful changes.
 
         Args:
-            path: the file; its folder is created. Default: ``outofcore-report.html`` in the current folder.
+            path: the file; its folder is created.
             title: the heading. Default: the name of the step.
-            budgets: the number of additional budgets to plan for the curve; each takes as long as the first plan. 0: no
-                curve.
-
-        Returns:
-            The path; a notebook displays it as the page.
+            budgets: the number of additional budgets to plan for the curve; each takes as long as the first plan.
 
         Raises:
             StateError: no call has been planned.
@@ -295,19 +288,15 @@ class Step(Generic[P, R]):
     def save(self, folder: str | os.PathLike[str], extra: Any = None, *, frozen: bool = True) -> None:
         """Save models, optimizers, gradients and random generators, streamed through a buffer of some MiB.
 
-        An existing checkpoint in the folder stays valid until the new one is complete on disk, so one of the two can
-        always be loaded. The disk needs space for both.
-
-        A sharded model (``shard=``) is saved whole by the first process; all processes must call this. Any number of
-        processes can load it, and so can plain PyTorch.
+        An existing checkpoint in the folder stays valid until the new one is complete on disk, which needs space for
+        both. A sharded model (``shard=``) is saved whole by the first process; all processes must call this.
 
         Args:
             folder: created if it does not exist. It gets safetensors files and ``checkpoint.json``, which lists them.
             extra: plain data of yours (numbers, text, lists, dicts), such as an epoch or a scheduler's state dict.
-            frozen: False leaves out parameters that do not require gradients, such as the base of adapters. ``load``
-                leaves those unchanged, and refuses a model in which they have another name, shape or dtype. Always
-                saved are buffers, and frozen parameters that have a gradient or optimizer state or share memory with
-                a saved tensor.
+            frozen: False leaves out parameters that do not require gradients, such as the base of adapters, unless they
+                have a gradient or optimizer state or share memory with a saved tensor. ``load`` then leaves those
+                unchanged, and refuses a model in which they have another name, shape or dtype.
 
         Raises:
             StateError: the step is closed or failed half way, or has contents that cannot be saved.
@@ -318,16 +307,14 @@ class Step(Generic[P, R]):
             self._state.save(Path(folder), extra, frozen=frozen)
 
     def load(self, folder: str | os.PathLike[str]) -> Any:
-        """Load a checkpoint; training then continues bit for bit as after the save.
+        """Load a checkpoint, and return its ``extra``; training then continues bit for bit as after the save.
 
-        A step that failed half way can be used again. Frozen parameters that were left out keep their values.
-
-        Returns:
-            The ``extra`` that was saved; tuples come back as lists.
+        A step that failed half way can be used again. Frozen parameters that were left out keep their values. In
+        ``extra``, tuples come back as lists.
 
         Raises:
             InputError: there is no checkpoint, it belongs to other models or optimizers, or it lacks a parameter that
-                requires gradients; nothing has been changed.
+                requires gradients; no state has changed.
             TransferError: a file cannot be read or is corrupt; the step refuses further calls.
             StateError: the step is closed.
         """
@@ -338,11 +325,8 @@ class Step(Generic[P, R]):
     def state_dict(self) -> dict[str, Any]:
         """Return the current state dicts of models and optimizers, and the state of PyTorch's generator.
 
-        The tensors are the model's own, as in plain PyTorch; clone them to keep values. Tensors on disk are read on
-        access. ``save`` needs less memory.
-
-        Raises:
-            StateError: the step is closed or failed half way.
+        The tensors are the model's own, as in plain PyTorch; clone them to keep values. ``save`` needs less memory.
+        Raises ``StateError`` if the step is closed or failed half way.
         """
         with self._access.alone():
             self._access.check(self._session.torn)
@@ -351,9 +335,7 @@ class Step(Generic[P, R]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of ``state_dict``; a step that failed half way can be used again.
 
-        Raises:
-            InputError: it belongs to other models or optimizers.
-            StateError: the step is closed.
+        Raises ``InputError`` for other models or optimizers, ``StateError`` if the step is closed.
         """
         self._state.check_counts(state)
         with self._access.alone():
@@ -393,7 +375,6 @@ class _Access:
             self._running.release()
 
     def check(self, torn: str = "") -> None:
-        """Refuse a step that is closed, forked, or inconsistent (``torn`` is the reason)."""
         if not self.is_own:
             raise StateError(
                 f"this step belongs to process {self._process}, and this process ({os.getpid()}) is a fork of it, "

@@ -91,8 +91,8 @@ class StepPlans:
     def key(self, graph: StepGraph, policy: Policy, *facts: object) -> str:
         """Return the key of a captured step; empty if its plan cannot be stored.
 
-        ``facts`` are all other inputs of planning except costs, distinguished by ``repr``. The user's source lines
-        are not part of the key.
+        ``facts`` are all other inputs of planning except costs, distinguished by ``repr``. The user's source lines are
+        not part of the key.
         """
         # A user's policy may change its behaviour under the same name.
         if self._store.folder is None or policy.name not in POLICIES:
