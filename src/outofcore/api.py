@@ -215,7 +215,8 @@ def compile(
         replay: whether native code calls PyTorch's ops after each has been called once from Python, which saves some
             microseconds per op. "graphs": consecutive ops on a GPU, except random ones, become CUDA graphs.
         kernels: "eager": PyTorch's own kernels. "inductor": fuse elementwise ops, norms, softmax and losses, which is
-            faster where memory bandwidth is the limit. See the guide to compiled kernels for the bits.
+            faster where memory bandwidth is the limit, with other rounding than eager PyTorch. See the guide to
+            compiled kernels.
         split: "exact": split an op that exceeds the available memory, or for speed, if the result was found
             bit-identical on this machine. "off": never split. "close": also split large sums over rows and samples, the
             same way at every budget, with other rounding than eager PyTorch. See the guide to large ops.
@@ -489,10 +490,9 @@ def run(
 
     Args:
         model: the module; its tensors are on the CPU or on one GPU.
-        inputs: positional arguments of the call.
+        inputs: arguments of the call, as are ``named_inputs``.
         budget: bytes for all tensors and workspaces, as a number or as text such as "1GiB".
         home: where tensors that come from no file are stored; this, ``host_budget`` and ``check`` as for ``budget``.
-        named_inputs: keyword arguments of the call.
 
     Returns:
         The output of the model, outside the arena.
@@ -645,13 +645,14 @@ def save(
     extra: Any = None,
     frozen: bool = True,
 ) -> None:
-    """Save models and optimizers without a compiled step; ``extra`` and ``frozen`` are as for ``Step.save``.
+    """Save models and optimizers as ``Step.save`` does, without a compiled step.
 
     Args:
         folder: the checkpoint. An existing one stays valid until the new one is complete.
         model: one or several.
         optimizer: one, several or None.
         home: where the tensors are stored, if they have a home.
+        extra: as for ``Step.save``; so is ``frozen``.
 
     Raises:
         InputError: the folder is not writable, or the model or ``extra`` has contents that cannot be saved.

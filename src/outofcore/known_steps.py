@@ -27,15 +27,12 @@ class KnownStep:
     """A planned step with the record of its runs.
 
     Attributes:
-        step: replaced whole when the step is planned again.
-        runner: None: not made yet, or outdated.
         runs: of this plan, since its program entered the arena.
         measured: timelines to compare with the prediction, if all processes follow one plan.
-        facts: about the step, for other processes.
-        is_judged: whether the prediction was compared, if all processes follow one plan.
-        surges: the number of the session's surges that the plan covers.
-        wanted: the step with surges added to its costs, until it has a plan; None: it is ``step``.
-        too_small: the refusal of the last attempt to plan ``wanted``.
+        is_judged: whether they were compared.
+        covered_surges: the number of the session's surges that the plan covers.
+        unplanned_step: the step with surges added to its costs, until it has a plan; None: it is ``step``.
+        refusal: the error of the last attempt to plan that.
         has_overflowed: whether a home has served an allocation beyond the budget under this plan.
     """
 
@@ -69,9 +66,8 @@ class KnownSteps:
     """The planned steps of a session, and the arena that holds the program of one of them.
 
     Attributes:
-        known: by input signature.
         active: the step that has its program in the arena.
-        shown: the last planned step that ran.
+        last_step: the last planned step that ran.
     """
 
     def __init__(self, engine: Engine, keeper: StateKeeper, backend: Backend, budget: int) -> None:

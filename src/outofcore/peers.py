@@ -1,8 +1,4 @@
-"""The processes that run one step together, as seen by one of them.
-
-One process captures and plans for all. ``distributed.agreement`` implements ``Ranks`` and describes the conditions of
-an agreement.
-"""
+"""The processes that run one step together, as seen by one of them; one captures and plans for all."""
 
 from __future__ import annotations
 
@@ -43,10 +39,8 @@ class StepFacts:
     """Facts about a step that a process sends to its peers.
 
     Attributes:
-        budget: as text.
-        policy: its name.
         states: the key of each parameter and buffer, with its dtype and shape as text.
-        collectives: in the order of the step, as text.
+        collectives: as text.
         orders: for each ``DistributedDataParallel``, its parameter numbers in the order of their gradients.
         graph: a digest of the captured step.
         is_new: whether the process has no plan for this call.
@@ -80,8 +74,7 @@ class Ranks(Protocol):
 class Peers:
     """The processes that run a step together, as seen by one of them.
 
-    Attributes:
-        failure: why this process is out of step with the others; empty: it is not.
+    ``failure`` is the reason why this process is out of step with the others; empty if it is not.
     """
 
     def __init__(self, ranks: Ranks, shards: Shards | None, planner: StepPlanner) -> None:

@@ -1,7 +1,7 @@
 """Replace the plans of a session's steps after their runs have shown that they are inaccurate.
 
-Two causes: step times differ from the prediction (``replanning``), or an op requests memory that the plan does not
-have, a *surge*. Processes with a shared plan replace it once, with the measurements of rank 0.
+Either step times differ from the prediction (``replanning``), or an op requests unplanned memory, a *surge*. Processes
+with a shared plan replace it once, with the measurements of rank 0.
 """
 
 from __future__ import annotations
@@ -210,10 +210,7 @@ class PlanKeeper:
         return True
 
     def plan_for_surges(self, entry: KnownStep, *, must_grow: bool) -> None:
-        """Plan a step again if it lacks surges of its own or of steps with other input signatures.
-
-        Raises ``TooSmallError`` if it ``must_grow`` and no plan has room.
-        """
+        """Plan a step again for surges; raise ``TooSmallError`` if it ``must_grow`` and no plan has room."""
         if entry.surges != self._surge_count:
             has_own_surges, entry.surges = entry.surges < 0, self._surge_count
             step = entry.wanted or entry.step

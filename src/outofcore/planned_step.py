@@ -1,8 +1,4 @@
-"""A captured step with its plan, as frozen data, and functions that plan it first and again.
-
-A step is planned again if its times differ from the prediction (see ``replanning``) or an op requests unplanned memory.
-This module does not touch the user's model.
-"""
+"""A captured step with its plan, as frozen data, and functions that plan it first and again."""
 
 from __future__ import annotations
 
@@ -40,8 +36,6 @@ class PlannedStep:
 
     Attributes:
         budget: bytes of the arena.
-        planned: the plan, with its program and simulated timeline.
-        profiles: by op.
         is_quick: whether a quick search found the plan, so that a full search may find a better one.
         planning_seconds: of the search; 0: the plan comes from an earlier process.
         choice: the variant under which the plan is stored; None: it is not stored.
@@ -93,11 +87,7 @@ class PlannedStep:
 def plan_in_core(
     captured: Captured, costs: Costs, profiles: tuple[OpProfile, ...], budget: int, stores: Sequence[HomeStore]
 ) -> PlannedStep | None:
-    """Return the step with a plan without evictions; None if it does not fit or its proof fails.
-
-    Raises:
-        SpillError: a home has no room for gradients that are stored there after the step.
-    """
+    """Return the step with a plan without evictions; None if it does not fit or its proof fails."""
     planned = planning.plan_in_core(captured.graph, costs, budget)
     if planned is None:
         return None
@@ -119,16 +109,9 @@ def plan(
     *,
     quickly: bool = False,
 ) -> PlannedStep:
-    """Return the step with the best plan that passes validation.
+    """Return the step with the best plan that passes validation; ``offload-all`` is the last resort.
 
-    Args:
-        captured: the step.
-        costs: of its ops and homes.
-        profiles: of its ops.
-        budget: bytes of the arena.
-        policy: how to plan; ``offload-all`` is the last resort.
-        stores: the homes, nearest first.
-        quickly: whether to prefer the plan of a quick search, if there is one.
+    With ``quickly``, the plan of a quick search is preferred.
 
     Raises:
         BudgetError: the budget is too small for the step.
@@ -172,10 +155,7 @@ def job_of(step: PlannedStep, policy: Policy, measured: Sequence[Timeline]) -> P
 
 
 def with_answer(step: PlannedStep, answer: Answer, seconds: float, stores: Sequence[HomeStore]) -> PlannedStep | None:
-    """Return the step with the plan from the answer to its job; None without one, or if a home is too small.
-
-    ``seconds`` is the measured step time.
-    """
+    """Return the step with the plan from the answer to its job; None without one, or if a home is full."""
     reason = answer.reason
     if answer.planned is not None and answer.costs is not None:
         try:
@@ -237,10 +217,7 @@ def grown_requests(step: PlannedStep, observed: Mapping[int, Requests]) -> dict[
 def remember_requests(
     step: PlannedStep, requests: Mapping[int, Requests], first: Set[int] = frozenset()
 ) -> PlannedStep:
-    """Return the step with new requests by op in its costs and profiles, and its old plan.
-
-    ``first`` are the ops that make these requests only in their first run.
-    """
+    """Return the step with new requests in its costs; ops in ``first`` make them in the first run only."""
     profiles, ops = list(step.profiles), list(step.costs.ops)
     for index, observed in requests.items():
         cost, op = ops[index], step.graph.ops[index]

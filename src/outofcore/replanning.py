@@ -53,19 +53,17 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Watch:
-    """The record of the steps of one plan.
+    """The record of the steps of one plan; all times are seconds.
 
     Attributes:
-        predicted: seconds of a step.
-        exchange: approximate seconds to exchange a program.
-        is_quick: whether a quick search found the plan.
+        exchange_seconds: approximate time to exchange a program.
         steps: by all plans so far.
-        usual: seconds of a step; 0 if unknown.
+        step_seconds: time of a step; 0 if unknown.
         measured: timelines of the last steps in the phase ``MEASURING``, until one step after it.
-        recent: seconds of the last steps in the phase ``STEADY``.
-        is_wanted: whether a better plan is likely; it is made once it is affordable.
-        start: seconds to start planning in another process.
-        spent: seconds for which training stood still.
+        recent: times of the last steps in the phase ``STEADY``.
+        is_plan_wanted: whether a better plan is likely; it is made once it is affordable.
+        start_seconds: time to start planning in another process.
+        spent_seconds: time for which training stood still.
     """
 
     predicted: float

@@ -1,8 +1,4 @@
-"""The calls of a compiled step: each runs by a plan, or op by op as an eager loop.
-
-``step_planner`` captures, measures and plans a call with a new input signature, together with ``peers``.
-``known_steps`` has the planned steps and the arena; ``plan_updates`` replaces inaccurate plans.
-"""
+"""The calls of a compiled step: each runs by a plan, or op by op as an eager loop."""
 
 from __future__ import annotations
 
@@ -178,10 +174,7 @@ class Session:
         on_progress: Tell | None,
         change: str,
     ) -> KnownStep:
-        """Return the planned step for a call, planned now if this or another process lacks it.
-
-        ``change`` names the value read by the capture that has changed, if any.
-        """
+        """Return the planned step for a call, planned now if this or another process lacks it."""
         # Tensors that the user sees later must not be inference tensors.
         with torch.inference_mode(mode=False), Deferred("the check for changes between steps"):
             self._catch_up(signature)
@@ -272,20 +265,13 @@ class Session:
         )
 
     def _passes_over(self, signature: Signature, change: str) -> bool:
-        """Return whether calls switch to an eager loop at this new signature.
-
-        They do at the first new input size, and if values that the step reads keep changing.
-        """
+        """Return whether calls switch to an eager loop: at a new input size, or if read values keep changing."""
         if not self._may_follow:
             return False
         return self._captures.changes_too_often(signature) if change else has_other_sizes(signature, self.steps.known)
 
     def _call_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
-        """Run a call as an eager loop; ``why`` is the reason to switch to it.
-
-        Raises:
-            _NotFollowedError: eager loops are not possible; nothing has been changed.
-        """
+        """Run a call as an eager loop for this ``reason``; ``_NoEagerLoopError`` if that is impossible."""
         self.why_followed = reason or self.why_followed
         try:
             eager_calls = self._pass_over()
@@ -374,9 +360,9 @@ class Session:
             self.keeper.hand_over()
 
     def close(self, *, whole: bool = True) -> None:
-        """Move the model to ordinary memory, or leave it at a shared home; free everything else.
+        """Move the model to ordinary memory, or leave it at a shared home; free all else.
 
-        With ``whole``, all processes gather a sharded model together.
+        With ``whole``, a sharded model is gathered.
         """
         self._close()
         if whole and self._peers is not None:
@@ -415,9 +401,7 @@ class Session:
     ) -> KnownStep:
         """Capture, measure and plan a call, together with the other processes of the step.
 
-        Args:
-            entry: the plan of this process, if only other processes lack one.
-            alternatives: planned steps for other values that the step has read.
+        ``entry`` is the plan of this process if only others lack one; ``alternatives`` are plans for other read values.
         """
         peers = self._peers
         if peers is None:

@@ -245,10 +245,10 @@ class Step(Generic[P, R]):
     def report(
         self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "", budgets: int | None = None
     ) -> Path:
-        """Write a self-contained HTML report on the last planned call; return its path, which a notebook displays.
+        """Write a self-contained HTML report on the last planned call; return its path.
 
         It shows memory over time, the queues (measured and predicted), why ops waited, the decision for each storage,
-        step time against budget, and the most useful changes.
+        step time against budget, and the most useful changes. A notebook displays the returned path as the page.
 
         Args:
             path: the file; its folder is created.

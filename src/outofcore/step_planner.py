@@ -38,13 +38,9 @@ Recapture = Callable[..., Captured]
 class StepPlanner:
     """The planner of one user's step; it changes no tensor of the user.
 
-    Args:
-        empty_device: moves the model home, so that ops are measured on an empty device.
-
     Attributes:
         links: the measured homes.
         is_ahead: whether no call waits for the plan, so that a full search is affordable.
-        tell: progress callback.
     """
 
     def __init__(
@@ -83,11 +79,7 @@ class StepPlanner:
         return traced, summing(fusing(capture, kernels), is_on=is_close)
 
     def plan_alone(self, traced: Captured, recapture: Recapture, alternatives: Sequence[PlannedStep]) -> PlannedStep:
-        """Plan a step that this process runs alone.
-
-        ``alternatives`` are planned steps for other values that the step has read; a plan is reused if only numbers
-        differ.
-        """
+        """Plan a step that this process runs alone; reuse the plan of an alternative if only numbers differ."""
         for similar in alternatives:
             captured = self.variants_of(traced).captured(similar.variant)
             if captured is not None and captured.is_alike(similar.captured):
@@ -98,13 +90,10 @@ class StepPlanner:
     def plan(
         self, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost] | None = None
     ) -> PlannedStep:
-        """Measure and plan a step.
-
-        With ``groups``, the costs of process groups by their size, several processes share the plan. It gets a full
-        search, since they replace it only once.
-        """
+        """Measure and plan a step; ``groups`` are the costs of process groups that share the plan, by size."""
         self.tell("capture the step", 1, 1)
         room = self.make_room(traced)
+        # Processes replace a shared plan only once, so it gets a full search.
         together = groups is not None
         quickly = not self.is_ahead and not together
         key = "" if together else self._key(traced, room)
@@ -153,10 +142,7 @@ class StepPlanner:
         return replace(step, choice=choice)
 
     def _stored(self, key: str, variants: StepVariants, room: int, *, quickly: bool) -> PlannedStep | None:
-        """Return a step with its stored plan, proved; None without one, or if it is quick and not ``quickly``.
-
-        Raises ``SpillError`` if a home is too small.
-        """
+        """Return a step with its stored plan, proved; None without one, or if it is quick and not ``quickly``."""
 
         def use(stored: StoredPlan) -> PlannedStep | None:
             if stored.is_quick and not quickly:

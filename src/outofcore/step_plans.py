@@ -1,8 +1,4 @@
-"""Stored plans of compiled steps: a step with a stored plan starts without planning.
-
-A stored plan has the variant chosen for the step, so the next process makes only that variant. Every plan is proved
-before it runs. A better plan replaces one from a quick search.
-"""
+"""Stored plans of compiled steps: a step with a stored plan starts without planning."""
 
 from __future__ import annotations
 
@@ -41,11 +37,9 @@ class _File(Document):
 
 @dataclass(frozen=True)
 class Choice:
-    """The variant chosen for a step.
+    """The variant chosen for a step, with the ``key`` of its plan in the store.
 
-    Attributes:
-        key: of the step and all other inputs of planning, in the store.
-        workspaces: scratch bytes of whole ops by family, which decide the split factors; empty if no op is split.
+    ``workspaces`` are the scratch bytes of whole ops by family, which decide the split factors.
     """
 
     key: str
@@ -57,9 +51,7 @@ class Choice:
 class StoredPlan:
     """A plan from the store, not yet proved.
 
-    Attributes:
-        is_quick: whether a quick search found it.
-        is_busy: whether its costs were measured on a busy machine.
+    ``is_quick``: from a quick search. ``is_busy``: with costs that were measured on a busy machine.
     """
 
     choice: Choice
@@ -69,11 +61,9 @@ class StoredPlan:
     _path: Path
 
     def proved(self, graph: StepGraph, costs: Costs, budget: int) -> Planned:
-        """Return the plan for its variant's graph, with its timeline under these costs.
+        """Return the plan for its variant's graph, validated, with its timeline under these costs.
 
-        Raises:
-            GraphError: ops need other scratch memory than in the plan, or it has names that the graph lacks.
-            ValidationError: it fails validation.
+        Raises ``GraphError`` if ops need other scratch memory than in the plan, or the graph lacks a name in it.
         """
         if self._file.needs != _needs(costs):
             raise GraphError(f"{self._path}: ops need other scratch memory than when the plan was made")

@@ -92,7 +92,7 @@ class StepState:
 
     @contextmanager
     def _made_anew(self) -> Generator[None]:
-        """Forget all plans if an optimizer loses its state; they have memory to create it in the first step only."""
+        """Forget all plans if an optimizer loses its state: only a first step has memory to create it."""
         optimizers = self._user.optimizers
         had_state = [bool(optimizer.state) for optimizer in optimizers]
         yield

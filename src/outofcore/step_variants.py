@@ -1,7 +1,7 @@
 """The variants of a captured step: made, measured and planned when ``variant`` requests them.
 
-A step that ends with ``zero_grad(set_to_none=False)`` creates its gradients in the first call. Later calls add to them,
-which takes more memory: ``StepVariants.later`` is the step in those calls. A budget must hold both.
+With ``zero_grad(set_to_none=False)``, the first call creates gradients and later calls add to them, which takes more
+memory: ``StepVariants.later`` is the step in those calls. A budget must hold both.
 """
 
 from __future__ import annotations
@@ -58,14 +58,10 @@ class StepVariants:
     """The variants of a captured step, each made and measured once.
 
     Attributes:
-        capture: captures the step again; ``gradients`` as for ``capture_step``.
-        backend: where ops and splits are measured; None: not at all. Then all splits count as exact, and ops need no
-            scratch memory.
-        cache: store for measurements.
+        backend: None: none is measured; all splits count as exact, and ops need no scratch memory.
         home_bytes: capacity of the first home; None: unlimited (see ``transforms.split``).
         is_later: whether this is the step in later calls.
-        workspaces: scratch bytes of whole ops by family, which decide split factors; from the first measured variant
-            without splits.
+        workspaces: scratch bytes of whole ops by family, which decide split factors.
     """
 
     traced: Captured
@@ -158,13 +154,7 @@ class StepVariants:
         return refuted(split.claims, split.values, self.backend, room, self.cache)
 
     def profiles(self, variant: Variant, *, timed: bool, advance: Advance | None = None) -> tuple[OpProfile, ...]:
-        """Return the profiles of a variant's ops, each family measured once.
-
-        Args:
-            variant: one that the step has.
-            timed: whether to measure seconds in addition to scratch memory.
-            advance: progress callback ``(families measured, families)``.
-        """
+        """Return the profiles of a variant's ops, each family measured once; with ``timed``, also in seconds."""
         captured = self.made(variant)
         keys = [
             (op.family, call.rehearse_first is not None)
@@ -202,9 +192,6 @@ class VariantPlans:
         room: bytes of the arena.
         may_stay: whether the policy may keep all storages resident.
         repeats: whether later calls may start with gradients of the first.
-        measure: returns the profiles and costs of a variant.
-        plan_whole: plans a captured step with its costs and profiles; ``BudgetError`` if it does not fit.
-        stores: the homes, nearest first.
     """
 
     step: StepVariants
@@ -232,10 +219,7 @@ class VariantPlans:
         return self.step.captured(variant) is not None
 
     def plan(self, variant: Variant) -> PlannedStep | None:
-        """Return the step planned in a variant; None for ``FUSED`` if it needs evictions.
-
-        Raises ``BudgetError`` if it does not fit.
-        """
+        """Return the step planned in a variant; None for ``FUSED`` if it needs evictions."""
         captured = self.step.made(variant)
         if variant.form is Form.FUSED:
             if live_bytes(captured.graph) > self.room:

@@ -8,11 +8,7 @@ All variants compute the same bits; they differ in memory and time:
     ... split       each op that needs more than ``op_bytes`` in smaller ops
 
 ``ladder`` lists them in the order of trial; the first with a plan is chosen. A step that waits much for copies is then
-tried with split ops as well. Later calls, which may start with gradients of the first, must also fit. If no variant
-fits, the error is that of the variant that needs the least; all others are logged.
-
-``compile``, ``estimate``, ``smallest_budget``, the command line and peers share these rules. ``step_variants`` does the
-captures, measurements and plans.
+tried with split ops as well. Later calls, which may start with gradients of the first, must also fit.
 """
 
 from __future__ import annotations
@@ -57,8 +53,7 @@ class Variant:
     """A form of a step with its split.
 
     Attributes:
-        room: bytes of the arena that it is made for; limits how many updates are joined, and the memory of exactness
-            checks. 0: no limit needed.
+        room: bytes of the arena that it is made for, which limits joined updates and exactness checks; 0: any.
         op_bytes: bytes above which an op is split; None: all ops are whole.
     """
 
@@ -135,10 +130,7 @@ class Plans(Sizes, Protocol[P_co]):
         ...
 
     def plan(self, variant: Variant) -> P_co | None:
-        """Return the step planned in a variant; None for ``FUSED`` if it needs evictions.
-
-        Raises ``BudgetError`` if it does not fit.
-        """
+        """Return the step planned in a variant; None for ``FUSED`` if it needs evictions."""
         ...
 
     def later_refusal(self, variant: Variant, first: BudgetError | None = None) -> BudgetError | None:
@@ -170,10 +162,7 @@ def choose_variant(step: Plans[P], room: int) -> P:
 
 
 def ladder(step: Plans[PlannedVariant], room: int, refusals: Refusals) -> Iterator[Variant]:
-    """Yield the variants in the order of trial for an arena of ``room`` bytes.
-
-    ``refusals`` has an entry for each variant yielded so far that failed; the caller extends it.
-    """
+    """Yield the variants in the order of trial; the caller extends ``refusals`` by those that failed."""
     if step.may_stay:
         yield FUSED
     yield Variant(Form.LOW_MEMORY, room)
@@ -203,8 +192,7 @@ def smallest_variant(step: Sizes) -> tuple[Variant, int]:
 def finest_split(step: Sizes, whole_bytes: int) -> tuple[Variant, int] | None:
     """Return the split that needs the least memory, with its smallest arena; None if no split needs less.
 
-    ``whole_bytes`` is the smallest arena with whole ops. The result depends on the step only, not on a budget, so
-    ``smallest_budget`` reports it.
+    The result depends on the step only, not on a budget, so ``smallest_budget`` reports it.
     """
     best: tuple[Variant, int] | None = None
     misses = 0
@@ -254,7 +242,7 @@ def _quicker(step: Plans[P], planned: P, room: int) -> P:
 
 
 def _later_refusal(step: Plans[P], planned: P, room: int) -> BudgetError | None:
-    """Return the refusal of later calls; None if they fit in this variant or, if it is whole, in a split one."""
+    """Return the refusal of later calls; None if they fit in this variant or, if it is whole, in a split."""
     if planned.arena_bytes + step.added_bytes <= room:
         return None
     # Later calls choose their own variant; if ops are whole, LOWEST_MEMORY is always possible.
