@@ -128,13 +128,12 @@ def open_home(
 ) -> OpenHome:
     """Open a home to create models in, and to share between steps.
 
+    Pass it to ``build``, ``materialize``, ``load`` and ``compile``, and close it after the last model is created.
+
     Args:
         home: "host", "disk" (default), or a folder on a disk.
         host_budget: bytes of host memory to use before the disk, as for ``compile``. New models go to the disk.
         check: as for ``compile``.
-
-    Returns:
-        The home, for ``build``, ``materialize``, ``load`` and ``compile``. Close it after the last model is created.
 
     Raises:
         InputError: an argument cannot be used. Includes ``UnitError`` and ``SpillError``.
@@ -187,6 +186,8 @@ def compile(
 ) -> Step[P, R]:
     """Make a training step run within a byte budget, with the bits of plain PyTorch.
 
+    The first call of the result captures the step.
+
     Args:
         step: the training step, a function of pytrees of tensors and constants. It may run forward, backward, clip,
             update and clear gradients, and return anything. It is not changed.
@@ -196,8 +197,8 @@ def compile(
             such as "70%".
         device: "cpu" (default) or "cuda". For a GPU, the model and the inputs may be on the CPU.
         home: where tensors are stored while they are not on the device: "host", "disk" (default), a folder on a disk,
-            an open home (``open_home``), or that of another step over the same model (``step.home``). On a GPU: pinned
-            host memory, and when that is full, the disk that ``home`` names, if any.
+            or an open home (``open_home``, or ``step.home`` of another step over the model). On a GPU: pinned host
+            memory, and when that is full, the disk that ``home`` names, if any.
         host_budget: bytes of host memory, in addition to the budget, to use before a disk. Default: none; with
             home="host" and on a GPU, all that is available. A GPU with a disk needs 64 MiB more for copy buffers.
         policy: how to plan: a name in ``outofcore.policies.POLICIES``, text such as "window:reach=2", or an object of
@@ -206,28 +207,21 @@ def compile(
             ``$XDG_CACHE_HOME/outofcore/measured``, or False for no cache.
         check: how many of the offloaded bytes are compared by checksum when they are fetched. "sampled": a few pages of
             each copy to disk. "full": all bytes of all copies, and once more after the step. "off": none.
-        dynamic: how to handle inputs of many sizes. False: capture and plan each size, which takes seconds. True: run
-            every call as an eager loop, as ``outofcore.budget`` does. None: capture the first size, and switch to the
-            eager loop at the next one, or if Python values that the step reads keep changing. It does not switch on a
-            GPU, with your own ``policy`` or ``kernels``, or with an open or shared home.
+        dynamic: how to handle inputs of many sizes. False: capture and plan each size. True: run every call as an eager
+            loop, as ``outofcore.budget`` does. None: capture the first size, and switch to the eager loop at the next
+            one, or if Python values that the step reads keep changing; but not on a GPU, with your own ``policy`` or
+            ``kernels``, or with an open or shared home.
         shard: a process group, or True for the default one, that shares the model: each process keeps a range of every
             large parameter, its gradient and its optimizer state. See the guide to many processes.
         replay: whether native code calls PyTorch's ops after each has been called once from Python, which saves some
             microseconds per op. "graphs": consecutive ops on a GPU, except random ones, become CUDA graphs.
         kernels: "eager": PyTorch's own kernels. "inductor": fuse elementwise ops, norms, softmax and losses, which is
-            faster where memory bandwidth is the limit, with other rounding than eager PyTorch. See the guide to
-            compiled kernels.
+            faster where memory bandwidth is the limit, with other rounding than eager PyTorch. See the guide.
         split: "exact": split an op that exceeds the available memory, or for speed, if the result was found
             bit-identical on this machine. "off": never split. "close": also split large sums over rows and samples, the
             same way at every budget, with other rounding than eager PyTorch. See the guide to large ops.
         repeats: whether the budget must also hold a second call that starts with the gradients of the first. False:
             plan such a call when it comes, as in a step that accumulates in one call and updates in the next.
-
-    Returns:
-        A callable with the signature of ``step``. The first call captures it.
-
-    Limits: in an eager loop, an op that does not fit raises a ``BudgetError`` that reports the bytes it needs; the ops
-    before it have run, as in plain PyTorch. A plan may fit a smaller budget than the loop.
 
     Raises:
         InputError: an argument cannot be used. Includes ``UnitError`` and ``SpillError``.
@@ -364,8 +358,8 @@ def budget(
     In ``with outofcore.budget("6GiB", model) as run:`` each tensor of 64 KiB or more that this thread's ops use is in
     an arena of the budget's size while an op uses it. When the arena is full, tensors are evicted to the home: the
     least recently used first, and once the loop repeats itself, the one with the furthest next use (Belady, 1966).
-    Fetches overlap with compute. Another process plans repeated steps, a few sizes per input signature; the plan then
-    decides evictions, fetches and addresses. Deviations from the plan are handled on demand.
+    Fetches overlap with compute. Another process plans repeated steps, a few sizes per input signature. Deviations from
+    the plan are handled on demand. The context also has ``start()`` and ``stop()``; ``run.stats`` has the statistics.
 
     Args:
         limit: bytes for all tensors and workspaces of the loop: a number, text such as "6GiB", or a share of available
@@ -386,9 +380,6 @@ def budget(
             smallest budget that holds every op, and predicted step times at smaller budgets (``run.measurement()``).
         grow: let an op that needs more than the budget exceed it instead of failing. ``run.stats.exceedances`` counts
             these ops; a warning at the end reports their bytes.
-
-    Returns:
-        A context manager, also with ``start()`` and ``stop()``; ``run.stats`` has the statistics.
 
     Raises:
         InputError: an argument cannot be used. Includes ``UnitError`` and ``SpillError``.
@@ -454,13 +445,10 @@ def _budget_of(limit: int | str | None, device: torch.device, models: Sequence[n
 
 
 def stop() -> bool:
-    """End the loop started by ``outofcore.budget``, from any thread.
+    """End the loop started by ``outofcore.budget``, from any thread; return whether one was running.
 
     Use it in a notebook when the handle of the loop is lost, for example after a cell ran twice or failed. The tensors
     keep their contents. If an op is running, the loop ends after it. Close compiled steps with ``Step.close``.
-
-    Returns:
-        Whether a loop was running.
 
     >>> import torch
     >>> import outofcore
@@ -483,7 +471,8 @@ def run(
     """Call a model once within a byte budget, without gradients; its weights may exceed memory.
 
     Weights are fetched in module order while earlier modules compute. Weights that are mapped from files (safetensors,
-    ``torch.load(..., mmap=True)``, Hugging Face's ``from_pretrained``) are read from these files without a copy.
+    ``torch.load(..., mmap=True)``, Hugging Face's ``from_pretrained``) are read from these files without a copy. The
+    output is outside the arena.
 
     For many calls, as in ``model.generate(...)``, use ``with outofcore.budget("1GiB", model):`` once. Each call is then
     planned: some weights stay resident, and fetches for the next call overlap with the current one.
@@ -493,9 +482,6 @@ def run(
         inputs: arguments of the call, as are ``named_inputs``.
         budget: bytes for all tensors and workspaces, as a number or as text such as "1GiB".
         home: where tensors that come from no file are stored; this, ``host_budget`` and ``check`` as for ``budget``.
-
-    Returns:
-        The output of the model, outside the arena.
 
     Raises:
         InputError: an argument cannot be used.
@@ -531,11 +517,8 @@ def smallest_budget(
     """Return the smallest budget in bytes with which ``compile`` can run the step repeatedly.
 
     Runs each family of ops once on scratch tensors to measure its workspace; your tensors are not changed. ``inputs``
-    and ``kwargs`` are the arguments of the step; the others are as for ``compile``.
-
-    Raises:
-        InputError: an argument cannot be used.
-        CaptureError: the step cannot be captured as one graph.
+    and ``kwargs`` are the arguments of the step; the others are as for ``compile``. Raises ``InputError`` if an
+    argument cannot be used, ``CaptureError`` if the step cannot be captured as one graph.
 
     >>> import torch
     >>> import outofcore
@@ -581,22 +564,15 @@ def estimate(
     """Predict whether a step fits, and its time at several budgets, without running it.
 
     Runs each family of ops a few times on scratch tensors; your tensors are not changed. A model and inputs on the
-    device ``meta`` take no memory. Arguments not listed here are as for ``compile``.
+    device ``meta`` take no memory. ``inputs`` and ``kwargs`` are the arguments of the step; arguments not listed are as
+    for ``compile``. Raises ``InputError`` if an argument cannot be used, ``CaptureError`` if the step cannot be
+    captured as one graph. Results are in bytes (on a GPU, of the arena) and seconds.
 
     Args:
-        inputs: the positional arguments of the step.
-        kwargs: its keyword arguments.
         budgets: budgets to evaluate in addition to a default set.
         device: the device to measure, as for ``compile``; or a device to simulate, by its name in
             ``outofcore.presets``, such as "h100". A simulation runs no ops, ignores ``home`` and ``host_budget``, and
             assumes that all splits are exact.
-
-    Returns:
-        Budgets in bytes and step times in seconds; on a GPU the bytes are those of the arena.
-
-    Raises:
-        InputError: an argument cannot be used.
-        CaptureError: the step cannot be captured as one graph.
 
     >>> import torch
     >>> import outofcore

@@ -1,19 +1,21 @@
 """The errors that outofcore raises.
 
-OutOfCoreError
-├── InputError (also a ValueError)      an argument or a file cannot be used
-│   ├── UnitError                       a byte count or a rate cannot be parsed
-│   ├── BudgetError                     the budget is too small for the step
-│   ├── SpillError                      a home is missing, read-only or too small
-│   └── GraphError                      a step graph, plan or cost file is inconsistent
-├── CaptureError                        the step cannot be captured as one graph; names the user's line
-├── ValidationError                     a program failed validation: a bug in outofcore
-├── ArenaError (also a MemoryError)     a request did not fit the planned arena
-├── TransferError (also an OSError)     a copy to or from a home failed
-│   └── DeviceError                     the device failed and is unusable in this process
-├── StateError (also a RuntimeError)    a step, model or tensor is in a state that forbids the call
-├── CommunicationError (RuntimeError)   a collective failed: another process has ended or did not arrive in time
-└── VersionError (also an ImportError)  the installed PyTorch lacks a name that a feature needs
+    OutOfCoreError
+    ├── InputError (also a ValueError)      an argument or a file cannot be used
+    │   ├── UnitError                       a byte count or a rate cannot be parsed
+    │   ├── BudgetError                     the budget is too small for the step
+    │   ├── SpillError                      a home is missing, read-only or too small
+    │   └── GraphError                      a step graph, plan or cost file is inconsistent
+    ├── CaptureError                        the step cannot be captured as one graph; names the user's line
+    ├── ValidationError                     a program failed validation: a bug in outofcore
+    ├── ArenaError (also a MemoryError)     a request did not fit the planned arena
+    ├── TransferError (also an OSError)     a copy to or from a home failed
+    │   └── DeviceError                     the device failed and is unusable in this process
+    ├── StateError (also a RuntimeError)    a step, model or tensor is in a state that forbids the call
+    ├── CommunicationError (RuntimeError)   a collective failed: another process has ended or did not arrive in time
+    └── VersionError (also an ImportError)  the installed PyTorch lacks a name that a feature needs
+
+A message has the file and line, or the module path, of user code that needs a change.
 """
 
 import errno
@@ -32,11 +34,7 @@ class UnitError(InputError):
 
 
 class BudgetError(InputError):
-    """The budget is too small for the step.
-
-    Attributes:
-        smallest_budget: the smallest budget in bytes that would suffice; None: unknown.
-    """
+    """The budget is too small for the step; ``smallest_budget`` in bytes suffices (None: unknown)."""
 
     def __init__(self, message: str, smallest_budget: int | None = None) -> None:
         super().__init__(message)
@@ -54,9 +52,7 @@ class GraphError(InputError):
 class CaptureError(OutOfCoreError):
     """The training step cannot be captured as one graph.
 
-    Attributes:
-        location: the user's ``file:line``; empty if unknown.
-        is_loop: whether ``outofcore.budget`` can run the step unchanged (CPU only).
+    ``location`` is the user's ``file:line``, or empty. ``is_loop``: ``outofcore.budget`` can run the step (CPU only).
     """
 
     def __init__(self, message: str, location: str = "", *, is_loop: bool = True) -> None:

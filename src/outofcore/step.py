@@ -138,9 +138,7 @@ class Step(Generic[P, R]):
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Captured:
         """Capture, measure and plan the step for these arguments without running it; return the capture.
 
-        Raises:
-            CaptureError, BudgetError, SpillError, ValidationError: as for a call. No state has changed.
-            StateError: the step is closed or failed half way, or its calls run as an eager loop.
+        Raises the errors of a call, or ``StateError`` if calls run as an eager loop. No state has changed then.
         """
         self._access.check(self._session.torn)
         if self._session.why_followed:
@@ -165,14 +163,10 @@ class Step(Generic[P, R]):
     def close(self, *, whole: bool = True) -> None:
         """Move the model and the optimizers back to ordinary memory, and free all other memory of the step.
 
-        A model that is sharded (``shard=``) is gathered in each process, so all processes must close their steps.
-
-        Args:
-            whole: whether to gather it. If False, and after an exception in the context, its parameters stay on the
-                device ``meta``, without contents. For processes without memory for a whole model.
-
-        Raises:
-            CommunicationError: another process has ended; parameters not yet gathered stay without contents.
+        A model that is sharded (``shard=``) is gathered in each process, so all processes must close their steps. Pass
+        ``whole=False`` in processes without memory for a whole model: its parameters then stay on the device ``meta``,
+        without contents, as after an exception in the context. Raises ``CommunicationError`` if another process has
+        ended; parameters not yet gathered stay without contents.
         """
         if self._access.closed:
             return
