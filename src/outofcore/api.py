@@ -663,11 +663,11 @@ def load(
     *,
     home: OpenHome | None = None,
 ) -> Any:
-    """Load a checkpoint into models, optimizers, and random generators, and return its ``extra``.
+    """Load a checkpoint into models, optimizers and random generators; return its ``extra``.
 
-    Existing tensors are overwritten in place. Tensors on the meta device, and missing optimizer state, are created from
-    the files. Frozen parameters that were left out (``frozen=False``) keep their values. The generators are those of
-    PyTorch, Python and numpy. In ``extra``, tuples come back as lists.
+    Generators of PyTorch, Python and numpy are loaded too. Existing tensors are overwritten in place. Tensors on the
+    meta device, and missing optimizer state, are created from the files. Frozen parameters that were left out
+    (``frozen=False``) keep their values. In ``extra``, tuples come back as lists.
 
     Args:
         folder: the checkpoint.

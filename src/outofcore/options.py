@@ -67,7 +67,7 @@ class PlanOptions:
 
     Attributes:
         split: whether ops that exceed the available memory may be split.
-        cache: store for measurements and plans; None: none.
+        cache: store for measurements and plans, if any.
         repeats: whether the budget must also hold a call that starts with the gradients of the previous one.
     """
 

@@ -183,17 +183,17 @@ class Step(Generic[P, R]):
 
     @property
     def planned(self) -> Planned:
-        """The plan of the last planned call, with program and timeline; ``StateError`` if there is none."""
+        """The plan of the last planned call, with program and timeline; ``StateError`` before that."""
         return self._shown("planned").planned
 
     @property
     def captured(self) -> Captured:
-        """The capture of the last planned call; ``StateError`` if there is none."""
+        """The capture of the last planned call; ``StateError`` before the first one."""
         return self._shown("captured").captured
 
     @property
     def costs(self) -> Costs:
-        """The costs that the last planned call was planned with; ``StateError`` if there is none."""
+        """The costs that the last planned call was planned with; ``StateError`` before the first one."""
         return self._shown("profiled").costs
 
     def _shown(self, stage: str) -> PlannedStep:
@@ -203,14 +203,14 @@ class Step(Generic[P, R]):
 
     @property
     def timeline(self) -> Timeline:
-        """The measured timeline of the last planned call; ``StateError`` if there is none."""
+        """The measured timeline of the last planned call; ``StateError`` before the first one."""
         if self._session.timeline is None:
             raise StateError(self._nothing_to_show("its timeline is measured at its first call"))
         return self._session.timeline
 
     @property
     def stats(self) -> StepStats:
-        """Statistics of the last call; ``StateError`` if there is none."""
+        """Statistics of the last call; ``StateError`` before the first one."""
         session = self._session
         if session.followed is not None and session.followed.last is not None:
             last = session.followed.last

@@ -32,7 +32,7 @@ class StepState:
         save_checkpoint(folder, user.models, user.optimizers, faces, extra, shards, frozen=frozen, written=written)
 
     def load(self, folder: Path) -> Any:
-        """Load a checkpoint in all processes, or in none if one of them refuses it; return its ``extra``."""
+        """Load a checkpoint in all processes; if one refuses it, in no process; return its ``extra``."""
         user = self._user
         if user.shards is not None and not user.shards.is_spread:
             self._session.spread()
@@ -52,7 +52,7 @@ class StepState:
             self._user.shards.settle(error, "load the checkpoint")
 
     def _tear(self, _: object, error: BaseException | None, __: object) -> None:
-        """Mark the session torn after a load that failed in any process, unless nothing was loaded."""
+        """Mark the session torn after a load that failed in any process, unless it was refused beforehand."""
         if error is not None and not isinstance(error, InputError):
             self._session.torn = f"{type(error).__name__}: {error}"
 

@@ -58,7 +58,7 @@ class StepVariants:
     """The variants of a captured step, each made and measured once.
 
     Attributes:
-        backend: None: none is measured; all splits count as exact, and ops need no scratch memory.
+        backend: None: ops are not measured; all splits count as exact, and ops need no scratch memory.
         home_bytes: capacity of the first home; None: unlimited (see ``transforms.split``).
         is_later: whether this is the step in later calls.
         workspaces: scratch bytes of whole ops by family, which decide split factors.

@@ -162,7 +162,7 @@ def choose_variant(step: Plans[P], room: int) -> P:
 
 
 def ladder(step: Plans[PlannedVariant], room: int, refusals: Refusals) -> Iterator[Variant]:
-    """Yield the variants in the order of trial; the caller extends ``refusals`` by those that failed."""
+    """Yield the variants in the order of trial; the caller adds failed ones to ``refusals``."""
     if step.may_stay:
         yield FUSED
     yield Variant(Form.LOW_MEMORY, room)
