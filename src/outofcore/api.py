@@ -623,12 +623,8 @@ def save(
 ) -> None:
     """Save models and optimizers as ``Step.save`` does, without a compiled step.
 
-    Args:
-        folder: the checkpoint. An existing one stays valid until the new one is complete.
-        model: one or several.
-        optimizer: one, several or None.
-        home: where the tensors are stored, if they have a home.
-        extra: as for ``Step.save``; so is ``frozen``.
+    ``home`` is the home of the tensors, if they have one. An existing checkpoint in the folder stays valid until the
+    new one is complete.
 
     Raises:
         InputError: the folder is not writable, or the model or ``extra`` has contents that cannot be saved.
@@ -665,15 +661,10 @@ def load(
 ) -> Any:
     """Load a checkpoint into models, optimizers and random generators; return its ``extra``.
 
-    Generators of PyTorch, Python and numpy are loaded too. Existing tensors are overwritten in place. Tensors on the
-    meta device, and missing optimizer state, are created from the files. Frozen parameters that were left out
-    (``frozen=False``) keep their values. In ``extra``, tuples come back as lists.
-
-    Args:
-        folder: the checkpoint.
-        model: as when it was saved; None: load only ``extra``.
-        optimizer: as when it was saved.
-        home: where new tensors of 64 KiB or more are created; None: in ordinary memory.
+    Pass the models and optimizers that were saved, or none of them to load only ``extra``, in which tuples come back as
+    lists. Generators of PyTorch, Python and numpy are loaded too. Existing tensors are overwritten in place. Tensors on
+    the meta device and missing optimizer state are created, at the home if there is one and they have 64 KiB or more.
+    Frozen parameters that were left out (``frozen=False``) keep their values.
 
     Raises:
         InputError: there is no checkpoint, it is damaged or belongs to another model or optimizer, or it lacks a

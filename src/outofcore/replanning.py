@@ -62,7 +62,6 @@ class Watch:
         measured: timelines of the last steps in the phase ``MEASURING``, until one step after it.
         recent: times of the last steps in the phase ``STEADY``.
         is_plan_wanted: whether a better plan is likely; it is made once it is affordable.
-        start_seconds: time to start planning in another process.
         spent_seconds: time for which training stood still.
     """
 
