@@ -516,8 +516,8 @@ MUTANTS = (
     Mutant(
         "modules-initialised-outer-first",
         "materialization.py",
-        "    for child in module.children():\n        yield from _inner_first(child, seen)\n    yield module\n",
-        "    yield module\n    for child in module.children():\n        yield from _inner_first(child, seen)\n",
+        "    for child in module.children():\n        yield from _inner_first(child, visited)\n    yield module\n",
+        "    yield module\n    for child in module.children():\n        yield from _inner_first(child, visited)\n",
         "A materialized model draws its initial numbers in another order than its constructor.",
         ("tests/torch_cpu/test_materialization.py::test_a_model_on_meta_is_initialised_by_its_modules",),
     ),

@@ -1,6 +1,6 @@
-"""Train PyTorch models that do not fit in memory, within a byte budget, bit for bit the same.
+"""Train PyTorch models that do not fit in memory, within a byte budget, with bit-identical results.
 
-There are two doors. ``budget`` runs a loop as it is, yours or a trainer's:
+``budget`` runs an existing training loop unchanged, yours or a trainer's:
 
     with outofcore.budget("6GiB", model):
         trainer.train()
@@ -10,9 +10,9 @@ There are two doors. ``budget`` runs a loop as it is, yours or a trainer's:
     step = outofcore.compile(train_step, model, optimizer, budget="6GiB")
     loss = step(x, y)
 
-Take ``budget`` first; take ``compile`` where the step can be such a function and has to be as fast as possible.
-``estimate`` and ``smallest_budget`` say what fits without training. A script that nobody edits runs by
-``outofcore run --budget 6GiB script.py`` on the command line.
+Start with ``budget``. Use ``compile`` where speed matters and the step can be written as such a function. ``estimate``
+and ``smallest_budget`` predict memory and time without training. ``outofcore run --budget 6GiB script.py`` runs a
+script that you cannot edit.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from outofcore.logical_workers.entry import Elastic, elastic
     from outofcore.logical_workers.stats import ElasticStats
 
-# Where the names are that are not in ``api``, which they need.
+# Modules of the names that are not in ``api``: these modules import ``api``.
 _ELSEWHERE = {
     "Elastic": "outofcore.logical_workers.training",
     "ElasticStats": "outofcore.logical_workers.stats",
@@ -114,12 +114,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    # Planning, validation and placing run where torch is not installed: it is imported when it is needed.
+    # Planning, validation and placement work without PyTorch, so names that need it are imported on first use.
     if name in __all__ or name == "onnx":
         try:
             if name == "onnx":
                 return import_module("outofcore.onnx")
-            found = getattr(import_module(_ELSEWHERE.get(name, "outofcore.api")), name)
+            value = getattr(import_module(_ELSEWHERE.get(name, "outofcore.api")), name)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
@@ -127,7 +127,7 @@ def __getattr__(name: str) -> Any:
                 f"outofcore.{name} needs PyTorch, which is not installed; install it with: pip install torch. "
                 "Graphs from files can be planned and validated without it."
             ) from error
-        return found
+        return value
     raise AttributeError(f"module 'outofcore' has no attribute {name!r}")
 
 
@@ -136,10 +136,10 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    # That of the tag that was built, which what is installed knows; reading it takes a while.
+    # The metadata of the installed package has the version of the built tag; reading it is slow.
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
 
     try:
         return version("outofcore")
-    except PackageNotFoundError:  # the files are here, and were not installed
+    except PackageNotFoundError:  # a source tree that is not installed
         return "0+unknown"

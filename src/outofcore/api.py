@@ -1,4 +1,4 @@
-"""The library as its users see it: ``compile`` a training step under a byte budget, and call it."""
+"""The public functions: ``budget``, ``compile``, ``estimate`` and their companions."""
 
 from __future__ import annotations
 
@@ -64,35 +64,35 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("outofcore")
 
-# How much of what comes back from a home is compared by checksum, who writes the kernels of all that is not a product,
-# and whether ops run in parts: see ``compile``.
+# The values of ``check``, ``kernels`` and ``split`` of ``compile``.
 CheckName = Literal["sampled", "full", "off"]
 KernelsName = Literal["eager", "inductor"]
 SplitName = Literal["exact", "close", "off"]
 
 
 def _user_step(step: Callable[P, R], model: Any, optimizer: Any) -> UserStep[P, R]:
-    """A step with its models and optimizers as lists; raises ``InputError`` if one of them is something else."""
+    """Return the step with lists of its models and optimizers; refuse arguments of other types."""
     if not callable(step) or (isinstance(step, nn.Module) and isinstance(model, Optimizer)):
-        what = "the model" if isinstance(step, nn.Module) else f"of type {type(step).__name__}"
+        description = "the model" if isinstance(step, nn.Module) else f"of type {type(step).__name__}"
         raise InputError(
-            f"the first argument must be the training function, and is {what}: write the step as a function, such as "
-            "def step(x, y): loss = loss_fn(model(x), y); loss.backward(); optimizer.step(); optimizer.zero_grad(); "
-            "return loss - and give outofcore.compile(step, model, optimizer, budget=...)"
+            f"the first argument must be the training function, and is {description}: write the step as a function, "
+            "such as def step(x, y): loss = loss_fn(model(x), y); loss.backward(); optimizer.step(); "
+            "optimizer.zero_grad(); return loss - and call outofcore.compile(step, model, optimizer, budget=...)"
         )
     models = _as_list(model, nn.Module, "model")
     check_modules(models, is_captured=False)
     return UserStep(step, models, _as_list(optimizer, Optimizer, "optimizer"))
 
 
-def _as_list(given: Any, kind: type, what: str) -> list[Any]:
-    if given is None:
+def _as_list(value: Any, kind: type, argument: str) -> list[Any]:
+    if value is None:
         return []
-    items = list(given) if isinstance(given, Iterable) and not isinstance(given, kind) else [given]
+    items = list(value) if isinstance(value, Iterable) and not isinstance(value, kind) else [value]
     for item in items:
         if not isinstance(item, kind):
             raise InputError(
-                f"{what} must be a {kind.__module__}.{kind.__qualname__} or a list of them, not {type(item).__name__}"
+                f"{argument} must be a {kind.__module__}.{kind.__qualname__} or a list of them, "
+                f"not {type(item).__name__}"
             )
     return items
 
@@ -100,11 +100,11 @@ def _as_list(given: Any, kind: type, what: str) -> list[Any]:
 def _pinned(
     backend: CudaBackend, home: str | os.PathLike[str] | OpenHome | None, host_budget: int | str | None, check: str
 ) -> OpenHome:
-    """The homes of a step on a GPU, opened."""
+    """Open the homes of a step on a GPU."""
     if isinstance(home, OpenHome) or check == Check.FULL.value:
         raise InputError(
-            f"a step on {backend.device} has homes of its own, in pinned host memory and on a disk, whose copies are "
-            "not checked: give 'host', 'disk' or a folder as 'home', and leave 'check' out"
+            f"a step on {backend.device} opens its own homes, in pinned host memory and on a disk, and does not check "
+            "copies: pass 'host', 'disk' or a folder as 'home', and leave 'check' out"
         )
     return OpenHome(open_device_homes(backend, home, host_budget), kept=False)
 
@@ -126,19 +126,17 @@ def open_home(
     host_budget: int | str | None = None,
     check: CheckName = "sampled",
 ) -> OpenHome:
-    """Open a home for models to be born in, and for several steps to share.
+    """Open a home to create models in, and to share between steps.
+
+    Pass it to ``build``, ``materialize``, ``load`` and ``compile``, and close it after the last model is created.
 
     Args:
-        home: "host", "disk", or a folder on a disk. By default "disk".
-        host_budget: bytes of host memory to be used before a disk, as for ``compile``. Models are born on the disk.
+        home: "host", "disk" (default), or a folder on a disk.
+        host_budget: bytes of host memory to use before the disk, as for ``compile``. New models go to the disk.
         check: as for ``compile``.
 
-    Returns:
-        The home; for ``build``, ``materialize``, ``load`` and ``compile``. Close it when no model is to be born in it
-        any more.
-
     Raises:
-        InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
+        InputError: an argument cannot be used. Includes ``UnitError`` and ``SpillError``.
 
     >>> import torch
     >>> import outofcore
@@ -150,20 +148,20 @@ def open_home(
     return _opened(home, host_budget, check, kept=True)
 
 
-def _check_devices(models: Sequence[nn.Module], wanted: torch.device) -> None:
+def _check_devices(models: Sequence[nn.Module], device: torch.device) -> None:
     for number, model in enumerate(models):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            # CPU tensors are moved to the device on demand, as planned: the model need not fit there.
-            which = f"model {number}: " if len(models) > 1 else ""
+            # CPU tensors are fine for a GPU step: the plan fetches them, so the model need not fit on the device.
+            prefix = f"model {number}: " if len(models) > 1 else ""
             if tensor.device.type == "meta":
                 raise InputError(
-                    f"{which}{name} is on the device meta and has no memory yet: outofcore.materialize(model) gives it "
-                    "some; only outofcore.estimate takes such models"
+                    f"{prefix}{name} is on the device meta and has no memory yet: allocate it with "
+                    "outofcore.materialize(model); only outofcore.estimate takes such models"
                 )
-            if tensor.device != wanted and tensor.device.type != "cpu":
+            if tensor.device != device and tensor.device.type != "cpu":
                 raise InputError(
-                    f"{which}{name} is on {tensor.device} and the step is to run on {wanted}; "
-                    f"move the model there first: model.to({str(wanted)!r})"
+                    f"{prefix}{name} is on {tensor.device} and the step is to run on {device}; "
+                    f"move the model there first: model.to({str(device)!r})"
                 )
 
 
@@ -186,76 +184,48 @@ def compile(
     split: SplitName = "exact",
     repeats: bool = True,
 ) -> Step[P, R]:
-    """Make a training step run within a byte budget, bit for bit as it does in plain PyTorch.
+    """Make a training step run within a byte budget, with the bits of plain PyTorch.
+
+    The first call of the result captures the step.
 
     Args:
-        step: the training step: any function of pytrees of tensors and constants, that may run forward,
-            backward, clip, update and clear gradients, and returns what it likes. It is not changed.
+        step: the training step, a function of pytrees of tensors and constants. It may run forward, backward, clip,
+            update and clear gradients, and return anything. It is not changed.
         model: the module that the step trains or uses, or a list of all of them.
         optimizer: the optimizer that the step calls, a list of them, or None.
-        budget: device bytes for all tensors of the step, as a number or as text such as "6GiB"; or a share of what is
-            available now, such as "70%".
-        device: "cpu", the default, or "cuda". For a step on a GPU, the model may be on the CPU, and what the step is
-            called with as well: then it need not fit the device. Its home is pinned host memory of its own, and a
-            disk behind it if ``home`` names one.
-        home: where bytes live that are not on the device: "host", "disk", or a folder on a disk, opened for this
-            step alone; or a home that is open (``open_home``), or that of another step over the same model
-            (``step.home``). By default "disk"; for a step on a GPU "host".
-        host_budget: bytes of host memory, beside the budget, for what is not on the device, as a number or as text.
-            With a home on disk this is a tier before it: what fits there does not go to disk. By default there is
-            none; with home="host" it limits that. A home that is open has its own. For a step on a GPU it is pinned, by
-            default as much as there is, and what it does not hold goes to the disk that ``home`` names; 64 MiB more
-            are the buffers between the device and that.
-        policy: how to plan: a name of ``outofcore.policies.POLICIES``, text such as "window:reach=2", or an object
-            of ``outofcore.policies``, where one's own are described as well.
-        cache: where measurements of ops and links are kept for later processes: a folder, True for the user's
-            own (``$XDG_CACHE_HOME/outofcore/measured``), or False for nowhere.
-        check: how much of what leaves the device is compared by checksum when it comes back within a step: "sampled",
-            a few pages of each copy to disk; "full", all bytes of all copies, and what stays at a home after the step
-            is read back once; "off", nothing.
-        dynamic: what to do where inputs come in many sizes. False: each is captured and planned when it first comes,
-            which takes seconds, and the plans are kept. True: nothing is captured; each call is run as it is, op by
-            op, within the budget, as ``outofcore.budget`` runs a loop. None: the first is captured and planned, and
-            with the first call of another size the step passes to being followed, once and for good; but it does not
-            on a GPU, where loops cannot be followed, with a ``policy`` or ``kernels`` of your choice, or with a home
-            that is open or shared by other steps: these then find the model there. So it passes as well where Python
-            values that the step reads change again and again.
-        shard: a process group, or True for the default one, whose processes share the model: each keeps a range of
-            every large parameter, of its gradient and of its optimizer state, and the step gathers parameters and
-            reduces gradients. Every process gives batches of its own, of the same shapes. The model is the plain
-            module, and is that of rank 0 in all processes from the first call on; its large parameters are then on the
-            device ``meta``, without contents, until the step is closed. Optimizers have to be elementwise, as SGD, Adam
-            and AdamW are. See the guide to many processes.
-        replay: whether native code calls PyTorch's own ops, once each was called from Python, which saves some
-            microseconds for each. Where ops are long, Python calls them anyway. With "graphs", ops on a GPU that
-            follow each other become CUDA graphs, but for random ones. Other values are refused.
-        kernels: "eager", PyTorch's own, op by op; or "inductor": elementwise ops, norms, softmax and losses that follow
-            one another become one op each, compiled by PyTorch's Inductor, which is faster where memory is what takes
-            time. Losses are then the same to the last bit at every budget and in every process with the same versions
-            on the same kind of machine, but they are not those of eager PyTorch to the last bit. The first call takes
-            some seconds for each kernel that is not in Inductor's cache yet. Without a C++ compiler (on a GPU: Triton)
-            the log says so, and PyTorch's own kernels run. See the guide to compiled kernels.
-        split: "exact", an op that needs more memory than there is runs in parts, where its parts were found to give the
-            bits of the whole on this machine; or "off", it does not, and the budget has to hold it. Plans may cut ops
-            for speed as well, where the neediest ones leave no room for what moves beside them. With "close", large
-            sums over rows and samples, of which the gradients of weights are made, are taken in parts as well, at every
-            budget the same ones: losses are then the same to the last bit at every budget, but they are not those of
-            eager PyTorch to the last bit. Each size of inputs is then captured and planned. See the guide to ops that
-            are larger than their room.
-        repeats: whether the budget must also hold a second call that begins with the gradients of the first. False:
-            such a call is planned when it comes, as for a step that takes turns with an update (a plain argument tells
-            which of the two a call is), which clears them.
-
-    Returns:
-        A callable with the signature of ``step``. Nothing is captured before its first call.
-
-    Limits: a followed call has no refusal beforehand. An op that does not fit ends it with a ``BudgetError`` that says
-    how much it needs: a plan may hold within less, since it places every byte and updates a parameter in pieces.
-    What came before that op is done, as in plain PyTorch, and the step can be called again.
+        budget: device bytes for all tensors of the step: a number, text such as "6GiB", or a share of available memory,
+            such as "70%".
+        device: "cpu" (default) or "cuda". For a GPU, the model and the inputs may be on the CPU.
+        home: where tensors are stored while they are not on the device: "host", "disk" (default), a folder on a disk,
+            or an open home (``open_home``, or ``step.home`` of another step over the model). On a GPU: pinned host
+            memory, and when that is full, the disk that ``home`` names, if any.
+        host_budget: bytes of host memory, in addition to the budget, to use before a disk. Default: none; with
+            home="host" and on a GPU, all that is available. A GPU with a disk needs 64 MiB more for copy buffers.
+        policy: how to plan: a name in ``outofcore.policies.POLICIES``, text such as "window:reach=2", or an object of
+            ``outofcore.policies``, which also describes how to write your own.
+        cache: where measurements are stored for later processes: a folder, True for
+            ``$XDG_CACHE_HOME/outofcore/measured``, or False for no cache.
+        check: how many of the offloaded bytes are compared by checksum when they are fetched. "sampled": a few pages of
+            each copy to disk. "full": all bytes of all copies, and once more after the step. "off": none.
+        dynamic: how to handle inputs of many sizes. False: capture and plan each size. True: run every call as an eager
+            loop, as ``outofcore.budget`` does. None: capture the first size, and switch to the eager loop at the next
+            one, or if Python values that the step reads keep changing; but not on a GPU, with your own ``policy`` or
+            ``kernels``, or with an open or shared home.
+        shard: a process group, or True for the default one, that shares the model: each process keeps a range of every
+            large parameter, its gradient and its optimizer state. See the guide to many processes.
+        replay: whether native code calls PyTorch's ops after each has been called once from Python, which saves some
+            microseconds per op. "graphs": consecutive ops on a GPU, except random ones, become CUDA graphs.
+        kernels: "eager": PyTorch's own kernels. "inductor": fuse elementwise ops, norms, softmax and losses, which is
+            faster where memory bandwidth is the limit, with other rounding than eager PyTorch. See the guide.
+        split: "exact": split an op that exceeds the available memory, or for speed, if the result was found
+            bit-identical on this machine. "off": never split. "close": also split large sums over rows and samples, the
+            same way at every budget, with other rounding than eager PyTorch. See the guide to large ops.
+        repeats: whether the budget must also hold a second call that starts with the gradients of the first. False:
+            plan such a call when it comes, as in a step that accumulates in one call and updates in the next.
 
     Raises:
-        InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it.
-        StateError: there is no native code, or ``dynamic`` is True and loops cannot be followed here.
+        InputError: an argument cannot be used. Includes ``UnitError`` and ``SpillError``.
+        StateError: the native code is missing, or ``dynamic`` is True and eager loops are not possible here.
 
     >>> import torch
     >>> import outofcore
@@ -276,15 +246,15 @@ def compile(
     require(Feature.COMPILE)
     chosen = policy_of(policy)
     if replay not in (True, False, "graphs"):
-        raise InputError(f"replay={replay!r} is none of True, False and 'graphs'")
-    made, splits = _kernels(kernels), split_of(split)
+        raise InputError(f"replay must be True, False or 'graphs', not {replay!r}")
+    kernel_compiler, splits = _kernels(kernels), split_of(split)
     backend = open_backend(device, replay=replay)
     count = _budget_of(budget, backend.device, user.models)
     check_modules(user.models, is_captured=not dynamic)
     _check_devices(user.models, backend.device)
     if dynamic:
         _check_followable(backend.device, home, chosen, kernels, splits)
-    kept = open_cache(cache)
+    store = open_cache(cache)
     check_supported(user.models)
     load_native(backend.flavor)
     group = _sharing_group(shard, dynamic, kernels)
@@ -296,28 +266,28 @@ def compile(
     elif isinstance(home, OpenHome):
         if host_budget is not None or check != "sampled":
             raise InputError(
-                "a home that is open has its host budget and its check already; give them to outofcore.open_home()"
+                "an open home already has a host budget and a check; pass both to outofcore.open_home() instead"
             )
         opened = home
     else:
         opened = _opened(home, host_budget, check, kept=False)
         if chosen == policy_of("auto") and kernels == "eager" and group is None and splits is not Split.CLOSE:
-            # The calls bring the model to it, of which they know what other steps have.
+            # The loop starts without models: its calls move them there, since other steps may have some of them.
             limit = host_limit(host_budget)
-            plans = None if kept is None else kept.folder
+            plans = None if store is None else store.folder
             options = LoopOptions(CPU, LoopHome(home, limit), plans=plans, check=Check(check), beside=True)
             loop = partial(Loop, count, (), options)
     return Step(
         user,
         MemoryOptions(count, opened),
-        PlanOptions(chosen, splits, kept, repeats),
-        RunOptions(backend, made, dynamic, loop),
-        Agreement(user.models, kept, group),
+        PlanOptions(chosen, splits, store, repeats),
+        RunOptions(backend, kernel_compiler, dynamic, loop),
+        Agreement(user.models, store, group),
     )
 
 
 def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
-    """What compiles the kernels of a step; None: they are PyTorch's own."""
+    """Return the kernel compiler of a step; None for PyTorch's own kernels."""
     if name not in ("eager", "inductor"):
         raise InputError(f"there are no kernels {name!r}; choose 'eager' or 'inductor'")
     if name == "eager":
@@ -327,13 +297,13 @@ def _kernels(name: str, *, compiles: bool = True) -> Kernels | None:
 
 
 def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kernels: str) -> ProcessGroup | None:
-    """The processes that share a model; None: nobody else has any of it."""
+    """Return the processes that share a model; None for a single process."""
     if shard is None or shard is False:
         return None
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise InputError(
-            "shard= spreads a model over the processes of a group, and there is none: start the script with torchrun, "
-            "and call torch.distributed.init_process_group() before"
+            "shard= shares a model between processes, but no process group is initialized: start the script with "
+            "torchrun, and call torch.distributed.init_process_group() first"
         )
     group = torch.distributed.group.WORLD if shard is True else shard
     if not isinstance(group, torch.distributed.ProcessGroup):
@@ -344,29 +314,29 @@ def _sharing_group(shard: ProcessGroup | bool | None, dynamic: bool | None, kern
 
 
 def _check_followable(device: torch.device, home: object, policy: Policy, kernels: str, splits: Split) -> None:
-    """Refuse ``dynamic=True`` where calls cannot be followed."""
+    """Refuse ``dynamic=True`` where calls cannot run as an eager loop."""
     if device.type != "cpu":
-        raise InputError(f"calls are followed on the CPU only, and the step is for {device}; leave 'dynamic' out")
+        raise InputError(f"dynamic=True works on the CPU only, and the step is for {device}; leave 'dynamic' out")
     if isinstance(home, OpenHome):
         raise InputError(
-            "calls that are followed have a home of their own: with dynamic=True give 'host', 'disk' or a folder as "
-            "'home'; or leave 'dynamic' out"
+            "dynamic=True needs a home that the step opens itself: pass 'host', 'disk' or a folder as 'home'; or leave "
+            "'dynamic' out"
         )
     if policy != policy_of("auto") or kernels != "eager":
         raise InputError(
-            "calls that are followed are neither planned nor measured: with dynamic=True leave 'policy' and "
+            "dynamic=True runs every call as an eager loop, which is neither planned nor measured; leave 'policy' and "
             "'kernels' out"
         )
     if splits is Split.CLOSE:
         raise InputError(
-            "calls that are followed run PyTorch's ops as they are, and their losses would not be those of planned "
-            "steps with split='close'; leave 'dynamic' out, so that each size is planned"
+            "dynamic=True runs PyTorch's ops unsplit, so the losses would differ from those of planned steps with "
+            "split='close'; leave 'dynamic' out, so that each size is planned"
         )
     load_paging()
 
 
 def _device_of(models: Sequence[nn.Module]) -> torch.device | None:
-    """The GPU that a model is on; None: it is on none."""
+    """Return the GPU of the models; None if they are on no GPU."""
     return next((p.device for model in models for p in model.parameters() if p.device.type == "cuda"), None)
 
 
@@ -383,51 +353,43 @@ def budget(
     measure: bool = False,
     grow: bool = False,
 ) -> Loop:
-    """Run a loop as it is, in eager PyTorch, within a byte budget and with the very same numbers.
+    """Run an existing training loop within a byte budget, in eager PyTorch and with bit-identical results.
 
-    In ``with outofcore.budget("6GiB", model) as run:`` every tensor of 64 KiB and more that this thread's ops touch
-    lies in an arena of the budget's size while an op uses it. When there is no room left, what is used furthest from
-    now leaves for the home: by what the loop did before, once it repeats itself (Belady, 1966), and until then by how
-    long it was not used. What is known to come is fetched beside the ops before it. Steps that come again are planned
-    in a process beside the loop, a few sizes of each kind of step; such a plan says from then on what leaves and comes
-    when, and where it lies. Whatever is not as planned happens on demand.
+    In ``with outofcore.budget("6GiB", model) as run:`` each tensor of 64 KiB or more that this thread's ops use is in
+    an arena of the budget's size while an op uses it. When the arena is full, tensors are evicted to the home: the
+    least recently used first, and once the loop repeats itself, the one with the furthest next use (Belady, 1966).
+    Fetches overlap with compute. Another process plans repeated steps, a few sizes per input signature. Deviations from
+    the plan are handled on demand. The context also has ``start()`` and ``stop()``; ``run.stats`` has the statistics.
 
     Args:
-        limit: bytes for all tensors and workspaces of the loop, as a number or as text such as "6GiB", or a share of
-            what is available now, such as "70%". On a GPU it is what PyTorch's allocator may take for the loop: see the
-            guide. By default 70 % of the memory that is available, and on a GPU what is free there, less 5 % and at
-            least 512 MiB; a line on standard error says how much that is.
-        model: the module that the loop trains, or several. Their parameters, buffers and gradients move to the home
-            when the loop is started; other tensors, such as batches, are taken over when an op first uses them, and
-            the state of an optimizer when it first steps.
-        device: whose tensors are followed: "cpu", or a GPU such as "cuda". By default that of the model's parameters.
-        home: where bytes live that are not in the arena: "disk", the default, a folder on a disk, or "host"; for a GPU
-            pinned host memory alone.
-        host_budget: as for ``compile``: bytes of host memory that are used before a disk, or the limit of "host".
-        policy: how steps are planned, as for ``compile``; None: they are not.
-        cache: where plans are kept for later processes: a folder, True for the user's cache folder, or False.
-        check: "off" trusts that a tensor in the arena is changed by ops alone; else all of it is compared by checksum
-            before it leaves without being written, so that what other threads or compiled code wrote is not lost, and
-            64 of every 4,160 bytes are when it comes back from a disk, so that damage there ends the step; with "full",
-            all bytes are, from host memory as well. On a GPU nothing is compared.
-        measure: find out what the loop needs: it may exceed the budget, nothing is planned, and at its end a few lines
-            on standard error give the peak in core, the smallest budget that holds every op that ran, and predicted
-            step times within 3/4, 1/2 and 1/4 of the peak; also as ``run.measurement()``.
-        grow: let ops that cannot do with less exceed the budget, as far as the device has the memory, instead of an
-            error. ``run.stats.exceedances`` counts them, and a warning at the end says what they needed.
-
-    Returns:
-        A context manager, also with ``start()`` and ``stop()``; ``run.stats`` tells what happened.
+        limit: bytes for all tensors and workspaces of the loop: a number, text such as "6GiB", or a share of available
+            memory, such as "70%" (default; on a GPU all free memory less 5 %, at least 512 MiB). On a GPU it limits
+            PyTorch's allocator; see the guide.
+        model: the module that the loop trains, or several. Their parameters, buffers and gradients move to the home at
+            the start. Other tensors are tracked from the first op that uses them.
+        device: the device to manage: "cpu", or a GPU such as "cuda". Default: that of the model's parameters.
+        home: where tensors outside the arena are stored: "disk" (default), a folder on a disk, or "host". On a GPU
+            always pinned host memory.
+        host_budget: bytes of host memory to use before a disk, or the limit of "host"; as for ``compile``.
+        policy: how steps are planned, as for ``compile``; None: not at all.
+        cache: where plans are stored for later processes: a folder, True for the user's cache folder, or False.
+        check: "sampled": compare all bytes by checksum before a tensor is evicted without a copy, in case other threads
+            or compiled code wrote to it, and 64 of every 4,160 bytes after a fetch from disk. "full": all bytes after
+            every fetch. "off": no comparison; only ops may change tensors. No checks on a GPU.
+        measure: find the memory needs of the loop, without a plan or a limit. At its end it prints the peak, the
+            smallest budget that holds every op, and predicted step times at smaller budgets (``run.measurement()``).
+        grow: let an op that needs more than the budget exceed it instead of failing. ``run.stats.exceedances`` counts
+            these ops; a warning at the end reports their bytes.
 
     Raises:
-        InputError: an argument cannot be used; ``UnitError`` and ``SpillError`` are kinds of it. In the loop, where an
-            op alone does not fit, PyTorch raises ``torch.OutOfMemoryError``; out of the context comes a ``BudgetError``
-            that says which op, where, and what it needs. Where a home fails, PyTorch raises a RuntimeError at the op,
-            which has not run; out of the context comes a ``TransferError``, or a ``SpillError`` if no home has room.
+        InputError: an argument cannot be used. Includes ``UnitError`` and ``SpillError``.
+        BudgetError: an op does not fit; names the op, its source line and the bytes it needs. Raised at the exit of the
+            context; within the loop, the op raises ``torch.OutOfMemoryError``.
+        TransferError: a home failed (``SpillError``: it is full). Raised at the exit of the context; within the loop,
+            the op raises ``RuntimeError`` and has not run.
 
-    Limits: of other threads only what autograd starts is followed. Compiled extensions that keep a pointer from one op
-    to the next do not see the tensor move. A NumPy array over a tensor that was made before the loop does not follow
-    the tensor into the arena.
+    Limits: of other threads, only autograd's are managed. Extensions must not keep a pointer to a tensor from one op to
+    the next. A NumPy array that shares memory with a tensor from before the loop does not follow it.
 
     >>> import torch
     >>> import outofcore
@@ -445,17 +407,17 @@ def budget(
     (True, True)
     """
     models = _as_list(model, nn.Module, "model")
-    followed = open_backend(_device_of(models) if device is None else device).device
-    count = _budget_of(limit, followed, models)
-    if followed.type != "cpu" and home not in (None, "host"):
+    target = open_backend(_device_of(models) if device is None else device).device
+    count = _budget_of(limit, target, models)
+    if target.type != "cpu" and home not in (None, "host"):
         raise InputError(
-            f"a loop on {followed} keeps what is away in pinned host memory, and home={str(home)!r} was asked for: "
-            "leave 'home' out, and limit that memory by 'host_budget'"
+            f"a loop on {target} keeps evicted tensors in pinned host memory, and cannot use home={str(home)!r}: "
+            "leave 'home' out, and limit that memory with 'host_budget'"
         )
-    if followed.type != "cpu" and check == Check.FULL.value:
-        raise InputError(f"copies of a loop on {followed} are not checked; leave 'check' out")
+    if target.type != "cpu" and check == Check.FULL.value:
+        raise InputError(f"copies of a loop on {target} are not checked; leave 'check' out")
     _check_name(check)
-    kept = open_cache(cache)
+    store = open_cache(cache)
     if policy is not None:
         policy = policy_of(policy)
         try:
@@ -464,11 +426,11 @@ def budget(
             raise InputError(
                 f"the policy cannot be sent to the process that plans: {error}; define it at the top level of a module"
             ) from error
-    # A policy of the user's own that is known by its address alone may be another one the next time.
-    plans = None if kept is None or " at 0x" in repr(policy) else kept.folder
-    at = LoopHome(home, host_limit(host_budget))
+    # A later process cannot recognize a user policy by a repr that is an address.
+    plans = None if store is None or " at 0x" in repr(policy) else store.folder
+    loop_home = LoopHome(home, host_limit(host_budget))
     excess = Excess.MEASURED if measure else Excess.ALLOWED if grow else Excess.REFUSED
-    return Loop(count, models, LoopOptions(loop_device(followed), at, policy, plans, Check(check), excess))
+    return Loop(count, models, LoopOptions(loop_device(target), loop_home, policy, plans, Check(check), excess))
 
 
 _within = budget
@@ -483,15 +445,10 @@ def _budget_of(limit: int | str | None, device: torch.device, models: Sequence[n
 
 
 def stop() -> bool:
-    """End the loop started by ``outofcore.budget``, without its handle and from any thread.
+    """End the loop started by ``outofcore.budget``, from any thread; return whether one was running.
 
-    In a notebook, where a cell that starts a loop has run twice or has failed, this ends it without the handle. Its
-    tensors keep their contents and can be used; their memory goes with them. While an op runs, the loop ends with it.
-    A loop whose handle is lost, so that nothing refers to it any more, ends by itself. Compiled steps are not ended:
-    ``Step.close`` does that.
-
-    Returns:
-        whether a loop was ended; where none runs, nothing is done.
+    Use it in a notebook when the handle of the loop is lost, for example after a cell ran twice or failed. The tensors
+    keep their contents. If an op is running, the loop ends after it. Close compiled steps with ``Step.close``.
 
     >>> import torch
     >>> import outofcore
@@ -511,32 +468,25 @@ def run(
     check: CheckName = "sampled",
     **named_inputs: Any,
 ) -> Any:
-    """Call a model whose weights do not fit, once, without gradients and within a byte budget.
+    """Call a model once within a byte budget, without gradients; its weights may exceed memory.
 
-    While one module computes, the weights of the next ones come, in the order in which the model has its modules.
-    Weights that were mapped from files (safetensors, ``torch.load(..., mmap=True)``, Hugging Face's
-    ``from_pretrained``) are read from there: nothing is copied beforehand, and no disk is used.
+    Weights are fetched in module order while earlier modules compute. Weights that are mapped from files (safetensors,
+    ``torch.load(..., mmap=True)``, Hugging Face's ``from_pretrained``) are read from these files without a copy. The
+    output is outside the arena.
 
-    For many calls, such as ``model.generate(...)`` makes, open the context once: in
-    ``with outofcore.budget("1GiB", model):`` each call of the model without gradients is a step that is planned, so
-    that some of the weights stay, and the first ones of the next call come during the last ones of this one.
+    For many calls, as in ``model.generate(...)``, use ``with outofcore.budget("1GiB", model):`` once. Each call is then
+    planned: some weights stay resident, and fetches for the next call overlap with the current one.
 
     Args:
         model: the module; its tensors are on the CPU or on one GPU.
-        inputs: of the call.
+        inputs: arguments of the call, as are ``named_inputs``.
         budget: bytes for all tensors and workspaces, as a number or as text such as "1GiB".
-        home: where what comes from no file is kept, as for ``outofcore.budget``; its ``host_budget`` and ``check`` too.
-        host_budget: see ``home``.
-        check: see ``home``.
-        named_inputs: of the call.
-
-    Returns:
-        what the model returns, in memory of its own.
+        home: where tensors that come from no file are stored; this, ``host_budget`` and ``check`` as for ``budget``.
 
     Raises:
         InputError: an argument cannot be used.
-        BudgetError: an op alone does not fit.
-        StateError: a loop is followed already; there, call the model.
+        BudgetError: an op does not fit.
+        StateError: an eager loop is running; call the model in it.
 
     >>> import torch
     >>> import outofcore
@@ -564,24 +514,11 @@ def smallest_budget(
     kernels: KernelsName = "eager",
     split: SplitName = "exact",
 ) -> int:
-    """The smallest budget in bytes with which ``compile`` can run the step on these inputs, again and again.
+    """Return the smallest budget in bytes with which ``compile`` can run the step repeatedly.
 
-    Each family of ops is run once on scratch tensors to learn its workspace; nothing of the user's is changed.
-
-    Args:
-        step: as for ``compile``.
-        model: as for ``compile``.
-        optimizer: as for ``compile``.
-        inputs: the positional arguments of the step.
-        kwargs: its keyword arguments.
-        device: as for ``compile``.
-        cache: as for ``compile``.
-        kernels: as for ``compile``.
-        split: as for ``compile``.
-
-    Raises:
-        InputError: an argument cannot be used.
-        CaptureError: the step cannot become one graph.
+    Runs each family of ops once on scratch tensors to measure its workspace; your tensors are not changed. ``inputs``
+    and ``kwargs`` are the arguments of the step; the others are as for ``compile``. Raises ``InputError`` if an
+    argument cannot be used, ``CaptureError`` if the step cannot be captured as one graph.
 
     >>> import torch
     >>> import outofcore
@@ -599,8 +536,8 @@ def smallest_budget(
     user = _user_step(step, model, optimizer)
     backend = open_backend(device)
     _check_devices(user.models, backend.device)
-    where = LocalMachine(backend, cache=open_cache(cache))
-    variants = captured_variants(user, inputs, kwargs or {}, where, _kernels(kernels), split_of(split))
+    machine = LocalMachine(backend, cache=open_cache(cache))
+    variants = captured_variants(user, inputs, kwargs or {}, machine, _kernels(kernels), split_of(split))
     backend.prepare()
     variant, smallest = smallest_variant(variants)
     if variants.later is not None and (variants.later.need(LOWEST_MEMORY) or 0) > smallest:
@@ -624,33 +561,18 @@ def estimate(
     kernels: KernelsName = "eager",
     split: SplitName = "exact",
 ) -> Estimate:
-    """Whether a step fits, and how long it would take over budgets, without training it.
+    """Predict whether a step fits, and its time at several budgets, without running it.
 
-    Each family of ops is run a few times on scratch tensors; nothing of the user's is changed. For a device that is
-    not here nothing is run at all. A model and inputs on the device ``meta`` do as well: they take no memory.
+    Runs each family of ops a few times on scratch tensors; your tensors are not changed. A model and inputs on the
+    device ``meta`` take no memory. ``inputs`` and ``kwargs`` are the arguments of the step; arguments not listed are as
+    for ``compile``. Raises ``InputError`` if an argument cannot be used, ``CaptureError`` if the step cannot be
+    captured as one graph. Results are in bytes (on a GPU, of the arena) and seconds.
 
     Args:
-        step: as for ``compile``.
-        model: as for ``compile``, or on the device ``meta``.
-        optimizer: as for ``compile``.
-        inputs: the positional arguments of the step.
-        kwargs: its keyword arguments.
-        budgets: to be looked at, besides those that suit the step.
-        device: where the step is to run and is measured, as for ``compile``; or a device that need not be here and
-            is simulated, by its name in ``outofcore.presets``, such as "h100".
-        home: as for ``compile``; ignored for a device that is simulated.
-        host_budget: as for ``compile``; ignored for a device that is simulated.
-        policy: as for ``compile``.
-        cache: as for ``compile``.
-        kernels: as for ``compile``. For a device that is simulated nothing is compiled.
-        split: as for ``compile``. For a device that is simulated all parts are taken to give the bits of the whole.
-
-    Returns:
-        Budgets in bytes and step times in seconds; on a GPU the bytes are those of the arena.
-
-    Raises:
-        InputError: an argument cannot be used.
-        CaptureError: the step cannot become one graph.
+        budgets: budgets to evaluate in addition to a default set.
+        device: the device to measure, as for ``compile``; or a device to simulate, by its name in
+            ``outofcore.presets``, such as "h100". A simulation runs no ops, ignores ``home`` and ``host_budget``, and
+            assumes that all splits are exact.
 
     >>> import torch
     >>> import outofcore
@@ -670,14 +592,23 @@ def estimate(
     True
     """
     user, chosen = _user_step(step, model, optimizer), policy_of(policy)
-    wanted = [parse_bytes(budget) for budget in budgets]
-    with opened_place(None if device is None else str(device), home, host_budget, cache) as where, following() as tell:
-        preset = None if isinstance(where, LocalMachine) else where
-        made, splits = _kernels(kernels, compiles=preset is None), split_of(split)
-        found = costed(user, tuple(inputs), kwargs or {}, where, tell=tell, kernels=made, split=splits)
+    sizes = [parse_bytes(budget) for budget in budgets]
+    with (
+        opened_place(None if device is None else str(device), home, host_budget, cache) as place,
+        following() as report,
+    ):
+        preset = None if isinstance(place, LocalMachine) else place
+        compiler, splits = _kernels(kernels, compiles=preset is None), split_of(split)
+        costing = costed(user, tuple(inputs), kwargs or {}, place, tell=report, kernels=compiler, split=splits)
         machine = "" if preset is None else preset.describe()
         return estimated(
-            found.graph, found.costs, budgets=wanted, policy=chosen, machine=machine, parts=found.parts, tell=tell
+            costing.graph,
+            costing.costs,
+            budgets=sizes,
+            policy=chosen,
+            machine=machine,
+            parts=costing.parts,
+            tell=report,
         )
 
 
@@ -690,19 +621,14 @@ def save(
     extra: Any = None,
     frozen: bool = True,
 ) -> None:
-    """Save models and optimizers as ``Step.save`` does, with or without a compiled step.
+    """Save models and optimizers as ``Step.save`` does, without a compiled step.
 
-    Args:
-        folder: where the checkpoint goes; one that is there counts until this one is whole.
-        model: one or several.
-        optimizer: one, several or None.
-        home: where tensors live, if anywhere.
-        extra: as for ``Step.save``.
-        frozen: False leaves out parameters that do not require gradients, as for ``Step.save``.
+    ``home`` is the home of the tensors, if they have one. An existing checkpoint in the folder stays valid until the
+    new one is complete.
 
     Raises:
-        InputError: the folder cannot be written to, or something of the model or of ``extra`` cannot be saved.
-        TransferError: a file could not be written; the checkpoint that was there before is as it was.
+        InputError: the folder is not writable, or the model or ``extra`` has contents that cannot be saved.
+        TransferError: a file could not be written; an existing checkpoint is unchanged.
 
     >>> import torch
     >>> import outofcore
@@ -710,7 +636,7 @@ def save(
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> outofcore.save("checkpoint", model, optimizer, extra={"epoch": 3})
 
-    Without its frozen parameters, a model is loaded where they have their values already:
+    Without frozen parameters, load into a model that has their values already:
 
     >>> from safetensors.torch import load_file
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 2))
@@ -733,28 +659,18 @@ def load(
     *,
     home: OpenHome | None = None,
 ) -> Any:
-    """Load a checkpoint into models and optimizers, and PyTorch's, Python's and numpy's random generators.
+    """Load a checkpoint into models, optimizers and random generators; return its ``extra``.
 
-    What exists is overwritten where it is. A model on the meta device gets its tensors now, straight from the files;
-    so does the state of an optimizer that has none yet. Frozen parameters that were left out (``frozen=False``) stay as
-    they are, so they must have their values.
-
-    Args:
-        folder: that a checkpoint was saved into.
-        model: as when it was saved; None: nothing is loaded, and what was saved as ``extra`` is returned.
-        optimizer: as when it was saved.
-        home: where tensors of 64 KiB or more are born that do not exist yet; None: in ordinary memory.
-
-    Returns:
-        What was saved as ``extra``; tuples come back as lists.
+    Pass the models and optimizers that were saved, or none of them to load only ``extra``, in which tuples come back as
+    lists. Generators of PyTorch, Python and numpy are loaded too. Existing tensors are overwritten in place. Tensors on
+    the meta device and missing optimizer state are created, at the home if there is one and they have 64 KiB or more.
+    Frozen parameters that were left out (``frozen=False``) keep their values.
 
     Raises:
-        InputError: there is no checkpoint, it is damaged, or it is one of another model or optimizer, or it was saved
-            without a parameter that requires gradients or is on the meta device; nothing has been changed but a model
-            on the meta device whose names fit.
-        TransferError: a file cannot be read or is not as it was saved; do not use the model before another checkpoint
-            has been loaded.
-        SpillError: the home has no room.
+        InputError: there is no checkpoint, it is damaged or belongs to another model or optimizer, or it lacks a
+            parameter that requires gradients or is on the meta device. Existing tensors are unchanged.
+        TransferError: a file cannot be read or is corrupt; load another checkpoint before you use the model.
+        SpillError: the home is full.
 
     >>> import torch
     >>> import outofcore
@@ -772,9 +688,9 @@ def load(
     checkpoint = Checkpoint(Path(folder))
     if model is None and optimizer is None:
         return checkpoint.extra
-    checkpoint.targets_in(models)  # it refuses others before they get memory
-    for one in models:
-        allocate(one, faces)
+    checkpoint.targets_in(models)  # refuse other models before they are allocated
+    for module in models:
+        allocate(module, faces)
     checkpoint.load(models, optimizers, faces)
     return checkpoint.extra
 

@@ -1,45 +1,40 @@
-"""Every error that outofcore raises on purpose.
+"""The errors that outofcore raises.
 
     OutOfCoreError
-    ├── InputError (also a ValueError)      something handed to outofcore is not usable as it is
-    │   ├── UnitError                       a byte count or a rate could not be read
-    │   ├── BudgetError                     the budget cannot hold the step
-    │   ├── SpillError                      the spill directory is missing, read-only or too small
-    │   └── GraphError                      a step graph, plan or cost file contradicts itself
-    ├── CaptureError                        the step cannot become one graph; names the user's line
-    ├── ValidationError                     a program broke one of the promises of the design
+    ├── InputError (also a ValueError)      an argument or a file cannot be used
+    │   ├── UnitError                       a byte count or a rate cannot be parsed
+    │   ├── BudgetError                     the budget is too small for the step
+    │   ├── SpillError                      a home is missing, read-only or too small
+    │   └── GraphError                      a step graph, plan or cost file is inconsistent
+    ├── CaptureError                        the step cannot be captured as one graph; names the user's line
+    ├── ValidationError                     a program failed validation: a bug in outofcore
     ├── ArenaError (also a MemoryError)     a request did not fit the planned arena
     ├── TransferError (also an OSError)     a copy to or from a home failed
-    │   └── DeviceError                     the device itself failed, and does nothing more in this process
-    ├── StateError (also a RuntimeError)    a step, model or tensor is used in a state that forbids it
-    ├── CommunicationError (RuntimeError)   a collective failed: another process has ended or did not come to it
-    └── VersionError (also an ImportError)  the installed PyTorch lacks what a feature relies on
+    │   └── DeviceError                     the device failed and is unusable in this process
+    ├── StateError (also a RuntimeError)    a step, model or tensor is in a state that forbids the call
+    ├── CommunicationError (RuntimeError)   a collective failed: another process has ended or did not arrive in time
+    └── VersionError (also an ImportError)  the installed PyTorch lacks a name that a feature needs
 
-Each message says what happened, why, and what to do; where the user's own code is the
-place to act, the message carries its file and line or the module path.
+A message has the file and line, or the module path, of user code that needs a change.
 """
 
 import errno
 
 
 class OutOfCoreError(Exception):
-    """The root of all errors raised by this library."""
+    """The base class of all errors that outofcore raises."""
 
 
 class InputError(OutOfCoreError, ValueError):
-    """An argument cannot be used as it is; nothing has been changed."""
+    """An argument or a file cannot be used; no state has changed."""
 
 
 class UnitError(InputError):
-    """A byte count or a rate could not be read."""
+    """A byte count or a rate cannot be parsed."""
 
 
 class BudgetError(InputError):
-    """The budget cannot hold the step.
-
-    Attributes:
-        smallest_budget: the smallest budget in bytes that would do, where it is known.
-    """
+    """The budget is too small for the step; ``smallest_budget`` in bytes suffices (None: unknown)."""
 
     def __init__(self, message: str, smallest_budget: int | None = None) -> None:
         super().__init__(message)
@@ -47,19 +42,17 @@ class BudgetError(InputError):
 
 
 class SpillError(InputError):
-    """The spill directory is missing, read-only or too small."""
+    """A home is missing, read-only or too small."""
 
 
 class GraphError(InputError):
-    """A step graph, its costs or a plan contradicts itself."""
+    """A step graph, its costs or a plan is inconsistent."""
 
 
 class CaptureError(OutOfCoreError):
-    """The training step cannot become one graph.
+    """The training step cannot be captured as one graph.
 
-    Attributes:
-        location: the user's ``file:line``, or an empty string where there is none.
-        is_loop: on the CPU, the step runs as it is within ``outofcore.budget``.
+    ``location`` is the user's ``file:line``, or empty. ``is_loop``: ``outofcore.budget`` can run the step (CPU only).
     """
 
     def __init__(self, message: str, location: str = "", *, is_loop: bool = True) -> None:
@@ -69,7 +62,7 @@ class CaptureError(OutOfCoreError):
 
 
 class ValidationError(OutOfCoreError):
-    """A program broke one of the promises: a fault of the planner, never of the user."""
+    """A program failed validation: a bug in the planner, never the user's fault."""
 
 
 class ArenaError(OutOfCoreError, MemoryError):
@@ -81,30 +74,30 @@ class TransferError(OutOfCoreError, OSError):
 
 
 class DeviceError(TransferError):
-    """The device itself failed, and does nothing more in this process."""
+    """The device failed and is unusable in this process."""
 
 
 class StateError(OutOfCoreError, RuntimeError):
-    """A step, a model or a tensor is used in a state that forbids it."""
+    """A step, model or tensor is in a state that forbids the call."""
 
 
 class CommunicationError(OutOfCoreError, RuntimeError):
-    """A collective failed: another process has ended, or did not come to it in time."""
+    """A collective failed: another process has ended, or did not arrive in time."""
 
 
 class VersionError(OutOfCoreError, ImportError):
-    """The installed PyTorch lacks a name that a feature relies on; the other features work."""
+    """The installed PyTorch lacks a name that a feature needs; other features work."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error of Python, the system or PyTorch means that memory ran out or was too small."""
+    """Return whether an error from Python, the system or PyTorch means that memory ran out."""
     if isinstance(error, MemoryError):
         return not isinstance(error, OutOfCoreError)
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    # PyTorch's allocator on the CPU, and what computes sizes, raise errors that say so in words alone.
-    said = str(error).lower()
+    # PyTorch's CPU allocator and its size computations raise generic errors; only the message identifies them.
+    message = str(error).lower()
     return isinstance(error, OverflowError) or (
         isinstance(error, RuntimeError | TypeError)
-        and any(words in said for words in ("can't allocate memory", "not enough memory", "overflow"))
+        and any(words in message for words in ("can't allocate memory", "not enough memory", "overflow"))
     )

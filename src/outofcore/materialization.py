@@ -1,8 +1,4 @@
-"""Models that are never whole in memory: each parameter is allocated and initialised at home.
-
-``build`` runs a model's constructor and moves each parameter home as soon as a module has it; ``materialize`` gives a
-model on the meta device its parameters one by one, initialised or read from safetensors files.
-"""
+"""Models larger than memory: each parameter is allocated and initialized at its home."""
 
 from __future__ import annotations
 
@@ -45,25 +41,24 @@ from outofcore.units import MIB
 Built = TypeVar("Built")
 Init = Callable[[nn.Module], None]
 
-# How many bytes of faces may be in memory before their pages are let go.
+# The most bytes of tensors at home that may be in memory before their pages are dropped.
 _TOUCHED_BYTES = 16 * MIB
 
 
 def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
-    """Make a model as ``make()`` does, with the same numbers, without its being whole in memory.
+    """Build a model with ``make()`` without holding it whole in memory; its values are unchanged.
 
-    A parameter or buffer of 64 KiB or more moves to the home when a module gets it, mostly before it is
-    initialised; what initialises it writes there. One that is mapped from a file, as by ``from_pretrained`` of
-    transformers, stays in that file, as with ``materialize(model, weights=...)``. Memory holds no more than the largest
-    tensor, what the constructor itself makes besides, and some MiB. A tensor that shares memory with another one (not
-    by being the same object) stays in memory until ``make`` has ended.
+    A parameter or buffer of 64 KiB or more moves to the home when a module registers it, usually before it is
+    initialized; one mapped from a file (as by ``from_pretrained`` of transformers) stays there. Memory holds the
+    largest tensor, temporary tensors of the constructor, and some MiB. Tensors that share memory move when ``make`` has
+    ended.
 
     Args:
-        make: makes modules, for example a class, or a lambda that calls one; what it returns is returned.
-        home: where the parameters are to live; then give it to ``compile`` as well.
+        make: makes modules, for example a class; its result is returned.
+        home: where the parameters are stored; pass it to ``compile`` as well.
 
     Raises:
-        SpillError: the home has no room for the model.
+        SpillError: the home is too small for the model.
         InputError: a parameter is still on the meta device (see ``materialize``).
         StateError: the home is closed.
 
@@ -79,30 +74,30 @@ def build(make: Callable[[], Built], *, home: OpenHome) -> Built:
         with _registrations_moved(home.faces):
             built = make()
         mode.drop_caches()
-    # What constructors have used and freed would otherwise stay with the process beside its budget.
+    # Memory freed by constructors would otherwise stay allocated outside the budget.
     trim_heap()
     return built
 
 
 @contextlib.contextmanager
 def _registrations_moved(faces: Faces) -> Iterator[None]:
-    """Move home what modules register in this thread: at once if it does not share its storage, else at the end."""
+    """Move home the tensors that modules register in this thread; if they share storage, at the end."""
     thread = threading.get_ident()
-    # Not the tensors themselves: some are replaced, and their room is for others.
-    met: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
+    # Not the tensors: some are replaced, and references would keep their memory.
+    modules: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
     mapped = MappedFiles()
 
-    def registered(module: nn.Module, name: str, tensor: Any) -> None:
+    def move_home(module: nn.Module, name: str, tensor: Any) -> None:
         if threading.get_ident() != thread or not isinstance(tensor, torch.Tensor):
             return
-        met[id(module), name] = weakref.ref(module)
+        modules[id(module), name] = weakref.ref(module)
         if _can_move(tensor) and faces.find(tensor) is None and not shares_storage(tensor):
             mapped.look()
             _move_to_home([tensor], faces, mapped)
 
     hooks = [
-        register_module_parameter_registration_hook(registered),
-        register_module_buffer_registration_hook(registered),
+        register_module_parameter_registration_hook(move_home),
+        register_module_buffer_registration_hook(move_home),
     ]
     try:
         yield
@@ -111,7 +106,7 @@ def _registrations_moved(faces: Faces) -> Iterator[None]:
             hook.remove()
     groups: dict[int, list[torch.Tensor]] = {}
     late: dict[int, torch.Tensor] = {}
-    for (_, name), reference in met.items():
+    for (_, name), reference in modules.items():
         module = reference()
         if module is not None:
             tensor = module._parameters.get(name, module._buffers.get(name))
@@ -137,37 +132,28 @@ def materialize(
     weights: str | os.PathLike[str] | None = None,
     init: Init | None = None,
 ) -> nn.Module:
-    """Give every tensor of a model on the meta device memory at its home, and its contents.
+    """Allocate every meta tensor of a model at its home, initialize or load it, and return the model.
 
-    With ``weights``, what the files have in the dtype of the model stays there: the files are read in place, past the
-    page cache, as steps need them; no copy is made, and nothing of it is read now. Between steps such a tensor is a
-    private mapping of the file, so that whatever is written to it stays in this process, and it moves to the home
-    before the next step. So does what a step learns, when that is first called. Leave the files as they are while the
-    model is in use. What is read now is small tensors, and those that are stored in another dtype.
+    With ``weights``, steps read tensors in the model's dtype in place from the files, without a copy. Only small
+    tensors and tensors of another dtype are read now. Do not change the files while the model is in use.
 
-    Without ``weights``, each module's own ``reset_parameters`` runs, inner modules before outer ones, as when
-    PyTorch's modules are constructed; then ``init`` for each module, as by ``model.apply(init)``. For a model
-    that is initialised by these alone, the numbers are those of the model made in memory with the same
-    generator. A model whose constructor initialises it otherwise is better made by ``outofcore.build``.
+    Without ``weights``, each module's ``reset_parameters`` runs, inner modules first, and then ``init`` for each
+    module. The values are those of the same model made in memory with the same generator. Use ``outofcore.build`` if
+    the constructor initializes the model in another way.
 
     Args:
-        model: made under ``torch.device("meta")``; what is not on that device is left as it is. Its parameters stay
-            the same objects, so that an optimizer may exist already; only those of recurrent modules, or others that
-            something refers to weakly, are replaced.
-        home: where the parameters are to live; then give it to ``compile`` as well.
-        weights: a safetensors file, a folder with ``model.safetensors`` or with files and
-            ``model.safetensors.index.json``, or such an index. What it has no tensor for is initialised as above; a
-            warning names that, and what only the files have.
-        init: initialises a module given to it.
-
-    Returns:
-        the model.
+        model: made under ``torch.device("meta")``. Its parameters stay the same objects, except parameters with weak
+            references (recurrent modules).
+        home: where the parameters are stored; pass it to ``compile`` as well.
+        weights: a safetensors file, an index (``model.safetensors.index.json``), or a folder with either. Tensors not
+            in the files are initialized as above, with a warning.
+        init: initializes the module passed to it.
 
     Raises:
-        InputError: a lazy module has no shapes yet; a tensor is left without contents, or has another shape or kind of
-            dtype in the file; the files have no tensor of the model; a file is damaged.
-        SpillError: the home has no room.
-        StateError: a parameter cannot be given memory, since something holds on to it; or the home is closed.
+        InputError: a lazy module has no shapes; a tensor has no contents, or another shape or kind of dtype in the
+            files; the files have no tensor of the model; a file is corrupt.
+        SpillError: the home is full.
+        StateError: another object refers to a parameter, which prevents its allocation; or the home is closed.
 
     >>> import torch
     >>> import outofcore
@@ -186,37 +172,36 @@ def materialize(
 
 
 def _fill(model: nn.Module, faces: Faces, files: Weights | None, init: Init | None) -> None:
-    """Give the meta tensors of a model memory and contents: see ``materialize``."""
     if files is not None:
         check_weights(model, files)
     in_place = {} if files is None else _kept_in_files(model, files, faces)
     with _InitializationMode(faces) as mode:
-        made = allocate(model, faces, in_place)
-        mode.restore([made[name] for name in in_place])
-        mode.watch([tensor for tensor in made.values() if tensor.numel()])
-        held = set() if files is None else {id(made[name]) for name in made.keys() & files.names}
+        tensors = allocate(model, faces, in_place)
+        mode.restore([tensors[name] for name in in_place])
+        mode.watch([tensor for tensor in tensors.values() if tensor.numel()])
+        in_files = set() if files is None else {id(tensors[name]) for name in tensors.keys() & files.names}
         for module in _inner_first(model, set()):
-            if files is None or not _is_held(module, made, held):
+            if files is None or not _is_held(module, tensors, in_files):
                 _reset(module)
         if init is not None:
             model.apply(init)
         mode.drop_caches()
-    empty = [n for n, t in made.items() if id(t) not in held and mode.unwritten(t)]
+    empty = [n for n, t in tensors.items() if id(t) not in in_files and mode.unwritten(t)]
     if empty:
         more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
-        unheld = "the file has none for it, and " if files is not None else ""
+        absence = "the file does not have it, and " if files is not None else ""
         raise InputError(
-            f"{empty[0]}{more} is on the meta device, and nothing gives it contents: {unheld}its module has "
-            "no reset_parameters(); give init=, or make the model with outofcore.build(), which runs its constructor"
+            f"{empty[0]}{more} is on the meta device and cannot be initialized: {absence}its module has no "
+            "reset_parameters(); pass init=, or make the model with outofcore.build(), which runs its constructor"
         )
     if files is not None:
-        there = {id(made[name]) for name in made.keys() & in_place.keys()}
-        wanted = [name for name in sorted(made.keys() & files.names) if id(made[name]) not in there]
-        files.load({name: made[name] for name in wanted}, faces)
+        placed = {id(tensors[name]) for name in tensors.keys() & in_place.keys()}
+        names = [name for name in sorted(tensors.keys() & files.names) if id(tensors[name]) not in placed]
+        files.load({name: tensors[name] for name in names}, faces)
 
 
 def _kept_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, tuple[ReadFile, Entry]]:
-    """Return by name the meta tensors that stay in the files: large ones with their final layout and dtype.
+    """Return by name the meta tensors that stay in the files: large, with final layout and dtype.
 
     Raises ``InputError`` if a file was changed since its header was read.
     """
@@ -227,7 +212,7 @@ def _kept_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, 
     for tensor in named.values():
         users.setdefault(storage_key(tensor), set()).add(id(tensor))
     opened: dict[Path, ReadFile] = {}
-    found: dict[str, tuple[ReadFile, Entry]] = {}
+    entries: dict[str, tuple[ReadFile, Entry]] = {}
     for name in sorted(named.keys() & files.names):
         tensor, (file, entry) = named[name], files.find(name)
         count = tensor.untyped_storage().nbytes()
@@ -241,12 +226,11 @@ def _kept_in_files(model: nn.Module, files: Weights, faces: Faces) -> dict[str, 
         ):
             if file.path not in opened:
                 opened[file.path] = ReadFile(file.path, file.stamp)
-            found[name] = (opened[file.path], entry)
-    return found
+            entries[name] = (opened[file.path], entry)
+    return entries
 
 
 def _on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers on the meta device, under each of their names."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: tensor for name, tensor in named if tensor.is_meta}
 
@@ -254,18 +238,18 @@ def _on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
 def allocate(
     model: nn.Module, faces: Faces | None, in_place: Mapping[str, tuple[ReadFile, Entry]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Give every meta tensor of a model memory with unknown contents; return the tensors under each of their names.
+    """Allocate every meta tensor of a model, uninitialized; return the tensors by each of their names.
 
-    Parameters stay the same objects, except those with weak references, and share memory where they did. Without
-    ``faces`` all get ordinary memory; ``in_place`` are those whose bytes are in files, each alone on its storage.
-    Raises ``StateError`` if other references prevent changing a parameter, ``SpillError`` if the home has no room.
+    Parameters stay the same objects unless they have weak references; shared memory stays shared. ``in_place`` are
+    tensors with bytes in files. Raises ``StateError`` if a reference prevents the change of a parameter, ``SpillError``
+    if the home is full.
     """
     named = _on_meta(model)
-    files = {id(named[name]): found for name, found in (in_place or {}).items()}
+    files = {id(named[name]): source for name, source in (in_place or {}).items()}
     bases: dict[int, torch.Tensor] = {}
-    done: dict[int, torch.Tensor] = {}
+    allocated: dict[int, torch.Tensor] = {}
     for name, tensor in named.items():
-        if id(tensor) in done:
+        if id(tensor) in allocated:
             continue
         count = tensor.untyped_storage().nbytes()
         base = bases.get(storage_key(tensor))
@@ -276,41 +260,41 @@ def allocate(
             large = faces is not None and is_large(count)
             base = faces.birth(count) if faces is not None and large else torch.empty(count, dtype=torch.uint8)
             bases[storage_key(tensor)] = base
-        done[id(tensor)] = _give(model, name, tensor, base)
-    return {name: done[id(tensor)] for name, tensor in named.items()}
+        allocated[id(tensor)] = _give(model, name, tensor, base)
+    return {name: allocated[id(tensor)] for name, tensor in named.items()}
 
 
 def _give(model: nn.Module, name: str, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Give a tensor memory; return the same object, or a replacement."""
+    """Allocate a tensor; return the same object, or a replacement."""
     if tensor.grad is not None:
-        raise StateError(f"{name} cannot be given memory: it has a gradient; materialize the model before it is used")
+        raise StateError(f"{name} cannot be allocated: it has a gradient; materialize the model before it is used")
     real = view_like(tensor, base)
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     vars(real).update(vars(tensor))
     if weakref.getweakrefs(tensor):
-        # Such a tensor cannot become another one. Recurrent modules refer so to theirs, and see that they are replaced.
+        # Such a tensor cannot be swapped. Recurrent modules have weak references, and update them on assignment.
         for module in model.modules():
             for table in (module._parameters, module._buffers):
-                for key in [key for key, found in table.items() if found is tensor]:
+                for key in [key for key, member in table.items() if member is tensor]:
                     setattr(module, key, real)
         return real
     try:
         swap(tensor, real)
     except RuntimeError as error:
         raise StateError(
-            f"{name} cannot be given memory ({error}); materialize the model before views of its parameters are made"
+            f"{name} cannot be allocated ({error}); materialize the model before views of its parameters are made"
         ) from error
     return tensor
 
 
-def _inner_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+def _inner_first(module: nn.Module, visited: set[int]) -> Iterator[nn.Module]:
     """Yield all modules, each once, in the order in which their constructors end."""
-    if id(module) in seen:
+    if id(module) in visited:
         return
-    seen.add(id(module))
+    visited.add(id(module))
     for child in module.children():
-        yield from _inner_first(child, seen)
+        yield from _inner_first(child, visited)
     yield module
 
 
@@ -318,17 +302,16 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
-def _is_held(module: nn.Module, made: dict[str, torch.Tensor], held: set[int]) -> bool:
+def _is_held(module: nn.Module, tensors: dict[str, torch.Tensor], in_files: set[int]) -> bool:
     """Return whether the files have all tensors that a module itself needs."""
-    wanted = {id(tensor) for tensor in made.values()}
-    return all(id(tensor) in held for tensor in _own_tensors(module) if id(tensor) in wanted)
+    ids = {id(tensor) for tensor in tensors.values()}
+    return all(id(tensor) in in_files for tensor in _own_tensors(module) if id(tensor) in ids)
 
 
 def _reset(module: nn.Module) -> None:
-    """Initialise a module as its constructor would.
+    """Initialize a module as its constructor would; PyTorch's constructors call the private method.
 
-    One that only holds others is skipped if it has a public method for that, which would initialise these again. The
-    private name is what PyTorch's own modules call in their constructors.
+    A module without tensors skips the public method, which would initialize inner modules again.
     """
     method = getattr(module, "reset_parameters", None) if _own_tensors(module) else None
     method = method or getattr(module, "_reset_parameters", None)
@@ -337,10 +320,9 @@ def _reset(module: nn.Module) -> None:
 
 
 class _InitializationMode(TorchDispatchMode):
-    """Drops cached pages of tensors at home soon after ops have used them, and records which were written.
+    """A dispatch mode that frees memory of initialized tensors, and records which tensors were written.
 
-    Ops run unchanged, so that a generator gives the same numbers. A face is pages of a file mapped into memory: they
-    count as the process's own until they are dropped.
+    Tensors at a home are mapped files, which count as memory of the process until their pages are dropped.
     """
 
     supports_higher_order_operators = True
@@ -360,11 +342,11 @@ class _InitializationMode(TorchDispatchMode):
         out = func(*args, **named)
         used = tensor_leaves([*args, *named.values()])
         if isinstance(func, HigherOrderOperator):
-            self._watched.clear()  # the functions that it was given may have written anything
+            self._watched.clear()  # its functions may have written any tensor
         elif self._watched:
-            for place, argument in enumerate(func._schema.arguments):
+            for index, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[place] if place < len(args) else named.get(argument.name)
+                    value = args[index] if index < len(args) else named.get(argument.name)
                     self._watched.difference_update(map(storage_key, tensor_leaves([value])))
         for tensor in used:
             self._note(tensor)
@@ -381,7 +363,7 @@ class _InitializationMode(TorchDispatchMode):
             self.drop_caches()
 
     def drop_caches(self) -> None:
-        """Give back the physical memory of all faces that ops have used."""
+        """Free the physical memory of all tensors at home that ops have used."""
         if self._faces is not None:
             for key, tensor in self._touched.items():
                 if key in self._restored:
@@ -396,16 +378,16 @@ class _InitializationMode(TorchDispatchMode):
         self._restored.update({storage_key(tensor): tensor for tensor in tensors})
 
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Record from now on which of these tensors are written to."""
+        """Record writes to these tensors from now on."""
         self._watched.update(map(storage_key, tensors))
 
     def unwritten(self, tensor: torch.Tensor) -> bool:
-        """Return whether nothing has been written to a tensor's storage since it is watched."""
+        """Return whether a watched tensor's storage has not been written."""
         return storage_key(tensor) in self._watched
 
 
 def _can_move(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor may live at home: large, dense, on the CPU."""
+    """Return whether a tensor may be stored at home: large, dense, on the CPU."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and is_in_host_memory(tensor)
@@ -414,7 +396,7 @@ def _can_move(tensor: torch.Tensor) -> bool:
 
 
 def _move_to_home(tensors: Sequence[torch.Tensor], faces: Faces, mapped: MappedFiles) -> None:
-    """Move tensors that share one storage to their home; a storage that is mapped from a file is already there."""
+    """Move tensors that share one storage home; a storage mapped from a file is already there."""
     old = storage_bytes(tensors[0])
     face = faces.adopt_mapped(old, mapped)
     if face is None:

@@ -1,4 +1,4 @@
-"""The user's step and the options of ``compile``, grouped as they are handed on to step, session and planner."""
+"""The user's step and the options of ``compile``, grouped for the step, the session and the planner."""
 
 from __future__ import annotations
 
@@ -28,13 +28,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class UserStep(Generic[P, R]):
-    """A training step in plain PyTorch, and all that it uses.
+    """A training step in plain PyTorch, with its models and optimizers.
 
     Attributes:
-        function: the step itself.
-        models: all of them; where a step is only planned for, they may be on the device "meta".
-        optimizers: all of them.
-        shards: how the models are spread over processes; None: they are not.
+        models: all of them; on the device ``meta`` if the step is only planned.
+        shards: how the models are sharded over processes; None: they are not.
     """
 
     function: Callable[P, R]
@@ -50,14 +48,14 @@ class UserStep(Generic[P, R]):
         layouts: KernelLayouts | None,
         orders: Mapping[int, tuple[int, ...]] | None = None,
     ) -> Callable[..., Captured]:
-        """Return what captures a call of the step, given ``gradients`` or nothing; all as for ``capture_step``."""
+        """Return a function that captures a call of the step; see ``capture_step``."""
         options = CaptureOptions(self.shards, {} if orders is None else orders, layouts)
         return partial(capture_step, self.function, self.models, self.optimizers, args, kwargs, device, options=options)
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Where a step keeps its bytes: ``budget`` of them on the device, the others in ``home``."""
+    """The device bytes of a step, and the home for its offloaded tensors."""
 
     budget: int
     home: OpenHome
@@ -68,10 +66,9 @@ class PlanOptions:
     """How a step is planned.
 
     Attributes:
-        policy: decides what leaves the device.
-        split: whether ops that need more memory than there is may be split.
-        cache: keeps measurements and plans; None: nothing is kept.
-        repeats: whether a call may find the gradients that another of its kind has left.
+        split: whether ops that exceed the available memory may be split.
+        cache: store for measurements and plans, if any.
+        repeats: whether the budget must also hold a call that starts with the gradients of the previous one.
     """
 
     policy: Policy
@@ -85,10 +82,9 @@ class RunOptions:
     """How a step runs.
 
     Attributes:
-        backend: the device.
         kernels: compiles fused ops; None: PyTorch's own kernels run.
-        dynamic: whether calls are followed and not captured: always, never, or (None) from the second shape on.
-        loop: makes the loop that follows calls; None: they cannot be followed.
+        dynamic: whether calls run as an eager loop: always, never, or (None) from the second input size on.
+        loop: makes that eager loop; None: calls cannot run as one.
     """
 
     backend: Backend

@@ -1,7 +1,4 @@
-"""The processes that run one step together, as one of them sees them: one captures and plans for all.
-
-``distributed.agreement`` implements ``Ranks``, says in what they must agree, and what happens where they do not.
-"""
+"""The processes that run one step together, as seen by one of them; one captures and plans for all."""
 
 from __future__ import annotations
 
@@ -39,18 +36,15 @@ _log = logging.getLogger("outofcore")
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a process reports about its step to its peers.
+    """Facts about a step that a process sends to its peers.
 
     Attributes:
-        versions: of this library and of PyTorch.
-        budget: in words.
-        policy: its name.
-        states: the key of each parameter and buffer, with its dtype and shape in words.
-        collectives: those of the step, in order, in words.
-        orders: for each ``DistributedDataParallel``, the numbers of its parameters in the order of their gradients.
+        states: the key of each parameter and buffer, with its dtype and shape as text.
+        collectives: as text.
+        orders: for each ``DistributedDataParallel``, its parameter numbers in the order of their gradients.
         graph: a digest of the captured step.
-        is_new: whether it has no plan for this call yet.
-        error: why it cannot go on; empty: it can.
+        is_new: whether the process has no plan for this call.
+        error: why the process cannot run the step; empty: it can.
     """
 
     versions: str
@@ -65,7 +59,7 @@ class StepFacts:
 
 
 class Ranks(Protocol):
-    """How the processes of a step talk to each other: see ``distributed.agreement.Agreement``."""
+    """The communication between the processes of a step; see ``distributed.agreement.Agreement``."""
 
     @property
     def joined(self) -> bool: ...
@@ -78,15 +72,9 @@ class Ranks(Protocol):
 
 
 class Peers:
-    """The processes that run a step together, as one of them sees them.
+    """The processes that run a step together, as seen by one of them.
 
-    Args:
-        ranks: how they talk to each other.
-        shards: what is spread over them of the models they share; None: each has its own models.
-        planner: captures and plans the step in this process.
-
-    Attributes:
-        failure: why this process is out of step with the others; empty: it is not.
+    ``failure`` is the reason why this process is out of step with the others; empty if it is not.
     """
 
     def __init__(self, ranks: Ranks, shards: Shards | None, planner: StepPlanner) -> None:
@@ -95,26 +83,25 @@ class Peers:
 
     @property
     def joined(self) -> bool:
-        """Whether there are others, as far as is known."""
+        """Whether there are other processes, as far as is known."""
         return self._ranks.joined
 
     @property
     def follow_one_plan(self) -> bool:
-        """Whether all have to follow one plan, since they share a model."""
+        """Whether the processes share a model, and so must follow one plan."""
         return self._shards is not None
 
     def check(self) -> None:
-        """Raise ``StateError`` if this process is out of step with the others."""
         if self.failure:
             raise StateError(
-                f"an earlier call of this step failed while others ran it as well ({self.failure}), so that this "
-                "process is out of step with them; end it, and let torchrun start all of them again"
+                f"an earlier call of this step failed while other processes ran it ({self.failure}), so this process "
+                "is out of step with them; end it, and let torchrun start all of them again"
             )
 
-    # The model they share
+    # The shared model
 
     def spread(self) -> None:
-        """Spread the models over the processes, or see what has become of them since they were."""
+        """Shard the models over the processes; if they are sharded already, check them."""
         shards = self._shards
         if shards is None:
             return
@@ -125,17 +112,16 @@ class Peers:
             shards.spread()
 
     def show_gradients(self) -> None:
-        """Show the user the gradients of what is spread."""
         if self._shards is not None:
             self._shards.show_gradients()
 
     def gather(self) -> None:
-        """Gather what is spread; all processes do so at once."""
+        """Gather a sharded model in all processes."""
         shards = self._shards
         if shards is None or not shards.is_spread:
             return
         if self.failure:
-            _log.warning("the model stays spread over the processes, of which one has ended; load a checkpoint")
+            _log.warning("the model stays sharded, because one of its processes has ended; load a checkpoint")
             return
         with Deferred("the gathering of the model from the processes"):
             shards.gather()
@@ -143,23 +129,20 @@ class Peers:
     # Plans
 
     def meet(self, facts: StepFacts | None) -> bool:
-        """Return whether all have a plan for the call that begins now; ``facts`` is None without one here."""
+        """Return whether all processes have a plan for the current call; ``facts`` are None without one here."""
         return self._ranks.meet(facts, self._planner.backend.device)
 
     def confirm(self, step: PlannedStep, facts: StepFacts) -> None:
-        """Go on with a step that is planned here, while others learn it."""
+        """Take part in the planning of the other processes with a step that is planned here."""
         _, leader, _ = self._compare(replace(facts, is_new=False), step.captured)
         self._ranks.from_leader(leader, lambda: None)
         with self._ranks.agreeing():
-            pass  # the others plan within such a block
+            pass  # the other processes plan in this block
 
     def learn(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: StepFacts, others: Sequence[PlannedStep]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: StepFacts, alternatives: Sequence[PlannedStep]
     ) -> tuple[PlannedStep, StepFacts]:
-        """Capture and plan a step together with those that run it as well, if there are any; add to its facts.
-
-        ``others`` are as for ``StepPlanner.plan_alone``.
-        """
+        """Capture and plan a step together with the other processes, if any; return it with its facts."""
         ranks = self._ranks
         try:
             traced, recapture = self._planner.capture(args, kwargs)
@@ -171,7 +154,7 @@ class Peers:
                     ranks.compare(replace(facts, error=f"{type(error).__name__}: {error}"))
             raise
         if not ranks.joined:
-            return self._planner.plan_alone(traced, recapture, others), facts
+            return self._planner.plan_alone(traced, recapture, alternatives), facts
         everyone, leader, groups = self._compare(facts, traced)
         is_alike = everyone[leader].graph == facts.graph
         return self._planned_by(leader, traced, recapture, groups, is_alike), facts
@@ -179,33 +162,33 @@ class Peers:
     def _compare(
         self, facts: StepFacts, captured: Captured
     ) -> tuple[tuple[StepFacts, ...], int, Mapping[int, GroupCost]]:
-        """Return the facts of all by rank, who plans for all, and the costs of groups."""
+        """Return the facts of all by rank, the rank that plans for all, and the costs of groups."""
         everyone = self._ranks.compare(facts)
         groups = self._ranks.costs(collectives_of(captured), self._planner.backend.device)
-        return everyone, next(rank for rank, other in enumerate(everyone) if other.is_new), groups
+        return everyone, next(rank for rank, facts_of_rank in enumerate(everyone) if facts_of_rank.is_new), groups
 
     def _planned_by(
         self, leader: int, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost], is_alike: bool
     ) -> PlannedStep:
-        """Return the step as one process plans it for all; this one plans it itself unless the graphs are alike."""
-        made: list[PlannedStep] = []
+        """Return the step as the leader plans it for all; without ``is_alike``, this process plans for itself."""
+        planned_here: list[PlannedStep] = []
 
         def make() -> Any:
-            found = self._planner.plan(traced, recapture, groups)
-            made.append(found)
-            return found.costs, found.planned, found.profiles, found.budget, found.variant
+            plan = self._planner.plan(traced, recapture, groups)
+            planned_here.append(plan)
+            return plan.costs, plan.planned, plan.profiles, plan.budget, plan.variant
 
-        told = self._ranks.from_leader(leader, make)
+        received = self._ranks.from_leader(leader, make)
         with self._ranks.agreeing():
-            if not made:
-                mine = self._adopted(traced, *told) if is_alike else None
-                if mine is None and self.follow_one_plan:
+            if not planned_here:
+                adopted = self._adopted(traced, *received) if is_alike else None
+                if adopted is None and self.follow_one_plan:
                     raise StateError(
-                        "the plan of another process does not hold here, and processes that share a model follow one "
-                        "plan: run them on machines that are alike, with the same versions and budget"
+                        "the plan of another process is not valid here, but processes that share a model must follow "
+                        "one plan: run them on identical machines, with the same versions and budget"
                     )
-                made.append(mine or self._planner.plan(traced, recapture, groups))
-        return made[0]
+                planned_here.append(adopted or self._planner.plan(traced, recapture, groups))
+        return planned_here[0]
 
     def _adopted(
         self,
@@ -216,7 +199,7 @@ class Peers:
         room: int,
         variant: Variant,
     ) -> PlannedStep | None:
-        """Return the step with the plan of another process; None if it does not hold here."""
+        """Return the step with the plan of another process; None if it is not valid here."""
         planner = self._planner
         if planner.make_room(traced) != room:
             return None
@@ -225,11 +208,11 @@ class Peers:
             check_spill(captured.graph, costs, planned, planner.stores)
             planner.links = costs.homes
             shorter = _shorter_updates(captured, self._shards)
-            own = profile_some(captured, shorter, measure_time=False, cache=planner.cache, backend=planner.backend)
-            if all(own[op].cost.workspace_bytes <= costs.ops[op].workspace_bytes for op in own):
-                profiles = _with_own_requests(profiles, own)
+            local = profile_some(captured, shorter, measure_time=False, cache=planner.cache, backend=planner.backend)
+            if all(local[op].cost.workspace_bytes <= costs.ops[op].workspace_bytes for op in local):
+                profiles = _with_own_requests(profiles, local)
                 return PlannedStep(captured, room, costs, planned, profiles, variant=variant)
-        _log.warning("the plan of another process does not hold in this one, which plans by itself")
+        _log.warning("the plan of another process is not valid in this one, which now plans for itself")
         return None
 
     def replan(
@@ -239,41 +222,37 @@ class Peers:
         surprises: Mapping[int, Requests],
         keep: Callable[[PlannedStep, bool], None],
     ) -> PlannedStep | None:
-        """Replan a step for all with what rank 0 has measured; return None if its plan stays.
+        """Replan a step for all with the measurements of rank 0; return None if the plan stays.
 
-        Args:
-            step: planned.
-            measured: steps by its plan.
-            surprises: the requests of ops beyond it.
-            keep: called in rank 0 with the step planned again, and whether times have been wrong.
+        ``keep`` is called in rank 0 with the new step, and whether the predicted times were wrong.
         """
         policy, stores = self._planner.policy, self._planner.stores
 
         def decide() -> Any:
-            again, wrong = step, is_wrong(step, measured)
+            new_step, are_times_wrong = step, is_wrong(step, measured)
             if surprises:
-                again = with_requests(again, surprises, policy, stores) or again
-            if wrong:
-                again = with_times(again, measured, policy, stores) or again
-            if again is step:
+                new_step = with_requests(new_step, surprises, policy, stores) or new_step
+            if are_times_wrong:
+                new_step = with_times(new_step, measured, policy, stores) or new_step
+            if new_step is step:
                 return None
-            keep(again, wrong)
-            return again.costs, again.planned, again.profiles
+            keep(new_step, are_times_wrong)
+            return new_step.costs, new_step.planned, new_step.profiles
 
-        found = self._ranks.from_leader(0, decide)
-        if found is None:
+        result = self._ranks.from_leader(0, decide)
+        if result is None:
             return None
-        costs, planned, profiles = found
-        own = {op: step.profiles[op] for op in _shorter_updates(step.captured, self._shards)}
-        again = replace(step, costs=costs, planned=planned, profiles=_with_own_requests(profiles, own))
+        costs, planned, profiles = result
+        local_profiles = {op: step.profiles[op] for op in _shorter_updates(step.captured, self._shards)}
+        new_step = replace(step, costs=costs, planned=planned, profiles=_with_own_requests(profiles, local_profiles))
         with self._ranks.agreeing():
-            validate(again.graph, planned.program, again.budget, costs)
-            check_spill(again.graph, costs, planned, stores)
-        return again
+            validate(new_step.graph, planned.program, new_step.budget, costs)
+            check_spill(new_step.graph, costs, planned, stores)
+        return new_step
 
 
 def _holds(captured: Captured, room: int, costs: Costs, planned: Planned) -> bool:
-    """Return whether the plan of another process is one of this step."""
+    """Return whether the plan of another process is valid for this step."""
     if len(captured.graph.ops) != len(costs.ops):
         return False
     try:
@@ -284,7 +263,7 @@ def _holds(captured: Captured, room: int, costs: Costs, planned: Planned) -> boo
 
 
 def _shorter_updates(captured: Captured, shards: Shards | None) -> list[int]:
-    """Return the updates of ranges that are shorter here than in rank 0, so that they ask for less memory."""
+    """Return the updates of ranges that are shorter than in rank 0, and so need less memory."""
     short = {id(shard.parameter) for shard in shards.all if shard.count < shard.chunks.count(0)} if shards else set()
     return [
         index
@@ -293,25 +272,24 @@ def _shorter_updates(captured: Captured, shards: Shards | None) -> list[int]:
     ]
 
 
-def _with_own_requests(profiles: Sequence[OpProfile], own: Mapping[int, OpProfile]) -> tuple[OpProfile, ...]:
-    """Return the profiles of another process, with what some ops ask for in this one."""
+def _with_own_requests(profiles: Sequence[OpProfile], local: Mapping[int, OpProfile]) -> tuple[OpProfile, ...]:
+    """Return the profiles of another process, with the requests of some ops in this process."""
     return tuple(
-        replace(p, requests=own[op].requests, first_requests=own[op].first_requests) if op in own else p
+        replace(p, requests=local[op].requests, first_requests=local[op].first_requests) if op in local else p
         for op, p in enumerate(profiles)
     )
 
 
 def _facts_of(traced: Captured, shards: Shards | None) -> dict[str, Any]:
-    """Return the facts of a captured step."""
     values = traced.values
-    spread = {} if shards is None else {shard.key: shard for shard in shards.all}
+    sharded = {} if shards is None else {shard.key: shard for shard in shards.all}
 
-    def told(binding: StateBinding) -> str:
-        value = spread.get(binding.key) or values[binding.value]
+    def describe(binding: StateBinding) -> str:
+        value = sharded.get(binding.key) or values[binding.value]
         return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
-    states = tuple((b.key, told(b)) for b in traced.states if b.kind in (StorageKind.PARAMETER, StorageKind.BUFFER))
-    # The last ranges of what is spread may be shorter than others, which is no matter to a plan.
-    graph = hashlib.sha256(repr(traced.graph.content(families=not spread)).encode()).hexdigest()
+    states = tuple((b.key, describe(b)) for b in traced.states if b.kind in (StorageKind.PARAMETER, StorageKind.BUFFER))
+    # Families are left out: the last range of a shard may be shorter, which does not affect the plan.
+    graph = hashlib.sha256(repr(traced.graph.content(families=not sharded)).encode()).hexdigest()
     orders = tuple(end.order for end in traced.replicas)
     return {"states": states, "collectives": tuple(map(str, collectives_of(traced))), "orders": orders, "graph": graph}

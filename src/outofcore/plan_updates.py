@@ -1,7 +1,7 @@
-"""Replace the plans of a session's steps, where their runs have shown that they were wrong.
+"""Replace the plans of a session's steps after their runs have shown that they are inaccurate.
 
-A step may take longer or shorter than predicted, by ``replanning``; or an op asks for memory that no plan foresaw: a
-surge. Processes that follow one plan replace it once, with what rank 0 has measured.
+Either step times differ from the prediction (``replanning``), or an op requests unplanned memory, a *surge*. Processes
+with a shared plan replace it once, with the measurements of rank 0.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
 
-# The planner runs only where a core is idle, so that steps keep their pace.
+# The planner runs on idle cores only, so that it does not slow down steps.
 _NICENESS = 20
 
 
 class TooSmallError(Exception):
-    """No plan of a step has room for what its ops ask for, as the ``refusal`` says; nothing has been touched."""
+    """No plan of a step has room for the requests of its ops; ``refusal`` has the numbers."""
 
     def __init__(self, refusal: BudgetError) -> None:
         super().__init__(refusal)
@@ -51,11 +51,7 @@ class TooSmallError(Exception):
 
 
 class PlanKeeper:
-    """Judges the plans of known steps by their runs, and replaces them.
-
-    Attributes:
-        background: makes plans in another process.
-    """
+    """The replacement of plans by measured times and requests."""
 
     def __init__(self, steps: KnownSteps, planner: StepPlanner, peers: Peers | None) -> None:
         self._steps, self._peers = steps, peers
@@ -64,114 +60,118 @@ class PlanKeeper:
         self.background: BackgroundPlanner[tuple[KnownStep, PlannedStep]] = BackgroundPlanner()
         weakref.finalize(self, self.background.close).atexit = False
         self._clock = time.perf_counter
-        self._surges: dict[str, Requests] = {}  # by family: what ops have asked for beyond their plans
+        self._surges: dict[str, Requests] = {}  # by family of ops
         self._surge_count = 0
 
-    def judge(self, known: KnownStep, timeline: Timeline | None) -> None:
-        """Plan again where the runs of a plan have shown that it was wrong."""
-        if known.runner is None or timeline is None:
+    def judge(self, entry: KnownStep, timeline: Timeline | None) -> None:
+        """Record a run of a step, and plan again if needed."""
+        if entry.runner is None or timeline is None:
             return
         if self._peers is not None and self._peers.follow_one_plan:
-            self._judge_together(known, known.runner, timeline, self._peers)
+            self._judge_together(entry, entry.runner, timeline, self._peers)
             return
-        if self.note_surges(known):
-            return  # the next call has a plan with it
-        known.runs += 1
-        # The first step of a program warms up: libraries fill their caches, and optimizer state may be made.
-        warming = known.runs == 1
-        if known.watch is None:
-            planned = known.step.planned
-            known.watch = Watch.of(planned.program, planned.timeline.step_seconds, is_quick=known.step.is_quick)
-        if warming or not known.step.leaves_device:
-            known.watch = known.watch.warmed()
+        if self.note_surges(entry):
+            return  # the next call plans for them
+        entry.runs += 1
+        # The first step of a program warms up: libraries fill caches, and optimizers may create their state.
+        warming = entry.runs == 1
+        if entry.watch is None:
+            planned = entry.step.planned
+            entry.watch = Watch.of(planned.program, planned.timeline.step_seconds, is_quick=entry.step.is_quick)
+        if warming or not entry.step.leaves_device:
+            entry.watch = entry.watch.warmed()
         else:
-            known.watch = known.watch.ran(known.step.planned.program, timeline)
-        watch = known.watch
-        if watch.has_settled and known.step.planning_seconds:
-            self._keep_plan(known.step)
+            entry.watch = entry.watch.ran(entry.step.planned.program, timeline)
+        watch = entry.watch
+        if watch.has_settled and entry.step.planning_seconds:
+            self._keep_plan(entry.step)
         if watch.asks and not self.background.is_busy:
-            self._plan_for_times(known, watch)
+            self._plan_for_times(entry, watch)
         self._take_plan()
 
-    def _plan_for_times(self, known: KnownStep, watch: Watch) -> None:
-        """Have a plan made with the times that ops and copies took; in another process, or else if that is quick."""
-        # Peers would wait for this process, and each would search beside the steps.
+    def _plan_for_times(self, entry: KnownStep, watch: Watch) -> None:
+        """Plan with measured times in another process, or here if that is quick."""
+        # Peers would wait for this process, and each process would search concurrently with its steps.
         if self._peers is not None and self._peers.joined:
-            known.watch = watch.kept()
+            entry.watch = watch.kept()
             return
-        step, begin = known.step, self._clock()
+        step, begin = entry.step, self._clock()
         job = job_of(step, self._policy, calm_of(watch.measured))
-        if self.background.start((known, step), job, _NICENESS):
-            known.watch = watch.asked(self._clock() - begin)
+        if self.background.start((entry, step), job, _NICENESS):
+            entry.watch = watch.asked(self._clock() - begin)
         elif step.planning_seconds and watch.affords(step.planning_seconds + watch.exchange):
-            self._steps.leave_arena()  # planning takes memory, too, and not beside that of the step
+            self._steps.leave_arena()  # frees memory for planning
             answer = plan_job(replace(job, policy=quick_policy(self._policy)))
-            known.watch = watch.asked(self._clock() - begin)
-            self._take(known, known.watch, answer)
+            entry.watch = watch.asked(self._clock() - begin)
+            self._take(entry, entry.watch, answer)
         else:
-            known.watch = watch.kept()
+            entry.watch = watch.kept()
 
     def _take_plan(self) -> None:
-        """Go on with the plan that was made meanwhile, if one was."""
-        made = self.background.poll()
-        if made is None:
+        """Adopt the plan of the background process, if it has finished."""
+        finished = self.background.poll()
+        if finished is None:
             return
-        (known, step), answer = made
-        # It may have been planned for other reasons since, or be forgotten.
-        if known.watch is not None and known.step is step and any(one is known for one in self._steps.known.values()):
-            self._take(known, known.watch, answer)
+        (entry, step), answer = finished
+        # The step may have been planned again or forgotten meanwhile.
+        if (
+            entry.watch is not None
+            and entry.step is step
+            and any(other is entry for other in self._steps.known.values())
+        ):
+            self._take(entry, entry.watch, answer)
 
-    def _take(self, known: KnownStep, watch: Watch, answer: Answer) -> None:
-        before, begin = known.step, self._clock()
-        again = with_answer(before, answer, watch.usual, self._stores)
-        if again is None:
-            known.watch = watch.kept()
+    def _take(self, entry: KnownStep, watch: Watch, answer: Answer) -> None:
+        before, begin = entry.step, self._clock()
+        new_step = with_answer(before, answer, watch.usual, self._stores)
+        if new_step is None:
+            entry.watch = watch.kept()
             return
-        self._keep(before, again, None)
-        predicted = again.planned.timeline.step_seconds
+        self._keep(before, new_step, None)
+        predicted = new_step.planned.timeline.step_seconds
         if not answer.is_new:
-            known.step, known.watch = again, watch.kept(predicted)
-            if known is self._steps.active:
-                self._steps.shown = again
+            entry.step, entry.watch = new_step, watch.kept(predicted)
+            if entry is self._steps.active:
+                self._steps.shown = new_step
             return
-        was_active = known is self._steps.active
-        self._steps.exchange(known, again)
+        was_active = entry is self._steps.active
+        self._steps.exchange(entry, new_step)
         if was_active:
-            self._steps.activate(known)
-        known.watch = watch.exchanged(predicted, self._clock() - begin)
+            self._steps.activate(entry)
+        entry.watch = watch.exchanged(predicted, self._clock() - begin)
 
-    def _judge_together(self, known: KnownStep, runner: Runner, timeline: Timeline, peers: Peers) -> None:
-        """Judge a plan once that all processes have to follow: what rank 0 has measured decides for all."""
-        if known.is_judged:
+    def _judge_together(self, entry: KnownStep, runner: Runner, timeline: Timeline, peers: Peers) -> None:
+        """Compare a shared plan once with the measurements of rank 0, for all processes."""
+        if entry.is_judged:
             return
-        known.runs += 1
-        if known.runs > 1:
-            known.measured.append(timeline)
-        before, measured = known.step, known.measured
+        entry.runs += 1
+        if entry.runs > 1:
+            entry.measured.append(timeline)
+        before, measured = entry.step, entry.measured
         if len(measured) < MEASURED_STEPS:
             return
-        known.is_judged, known.measured = True, []
+        entry.is_judged, entry.measured = True, []
         surprises = runner.surprises()
         if before.leaves_device:
             self._steps.leave_arena()
 
-        def keep(again: PlannedStep, times_were_wrong: bool) -> None:
-            self._keep(before, again, None if times_were_wrong else surprises.keys())
+        def keep(new_step: PlannedStep, times_were_wrong: bool) -> None:
+            self._keep(before, new_step, None if times_were_wrong else surprises.keys())
 
-        again = peers.replan(before, measured, surprises, keep)
-        if again is not None:
-            self._steps.exchange(known, again)
+        new_step = peers.replan(before, measured, surprises, keep)
+        if new_step is not None:
+            self._steps.exchange(entry, new_step)
 
-    def _keep(self, before: PlannedStep, again: PlannedStep, ops: Collection[int] | None) -> None:
-        """Have later processes know what steps have shown; of some ops alone, or of all and the links, and the plan."""
+    def _keep(self, before: PlannedStep, after: PlannedStep, ops: Collection[int] | None) -> None:
+        """Store measurements for later processes; with ``ops`` only theirs, else also links and the plan."""
         if self._cache is None:
             return
         facts = self._backend.facts()
-        keep_profiles(self._cache, again.graph, again.profiles, only=ops, device=facts)
-        for store, old, new in zip(self._stores, before.costs.homes, again.costs.homes, strict=True):
+        keep_profiles(self._cache, after.graph, after.profiles, only=ops, device=facts)
+        for store, old, new in zip(self._stores, before.costs.homes, after.costs.homes, strict=True):
             keep_link(store, self._cache, old, new, facts)
-        if not again.is_quick:
-            self._keep_plan(again)
+        if not after.is_quick:
+            self._keep_plan(after)
 
     def _keep_plan(self, step: PlannedStep) -> None:
         if step.choice is not None:
@@ -179,22 +179,22 @@ class PlanKeeper:
 
     # Requests beyond the plan
 
-    def note_surges(self, known: KnownStep) -> bool:
-        """Remember what ops have asked for in the last run beyond their plan; return whether any has."""
-        runner = known.runner
+    def note_surges(self, entry: KnownStep) -> bool:
+        """Record the requests of the last run beyond its plan; return whether there were any."""
+        runner = entry.runner
         if runner is None or (self._peers is not None and self._peers.follow_one_plan):
             return False
-        seen = runner.surprises()
-        step = known.wanted or known.step
-        grown = grown_requests(step, seen)
-        if runner.refused is not None and known.wanted is None and (op := runner.refused[0].id) not in grown:
-            # It has room for them in another order; so that planning again ends, it gets more.
-            requests = seen.get(op, step.profiles[op].requests)
+        surprises = runner.surprises()
+        step = entry.wanted or entry.step
+        grown = grown_requests(step, surprises)
+        if runner.refused is not None and entry.wanted is None and (op := runner.refused[0].id) not in grown:
+            # The plan has enough bytes, but in another order. More bytes each time make sure that planning ends.
+            requests = surprises.get(op, step.profiles[op].requests)
             more = step.costs.ops[op].workspace_bytes + placed_bytes(runner.refused[1])
             grown[op] = replace(requests, workspace_bytes=more)
         if not grown:
             return False
-        step = known.wanted = remember_requests(step, grown, runner.first_ops)
+        step = entry.wanted = remember_requests(step, grown, runner.first_ops)
         for op, requests in grown.items():
             family, before = step.graph.ops[op].family, 0
             if family in self._surges:
@@ -205,62 +205,59 @@ class PlanKeeper:
             facts = self._backend.facts()
             keep_profiles(self._cache, step.graph, step.profiles, only=grown.keys(), device=facts)
         self._surge_count += 1
-        known.surges = -1
-        known.has_overflowed |= runner.has_overflowed
+        entry.surges = -1
+        entry.has_overflowed |= runner.has_overflowed
         return True
 
-    def plan_for_surges(self, known: KnownStep, *, must_grow: bool) -> None:
-        """Plan a step again that has not taken up what ops have asked for, in it or with inputs of another kind.
+    def plan_for_surges(self, entry: KnownStep, *, must_grow: bool) -> None:
+        """Plan a step again for surges; raise ``TooSmallError`` if it ``must_grow`` and no plan has room."""
+        if entry.surges != self._surge_count:
+            has_own_surges, entry.surges = entry.surges < 0, self._surge_count
+            step = entry.wanted or entry.step
+            requests = {op.id: self._surges[op.family] for op in step.graph.ops if op.family in self._surges}
+            grown = grown_requests(step, requests)
+            if grown or has_own_surges:
+                entry.wanted = remember_requests(step, grown)
+                self._plan_again(entry, entry.wanted)
+        if must_grow and entry.too_small is not None:
+            raise TooSmallError(entry.too_small)
 
-        Raises ``TooSmallError`` if it ``must_grow``, and no plan has room for what was asked for.
-        """
-        if known.surges != self._surge_count:
-            is_own, known.surges = known.surges < 0, self._surge_count
-            step = known.wanted or known.step
-            wanted = {op.id: self._surges[op.family] for op in step.graph.ops if op.family in self._surges}
-            grown = grown_requests(step, wanted)
-            if grown or is_own:
-                known.wanted = remember_requests(step, grown)
-                self._plan_again(known, known.wanted)
-        if must_grow and known.too_small is not None:
-            raise TooSmallError(known.too_small)
-
-    def _plan_again(self, known: KnownStep, step: PlannedStep) -> None:
-        before = known.step
-        if before.leaves_device:  # planning takes memory, too, and not beside that of the step
-            self._steps.leave_arena()
+    def _plan_again(self, entry: KnownStep, step: PlannedStep) -> None:
+        before = entry.step
+        if before.leaves_device:
+            self._steps.leave_arena()  # frees memory for planning
         try:
-            again = plan(
+            new_step = plan(
                 step.captured, step.costs, step.profiles, step.budget, self._policy, self._stores, quickly=True
             )
         except (BudgetError, SpillError, ValidationError) as error:
-            known.too_small = self._too_small(step, error)
-            _log.info("no plan has room for what ops have asked for; it is evicted for on demand: %s", error)
+            entry.too_small = self._too_small(step, error)
+            _log.info("no plan has room for the requests of ops; tensors are evicted on demand: %s", error)
             return
         _log.info(
             "planned again for memory that ops asked for: %.3f s predicted by %s",
-            again.planned.timeline.step_seconds,
-            again.planned.plan.policy,
+            new_step.planned.timeline.step_seconds,
+            new_step.planned.plan.policy,
         )
-        known.wanted, known.too_small, known.has_overflowed = None, None, False
-        self._steps.exchange(known, replace(again, variant=before.variant, choice=before.choice))
+        entry.wanted, entry.too_small, entry.has_overflowed = None, None, False
+        self._steps.exchange(entry, replace(new_step, variant=before.variant, choice=before.choice))
 
     def _too_small(self, step: PlannedStep, error: Exception) -> BudgetError:
         if isinstance(error, BudgetError):
             return in_terms_of_the_budget(error, self._budget, step.budget)
-        return BudgetError(f"no plan has room for what an op asks for beyond what it was measured with: {error}")
+        return BudgetError(f"no plan has room for an op that requests more memory than measured: {error}")
 
-    def explain(self, known: KnownStep, error: ArenaError) -> Exception:
-        """Return the refusal of a request in the user's terms."""
-        runner = known.runner
+    def explain(self, entry: KnownStep, error: ArenaError) -> Exception:
+        """Return the refusal of a request as an error for the user."""
+        runner = entry.runner
         if runner is None or runner.refused is None:
             return error
         op, count = runner.refused
         if runner.refusal is not None:
             return runner.refusal
-        if known.too_small is not None:
-            return known.too_small
+        if entry.too_small is not None:
+            return entry.too_small
         return BudgetError(
-            f"{op.text} asked for {format_bytes(count)} beyond its plan, which the budget of "
-            f"{format_bytes(self._budget)} cannot hold beside what the op works on; raise the budget"
+            f"{op.text} requested {format_bytes(count)} beyond its plan; the budget of {format_bytes(self._budget)} "
+            "cannot hold that and the tensors of the op; raise the budget"
         )

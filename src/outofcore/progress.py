@@ -1,4 +1,4 @@
-"""Progress of capturing, measuring and planning: a bar on a terminal or in a notebook, or the user's callback."""
+"""Progress of capture, measurement and planning: a bar or the user's callback."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-# Called with a stage, how much of it is done, and of how much.
+# Called with a stage, the number of parts done, and the number of parts.
 Tell = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Do nothing: a callback without effect.
+    """Ignore progress.
 
     >>> silent("plan", 1, 4)
     """
@@ -29,9 +29,8 @@ def following(tell: Tell | None = None, *, show: bool | None = None) -> Generato
     """Yield a progress callback.
 
     Args:
-        tell: user callback ``(stage, done, total)``. If given, no progress bar is shown.
-        show: a bar on standard error, with the elapsed and the remaining time. By default only where standard
-            error is a terminal; or below the cell of a notebook, where that is what runs.
+        tell: user callback ``(stage, done, total)``; replaces the progress bar.
+        show: whether to draw a bar on standard error. None: only on a terminal or in a notebook.
 
     >>> with following(lambda stage, done, total: print(f"{stage}: {done} of {total}")) as tell:
     ...     tell("plan", 1, 4)
@@ -61,19 +60,19 @@ def _bar() -> Progress:
         _Left(),
         console=Console(stderr=True),
         transient=True,  # remove finished bars
-        refresh_per_second=4,  # drawing takes time from what is measured
+        refresh_per_second=4,  # drawing slows down the ops that are being measured
     )
 
 
 class _Left(TimeRemainingColumn):
-    """The time left of a stage that counts its parts."""
+    """Remaining time of a stage with more than one part."""
 
     def render(self, task: Task) -> Text:
         return Text("left ").append_text(super().render(task)) if task.fields["count"] else Text("")
 
 
 class _Shown:
-    """Progress with a line for each stage."""
+    """A progress callback that draws one bar per stage."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
@@ -81,7 +80,7 @@ class _Shown:
         self._task = bar.add_task("", total=1, visible=False, count="")
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        # A stage of one part has nothing to count: its bar only moves.
+        # A stage with one part gets an animated bar without a count.
         count = f"{done}/{total}" if total > 1 else ""
         if stage != self._stage:
             self._stage = stage
@@ -89,16 +88,15 @@ class _Shown:
         self._bar.update(self._task, completed=done, total=total if total > 1 or done else None, count=count)
 
 
-# Notebooks keep a record of all that is shown, and draw it in a browser.
+# Minimum interval: notebooks record every update and redraw it in a browser.
 _PAUSE_S = 0.25
 
 
 def _notebook() -> Callable[..., Any] | None:
-    """Return the display function of the running notebook, or None."""
-    # Where it was not imported nothing of it runs.
-    known: Any = sys.modules.get("IPython")
-    shell: Any = None if known is None else getattr(known, "get_ipython", lambda: None)()
-    if getattr(shell, "kernel", None) is None:  # on a terminal it has none
+    # A running notebook has imported IPython already; importing it here would be slow.
+    ipython: Any = sys.modules.get("IPython")
+    shell: Any = None if ipython is None else getattr(ipython, "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is None:  # IPython on a terminal has no kernel
         return None
     try:
         from IPython.display import display  # noqa: PLC0415 # pyright: ignore[reportMissingImports, reportUnknownVariableType]
@@ -108,7 +106,7 @@ def _notebook() -> Callable[..., Any] | None:
 
 
 class _ShownInNotebook:
-    """Progress on one line below the cell, which is removed at the end."""
+    """A progress callback that draws one line below the notebook cell; ``close`` removes it."""
 
     def __init__(self, display: Callable[..., Any]) -> None:
         self._display = display
@@ -123,20 +121,20 @@ class _ShownInNotebook:
         elif now - self._drawn < _PAUSE_S:
             return
         self._drawn = now
-        passed = now - self._began
-        left = f", {passed / done * (total - done):.0f} s left" if 0 < done < total else ""
+        elapsed = now - self._began
+        remaining = f", {elapsed / done * (total - done):.0f} s left" if 0 < done < total else ""
         count = f" {done}/{total}" if total > 1 else ""
-        self._draw(f"outofcore: {stage}{count}, {passed:.0f} s{left}", done, total if total > 1 or done else None)
+        self._draw(f"outofcore: {stage}{count}, {elapsed:.0f} s{remaining}", done, total if total > 1 or done else None)
 
     def close(self) -> None:
         if self._handle is not None:
             self._handle.update({"text/plain": "", "text/html": ""}, raw=True)
 
     def _draw(self, text: str, done: int, total: int | None) -> None:
-        # A stage of one part has nothing to count: its bar only moves.
+        # A stage with one part gets an animated bar without a count.
         share = "" if total is None else f' value="{done}" max="{max(total, 1)}"'
-        shown = {"text/plain": text, "text/html": f"<progress{share}></progress> {html.escape(text)}"}
+        bundle = {"text/plain": text, "text/html": f"<progress{share}></progress> {html.escape(text)}"}
         if self._handle is None:
-            self._handle = self._display(shown, raw=True, display_id=True)
+            self._handle = self._display(bundle, raw=True, display_id=True)
         else:
-            self._handle.update(shown, raw=True)
+            self._handle.update(bundle, raw=True)

@@ -1,26 +1,24 @@
-"""Decide when a step is planned again with measured times, from the seconds of its steps alone.
+"""Decide from step times when a step is planned again with measured costs.
 
-    phase      event                                          next phase  ``plan_updates.PlanKeeper``
-    ---------  ---------------------------------------------  ----------  ------------------------------------
-    MEASURING  ran: the plan is good, and as predicted        SETTLED     stores the plan for later processes
-    MEASURING  ran: another is wanted, affordable (``asks``)  MEASURING   starts to plan
-    MEASURING  asked: planning has started                    WAITING
-    MEASURING  kept: planning is impossible, or too long      SETTLED
-    WAITING    kept: no plan is better                        SETTLED     may correct the prediction
-    WAITING    exchanged: a better plan has come              SETTLED     stores it, and goes on with it
-    SETTLED    ran: steps are no longer what they were        MEASURING
+    phase      event                                                  next phase  ``PlanUpdater``
+    ---------  -----------------------------------------------------  ----------  -----------------------------------
+    MEASURING  record_step: the plan is good and runs as predicted    STEADY      stores the plan for later processes
+    MEASURING  record_step: a better plan is likely and affordable    MEASURING   starts to plan (``needs_plan``)
+    MEASURING  record_planning: planning has started                  WAITING
+    MEASURING  keep_plan: planning is impossible, or takes too long   STEADY
+    WAITING    keep_plan: no plan is better                           STEADY      may correct the prediction
+    WAITING    record_exchange: a better plan has been found          STEADY      stores and runs it
+    STEADY     record_step: step times have changed                   MEASURING
 
-No other event changes the phase. A plan that begins to run is in MEASURING; the first step of a program does not count
-(``warmed``).
+No other event changes the phase. A new plan starts in MEASURING; the first step of a program does not count
+(``record_warmup``).
 
-Some quiet steps are *measured*: those within a few hundredths of the quickest. If a quick search has found the plan, or
-its prediction was off, the full search then makes another; but only where a step takes longer than its ops alone. If
-steps later differ by a tenth, for a while, it all begins again, so that corrections made while the machine was busy are
-corrected in turn.
+Measured are quiet steps: those within a few hundredths of the fastest. The full search runs if a quick search found the
+plan or its prediction was off, and steps take longer than their ops alone. When step times later drift by a tenth,
+measuring starts again, so that corrections from a busy machine are corrected in turn.
 
-The seconds for which training stands still, to start a planning process or to exchange programs, stay below a small
-share of the first hundred steps, or of all so far; what would exceed that waits. Nothing here runs anything, or looks
-at a clock: ``plan_updates`` asks after each step, and ``background`` makes the plan.
+Training stands still to start a planning process and to exchange programs: for at most a small share of the first
+hundred steps, or of all steps. This module has no side effects and reads no clock.
 """
 
 from __future__ import annotations
@@ -34,16 +32,16 @@ from outofcore.program import Program, Run, Timeline
 from outofcore.refine import is_off
 from outofcore.undisturbed import DISTURBED
 
-# Calm steps that are measured, and how many there may be to find them.
+# The number of quiet steps to measure, and the most steps to run for them.
 MEASURED_STEPS = 3
 _LONGEST = 9
-# The share of the time of so many first steps, or of all so far, for which training may stand still.
+# Training may stand still for this share of the time of the first steps, or of all steps so far if that is more.
 SHARE, FIRST_STEPS = 0.03, 100
-# A step that takes no longer than its ops, divided by this, cannot be quicker.
+# A step cannot become faster if its ops take at least this share of its time.
 _COULD_BE_QUICKER = 0.99
-# What starting a process takes, and exchanging a program for each of its instructions, before it is known.
+# Assumed seconds to start a process, and to exchange a program (per instruction), until they are measured.
 _START_SECONDS, _EXCHANGE_SECONDS = 0.01, 50e-6
-# Steps after which a settled step is looked at, and how far from what it was it has to be.
+# The interval of checks for drift, in steps, and the relative drift that starts measuring again.
 _LOOK, _OTHERWISE = 12, 0.1
 
 
@@ -55,19 +53,16 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Watch:
-    """What is known of the steps of one plan.
+    """The record of the steps of one plan; all times are seconds.
 
     Attributes:
-        predicted: seconds of a step.
-        exchange: approximate seconds to exchange a program.
-        is_quick: whether the plan was found by a quick search.
-        steps: so far, by any plan.
-        usual: seconds of a step; 0 if not yet known.
-        measured: timelines of the last steps, in the phase ``MEASURING`` and where it has just ended.
-        recent: seconds of the last steps, in the phase ``SETTLED``.
-        is_wanted: whether another plan is wanted, as soon as it is worth it.
-        start: seconds to start planning elsewhere.
-        spent: seconds for which training stood still.
+        exchange_seconds: approximate time to exchange a program.
+        steps: by all plans so far.
+        step_seconds: time of a step; 0 if unknown.
+        measured: timelines of the last steps in the phase ``MEASURING``, until one step after it.
+        recent: times of the last steps in the phase ``STEADY``.
+        is_plan_wanted: whether a better plan is likely; it is made once it is affordable.
+        spent_seconds: time for which training stood still.
     """
 
     predicted: float
@@ -84,21 +79,21 @@ class Watch:
 
     @staticmethod
     def of(program: Program, predicted: float, *, is_quick: bool) -> Watch:
-        """Start to watch a plan that begins to run."""
+        """Return the record of a plan that starts to run."""
         return Watch(predicted, _EXCHANGE_SECONDS * len(program.instructions), is_quick)
 
     @property
     def allowed(self) -> float:
-        """Seconds for which training may have stood still by now."""
+        """Seconds for which training may have stood still so far."""
         return SHARE * max(self.steps, FIRST_STEPS) * self.usual
 
     def affords(self, seconds: float) -> bool:
-        """Return whether training may stand still for so many more seconds."""
+        """Return whether training may stand still for that many more seconds."""
         return self.spent + seconds <= self.allowed
 
     @property
     def has_settled(self) -> bool:
-        """Whether the last measured step has shown that the plan may stay."""
+        """Whether the last measured step has confirmed the plan."""
         return self.phase is Phase.SETTLED and bool(self.measured)
 
     @property
@@ -106,10 +101,10 @@ class Watch:
         """Whether another plan should be made now."""
         return self.phase is Phase.MEASURING and self.is_wanted and self.affords(self.start + self.exchange)
 
-    # What happens
+    # Events
 
     def ran(self, program: Program, timeline: Timeline) -> Watch:
-        """Record a step of the plan; not the first of its program, which warms up."""
+        """Record a step other than the first of its program."""
         seconds = timeline.step_seconds
         now = replace(self, steps=self.steps + 1)
         if self.phase is Phase.SETTLED:
@@ -117,25 +112,25 @@ class Watch:
         if self.phase is Phase.WAITING or self.is_wanted:
             return now
         now = replace(now, measured=(*now.measured, timeline))
-        calm = calm_of(now.measured)
-        if len(calm) < MEASURED_STEPS and len(now.measured) < _LONGEST:
+        quiet = calm_of(now.measured)
+        if len(quiet) < MEASURED_STEPS and len(now.measured) < _LONGEST:
             return now
-        now = replace(now, usual=statistics.median(one.step_seconds for one in calm))
-        ops = min(_ops_seconds(program, one) for one in calm)
-        if ops < _COULD_BE_QUICKER * now.usual and (now.is_quick or is_off(now.predicted, calm)):
+        now = replace(now, usual=statistics.median(step.step_seconds for step in quiet))
+        ops = min(_ops_seconds(program, step) for step in quiet)
+        if ops < _COULD_BE_QUICKER * now.usual and (now.is_quick or is_off(now.predicted, quiet)):
             return replace(now, is_wanted=True)
         return replace(now._settled(), measured=now.measured)
 
     def warmed(self) -> Watch:
-        """Record the first step of a program, whose time means nothing."""
+        """Record the first step of a program, without its time."""
         return replace(self, steps=self.steps + 1)
 
     def asked(self, seconds: float) -> Watch:
-        """Record that another plan is being made, for which training stood still for ``seconds``."""
+        """Record that planning has started, for which training stood still for ``seconds``."""
         return replace(self, phase=Phase.WAITING, is_wanted=False, start=seconds, spent=self.spent + seconds)
 
     def kept(self, predicted: float | None = None) -> Watch:
-        """Record that there is no better plan; ``predicted`` is a new prediction of the running one."""
+        """Record that no plan is better; ``predicted`` is a new prediction of the current one."""
         return replace(self, predicted=self.predicted if predicted is None else predicted)._settled()
 
     def exchanged(self, predicted: float, seconds: float) -> Watch:
@@ -160,12 +155,12 @@ class Watch:
 
 
 def calm_of(measured: Sequence[Timeline]) -> list[Timeline]:
-    """Return the steps of one program within a few hundredths of the quickest."""
-    least = min((one.step_seconds for one in measured), default=0.0)
-    return [one for one in measured if one.step_seconds <= least * DISTURBED]
+    """Return the quiet steps of one program: those within a few hundredths of the fastest."""
+    min_seconds = min((step.step_seconds for step in measured), default=0.0)
+    return [step for step in measured if step.step_seconds <= min_seconds * DISTURBED]
 
 
 def _ops_seconds(program: Program, timeline: Timeline) -> float:
     """Return the seconds of a step's ops, without recomputed ones."""
     runs = zip(program.instructions, timeline.starts, timeline.ends, strict=True)
-    return sum(end - start for one, start, end in runs if isinstance(one, Run) and not one.again)
+    return sum(end - start for op, start, end in runs if isinstance(op, Run) and not op.again)

@@ -1,8 +1,4 @@
-"""The calls of a compiled step: which are captured, which are followed, and what one that raises has made of the model.
-
-A call with inputs of a kind that is not known is captured, measured and planned by ``step_planner``, beside ``peers``.
-``known_steps`` has the planned steps and the arena, ``plan_updates`` replaces plans that were wrong.
-"""
+"""The calls of a compiled step: each runs by a plan, or op by op as an eager loop."""
 
 from __future__ import annotations
 
@@ -41,44 +37,44 @@ from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
 
-# With so many kinds of inputs it is said once what they cost.
+# The number of input signatures at which a warning reports their cost.
 _MANY_KINDS = 4
 
 
 class _NotFollowedError(Exception):
-    """This system cannot follow a loop; the cause says why."""
+    """This system cannot run eager loops; the cause has the reason."""
 
 
 class Outcome(Enum):
-    """What a call that raises has made of the model: the note that the exception gets."""
+    """The state of the model if the call raised now; the value becomes the note of the exception."""
 
-    # It raised before the step ran.
+    # Raised before the step ran.
     UNCHANGED = "The model and its optimizers are as they were before this step, which can be called again."
-    # It raised while the step ran, and all that had changed was brought back.
+    # Raised during the step, and all changes were undone.
     UNDONE = "The model and its optimizers are as they were before this step, which was undone and can be called again."
-    # The step had ended, as where Ctrl-C waits for its end.
-    MADE = "The step has been made: the model and its optimizers are as they are after it; what it returned is lost."
-    # It raised while the step ran, and others run it as well.
+    # Raised after the step, for example by Ctrl-C, which waits for its end.
+    MADE = "The step has been made: the model and its optimizers are as they are after it; its return value is lost."
+    # Raised during the step and undone here, but other processes run it as well.
     APART = (
         "The model and its optimizers are as they were before this step, which was undone. Other processes may have "
         "gone on with it: end this one, and let torchrun start all of them again."
     )
-    # It raised in a call that runs op by op; or too late to be undone, and no update has come before its turn.
+    # Raised in an eager loop, or too late to undo but before any update that plain PyTorch would not have run yet.
     STOPPED = (
-        "The step stopped at an op, as it would in plain PyTorch: what came before that is done, and the rest is not. "
+        "The step stopped at an op, as it would in plain PyTorch: the ops before it have run, those after it have not. "
         "The model is whole, and the step can be called again."
     )
-    # The code of an optimizer raised; all other instructions of the step were run to their end.
+    # The code of an optimizer raised; all other instructions of the step have run.
     UPDATE_STOPPED = (
-        "The optimizer stopped in the middle of its step, as it would in plain PyTorch: updates before that are done, "
-        "the rest is not. The model is whole, and the step can be called again."
+        "The optimizer stopped in the middle of its step, as it would in plain PyTorch: the updates before that have "
+        "run, the others have not. The model is whole, and the step can be called again."
     )
-    # The device failed, or a home, after something that lasts had been updated.
+    # The device or a home failed after persistent state had been updated.
     TORN = "The step failed half way, so that the model is part old and part new: load a checkpoint into it."
 
 
 class Session:
-    """Runs each call of one user's step: captured and planned at the first call of its kind, or else followed."""
+    """The state of one compiled step from call to call, with all its plans."""
 
     def __init__(
         self,
@@ -91,35 +87,36 @@ class Session:
     ) -> None:
         self._user = user
         self._budget, self.home, self._policy = memory.budget, memory.home, planning.policy
-        self._on_vacate = vacate  # another step over the home is to have the model; it calls ``vacate``
+        self._on_vacate = vacate  # called when another step over the home needs the model
         self.keeper = StateKeeper(self.home.faces)
         self.engine = running.backend.engine(self.home.stores)
-        # A step that nobody closes ends its threads, which hold its arena, once it is garbage.
+        # Threads hold the arena: end them when the step is garbage-collected without a close.
         weakref.finalize(self, self.engine.close).atexit = False
         self._signer = Signer(user.models, user.optimizers, running.backend.device)
         self._captures = CapturesByReads()
         self.steps = KnownSteps(self.engine, self.keeper, running.backend, memory.budget)
         self._signature: Signature | None = None  # of the last call
         self.timeline: Timeline | None = None  # of the last call
-        self.began_ns = 0  # when it began, since 1970
+        self.began_ns = 0  # start of the last call, in nanoseconds since 1970
         self.planner = StepPlanner(user, memory, planning, running, self.steps.leave_arena)
         self._peers = None if ranks is None else Peers(ranks, user.shards, self.planner)
         self.updates = PlanKeeper(self.steps, self.planner, self._peers)
         self._dynamic, self._loop = running.dynamic, running.loop
         self._repeats = planning.repeats
         self.followed: FollowedCalls | None = None
-        self.why_followed = "it was asked for" if running.dynamic else ""  # why calls are followed; empty: they are not
-        self._planning_seconds: list[float] = []  # of each kind of inputs
+        # Why calls run as an eager loop; empty: they do not.
+        self.why_followed = "it was asked for" if running.dynamic else ""
+        self._planning_seconds: list[float] = []  # by input signature
         self.torn = ""  # why the model is part old and part new; empty: it is not
-        self.outcome = Outcome.UNCHANGED  # of the call that runs, if it raised now
+        self.outcome = Outcome.UNCHANGED
 
     @property
     def kinds(self) -> int:
-        """Kinds of inputs that there are plans for."""
+        """The number of input signatures that have a plan."""
         return len({signature._replace(capture=0) for signature in self.steps.known})
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> Any:
-        """Run one step; ``outcome`` tells at any time what an exception would mean."""
+        """Run one step; ``outcome`` is always up to date for an exception that may come."""
         self.outcome = Outcome.UNCHANGED
         if self._peers is not None:
             self._peers.check()
@@ -128,33 +125,33 @@ class Session:
         self.spread()
         signature, change = self._captures.find(self._signer(args, kwargs))
         if signature not in self.steps.known and self._passes_over(signature, change):
-            why = change or self._signer.describe_change(self._signature or signature, signature, args, kwargs)
+            reason = change or self._signer.describe_change(self._signature or signature, signature, args, kwargs)
             with contextlib.suppress(_NotFollowedError):
-                return self._call_followed(args, kwargs, why)
+                return self._call_followed(args, kwargs, reason)
         try:
-            known = self._known_or_built(signature, args, kwargs, on_progress, change)
+            entry = self._known_or_built(signature, args, kwargs, on_progress, change)
         except BudgetError as error:
-            if self.timeline is None:  # else it has run within the budget, and an optimizer may keep more by now
+            if self.timeline is None:  # a step that has run may fail later, when optimizer state takes more memory
                 raise
             return self._call_beyond(error, args, kwargs)
         except CaptureError as error:
-            # The first call is refused; a later one can go on, since the step has been right so far.
+            # The first call is refused. A later one can run as an eager loop, since the step itself works.
             if not change or not self._may_follow:
                 raise
             with contextlib.suppress(_NotFollowedError):
                 return self._call_followed(args, kwargs, f"{change}, and the step cannot be captured so: {error}")
             raise
         leaves = tree_flatten((args, kwargs))[0]
-        if known.runs and self._repeats and known is not self.steps.active and self._signature not in (None, signature):
+        if entry.runs and self._repeats and entry is not self.steps.active and self._signature not in (None, signature):
             _log.info("known plan: %s", self._signer.describe_change(self._signature, signature, args, kwargs))
         try:
             with torch.inference_mode(mode=False):
-                return self._go(known, signature, leaves)
+                return self._go(entry, signature, leaves)
         except TooSmallError as error:
             return self._call_beyond(error.refusal, args, kwargs)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_progress: Tell | None) -> PlannedStep:
-        """Capture and plan what a call with such arguments would run, and run nothing."""
+        """Capture and plan a call without running it."""
         self.outcome = Outcome.UNCHANGED
         self.spread()
         signature, change = self._captures.find(self._signer(args, kwargs))
@@ -165,7 +162,7 @@ class Session:
             self.planner.is_ahead = False
 
     def spread(self) -> None:
-        """Spread the models over the processes that share them, or see what has become of them since they were."""
+        """Shard the models over the processes that share them; if they are sharded already, check them."""
         if self._peers is not None:
             self._peers.spread()
 
@@ -177,74 +174,71 @@ class Session:
         on_progress: Tell | None,
         change: str,
     ) -> KnownStep:
-        """The planned step for a call; a new one is one on which the processes agree that run it together.
-
-        ``change`` says which value has changed that the step had read.
-        """
-        # What is shown outlives the mode in which the step is called.
-        with torch.inference_mode(mode=False), Deferred("what happened between two steps"):
+        """Return the planned step for a call, planned now if this or another process lacks it."""
+        # Tensors that the user sees later must not be inference tensors.
+        with torch.inference_mode(mode=False), Deferred("the check for changes between steps"):
             self._catch_up(signature)
-        known = self.steps.known.get(signature)
-        if known is not None and not known.fits():
-            _log.info("a plan is forgotten: tensors share memory, or lie in it, otherwise than before")
-            known.leave()
-            known = None
+        entry = self.steps.known.get(signature)
+        if entry is not None and not entry.fits():
+            _log.info("a plan is forgotten: the memory layout or sharing of tensors has changed")
+            entry.leave()
+            entry = None
             del self.steps.known[signature]
             self._captures.forget(signature)
-        agreed = known is not None
+        is_agreed = entry is not None
         if self._peers is not None:
-            agreed = self._peers.meet(None if known is None else known.facts)
-        if known is not None and agreed:
-            return known
+            is_agreed = self._peers.meet(None if entry is None else entry.facts)
+        if entry is not None and is_agreed:
+            return entry
         if self._joined is None and self._signature is not None:
-            what = change or self._signer.describe_change(self._signature, signature, args, kwargs)
-            _log.info("capturing again: %s", what)
+            description = change or self._signer.describe_change(self._signature, signature, args, kwargs)
+            _log.info("capturing again: %s", description)
         begin = time.perf_counter()
         steps = self.steps.known
-        others = [steps[other].step for other in self._captures.others(signature) if other in steps]
-        # What capturing and planning use would otherwise stay with the process beside its budget.
+        alternatives = [steps[similar].step for similar in self._captures.others(signature) if similar in steps]
+        # Memory used by capture and planning would otherwise stay allocated outside the budget.
         with new_garbage_collected(), following(on_progress) as self.planner.tell:
-            known = steps[signature] = self._learn(known, args, kwargs, others)
-            self._note_reads(signature, known)
+            entry = steps[signature] = self._learn(entry, args, kwargs, alternatives)
+            self._note_reads(signature, entry)
         if not change:
             self._count_kinds(time.perf_counter() - begin)
-        return known
+        return entry
 
-    def _note_reads(self, signature: Signature, known: KnownStep) -> None:
-        """Take down the values that a capture has read; what it needs for that is not kept."""
-        reads = known.step.captured.reads
+    def _note_reads(self, signature: Signature, entry: KnownStep) -> None:
+        """Record the values that a capture has read, and drop the references kept for that."""
+        reads = entry.step.captured.reads
         user = self._user
         roots = [("step", user.function)]
-        roots += [(type(one).__name__, one) for one in (*user.models, *user.optimizers, *function_modes())]
-        parameters = [named for model in user.models for named in model.named_parameters()]
+        roots += [(type(owner).__name__, owner) for owner in (*user.models, *user.optimizers, *function_modes())]
+        parameters = [parameter for model in user.models for parameter in model.named_parameters()]
         for forgotten in self._captures.add(signature, Snapshot(reads, roots, parameters)):
             self.steps.forget(forgotten)
         reads.clear()
 
-    def _go(self, known: KnownStep, signature: Signature, leaves: Sequence[Any]) -> Any:
-        must_grow = known.has_overflowed
+    def _go(self, entry: KnownStep, signature: Signature, leaves: Sequence[Any]) -> Any:
+        must_grow = entry.has_overflowed
         while True:
-            self.updates.plan_for_surges(known, must_grow=must_grow)
-            self.steps.activate(known)
+            self.updates.plan_for_surges(entry, must_grow=must_grow)
+            self.steps.activate(entry)
             self._signature = signature
             self.began_ns = time.time_ns()
             try:
-                with Deferred("the step that runs", may_stop=partial(self._may_stop, known)):
-                    result = self._run(known, leaves)
+                with Deferred("the step that runs", may_stop=partial(self._may_stop, entry)):
+                    result = self._run(entry, leaves)
                     if self._peers is not None:
                         self._peers.show_gradients()
-                    for effect in known.step.captured.effects:
+                    for effect in entry.step.captured.effects:
                         effect()
             except ArenaError as error:
-                if self.outcome is not Outcome.UNDONE or not self.updates.note_surges(known):
-                    raise self.updates.explain(known, error) from error
+                if self.outcome is not Outcome.UNDONE or not self.updates.note_surges(entry):
+                    raise self.updates.explain(entry, error) from error
                 must_grow = True
-                continue  # by a plan that has room for what was asked for
-            self.updates.judge(known, self.timeline)
+                continue  # with a plan that has room for the request
+            self.updates.judge(entry, self.timeline)
             return result
 
     def _call_beyond(self, refusal: BudgetError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a step that no plan has room for any more: as an eager loop, op by op, if that is possible."""
+        """Run a call that fits no plan any more as an eager loop, or raise ``refusal``."""
         alone = not self.home.shared and self._joined is None
         if self._loop is None or not alone or self._dynamic is False:
             raise refusal
@@ -254,11 +248,11 @@ class Session:
         except _NotFollowedError as error:
             raise refusal from error
 
-    # Calls that are followed
+    # Eager loop
 
     @property
     def _joined(self) -> Peers | None:
-        """The processes that run the step as well, as far as is known; None: there are none."""
+        """The processes that run the step together; None if no other process is known."""
         return self._peers if self._peers is not None and self._peers.joined else None
 
     @property
@@ -266,44 +260,37 @@ class Session:
         return (
             self._dynamic is None
             and self._loop is not None
-            and not self.home.shared  # others find the model there
-            and self._joined is None  # all would have to do so at once
+            and not self.home.shared  # other steps expect the model there
+            and self._joined is None  # all processes would have to switch at once
         )
 
     def _passes_over(self, signature: Signature, change: str) -> bool:
-        """Whether calls are to be followed from one on that is not known.
-
-        It is the first of another shape, or what it reads changes again and again.
-        """
+        """Return whether calls switch to an eager loop: at a new input size, or if read values keep changing."""
         if not self._may_follow:
             return False
         return self._captures.changes_too_often(signature) if change else has_other_sizes(signature, self.steps.known)
 
-    def _call_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> Any:
-        """Run a call as it is; ``why`` that is so from now on.
-
-        Raises:
-            _NotFollowedError: it cannot be, and nothing has been done.
-        """
-        self.why_followed = why or self.why_followed
+    def _call_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
+        """Run a call as an eager loop for this ``reason``; ``_NoEagerLoopError`` if that is impossible."""
+        self.why_followed = reason or self.why_followed
         try:
-            followed = self._pass_over()
+            eager_calls = self._pass_over()
         except _NotFollowedError as error:
-            _log.warning("each kind of inputs is captured and planned: %s", error.__cause__)
+            _log.warning("each input signature is captured and planned: %s", error.__cause__)
             self.why_followed, self._loop = "", None
             raise
         self.home.occupy(self, self._on_vacate)
         self.outcome = Outcome.STOPPED
         with Deferred("the step that runs"):
-            result = followed(self._user.function, args, kwargs)
+            result = eager_calls(self._user.function, args, kwargs)
             self.outcome = Outcome.MADE
         return result
 
     def _pass_over(self) -> FollowedCalls:
-        """Leave what was planned for the loop, one tensor after the other, so that memory stays within the budget."""
+        """Move from the arena to the eager loop, tensor by tensor so that memory stays within the budget."""
         if self.followed is None:
             if self._loop is None:
-                raise RuntimeError("a step that cannot be followed was to be; please report it")
+                raise RuntimeError("a step without an eager loop switched to it; please report it")
             try:
                 self.followed = FollowedCalls(self._loop(), self._user.models, self._user.optimizers)
             except StateError as error:
@@ -311,7 +298,7 @@ class Session:
                     raise
                 raise _NotFollowedError from error
             self.home.faces.drop_elsewhere = self.followed.drop_cache
-            _log.info("followed from now on: %s", self.why_followed)
+            _log.info("running as an eager loop from now on: %s", self.why_followed)
         if self.steps.known:
             with Deferred("the move of the model to the loop"):
                 self.engine.synchronize()
@@ -325,33 +312,33 @@ class Session:
     # Between steps
 
     def _catch_up(self, signature: Signature) -> None:
-        """See what others and the user have done since the last call, before anything moves: it would be lost."""
+        """Adopt changes by other steps and the user since the last call, before tensors move."""
         if self.home.occupy(self, self._on_vacate) and not self.keeper.take_back():
             self._start_anew()
-        others = self._signature is not None and signature.structure != self._signature.structure
-        self.refresh(leaving=others)
-        if others:
-            # What now has the name of something else must not take its place: it may come back.
+        is_other_structure = self._signature is not None and signature.structure != self._signature.structure
+        self.refresh(leaving=is_other_structure)
+        if is_other_structure:
+            # With another structure, keys may name other tensors; the old ones may come back later.
             self.steps.leave_program()
             self.keeper.forget_all()
-        if any(known.runner is not None and known.runner.is_outdated() for known in self.steps.known.values()):
-            _log.info("all that was captured is forgotten: an optimizer has lost state, or it lies otherwise in memory")
+        if any(entry.runner is not None and entry.runner.is_outdated() for entry in self.steps.known.values()):
+            _log.info("all plans are forgotten: an optimizer has lost state, or its state has another memory layout")
             self.forget_plans()
 
     def refresh(self, *, leaving: bool = False) -> None:
-        """See what the user has put in place of what was shown; ``leaving``: and leave it where it is."""
+        """Adopt tensors that the user has assigned; with ``leaving``, leave them where they are."""
         changed = self.keeper.refresh(leaving=leaving)
         if changed is None:
             self._start_anew()
         elif changed:
-            _log.info("taken over what was put in place of %s", ", ".join(changed))
+            _log.info("new tensors adopted for %s", ", ".join(changed))
 
     def _start_anew(self) -> None:
-        _log.info("all that was captured is forgotten: tensors share memory, or lie in it, otherwise than before")
+        _log.info("all plans are forgotten: the memory layout or sharing of tensors has changed")
         self.forget_plans()
 
     def forget_plans(self) -> None:
-        """Capture and plan anew at the next call."""
+        """Capture and plan again at the next call."""
         self.keeper.let_go()
         self.steps.leave_program()
         self.keeper.forget_all()
@@ -363,7 +350,7 @@ class Session:
         self._captures.forget()
 
     def vacate(self) -> None:
-        """Bring everything home, because another step that shares the home is to run."""
+        """Move all tensors home, since another step that shares the home is about to run."""
         with Deferred("the move of the model out of the arena"):
             if self.followed is not None:
                 self.followed.vacate()
@@ -373,10 +360,9 @@ class Session:
             self.keeper.hand_over()
 
     def close(self, *, whole: bool = True) -> None:
-        """Give the model memory of its own again, or leave it at a home that others share; free the rest.
+        """Move the model to ordinary memory, or leave it at a shared home; free all else.
 
-        Args:
-            whole: whether to gather what is spread over processes; all of them do so at once, or none.
+        With ``whole``, a sharded model is gathered.
         """
         self._close()
         if whole and self._peers is not None:
@@ -407,71 +393,73 @@ class Session:
     # Plans
 
     def _learn(
-        self, known: KnownStep | None, args: tuple[Any, ...], kwargs: dict[str, Any], others: Sequence[PlannedStep]
+        self,
+        entry: KnownStep | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        alternatives: Sequence[PlannedStep],
     ) -> KnownStep:
-        """Capture, measure and plan, together with other processes if there are any.
+        """Capture, measure and plan a call, together with the other processes of the step.
 
-        Args:
-            known: where others have no plan for the call, and this process has one.
-            others: as it was planned where it had read other values.
+        ``entry`` is the plan of this process if only others lack one; ``alternatives`` are plans for other read values.
         """
         peers = self._peers
         if peers is None:
-            return KnownStep(self.planner.plan_alone(*self.planner.capture(args, kwargs), others))
-        if known is not None and known.facts is not None:
-            peers.confirm(known.step, known.facts)
-            return known
+            return KnownStep(self.planner.plan_alone(*self.planner.capture(args, kwargs), alternatives))
+        if entry is not None and entry.facts is not None:
+            peers.confirm(entry.step, entry.facts)
+            return entry
         facts = StepFacts(versions(), format_bytes(self._budget), self._policy.name)
-        return KnownStep(*peers.learn(args, kwargs, facts, others))
+        return KnownStep(*peers.learn(args, kwargs, facts, alternatives))
 
     def _count_kinds(self, seconds: float) -> None:
-        """Say once what it costs that inputs come in many shapes."""
+        """Warn once about the cost of many input signatures."""
         self._planning_seconds.append(seconds)
         if len(self._planning_seconds) == _MANY_KINDS:
             _log.warning(
-                "inputs of %d kinds have been captured and planned, each anew, in %.1f s altogether and %.1f s for the "
-                "last; where only sizes differ, compile the step with dynamic=True, or pad inputs to a few lengths",
+                "%d input signatures have been captured and planned, in %.1f s in total and %.1f s for the last; if "
+                "only sizes differ, compile the step with dynamic=True, or pad inputs to a few lengths",
                 _MANY_KINDS,
                 sum(self._planning_seconds),
                 seconds,
             )
 
-    def _run(self, known: KnownStep, leaves: Sequence[Any]) -> Any:
-        """Run, or leave the model as it was before, or else torn."""
-        runner = known.runner
+    def _run(self, entry: KnownStep, leaves: Sequence[Any]) -> Any:
+        """Run a planned step; if it raises, restore the model if possible, else mark the session torn."""
+        runner = entry.runner
         if runner is None:
             raise RuntimeError("a step without a runner was activated; please report it")
         self.outcome = Outcome.TORN
         try:
             result, self.timeline = runner.run(self.engine, leaves, may_refuse=self._joined is None)
-            self.steps.shown, self.outcome = known.step, Outcome.MADE
+            self.steps.shown, self.outcome = entry.step, Outcome.MADE
         except UpdateError as error:
             self.outcome = Outcome.UPDATE_STOPPED
             raise (error.__cause__ or error) from None
-        except BaseException as error:  # Ctrl-C as well: whatever ends a step, the model must not stay half changed
+        except BaseException as error:  # Ctrl-C as well: the model must not stay half changed
             self.torn, self.outcome = f"{type(error).__name__}: {error}", Outcome.TORN
             peers = self._joined
             if peers is not None:
                 peers.failure = self.torn
             if self._recovers("undone", runner.undo, error):
                 self.torn, self.outcome = "", Outcome.UNDONE if peers is None else Outcome.APART
-            elif peers is None and self._recovers("stopped", runner.stop, error):  # peers have gone on
+            elif peers is None and self._recovers("stopped", runner.stop, error):  # peers would be a step ahead
                 self.torn, self.outcome = "", Outcome.STOPPED
             raise
         return result
 
-    def _may_stop(self, known: KnownStep) -> bool:
-        return known.runner is None or known.runner.may_stop(self.engine)
+    def _may_stop(self, entry: KnownStep) -> bool:
+        return entry.runner is None or entry.runner.may_stop(self.engine)
 
-    def _recovers(self, way: str, recover: Callable[[Engine], bool], error: BaseException) -> bool:
+    def _recovers(self, action: str, recover: Callable[[Engine], bool], error: BaseException) -> bool:
         try:
             return recover(self.engine)
         except TransferError as another:
-            error.add_note(f"It could not be {way}: {another}")
+            error.add_note(f"It could not be {action}: {another}")
             return False
 
 
 def versions() -> str:
-    """Return what a measurement was taken with, and a step runs with."""
-    own = library_version() or "(not installed)"
-    return f"outofcore {own}, PyTorch {torch.__version__} with {torch.get_num_threads()} threads"
+    """Return the versions and the thread count that measurements depend on."""
+    library = library_version() or "(not installed)"
+    return f"outofcore {library}, PyTorch {torch.__version__} with {torch.get_num_threads()} threads"

@@ -1,4 +1,4 @@
-"""A compiled step: captured, profiled and planned at its first call, and run within its budget at each."""
+"""A compiled step: captured, measured and planned at its first call, and run within its budget."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ REPORT_PATH = "outofcore-report.html"
 
 
 class Step(Generic[P, R]):
-    """A training step that runs within a byte budget: made by ``outofcore.compile``, called like the step given.
+    """A training step that runs within a byte budget, made by ``outofcore.compile``.
 
-    Between calls the model, its gradients and the optimizers can be read, changed, saved and evaluated
-    as in plain PyTorch. One step runs at a time; a step is not to be called from several threads at once.
-    A context manager: it closes the step.
+    Call it like the function it was made from. Between calls you can read, change, save and evaluate the model, its
+    gradients and the optimizers as in plain PyTorch. Do not call steps from several threads at once. Use it as a
+    context manager to close it.
 
     Attributes:
         budget: device bytes.
-        policy: how it is planned.
-        home: where what is not on the device lives; for ``compile(…, home=step.home)`` of another step over the
-            same model.
-        on_progress: told how far capturing, profiling and planning are (a stage, how much is done, and of how much);
-            None: a bar on a terminal tells.
+        policy: how the step is planned.
+        home: where tensors are stored while they are not on the device; pass it to ``compile(…, home=step.home)`` for
+            another step over the same model.
+        on_progress: progress callback ``(stage, done, total)``; None: a bar on a terminal.
 
     >>> import torch
     >>> import outofcore
@@ -102,34 +101,31 @@ class Step(Generic[P, R]):
         return f"<outofcore step {self.__name__!r} within {budget}: {plans} by {self.policy.name}{state}>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one training step and return what the user's step returns, in memory of its own.
+        """Run one training step and return the result of the user's function, outside the arena.
 
-        The first call captures, profiles and plans the step. So do later ones with inputs of other shapes, or from the
-        first of these on the step is run as it is, op by op: see ``dynamic`` of ``outofcore.compile``.
+        The first call captures, measures and plans the step. So does each call with inputs of a new shape, unless the
+        step switches to an eager loop: see ``dynamic`` of ``outofcore.compile``.
 
         Raises:
-            CaptureError: the step cannot become one graph.
-            BudgetError: the budget cannot hold it; or, where calls are followed, an op of it.
-            SpillError: the home cannot hold what must leave.
-            StateError: the step is closed, an earlier call failed half way, this is a fork of the process that
-                compiled the step, a loop is followed (``outofcore.budget``), or something else moved the model while
-                it ran.
-            TransferError: a copy failed in mid-step, or what was read is not what was written.
-            ValidationError: no plan keeps its promises: a fault of this library.
+            CaptureError: the step cannot be captured as one graph.
+            BudgetError: the budget is too small for the step, or for one op of an eager loop.
+            SpillError: the home is too small for the offloaded tensors.
+            StateError: the step is closed, an earlier call failed half way, this process is a fork of the one that
+                compiled the step, ``outofcore.budget`` is running a loop, or other code moved the model meanwhile.
+            TransferError: a copy failed during the step, or the bytes read differ from those written.
+            ValidationError: no plan passed validation: a bug in outofcore.
             CommunicationError: a collective failed, because another process has ended.
 
-        Whatever is raised carries a note (``__notes__``) that says how the model is: as it was before the step, as
-        long as nothing that lasts had been updated; as it is after the step, if that had ended; as plain PyTorch
-        leaves it at an op that raises, where the call was followed, or at an optimizer that does; or else, where a
-        copy, a check or an op failed after parameters had been updated, part old and part new, and then the step
-        refuses to go on. Ctrl-C and SIGTERM take effect when the step has ended, or before it while it is profiled and
-        planned; a second one at once.
+        Each exception has a note (``__notes__``) that reports the state of the model: as before the step, as after the
+        step, stopped at an op as in plain PyTorch, or part old and part new. In the last case the step raises
+        ``StateError`` until a checkpoint is loaded. Ctrl-C and SIGTERM take effect when the step has ended, or between
+        ops while it is measured and planned; a second one takes effect at once.
         """
         self._access.check(self._session.torn)
         if is_followed():
             raise StateError(
-                "a compiled step has a budget of its own and does not run inside of outofcore.budget(); leave that "
-                "context first, or call the training function itself there"
+                "a compiled step has its own budget and cannot run inside outofcore.budget(); leave that context "
+                "first, or call the training function itself there"
             )
         with self._access.alone():
             self._session.outcome = Outcome.UNCHANGED
@@ -140,18 +136,15 @@ class Step(Generic[P, R]):
                 raise
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Captured:
-        """Capture, profile and plan the step for such arguments, and run nothing; a call with them then runs at once.
+        """Capture, measure and plan the step for these arguments without running it; return the capture.
 
-        Returns:
-            The capture.
-
-        Raises:
-            CaptureError, BudgetError, SpillError, ValidationError: as a call does. Nothing has been changed.
-            StateError: the step is closed or failed half way, or its calls are followed and not captured.
+        Raises the errors of a call, or ``StateError`` if calls run as an eager loop. No state has changed then.
         """
         self._access.check(self._session.torn)
         if self._session.why_followed:
-            raise StateError("the calls of this step are followed, and nothing is planned; leave 'dynamic' out")
+            raise StateError(
+                "the calls of this step run as an eager loop, without a plan; compile it with dynamic=False"
+            )
         with self._access.alone():
             return self._session.prepare(args, kwargs, self.on_progress).captured
 
@@ -159,89 +152,65 @@ class Step(Generic[P, R]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Other processes may not have come to where this one has an error, and would be waited for.
+        # After an error, a gather would wait for processes that may never reach it.
         self.close(whole=kind is None)
 
     def synchronize(self) -> None:
-        """Return when everything of the last call is done. (On the CPU it is when the call returns.)"""
+        """Wait until the last call has ended on the device. On the CPU, a call returns after that."""
         self._access.check(self._session.torn)
         self._session.engine.synchronize()
 
     def close(self, *, whole: bool = True) -> None:
-        """Give the model and the optimizers memory of their own again, as plain PyTorch has it, and free the rest.
+        """Move the model and the optimizers back to ordinary memory, and free all other memory of the step.
 
-        What is spread over processes (``shard=``) is gathered in each of them, so all have to close their steps.
-
-        Args:
-            whole: whether it is. If not, as where a context ends by an exception or where no process has room for a
-                whole model, its parameters stay without contents, on the device ``meta``.
-
-        Raises:
-            CommunicationError: another process has ended; what was not gathered by then stays without contents.
+        A model that is sharded (``shard=``) is gathered in each process, so all processes must close their steps. Pass
+        ``whole=False`` in processes without memory for a whole model: its parameters then stay on the device ``meta``,
+        without contents, as after an exception in the context. Raises ``CommunicationError`` if another process has
+        ended; parameters not yet gathered stay without contents.
         """
         if self._access.closed:
             return
         self._access.closed = True
-        if self._access.is_own:  # else the threads and the files are those of another process
+        if self._access.is_own:  # a fork must not close threads and files of its parent
             self._session.close(whole=whole)
 
-    # What it did
+    # Results of calls
 
     @property
     def homes(self) -> tuple[HomeStore, ...]:
-        """Where bytes are that are not on the device, nearest first."""
+        """The homes of the step, fastest first."""
         return self.home.stores
 
     @property
     def planned(self) -> Planned:
-        """The plan of the last call that had one, with its program and the simulated timeline.
-
-        Raises:
-            StateError: there was none.
-        """
+        """The plan of the last planned call, with program and timeline; ``StateError`` before that."""
         return self._shown("planned").planned
 
     @property
     def captured(self) -> Captured:
-        """The capture that the last call ran; that had one.
-
-        Raises:
-            StateError: there was none.
-        """
+        """The capture of the last planned call; ``StateError`` before the first one."""
         return self._shown("captured").captured
 
     @property
     def costs(self) -> Costs:
-        """The costs that the last call was planned with; that had a plan.
-
-        Raises:
-            StateError: there was none.
-        """
+        """The costs that the last planned call was planned with; ``StateError`` before the first one."""
         return self._shown("profiled").costs
 
-    def _shown(self, what: str) -> PlannedStep:
+    def _shown(self, stage: str) -> PlannedStep:
         if self._session.steps.shown is None:
-            raise StateError(self._nothing_to_show(f"it is {what} at its first call"))
+            raise StateError(self._nothing_to_show(f"it is {stage} at its first call"))
         return self._session.steps.shown
 
     @property
     def timeline(self) -> Timeline:
-        """When each instruction of the last call that had a plan ran.
-
-        Raises:
-            StateError: there was none.
-        """
+        """The measured timeline of the last planned call; ``StateError`` before the first one."""
         if self._session.timeline is None:
             raise StateError(self._nothing_to_show("its timeline is measured at its first call"))
         return self._session.timeline
 
     @property
     def stats(self) -> StepStats:
-        """What the last call did.
-
-        Raises:
-            StateError: the step was not called yet.
-        """
+        """Statistics of the last call; ``StateError`` before the first one."""
         session = self._session
         if session.followed is not None and session.followed.last is not None:
             last = session.followed.last
@@ -263,29 +232,25 @@ class Step(Generic[P, R]):
         if followed is None or followed.last is None:
             return f"the step was not called yet: {otherwise}"
         return (
-            "all calls of this step were followed, which have no plan: step.stats tells what they did; compile it with "
-            "dynamic=False to have each shape captured and planned"
+            "all calls of this step ran as an eager loop, which has no plan: see step.stats; compile the step with "
+            "dynamic=False to capture and plan each shape"
         )
 
     def report(
         self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "", budgets: int | None = None
     ) -> Path:
-        """Write what the last call did that had a plan, as one HTML page that needs nothing else.
+        """Write a self-contained HTML report on the last planned call; return its path.
 
-        It shows memory over time and the queues, measured and predicted, why ops waited, what was decided about each
-        storage, step time against budget, and what would help most.
+        It shows memory over time, the queues (measured and predicted), why ops waited, the decision for each storage,
+        step time against budget, and the most useful changes. A notebook displays the returned path as the page.
 
         Args:
-            path: the file; its folder is created. By default ``outofcore-report.html`` in the current folder.
-            title: the heading; by default the name of the step.
-            budgets: how many budgets to plan for besides this one, for the curve; each takes as long as planning
-                took. 0: none.
-
-        Returns:
-            the file; a notebook that shows it shows the page.
+            path: the file; its folder is created.
+            title: the heading. Default: the name of the step.
+            budgets: the number of additional budgets to plan for the curve; each takes as long as the first plan.
 
         Raises:
-            StateError: no call had a plan.
+            StateError: no call has been planned.
             InputError: the file cannot be written.
         """
         notes = [("versions", versions())]
@@ -295,62 +260,56 @@ class Step(Generic[P, R]):
         return ReportPath(path)
 
     def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
-        """Write the last call that had a plan, measured and predicted, as a trace for Perfetto and chrome://tracing.
+        """Write the last planned call, measured and predicted, as a trace for Perfetto and chrome://tracing.
 
         Args:
             path: the file, compressed if its name ends in ``.gz``; its folder is created.
-            beside: a trace that ``torch.profiler`` exported of the last call: both are then in the file, on one axis
-                of time (to about a millisecond).
+            beside: a ``torch.profiler`` trace of the last call to merge in, on the same time axis (to about a
+                millisecond).
 
         Raises:
-            StateError: no call had a plan.
+            StateError: no call has been planned.
             InputError: a file cannot be read or written.
         """
-        other = None if beside is None else Path(beside)
-        trace_step(Path(path), self._ran(), began_ns=self._session.began_ns, beside=other)
+        profile = None if beside is None else Path(beside)
+        trace_step(Path(path), self._ran(), began_ns=self._session.began_ns, beside=profile)
 
     def _ran(self) -> ReportedStep:
         return ReportedStep(self.captured.graph, self.costs, self.planned, self.budget, self.policy, self.timeline)
 
-    # What lasts
+    # Persistent state
 
     def save(self, folder: str | os.PathLike[str], extra: Any = None, *, frozen: bool = True) -> None:
         """Save models, optimizers, gradients and random generators, streamed through a buffer of some MiB.
 
-        A checkpoint that is in the folder counts until this one is whole on the disk: however a save ends,
-        one of the two can be loaded. Between, the disk holds both.
-
-        What is spread over processes (``shard=``) is saved whole, by the first of them; all call this at once. Any
-        number of processes can load it, and so can plain PyTorch.
+        An existing checkpoint in the folder stays valid until the new one is complete on disk, which needs space for
+        both. A sharded model (``shard=``) is saved whole by the first process; all processes must call this.
 
         Args:
-            folder: made if it does not exist. It gets safetensors files and ``checkpoint.json``, which names them.
+            folder: created if it does not exist. It gets safetensors files and ``checkpoint.json``, which lists them.
             extra: plain data of yours (numbers, text, lists, dicts), such as an epoch or a scheduler's state dict.
-            frozen: False leaves out parameters of the models that do not require gradients, such as the base of
-                adapters; ``load`` then leaves those as they are, and refuses a model that has others by name, shape or
-                dtype. Their values are not compared. Buffers are always saved; so are frozen parameters that have a
-                gradient or optimizer state, or that share memory with buffers or with parameters that are saved.
+            frozen: False leaves out parameters that do not require gradients, such as the base of adapters, unless they
+                have a gradient or optimizer state or share memory with a saved tensor. ``load`` then leaves those
+                unchanged, and refuses a model in which they have another name, shape or dtype.
 
         Raises:
-            StateError: the step is closed or failed half way, or something cannot be saved.
-            TransferError: the system refuses; the message says where and why.
+            StateError: the step is closed or failed half way, or has contents that cannot be saved.
+            TransferError: a file could not be written; the message has the path and the reason.
         """
         with self._access.alone():
             self._access.check(self._session.torn)
             self._state.save(Path(folder), extra, frozen=frozen)
 
     def load(self, folder: str | os.PathLike[str]) -> Any:
-        """Load a checkpoint; training then goes on, bit for bit, as it did after it was saved.
+        """Load a checkpoint, and return its ``extra``; training then continues bit for bit as after the save.
 
-        A step that failed half way can be used again. Frozen parameters that were left out stay as they are.
-
-        Returns:
-            what was saved as ``extra``; tuples come back as lists.
+        A step that failed half way can be used again. Frozen parameters that were left out keep their values. In
+        ``extra``, tuples come back as lists.
 
         Raises:
-            InputError: there is no such checkpoint, or not of these models and optimizers, or it was saved without a
-                parameter that requires gradients now; nothing has been changed.
-            TransferError: a file cannot be read or is not as it was saved; the step refuses to go on.
+            InputError: there is no checkpoint, it belongs to other models or optimizers, or it lacks a parameter that
+                requires gradients; no state has changed.
+            TransferError: a file cannot be read or is corrupt; the step refuses further calls.
             StateError: the step is closed.
         """
         with self._access.alone():
@@ -358,24 +317,19 @@ class Step(Generic[P, R]):
             return self._state.load(Path(folder))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dicts of models and optimizers, and the state of PyTorch's generator, as they are now.
+        """Return the current state dicts of models and optimizers, and the state of PyTorch's generator.
 
-        As in plain PyTorch their tensors are those of the model: clone what is to stay as it is. What lives on a disk
-        is read from there as it is looked at; ``save`` needs less memory.
-
-        Raises:
-            StateError: the step is closed or failed half way.
+        The tensors are the model's own, as in plain PyTorch; clone them to keep values. ``save`` needs less memory.
+        Raises ``StateError`` if the step is closed or failed half way.
         """
         with self._access.alone():
             self._access.check(self._session.torn)
             return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave; a step that failed half way can be used again.
+        """Load the result of ``state_dict``; a step that failed half way can be used again.
 
-        Raises:
-            InputError: it is of other models or optimizers.
-            StateError: the step is closed.
+        Raises ``InputError`` for other models or optimizers, ``StateError`` if the step is closed.
         """
         self._state.check_counts(state)
         with self._access.alone():
@@ -383,14 +337,14 @@ class Step(Generic[P, R]):
             self._state.load_state_dict(state)
 
     def _vacate(self) -> None:
-        """Another step that shares the home is to run."""
+        """Move the model to the home, since another step over it is about to run."""
         self._access.check(self._session.torn)
         with self._access.alone():
             self._session.vacate()
 
 
 class _Access:
-    """Says who may use a step: one thread at a time, of the process that compiled it, until it is closed."""
+    """A guard that admits one thread at a time, in the process that compiled the step, until it is closed."""
 
     def __init__(self, home: OpenHome) -> None:
         self._home = home
@@ -400,27 +354,25 @@ class _Access:
 
     @property
     def is_own(self) -> bool:
-        """Whether this is the process that compiled the step."""
         return os.getpid() == self._process
 
     @contextlib.contextmanager
     def alone(self) -> Generator[None]:
-        """Refuse other threads."""
+        """Hold the step for this thread; refuse other threads."""
         if not self._running.acquire(blocking=False):
             raise StateError("this step is running already; call it from one thread at a time")
         try:
-            # What was written there may have been changed by the user since.
+            # The user may have changed tensors at the home since the last call.
             self._home.start()
             yield
         finally:
             self._running.release()
 
     def check(self, torn: str = "") -> None:
-        """Refuse a step that is closed or forked, or that is ``torn``, for the reason given."""
         if not self.is_own:
             raise StateError(
-                f"this step belongs to process {self._process}, of which this one ({os.getpid()}) is a fork: its copy "
-                "threads are not here; call it there, or compile a step in this process"
+                f"this step belongs to process {self._process}, and this process ({os.getpid()}) is a fork of it, "
+                "without its copy threads; call the step there, or compile one in this process"
             )
         if self.closed:
             raise StateError("this step is closed; compile it again to go on")

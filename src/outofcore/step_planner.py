@@ -1,4 +1,4 @@
-"""Capture, measure and plan a step for its first call; ``peers`` lets one process do so for all."""
+"""Capture, measure and plan a step for its first call. With ``peers``, one process does so for all."""
 
 from __future__ import annotations
 
@@ -36,15 +36,11 @@ Recapture = Callable[..., Captured]
 
 
 class StepPlanner:
-    """Captures, measures and plans one user's step; nothing of the user's is changed.
-
-    Args:
-        empty_device: brings the model home, so that ops are measured on the device alone.
+    """The planner of one user's step; it changes no tensor of the user.
 
     Attributes:
-        links: the homes as measured.
-        is_ahead: whether no call waits for the plan.
-        tell: reports progress.
+        links: the measured homes.
+        is_ahead: whether no call waits for the plan, so that a full search is affordable.
     """
 
     def __init__(
@@ -68,9 +64,9 @@ class StepPlanner:
         self.tell: Tell = silent
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Recapture]:
-        """Capture a call of the step."""
+        """Capture a call of the step; return it with a function that captures it again."""
         self.tell("capture the step", 0, 1)
-        # It puts stand-ins where the model has its tensors.
+        # The capture replaces the model's tensors by fake ones, so an interrupt must wait.
         capture = self._user.capturing(args, kwargs, self.backend.device, self._layouts, self._orders)
         with Deferred("the capture of the step", stops=3):
             traced = capture()
@@ -82,54 +78,47 @@ class StepPlanner:
         traced = in_partial_sums(traced) if is_close else traced
         return traced, summing(fusing(capture, kernels), is_on=is_close)
 
-    def plan_alone(self, traced: Captured, recapture: Recapture, others: Sequence[PlannedStep]) -> PlannedStep:
-        """Plan a step that this process runs alone.
-
-        ``others`` were planned where the step had read other values: their plan is reused if only numbers in ops
-        differ.
-        """
-        for other in others:
-            captured = self.variants_of(traced).captured(other.variant)
-            if captured is not None and captured.is_alike(other.captured):
-                _log.info("its plan holds for the step as it is now")
-                return replace(other, captured=captured)
+    def plan_alone(self, traced: Captured, recapture: Recapture, alternatives: Sequence[PlannedStep]) -> PlannedStep:
+        """Plan a step that this process runs alone; reuse the plan of an alternative if only numbers differ."""
+        for similar in alternatives:
+            captured = self.variants_of(traced).captured(similar.variant)
+            if captured is not None and captured.is_alike(similar.captured):
+                _log.info("an existing plan is valid for the new values")
+                return replace(similar, captured=captured)
         return self.plan(traced, recapture)
 
     def plan(
         self, traced: Captured, recapture: Recapture, groups: Mapping[int, GroupCost] | None = None
     ) -> PlannedStep:
-        """Measure and plan a step.
-
-        ``groups`` are the costs of process groups by their size, if other processes run the step as well. They follow
-        its plan for long, so it is worth the whole search.
-        """
+        """Measure and plan a step; ``groups`` are the costs of process groups that share the plan, by size."""
         self.tell("capture the step", 1, 1)
         room = self.make_room(traced)
+        # Processes replace a shared plan only once, so it gets a full search.
         together = groups is not None
         quickly = not self.is_ahead and not together
         key = "" if together else self._key(traced, room)
-        found = self._stored(key, self.variants_of(traced), room, quickly=quickly)
-        if found is None:
-            found = self._chosen(self.variants_of(traced, recapture), room, groups or {}, key, quickly=quickly)
+        step = self._stored(key, self.variants_of(traced), room, quickly=quickly)
+        if step is None:
+            step = self._chosen(self.variants_of(traced, recapture), room, groups or {}, key, quickly=quickly)
         self.tell("plan", 1, 1)
         _log.info(
             "planned %d ops (%s) in %s of %s by %s: %s predicted, %s of them ops",
-            len(found.graph.ops),
-            found.variant,
-            format_bytes(found.arena_bytes),
+            len(step.graph.ops),
+            step.variant,
+            format_bytes(step.arena_bytes),
             format_bytes(self.budget),
-            found.planned.plan.policy,
-            f"{found.seconds:.3f} s",
-            f"{found.costs.compute_seconds:.3f} s",
+            step.planned.plan.policy,
+            f"{step.seconds:.3f} s",
+            f"{step.costs.compute_seconds:.3f} s",
         )
-        if found.costs.is_busy:
-            _log.info("ops or links were measured while the machine was busy: later processes measure them again")
-        return found
+        if step.costs.is_busy:
+            _log.info("ops or links were measured while the machine was busy; later processes will measure them again")
+        return step
 
     def _chosen(
         self, variants: StepVariants, room: int, groups: Mapping[int, GroupCost], key: str, *, quickly: bool
     ) -> PlannedStep:
-        """Plan a step in the variant that runs, and store the plan; without a key it is not stored."""
+        """Plan a step in the best variant, and store the plan under ``key`` (empty: do not store it)."""
         plans = VariantPlans(
             variants,
             room,
@@ -140,24 +129,20 @@ class StepPlanner:
             stores=self.stores,
         )
         try:
-            found = choose_variant(plans, room)
+            step = choose_variant(plans, room)
         except BudgetError as refusal:
             raise in_terms_of_the_budget(refusal, self.budget, room) from None
         if not key:
-            return found
-        # Only where ops are split does anything follow from them.
-        whole = found.variant.op_bytes is None
+            return step
+        # Workspaces matter only if ops are split.
+        whole = step.variant.op_bytes is None
         workspaces = {family: count for family, count in variants.workspaces.items() if count and not whole}
-        choice = Choice(key, found.variant, workspaces)
-        self.plans.keep(choice, found.graph, found.costs, room, found.planned, is_quick=found.is_quick)
-        return replace(found, choice=choice)
+        choice = Choice(key, step.variant, workspaces)
+        self.plans.keep(choice, step.graph, step.costs, room, step.planned, is_quick=step.is_quick)
+        return replace(step, choice=choice)
 
     def _stored(self, key: str, variants: StepVariants, room: int, *, quickly: bool) -> PlannedStep | None:
-        """Return a step with its stored plan, proved; None if there is none, or only a quick one and not ``quickly``.
-
-        Raises:
-            SpillError: a home has no room for what must leave.
-        """
+        """Return a step with its stored plan, proved; None without one, or if it is quick and not ``quickly``."""
 
         def use(stored: StoredPlan) -> PlannedStep | None:
             if stored.is_quick and not quickly:
@@ -169,51 +154,51 @@ class StepPlanner:
                 raise GraphError(f"the step has no variant {choice.variant}")
             costs, profiles = self._measure(variants, choice.variant, {})
             if stored.is_busy and not costs.is_busy:
-                _log.info("the step is planned again: its plan was made with times of a busy machine")
+                _log.info("planning again: the stored plan was made with times of a busy machine")
                 return None
             planned = stored.proved(captured.graph, costs, room)
             return PlannedStep(
                 captured, room, costs, planned, profiles, choice.variant, is_quick=stored.is_quick, choice=choice
             )
 
-        found = self.plans.find(key, use)
-        if found is not None:
-            check_spill(found.graph, found.costs, found.planned, self.stores)
-        return found
+        step = self.plans.find(key, use)
+        if step is not None:
+            check_spill(step.graph, step.costs, step.planned, self.stores)
+        return step
 
     def _key(self, traced: Captured, room: int) -> str:
-        """Return the key of all that decides how a step is planned, except for costs; empty without a cache."""
+        """Return a key of all inputs of planning, except for costs; empty without a cache."""
         if self.cache is None:
             return ""
         changed = gradients_from_now_on(traced) if self._repeats else {}
         tensors = [id(binding.tensor) for binding in traced.states]
-        everything = sum(storage.bytes for storage in traced.graph.storages)
+        max_bytes = sum(storage.bytes for storage in traced.graph.storages)
         return self.plans.key(
             traced.graph,
             self.policy,
             (self.budget, room, self._split.value, self.backend.alignment),
             [call.rehearse_first is not None for call in traced.calls],
-            [(place, changed[tensor] is None) for place, tensor in enumerate(tensors) if tensor in changed],
-            [(store.name, min(_about(store.capacity), everything)) for store in self.stores],
-            # What ops need, and whether those that are split give the same bits, depends on this.
+            [(index, changed[tensor] is None) for index, tensor in enumerate(tensors) if tensor in changed],
+            [(store.name, min(_about(store.capacity), max_bytes)) for store in self.stores],
+            # The memory that ops need, and whether splits are exact, depends on the facts in this name.
             op_shelf(self.cache, self.backend.facts(), "parts").path.name,
         )
 
     def make_room(self, traced: Captured) -> int:
-        """Empty the device, and return the bytes that the arena of a step may have."""
+        """Empty the device, and return the bytes available to the arena of a step."""
         self._empty_device()
         self.backend.prepare()
         return room_for_arena(traced, self.backend, self.budget)
 
     def variants_of(self, traced: Captured, recapture: Recapture | None = None) -> StepVariants:
-        """Return the variants of a step; without ``recapture``, those of this call alone."""
-        again = recapture or _not_captured_again
-        return StepVariants(traced, again, self.backend, self.cache, self._split, self.stores[0].capacity)
+        """Return the variants of a step; without ``recapture``, of this call only."""
+        capture_again = recapture or _not_captured_again
+        return StepVariants(traced, capture_again, self.backend, self.cache, self._split, self.stores[0].capacity)
 
     def _measure(
         self, step: StepVariants, variant: Variant, groups: Mapping[int, GroupCost]
     ) -> tuple[Costs, tuple[OpProfile, ...]]:
-        """Measure a variant of a step, and the links to its homes."""
+        """Return the costs and profiles of a variant; measure ops and links where needed."""
         profiles = step.profiles(variant, timed=True, advance=partial(self.tell, "measure ops"))
         profiles = with_collectives(step.made(variant), profiles, groups)
         if not self.links:
@@ -225,10 +210,10 @@ class StepPlanner:
 
 
 def _not_captured_again(**_: object) -> Captured:
-    raise RuntimeError("a step was captured again for a plan that is known; please report it")
+    raise RuntimeError("a step was captured again for an existing plan; please report it")
 
 
 def _about(count: int) -> int:
-    """Round bytes down to three leading bits: what is free is never the same twice."""
+    """Round bytes down to three leading bits, since free bytes differ a little in each process."""
     spare = max(count.bit_length() - 3, 0)
     return count >> spare << spare

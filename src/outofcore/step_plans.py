@@ -1,9 +1,4 @@
-"""Plans of compiled steps in the store, so that a step whose plan is known starts without planning.
-
-A plan is stored for a step as it was captured, with the variant that was chosen for it: the next process makes that
-variant alone. The plan is proved before it runs, whatever was stored. One from a quick search is replaced once there is
-a better one.
-"""
+"""Stored plans of compiled steps: a step with a stored plan starts without planning."""
 
 from __future__ import annotations
 
@@ -42,13 +37,9 @@ class _File(Document):
 
 @dataclass(frozen=True)
 class Choice:
-    """A variant that was chosen for a step.
+    """The variant chosen for a step, with the ``key`` of its plan in the store.
 
-    Attributes:
-        key: of the step and all that decides, in the store.
-        variant: the variant.
-        workspaces: scratch bytes of whole ops by family, from which it follows how finely a variant's ops are split;
-            empty if they are whole.
+    ``workspaces`` are the scratch bytes of whole ops by family, which decide the split factors.
     """
 
     key: str
@@ -58,12 +49,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """A plan as it was stored, not yet proved.
+    """A plan from the store, not yet proved.
 
-    Attributes:
-        choice: the variant that it is for.
-        is_quick: whether a quick search has found it.
-        is_busy: whether it was made for costs of a busy machine.
+    ``is_quick``: from a quick search. ``is_busy``: with costs that were measured on a busy machine.
     """
 
     choice: Choice
@@ -73,34 +61,30 @@ class StoredPlan:
     _path: Path
 
     def proved(self, graph: StepGraph, costs: Costs, budget: int) -> Planned:
-        """Return the plan for its variant's graph, with its timeline under these costs.
+        """Return the plan for its variant's graph, validated, with its timeline under these costs.
 
-        Raises:
-            GraphError: it was made for other scratch memory, or names what the graph does not have.
-            ValidationError: it does not pass the validator.
+        Raises ``GraphError`` if ops need other scratch memory than in the plan, or the graph lacks a name in it.
         """
         if self._file.needs != _needs(costs):
-            raise GraphError(f"{self._path}: ops need other scratch memory than when it was made")
-        found = plan_of(self._file.plan, range(len(graph.storages)), self._path)
-        validate(graph, found.program, budget, costs)
-        return Planned(found.plan, found.program, simulate(graph, costs, found.program))
+            raise GraphError(f"{self._path}: ops need other scratch memory than when the plan was made")
+        plan = plan_of(self._file.plan, range(len(graph.storages)), self._path)
+        validate(graph, plan.program, budget, costs)
+        return Planned(plan.plan, plan.program, simulate(graph, costs, plan.program))
 
 
 class StepPlans:
-    """The plans of compiled steps in a folder; with None it keeps none."""
+    """A store of plans of compiled steps in a folder; None: no store."""
 
     def __init__(self, folder: Path | None) -> None:
         self._store = PlanStore(folder, "plan", _FORMAT, _File)
 
     def key(self, graph: StepGraph, policy: Policy, *facts: object) -> str:
-        """Return the key of a step as it was captured; empty if its plan is not to be stored.
+        """Return the key of a captured step; empty if its plan cannot be stored.
 
-        Args:
-            graph: the step. Where its ops stand in the user's source is no part of it.
-            policy: how it is planned.
-            facts: all else that decides, except for costs; ``repr`` tells them apart.
+        ``facts`` are all other inputs of planning except costs, distinguished by ``repr``. The user's source lines are
+        not part of the key.
         """
-        # What a policy of the user's does may change while its name does not.
+        # A user's policy may change its behaviour under the same name.
         if self._store.folder is None or policy.name not in POLICIES:
             return ""
         if type(policy) is not type(policy_of(policy.name)):
@@ -108,7 +92,7 @@ class StepPlans:
         return key_of(_FORMAT, PLAN_FORMAT, graph.content(), policy, facts)
 
     def find(self, key: str, use: Callable[[StoredPlan], _Step]) -> _Step | None:
-        """Return what ``use`` makes of the stored plan; None if there is none, or ``use`` refuses it."""
+        """Return the result of ``use`` for the stored plan; None without one, or if ``use`` refuses it."""
 
         def check(file: _File, path: Path) -> _Step:
             choice = Choice(key, file.variant, file.workspaces)
@@ -119,9 +103,9 @@ class StepPlans:
     def keep(
         self, choice: Choice, graph: StepGraph, costs: Costs, budget: int, planned: Planned, *, is_quick: bool
     ) -> None:
-        """Keep a plan for later processes; one from a quick search does not replace a better one.
+        """Store a plan, unless it is from a quick search and the stored one is better.
 
-        It does replace one that was made for costs of a busy machine, if its own are not.
+        A stored plan made with costs of a busy machine is replaced if the new costs are not.
         """
         needs, is_busy = _needs(costs), costs.is_busy
 

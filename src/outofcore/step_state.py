@@ -1,4 +1,4 @@
-"""What lasts of a compiled step: models and optimizers, saved, loaded, and given as state dicts."""
+"""Persistent state of a compiled step: saving, loading, and state dicts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from outofcore.session import Session
 
 
 class StepState:
-    """Saves and loads what a step trains; a load that fails half way leaves the session torn."""
+    """The persistent state of a step; a load that fails half way leaves the session torn."""
 
     def __init__(self, user: UserStep[..., Any], home: OpenHome, session: Session) -> None:
         self._user, self._home, self._session = user, home, session
 
     def save(self, folder: Path, extra: Any, *, frozen: bool) -> None:
-        """Save a checkpoint; processes that share the models do so together."""
+        """Save a checkpoint, together with the processes that share the models."""
         user = self._user
         self._session.spread()
         written = self._session.steps.written()
@@ -32,7 +32,7 @@ class StepState:
         save_checkpoint(folder, user.models, user.optimizers, faces, extra, shards, frozen=frozen, written=written)
 
     def load(self, folder: Path) -> Any:
-        """Load a checkpoint in all processes, or in none of them as far as it is seen beforehand; return its extra."""
+        """Load a checkpoint in all processes; if one refuses it, in no process; return its ``extra``."""
         user = self._user
         if user.shards is not None and not user.shards.is_spread:
             self._session.spread()
@@ -52,12 +52,11 @@ class StepState:
             self._user.shards.settle(error, "load the checkpoint")
 
     def _tear(self, _: object, error: BaseException | None, __: object) -> None:
-        """Refuse to go on after a load that failed here or in another process, unless it was refused beforehand."""
+        """Mark the session torn after a load that failed in any process, unless it was refused beforehand."""
         if error is not None and not isinstance(error, InputError):
             self._session.torn = f"{type(error).__name__}: {error}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dicts of models and optimizers, and the state of PyTorch's generator."""
         self._check_whole("step.state_dict()")
         return {
             "models": [model.state_dict() for model in self._user.models],
@@ -66,38 +65,36 @@ class StepState:
         }
 
     def check_counts(self, state: dict[str, Any]) -> None:
-        """Refuse a state of other models or optimizers."""
         models, optimizers = self._user.models, self._user.optimizers
         if (len(state["models"]), len(state["optimizers"])) != (len(models), len(optimizers)):
             raise InputError(
-                f"the state is of {len(state['models'])} models and {len(state['optimizers'])} optimizers, and the "
+                f"the state has {len(state['models'])} models and {len(state['optimizers'])} optimizers, but the "
                 f"step has {len(models)} and {len(optimizers)}"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave."""
         self._check_whole("step.load_state_dict()")
         with self._made_anew():
-            for model, own in zip(self._user.models, state["models"], strict=True):
-                model.load_state_dict(own)
-            for optimizer, own in zip(self._user.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(own)
+            for model, saved in zip(self._user.models, state["models"], strict=True):
+                model.load_state_dict(saved)
+            for optimizer, saved in zip(self._user.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
         torch.set_rng_state(state["generator"])
         self._session.torn = ""
 
-    def _check_whole(self, what: str) -> None:
+    def _check_whole(self, call: str) -> None:
         shards = self._user.shards
         if shards is not None and shards.is_spread:
             raise StateError(
-                f"{what} would need the whole model in one process, and it is spread over {shards.group.size()}: use "
+                f"{call} needs the whole model in one process, but it is sharded over {shards.group.size()}: use "
                 "step.save() and step.load(), or close the step first"
             )
 
     @contextmanager
     def _made_anew(self) -> Generator[None]:
-        """See whether optimizers lose their state: memory to make it is planned for the first step alone."""
+        """Forget all plans if an optimizer loses its state: only a first step has memory to create it."""
         optimizers = self._user.optimizers
-        had = [bool(optimizer.state) for optimizer in optimizers]
+        had_state = [bool(optimizer.state) for optimizer in optimizers]
         yield
-        if any(before and not o.state for before, o in zip(had, optimizers, strict=True)):
+        if any(had and not o.state for had, o in zip(had_state, optimizers, strict=True)):
             self._session.forget_plans()

@@ -1,7 +1,7 @@
-"""The variants of a captured step on a machine: captured, measured and planned when ``variant`` asks for them.
+"""The variants of a captured step: made, measured and planned when ``variant`` requests them.
 
-The first call of a step that ends with ``zero_grad(set_to_none=False)`` makes its gradients, and later calls add to
-them, which takes more bytes: ``StepVariants.later`` is the step as those run it. A budget has to hold both.
+With ``zero_grad(set_to_none=False)``, the first call creates gradients and later calls add to them, which takes more
+memory: ``StepVariants.later`` is the step in those calls. A budget must hold both.
 """
 
 from __future__ import annotations
@@ -28,29 +28,25 @@ from outofcore.transforms.split import Tiled, tiled
 from outofcore.units import MIB
 from outofcore.variant import LOWEST_MEMORY, Form, Variant
 
-# A split step of more ops takes longer to plan than it saves.
+# A split step with more ops takes longer to plan than it saves.
 _MAX_OPS = 20_000
-# Trials on the CPU may take so much memory, however small the budget is: it is taken once, and PyTorch takes as much.
+# Minimum memory of exactness checks on the CPU, even if the budget is smaller. PyTorch itself takes as much, once.
 _TRIAL_BYTES = 256 * MIB
 
-# Called with the families of ops that are measured, and their number.
+# Called with the number of families measured, and the number of families.
 Advance = Callable[[int, int], None]
 
 
 class Split(Enum):
-    """Whether an op that needs more memory than there is may be split."""
+    """Whether an op that needs more memory than is available may be split."""
 
-    EXACT = "exact"  # where its parts give the bits of the whole
-    CLOSE = "close"  # so too; and sums over rows and samples are always taken in parts, and rounded otherwise
+    EXACT = "exact"  # if the result is bit-identical
+    CLOSE = "close"  # as EXACT; sums over rows and samples are always split, with other rounding
     OFF = "off"  # never
 
 
 def split_of(name: str) -> Split:
-    """Parse the ``split`` option.
-
-    Raises:
-        InputError: there is no such split.
-    """
+    """Parse the ``split`` option; ``InputError`` for an unknown value."""
     try:
         return Split(name)
     except ValueError:
@@ -59,19 +55,13 @@ def split_of(name: str) -> Split:
 
 @dataclass(frozen=True)
 class StepVariants:
-    """The variants of a step as captured, each made and measured once.
+    """The variants of a captured step, each made and measured once.
 
     Attributes:
-        traced: the step.
-        capture: captures it again, given ``gradients`` as ``capture_step`` takes them.
-        backend: where it runs, is measured, and splits are tried; None: on no machine, so that all splits count as
-            exact and ops need no scratch memory.
-        cache: where measurements are kept.
-        split: whether ops may be split.
+        backend: None: ops are not measured; all splits count as exact, and ops need no scratch memory.
         home_bytes: capacity of the first home; None: unlimited (see ``transforms.split``).
-        is_later: whether it is the step as later calls run it.
-        workspaces: scratch bytes of whole ops by family, from which it follows how finely they are split; of the first
-            variant with whole ops that is measured.
+        is_later: whether this is the step in later calls.
+        workspaces: scratch bytes of whole ops by family, which decide split factors.
     """
 
     traced: Captured
@@ -83,18 +73,17 @@ class StepVariants:
     is_later: bool = False
     workspaces: dict[str, int] = field(default_factory=dict[str, int], repr=False)
     _captured: dict[Variant, Captured | None] = field(default_factory=dict[Variant, Captured | None], repr=False)
-    # By family of ops, and whether they have yet to make their state; the timed ones first.
+    # By family of ops, and whether the op still has to create its state. First profiles with times, then those without.
     _timed: dict[tuple[str, bool], OpProfile] = field(default_factory=dict[tuple[str, bool], OpProfile], repr=False)
     _sized: dict[tuple[str, bool], OpProfile] = field(default_factory=dict[tuple[str, bool], OpProfile], repr=False)
 
     @property
     def may_split(self) -> bool:
-        """Whether ops may be split."""
         return self.split is not Split.OFF
 
     @cached_property
     def later(self) -> StepVariants | None:
-        """The step as later calls run it; None if that is the same."""
+        """The step in later calls; None if it is the same."""
         gradients = gradients_from_now_on(self.traced)
         if not gradients:
             return None
@@ -102,21 +91,25 @@ class StepVariants:
 
     @property
     def added_bytes(self) -> int:
-        """The bytes of gradients that later calls begin with and the first does not; they need no more besides."""
+        """The bytes of gradients at the start of later calls but not of the first."""
         first = self.traced
-        left = {g.parameter: first.values[g.value].storage for g in first.gradients_left}
+        kept_gradients = {g.parameter: first.values[g.value].storage for g in first.gradients_left}
         changed = gradients_from_now_on(first)
-        made = (storage for place, storage in left.items() if changed.get(id(first.states[place].tensor)) is not None)
-        return sum(first.graph.storages[storage].bytes for storage in made)
+        new_storages = (
+            storage
+            for index, storage in kept_gradients.items()
+            if changed.get(id(first.states[index].tensor)) is not None
+        )
+        return sum(first.graph.storages[storage].bytes for storage in new_storages)
 
     def captured(self, variant: Variant) -> Captured | None:
-        """Return the step in a variant; None where no op can be split so."""
+        """Return the step in a variant; None if no op can be split so."""
         if variant not in self._captured:
             self._captured[variant] = self._make(variant)
         return self._captured[variant]
 
     def made(self, variant: Variant) -> Captured:
-        """Return the step in a variant that it has."""
+        """Return the step in a variant that exists."""
         captured = self.captured(variant)
         if captured is None:
             raise RuntimeError(f"the step has no variant {variant}; please report it")
@@ -135,10 +128,10 @@ class StepVariants:
         return captured if captured is None or self.backend is None else captured.aligned(self.backend.alignment)
 
     def _split(self, op_bytes: int, room: int) -> Captured | None:
-        """Split ops so that the parts give the bits of the whole."""
+        """Split ops, and exclude splits that fail the exactness check."""
         refused: frozenset[str] = frozenset()
         while True:
-            found = tiled(
+            split = tiled(
                 self.traced,
                 op_bytes,
                 refused=refused,
@@ -146,53 +139,47 @@ class StepVariants:
                 workspaces=self.workspaces,
                 home=self.home_bytes,
             )
-            if not found.is_cut:
+            if not split.is_cut:
                 return None
-            wrong = self._mismatches(found, room)
-            if not wrong:
-                return found.captured
-            refused |= wrong
+            mismatched = self._mismatches(split, room)
+            if not mismatched:
+                return split.captured
+            refused |= mismatched
 
-    def _mismatches(self, found: Tiled, room: int) -> frozenset[str]:
+    def _mismatches(self, split: Tiled, room: int) -> frozenset[str]:
         if self.backend is None:
             return frozenset()
         if self.backend.driver is None:
             room = max(room, _TRIAL_BYTES)
-        return refuted(found.claims, found.values, self.backend, room, self.cache)
+        return refuted(split.claims, split.values, self.backend, room, self.cache)
 
     def profiles(self, variant: Variant, *, timed: bool, advance: Advance | None = None) -> tuple[OpProfile, ...]:
-        """Return the profiles of a variant's ops on the backend, each family measured once.
-
-        Args:
-            variant: one that the step has.
-            timed: whether seconds are measured as well as scratch memory.
-            advance: progress callback ``(families measured, families)``.
-        """
+        """Return the profiles of a variant's ops, each family measured once; with ``timed``, also in seconds."""
         captured = self.made(variant)
         keys = [
             (op.family, call.rehearse_first is not None)
             for op, call in zip(captured.graph.ops, captured.calls, strict=True)
         ]
-        known = self._timed if timed else self._sized | self._timed
-        unknown = [at for at, key in enumerate(keys) if not key[0] or key not in known]
+        cached = self._timed if timed else self._sized | self._timed
+        missing = [index for index, key in enumerate(keys) if not key[0] or key not in cached]
         measured = profile_some(
-            captured, unknown, advance=advance, measure_time=timed, cache=self.cache, backend=self.backend
+            captured, missing, advance=advance, measure_time=timed, cache=self.cache, backend=self.backend
         )
-        found = tuple(measured[at] if at in measured else known[key] for at, key in enumerate(keys))
-        (self._timed if timed else self._sized).update(zip(keys, found, strict=True))
+        profiles = tuple(measured[index] if index in measured else cached[key] for index, key in enumerate(keys))
+        (self._timed if timed else self._sized).update(zip(keys, profiles, strict=True))
         if variant.op_bytes is None and variant.form is not Form.FUSED and not self.workspaces:
-            self.workspaces.update((key[0], p.cost.workspace_bytes) for key, p in zip(keys, found, strict=True))
-        return found
+            self.workspaces.update((key[0], p.cost.workspace_bytes) for key, p in zip(keys, profiles, strict=True))
+        return profiles
 
     def costs(self, variant: Variant, *, timed: bool = False, advance: Advance | None = None) -> Costs:
-        """Return the costs of a variant's ops, with a home somewhere; see ``profiles``."""
+        """Return the costs of a variant's ops, with a home of unknown kind; see ``profiles``."""
         if self.backend is None:
             return Costs((OpCost(0.0),) * len(self.made(variant).calls), (SOMEWHERE,))
         profiles = self.profiles(variant, timed=timed, advance=advance)
         return Costs(tuple(_later_cost(p) if self.is_later else p.cost for p in profiles), (SOMEWHERE,))
 
     def need(self, variant: Variant) -> int | None:
-        """Return the smallest budget of the arena in bytes; None if the step has no such variant."""
+        """Return the smallest arena in bytes; None if the step has no such variant."""
         captured = self.captured(variant)
         return None if captured is None else planning.smallest_budget(captured.graph, self.costs(variant))
 
@@ -202,13 +189,9 @@ class VariantPlans:
     """The plans of a step's variants in an arena.
 
     Attributes:
-        step: its variants.
         room: bytes of the arena.
-        may_stay: whether the policy may leave everything on the device.
-        repeats: whether later calls may begin with gradients that the first has made.
-        measure: returns the profiles and costs of a variant.
-        plan_whole: plans a captured step with its costs and profiles; BudgetError: it does not fit.
-        stores: the homes, nearest first.
+        may_stay: whether the policy may keep all storages resident.
+        repeats: whether later calls may start with gradients of the first.
     """
 
     step: StepVariants
@@ -221,28 +204,22 @@ class VariantPlans:
 
     @property
     def may_split(self) -> bool:
-        """Whether ops may be split."""
         return self.step.may_split
 
     @property
     def added_bytes(self) -> int:
-        """The bytes that later calls begin with and the first call does not."""
+        """The bytes of gradients at the start of later calls but not of the first."""
         return self.step.added_bytes if self.repeats else 0
 
     def need(self, variant: Variant) -> int | None:
-        """Return the smallest budget of the arena in bytes; None if the step has no such variant."""
+        """Return the smallest arena in bytes; None if the step has no such variant."""
         return self.step.need(variant)
 
     def has(self, variant: Variant) -> bool:
-        """Return whether the step has such a variant."""
         return self.step.captured(variant) is not None
 
     def plan(self, variant: Variant) -> PlannedStep | None:
-        """Return the step planned in a variant; None for ``FUSED`` if something would have to leave.
-
-        Raises:
-            BudgetError: it does not fit.
-        """
+        """Return the step planned in a variant; None for ``FUSED`` if it needs evictions."""
         captured = self.step.made(variant)
         if variant.form is Form.FUSED:
             if live_bytes(captured.graph) > self.room:
@@ -266,14 +243,14 @@ class VariantPlans:
             return first
         error = planning.explain_too_small(captured.graph, costs, self.room, describer(captured))
         return BudgetError(
-            f"{error}\nThese are the needs of the second call, which begins with the gradients that the first one "
-            "leaves. Call zero_grad() with set_to_none=True at the end of the step to leave none.",
+            f"{error}\nThese are the needs of the second call, which starts with the gradients of the first. To avoid "
+            "that, call zero_grad() with set_to_none=True at the end of the step.",
             smallest,
         )
 
 
 def _later_cost(profile: OpProfile) -> OpCost:
-    """Return what an op costs once an optimizer has made its state."""
+    """Return the cost of an op after an optimizer has created its state."""
     if profile.first_requests is None:
         return profile.cost
     return replace(profile.cost, workspace_bytes=profile.requests.workspace_bytes)

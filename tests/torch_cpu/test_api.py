@@ -217,11 +217,11 @@ def test_a_step_tells_of_itself(
         assert repr(step) == "<outofcore step 'train' within 16.0 MiB: 0 plans by auto>"
         for rows in (1, 2, 3):
             step(torch.ones(rows, 8))
-        assert not [r for r in caplog.records if "kinds" in r.getMessage()]
+        assert not [r for r in caplog.records if "signatures" in r.getMessage()]
         for rows in (4, 5, 6):
             step(torch.ones(rows, 8))
-        (warned,) = (r for r in caplog.records if "kinds" in r.getMessage())
-        assert re.search(r"inputs of 4 kinds .* in \d+\.\d s altogether .* pad inputs", warned.getMessage())
+        (warned,) = (r for r in caplog.records if "signatures" in r.getMessage())
+        assert re.search(r"4 input signatures .* in \d+\.\d s in total .* pad inputs", warned.getMessage())
         assert warned.levelno == logging.WARNING
         assert re.fullmatch(
             r"<outofcore step 'train' within 16.0 MiB: 6 plans by auto, last step [\d.]+ \w+>", repr(step)

@@ -92,7 +92,7 @@ def test_a_budget_for_the_first_call_alone_is_refused_before_it() -> None:
     before = [p.clone() for p in model.parameters()]
     for budget in (smallest - 4096, smallest // 2):
         compiled = outofcore.compile(step, model, optimizer, budget=budget, policy="offload-all")
-        with pytest.raises(BudgetError, match="needs of the second call, which begins with the gradients") as error:
+        with pytest.raises(BudgetError, match="needs of the second call, which starts with the gradients") as error:
             compiled(x)
         assert error.value.smallest_budget == smallest
         assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))

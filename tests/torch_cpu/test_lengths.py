@@ -125,7 +125,7 @@ def test_nothing_is_captured_where_that_was_asked_for(captures: list[int]) -> No
         assert alike(ours.everything(), theirs.everything())
         assert step.stats.followed_calls == len(LENGTHS)
         for ask in (lambda: step.planned, lambda: step.timeline, step.report):
-            with pytest.raises(outofcore.StateError, match="were followed, which have no plan"):
+            with pytest.raises(outofcore.StateError, match="ran as an eager loop, which has no plan"):
                 ask()
     assert not captures
 
@@ -405,5 +405,5 @@ def test_what_cannot_be_asked_for() -> None:
     ours = Side()
     with pytest.raises(outofcore.InputError, match="neither planned nor measured"):
         outofcore.compile(ours.train, ours.model, ours.optimizer, budget="4MiB", policy="window", dynamic=True)
-    with outofcore.open_home("host") as home, pytest.raises(outofcore.InputError, match="home of their own"):
+    with outofcore.open_home("host") as home, pytest.raises(outofcore.InputError, match="a home that the step opens"):
         outofcore.compile(ours.train, ours.model, ours.optimizer, budget="4MiB", home=home, dynamic=True)

@@ -104,7 +104,7 @@ def test_scratch_memory_that_grows_is_planned_for(caplog: pytest.LogCaptureFixtu
         assert compiled.stats.off_plan == 2
         assert len(replanned(caplog)) == 1
         assert f"op {index} (outofcore_tests.moody" in caplog.text
-        assert "scratch memory of 1.00 MiB, and not of 128 KiB" in caplog.text
+        assert "scratch memory of 1.00 MiB instead of 128 KiB" in caplog.text
         # Less than that fits into the op's workspace. More is planned for as well, once the step has ended.
         assert losses(compiled, moods[5:6]) == expected[5:6]
         assert compiled.stats.off_plan == 2

@@ -55,7 +55,7 @@ def test_what_two_processes_save_three_load_and_so_does_plain_pytorch(tmp_path: 
 
 def test_a_group_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # another test may leave a group
-    with pytest.raises(InputError, match=r"call torch\.distributed\.init_process_group\(\) before"):
+    with pytest.raises(InputError, match=r"call torch\.distributed\.init_process_group\(\) first"):
         outofcore.compile(lambda: None, torch.nn.Linear(2, 2), budget="1MiB", shard=True)
 
 

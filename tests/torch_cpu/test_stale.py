@@ -835,7 +835,7 @@ def test_a_step_whose_values_change_from_call_to_call_is_followed(
             compiled(world.x)
         assert "args.beta changed from" in compiled.stats.why_followed
         assert "steps" not in compiled.stats.why_followed
-        assert [r.message for r in caplog.records if "followed from now on: args.beta" in r.message]
+        assert [r.message for r in caplog.records if "running as an eager loop from now on: args.beta" in r.message]
 
 
 def test_a_plan_is_kept_where_only_a_number_changes(cache: Path) -> None:
