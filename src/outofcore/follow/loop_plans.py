@@ -1,4 +1,4 @@
-"""Plans of recorded steps in the store, so that the next process follows them from the first step that it records."""
+"""Store plans of recorded steps, so that the next process can use them from its first recorded step on."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class _File(Document):
 
 @dataclass(frozen=True)
 class FollowedPlan:
-    """A schedule by ops of the record, the policy that made it, and the predicted seconds of a step.
+    """A schedule, the policy that made it, and the predicted seconds of a step.
 
-    ``is_busy``: it was made with the times of a step during which the machine was busy with something else;
-    ``is_quick``: the quick search made it.
+    Attributes:
+        is_busy: whether other programs kept the machine busy during the recorded step.
+        is_quick: whether the quick search made it.
     """
 
     schedule: Schedule
@@ -45,7 +46,7 @@ class FollowedPlan:
 
 
 class LoopPlans:
-    """The plans of recorded steps in a folder; with None it keeps none."""
+    """The stored plans of recorded steps in a folder; with None, the store is empty."""
 
     def __init__(self, folder: Path | None) -> None:
         self._store = PlanStore(folder, "loop", _FORMAT, _File)
@@ -71,7 +72,7 @@ class LoopPlans:
 
 
 def _key(record: StepRecord, budget: int, policy: str) -> str:
-    # When storages are freed may differ a little from process to process, and costs do: neither makes it another step.
+    # The key leaves out costs and frees, which vary between processes.
     ops = [(op.name, sorted(op.touched)) for op in record.graph.ops if op.name != FREED]
     storages = [(storage.bytes, storage.kind) for storage in record.graph.storages]
     return key_of(_FORMAT, budget, policy, ops, storages)

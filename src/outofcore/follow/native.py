@@ -1,6 +1,6 @@
-"""The native code that follows loops (``paging.cpp``): who has the dispatch key, and what its errors mean.
+"""Load the native code of eager loops (``paging.cpp``), share its dispatch key, and convert its errors.
 
-The libraries of both devices use one dispatch key, which belongs to the one whose loop was started last.
+The libraries for CPU and GPU use the same dispatch key. It belongs to the library whose loop started last.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from outofcore.errors import SpillError, StateError, TransferError
 from outofcore.runtime.mapped_files import OWNERS
 from outofcore.runtime.native import Flavor, load_unlocked
 
-# By the type of the device whose tensors it follows.
+# Keyed by device type.
 _FLAVORS = {flavor.value: flavor for flavor in Flavor}
 
-_OURS = "outofcore: "  # how messages from paging.cpp begin
-# Error classes by the words in a message; all others are TransferErrors.
+_OURS = "outofcore: "  # prefix of messages from paging.cpp
+# Exception classes, by a fragment of the message; any other message becomes a TransferError.
 _ERRORS: dict[str, type[Exception]] = {
     "no home has room": SpillError,
     "the system gave no memory": MemoryError,
@@ -30,7 +30,7 @@ _ERRORS: dict[str, type[Exception]] = {
     "addresses": StateError,
 }
 
-# By which ops are seen: ``kKey`` in space.h.
+# The dispatch key that intercepts ops: ``kKey`` in space.h.
 DISPATCH_KEY = "Fake"
 
 
@@ -42,7 +42,7 @@ _is_python = native_callback(_has_python_kernel, ctypes.c_char_p, ctypes.c_char_
 
 
 class _Key:
-    """Which of the libraries has the dispatch key; it stays there until another one needs it."""
+    """The owner of the dispatch key; it keeps the key until another library needs it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -54,12 +54,12 @@ _key = _Key()
 
 
 def flavor_of(device: torch.device) -> Flavor | None:
-    """Return the flavor that follows tensors of a device; None if there is none."""
+    """Return the flavor of the library for tensors of a device; None if there is none."""
     return _FLAVORS.get(device.type)
 
 
 def loaded_paging(device: torch.device) -> ctypes.CDLL | None:
-    """Return the library for the tensors of a device if this process has loaded it."""
+    """Return the library for tensors of a device, if this process has loaded it."""
     flavor = flavor_of(device)
     return None if flavor is None else _key.loaded.get(flavor)
 
@@ -69,7 +69,7 @@ def loaded_pagings() -> list[ctypes.CDLL]:
 
 
 def load_paging(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
-    """Load the library of this process, to follow loops with it; raises ``StateError``."""
+    """Load this process's library for eager loops; raises ``StateError``."""
     return _loaded(flavor)
 
 
@@ -85,7 +85,7 @@ def _loaded(flavor: Flavor) -> ctypes.CDLL:
 
 
 def open_paging(library: ctypes.CDLL, space: object, beside: bool) -> None:
-    """Begin to follow with a library, which gets the dispatch key; raises ``StateError``."""
+    """Open a space and give its library the dispatch key; raises ``StateError``."""
     with _key.lock:
         if _key.holder is not library:
             if is_followed():
@@ -106,15 +106,15 @@ def _take_key(library: ctypes.CDLL) -> None:
     _key.holder = library
 
 
-# What native code calls must stay there.
+# Keeps the callbacks alive: native code has their addresses.
 _trampolines: list[object] = []
 
 
 def trampoline(number: int, tell: Callable[[tuple[object, ...]], int], function: int) -> int:
-    """Return the address of a C function that reports each call's arguments to ``tell``, and then calls another one.
+    """Return the address of a C function that reports its arguments to ``report`` and then calls ``function``.
 
-    ``number`` is 0 or 1: there is one of each at a time. ``function`` is the address of the other; it takes a tuple and
-    a dictionary.
+    ``function`` is the address of a C function that takes a tuple and a dictionary. ``number`` is 0 or 1; there is one
+    trampoline for each number.
     """
     callback = native_callback(tell, ctypes.py_object, failed=0)
     _trampolines.append(callback)
@@ -122,12 +122,12 @@ def trampoline(number: int, tell: Callable[[tuple[object, ...]], int], function:
 
 
 def has_pieces() -> bool:
-    """Return whether a tensor is in memory of a loop, even of one that has ended."""
+    """Return whether any tensor is in memory of a loop, even of one that has ended."""
     return any(library.follow_pieces() for library in loaded_pagings())
 
 
 def is_followed() -> bool:
-    """Return whether any thread is followed now."""
+    """Return whether any thread runs under a budget now."""
     return any(library.follow_current() for library in _key.loaded.values())
 
 
@@ -148,13 +148,13 @@ REFUSAL_FIELDS = ("budget", "asked", "used", "kept", "least", "small", "smallest
 
 
 class Refusal(ctypes.Structure):
-    """The numbers of what a budget has refused; as ``Numbers`` in refusals.h."""
+    """The numbers of a refused op; mirrors ``Numbers`` in refusals.h."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in REFUSAL_FIELDS)
 
 
 def refusal_of(text: str) -> tuple[str, Refusal] | None:
-    """Return the op that a budget could not hold, with the numbers, by the text of the error; None for any other."""
+    """Return the op and numbers of a refusal, by the text of its error; None for any other error."""
     numbers = Refusal()
     for library in loaded_pagings():
         op: bytes | None = library.follow_refusal(text.encode(errors="replace"), ctypes.byref(numbers))
@@ -164,9 +164,9 @@ def refusal_of(text: str) -> tuple[str, Refusal] | None:
 
 
 def error_of(text: str) -> Exception | None:
-    """Return the error that a message of the native code stands for; None if it is not one of its messages.
+    """Return the exception for a message of the native code; None for any other message.
 
-    What the budget refused, ``explained`` in failures.py explains.
+    Refusals also give None: ``explain_error`` in failures.py converts them.
     """
     at = text.find(_OURS)
     if at < 0 or refusal_of(text) is not None:

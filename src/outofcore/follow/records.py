@@ -1,9 +1,8 @@
 """Convert a recorded step of a loop to a graph that can be planned, and its plan to a schedule for the native code.
 
-The graph differs from that of a compiled step in two ways. A storage's role for the user is unknown: it is persistent,
-external, or made in the step. And a storage to which autograd or the loop refers exists, resident or at home, until it
-is freed, even if no op uses it any more. A pseudo-op that reads the storage when it is freed models that: it takes no
-time, never runs, and nothing is fetched for it alone.
+Unlike the graph of a compiled step, this one does not show what a storage means to the user. And a storage exists,
+resident or at home, until autograd or the loop frees it, even if no op uses it any more. A pseudo-op that reads the
+storage at that point models this: it takes no time, never runs, and causes no fetch.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from outofcore.plan import Plan, Residency
 from outofcore.program import Program, Run
 from outofcore.units import MIB
 
-# Of the ops that stand for the end of a storage.
+# The name of the pseudo-op that ends a storage.
 FREED = "freed"
-# A home as it is taken to be: copies both ways slow each other and the ops down by what nobody has measured.
+# Assumed where a step has no measurements: its slowdown of overlapped copies and ops is a guess.
 _USUAL_HOME = Home("home", None, 1.5e9, 1.5e9, latency_s=1e-4, contention=0.5, compute_slowdown=0.1)
-# Once so many bytes were copied, the speed is known.
+# A measured speed is used once this many bytes were copied.
 _ENOUGH_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step as it was recorded.
+    """A recorded step of a loop.
 
     Attributes:
-        anchor: its number among the size buckets that plans are made for.
+        bucket: number of its size bucket; each size bucket has one plan.
         graph: its ops, and a pseudo-op for the end of each storage.
-        places: for each op of the graph, the op of the record; for a pseudo-op the next one.
-        ops: of the record.
+        positions: for each op of the graph, its index in the record; for a pseudo-op, the index of the next op.
+        op_count: number of ops in the record.
     """
 
     anchor: int
@@ -48,14 +47,14 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A plan by ops of the record, as ordered pairs of op and storage.
+    """A plan in terms of the record, as sorted pairs of op and storage.
 
     Attributes:
-        leave: when an op begins, the room of a storage may be reused.
-        fetch: when an op begins, the fetch of a storage begins.
-        write: when an op is done, a storage begins to be copied to its home.
-        offsets: (op, storage, offset): from this use on, the storage's offset in the arena, in bytes.
-        scratch: (op, offset) of scratch memory.
+        release: when the op begins, the storage's memory may be reused.
+        fetch: when the op begins, the fetch of the storage begins.
+        write: when the op has finished, the copy of the storage to its home begins.
+        offsets: (op, storage, offset): the storage's arena offset in bytes, from this use on.
+        scratch: (op, offset): the arena offset of the op's scratch memory.
     """
 
     leave: tuple[tuple[int, int], ...]
@@ -87,9 +86,9 @@ class _Header(NamedTuple):
 
 class _Storage(NamedTuple):
     bytes: int
-    freed: int  # the ops that had begun then; -1: it was not freed
-    created: int  # whether the step made it
-    lasts: int  # whether it is there from step to step
+    freed: int  # number of ops begun when it was freed; -1 if it was not
+    created: int  # whether an op of the step created it
+    lasts: int  # whether it is persistent
 
 
 class _Op(NamedTuple):
@@ -110,17 +109,17 @@ _T = TypeVar("_T", bound=NamedTuple)
 
 
 def take(rest: Iterator[int], kind: type[_T]) -> _T:
-    """Read the fields of a named tuple from the numbers that are left."""
+    """Read the fields of one named tuple from an iterator of numbers."""
     return kind._make(islice(rest, len(kind._fields)))
 
 
 def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
-    """Read a step from the native code's numbers.
+    """Parse a step from the native code's numbers.
 
     Args:
-        numbers: a header, the storages, and each op with its touches; for each leftover the storage, and the ops of the
-            next step that had begun when it was freed.
-        names: of operators.
+        numbers: a header, the storages, each op with its touches, then a pair for each leftover: the storage, and how
+            many ops of the next step had begun when it was freed.
+        names: operator names.
     """
     rest = iter(numbers)
     header = take(rest, _Header)
@@ -135,7 +134,7 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
     for index, (_, touches) in enumerate(steps):
         for touch in touches:
             uses[touch.storage].append(index)
-    # What lives on into the next step, and ends there, is seen as lasting: made anew in each step.
+    # A storage that ends in the next step is modelled as persistent state that each step overwrites.
     carried = {
         s: freed
         for s, freed in left.items()
@@ -173,7 +172,7 @@ def _graph(
     carried: Mapping[int, int],
     names: Sequence[str],
 ) -> tuple[StepGraph, list[OpCost], list[int]]:
-    """Return the graph, with the costs of its ops and their places in the record."""
+    """Return the graph, the costs of its ops, and their positions in the record."""
     made: list[Op] = []
     costs: list[OpCost] = []
     places: list[int] = []
@@ -211,7 +210,7 @@ def _kind(storage: _Storage, *, is_carried: bool) -> StorageKind:
 
 
 def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
-    """Derive the native code's schedule from a plan of a record and its placed program."""
+    """Convert a plan of a record and its placed program to the native code's schedule."""
     count, ops = len(record.graph.ops), record.ops
     leave: list[tuple[int, int]] = []
     fetch: list[tuple[int, int]] = []
@@ -221,7 +220,7 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
             continue
         gap = decision.gap
         if gap == final_gap(record.graph, gap.storage):
-            continue  # nobody sees it after the loop has freed it
+            continue  # freed before the next step
         if gap.start >= 0:
             start = record.places[gap.start] - (record.graph.ops[gap.start].name == FREED)
             write.append((start % ops, gap.storage))

@@ -1,4 +1,4 @@
-"""Choose the saved tensors that are worth recomputing, where no plan has decided."""
+"""Choose the saved tensors that are worth recomputing when no plan has decided."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Made:
 
     Attributes:
         storage: its id in the loop's history.
-        seconds: of the ops that computed it, together; None: they cannot run again.
-        inputs: the storages that these ops start from.
-        saved: whether autograd saved it for backward.
+        seconds: total time of the ops that computed it; None if they cannot run again.
+        inputs: ids of the storages that these ops start from.
+        saved: whether autograd saved it for the backward pass.
     """
 
     storage: int
@@ -25,16 +25,15 @@ class Made:
 
 
 def worth_making_again(made: Sequence[Made], bytes_per_second: float, *, enough: int | None = None) -> tuple[int, ...]:
-    """Choose storages that autograd need not keep; return their ids in order, each followed by intermediate ones.
+    """Choose storages to recompute; return their ids in order, each followed by its intermediates.
 
-    One is chosen if its ops take less time than to copy it home and back, and if all their inputs are kept anyway:
-    autograd has saved them and they are not chosen themselves, or they existed before, such as a parameter.
-    Intermediates that were not saved are recomputed too, from at most three storages in a row. The ones that take the
-    least time for a byte come first. So no recipe keeps alive what would be free otherwise.
+    A storage qualifies if recomputing it is faster than copying it home and back, and if its inputs stay: they are
+    saved and not chosen themselves, or persistent. Unsaved intermediates are recomputed too, at most three in a row.
+    The lowest time per byte comes first. A recipe thus never extends the life of another storage.
 
     Args:
-        bytes_per_second: of the home, in one direction.
-        enough: stop once so many bytes are chosen; None: choose all that pays.
+        bytes_per_second: bandwidth of the home in one direction.
+        target_bytes: stop after choosing this many bytes; None: choose every storage that pays off.
 
     >>> hidden = Made(1, 1 << 20, 0.5, (0,), True)
     >>> active = Made(2, 1 << 20, 0.0001, (1,), True)  # an activation function of ``hidden``
@@ -50,8 +49,8 @@ def worth_making_again(made: Sequence[Made], bytes_per_second: float, *, enough:
         if way is not None and way.seconds / one.bytes < 2 / bytes_per_second:
             candidates.append((way.seconds / one.bytes, one, way))
     candidates.sort(key=lambda candidate: (candidate[0], candidate[1].storage))
-    chosen: dict[int, None] = {}  # in order, with what is made on the way
-    needed: set[int] = set()  # by what was chosen: has to stay
+    chosen: dict[int, None] = {}  # in order, with intermediates
+    needed: set[int] = set()  # inputs of chosen storages, which must stay
     total = 0
     for _, one, way in candidates:
         if enough is not None and total >= enough:
@@ -64,13 +63,13 @@ def worth_making_again(made: Sequence[Made], bytes_per_second: float, *, enough:
     return tuple(chosen)
 
 
-# Storages that are made one from the other for one that was saved, itself included; the native code goes this far.
+# The longest recomputation sequence, including the saved storage; the native code has the same limit.
 _DEEPEST = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How to compute a storage from kept ones: its time, the intermediates, and the inputs."""
+    """How to compute a storage from resident ones: the time, the intermediates, and the inputs."""
 
     seconds: float
     between: frozenset[int]

@@ -1,4 +1,4 @@
-"""The tensors of the user's models and optimizers, and what they are called."""
+"""The tensors of the user's models and optimizers, and their names."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from outofcore.graph import StorageKind
 _T = TypeVar("_T")
 _UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 
-# By identity.
+# Keyed by id().
 Optimizers = weakref.WeakValueDictionary[int, Optimizer]
-# Those that have stepped in threads that no loop follows.
+# Optimizers that have stepped in threads outside of any loop.
 others_optimizers: Optimizers = weakref.WeakValueDictionary()
 
 
 def alive(those: weakref.WeakValueDictionary[int, _T]) -> list[_T]:
-    """List the objects that still exist, at once: other threads may add objects meanwhile."""
+    """List the objects that still exist, as a snapshot: other threads may add objects meanwhile."""
     return [found for reference in those.valuerefs() if (found := reference()) is not None]
 
 
 def _trained_elsewhere() -> set[int]:
     """Return the ids of parameters that another thread trains.
 
-    PyTorch crashes where one thread reads the gradient of a parameter while another one sets it to None.
+    PyTorch crashes if one thread reads the gradient of a parameter while another one sets it to None.
     """
     return {id(parameter) for optimizer in alive(others_optimizers) for parameter in parameters_of(optimizer)}
 
@@ -62,10 +62,7 @@ def state_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a tensor consists of, such as integers and scales of a quantised one; else itself.
-
-    Tensors that consist of others have no memory, and list them by PyTorch's protocol.
-    """
+    """Yield the inner tensors of a wrapper subclass, such as a quantised tensor, or else the tensor itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
@@ -77,10 +74,10 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def names_of_storages(
     space: Space, models: Iterable[tuple[str, nn.Module]], optimizers: Iterable[Optimizer]
 ) -> dict[int, tuple[str, StorageKind]]:
-    """Return what the storages of models (with prefixes) and optimizers are called, and are, by their numbers."""
+    """Return the names and kinds of the storages of models (with name prefixes) and optimizers, by number."""
     found: dict[int, tuple[str, StorageKind]] = {}
     elsewhere = _trained_elsewhere()
-    named: dict[int, str] = {}  # parameters, by identity
+    named: dict[int, str] = {}  # by id() of the parameter
 
     def note(tensor: object, name: str, kind: StorageKind) -> None:
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED):
