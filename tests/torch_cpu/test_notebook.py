@@ -154,7 +154,7 @@ def test_loop_is_ended_without_its_handle(outputs: tuple[list[Any], list[dict[st
     (refused,) = left[10]
     assert refused.ename == "StateError"
     # The file is that of the cell before, as the kernel calls it.
-    assert re.search(r"followed already at \S+:1\b.*outofcore\.stop\(\)", refused.evalue)
+    assert re.search(r"running already at \S+:1\b.*outofcore\.stop\(\)", refused.evalue)
     results = {number: left[number][-1].data["text/plain"] for number in (11, 13, 15)}
     assert results[11] == "True"
     assert float(results[13]) > 0  # the loop that was lost has ended, and made way

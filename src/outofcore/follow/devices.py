@@ -1,4 +1,4 @@
-"""What differs between loops on the CPU and on a GPU; the native side is ``device_cpu.h`` and ``device_cuda.h``."""
+"""How eager loops differ between CPU and GPU; the native counterparts are ``device_cpu.h`` and ``device_cuda.h``."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from outofcore.runtime.mapped_files import MappedFiles
 from outofcore.runtime.native import Flavor
 from outofcore.runtime.spill import SpillFile
 
-# Addresses that a home on a disk may take up; the disk itself is the limit.
+# Bytes of address space for a disk home; in practice the disk is the limit.
 _DISK_CAPACITY = 1 << 40
 
-# Adds a home to a space: descriptors for ordinary and for direct access, whether it is in memory, bytes.
+# Adds a home to a space, given descriptors for buffered and direct I/O, whether it is in memory, and its bytes.
 AddHome = Callable[[int, int, bool, int], object]
 
 
 @dataclass(frozen=True)
 class LoopHome:
-    """Where evicted tensors are kept: ``home`` and ``host_budget`` (here bytes) of ``outofcore.budget``."""
+    """Where evicted tensors are kept: ``home`` and ``host_budget`` (here in bytes) of ``outofcore.budget``."""
 
     home: str | os.PathLike[str] | None = None
     host_limit: int | None = None
@@ -42,14 +42,14 @@ class LoopHome:
 
 @dataclass(frozen=True)
 class LoopDevice:
-    """The CPU, as a loop uses it. What another device does differently, its subclass overrides."""
+    """The CPU as the device of an eager loop; a subclass overrides the differences of another device."""
 
     device: torch.device
 
     flavor: ClassVar[Flavor] = Flavor.CPU
     # Whether the arena is reserved only once the models have left the device.
     reserves_late: ClassVar[bool] = False
-    # Whether the arena lies in the memory of the process, not of a GPU.
+    # Whether the arena is in host memory.
     is_host: ClassVar[bool] = True
 
     @property
@@ -58,11 +58,11 @@ class LoopDevice:
         return load_paging(self.flavor)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether a loop there follows a tensor."""
+        """Return whether a loop on this device can move a tensor."""
         return tensor.layout is torch.strided and flavor_of(tensor.device) is self.flavor
 
     def prepare(self) -> None:
-        """Allocate what libraries keep, before the loop has its space."""
+        """Allocate the libraries' workspaces before the loop reserves its arena."""
 
     def add_homes(self, at: LoopHome, add: AddHome) -> None:
         """Open the homes; raises ``SpillError`` if one cannot be used."""
@@ -80,23 +80,23 @@ class LoopDevice:
         return Shares(budget, 0, 0)
 
     def room_of(self, budget: int, beside: int) -> int:
-        """Return the bytes of tensors that fit a budget of which libraries keep ``beside`` bytes."""
+        """Return the bytes of tensors that fit a budget of which libraries need ``library_bytes``."""
         return budget - beside
 
     def budget_for(self, room: int, beside: int) -> int:
-        """Return the smallest budget with so much room."""
+        """Return the smallest budget that has ``room`` bytes for tensors."""
         return room + beside
 
     def mapped_files(self) -> MappedFiles | None:
-        """Return the files that tensors may be mapped from; None on a device where none is."""
+        """Return the files that tensors may be mapped from; None if the device has no such tensors."""
         return MappedFiles()
 
     def following(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context for the time in which a loop is followed."""
+        """Return a context to keep open while a loop is running."""
         return contextlib.nullcontext()
 
     def planned_by(self, policy: object) -> str:
-        """Return the name under which plans of a policy are kept."""
+        """Return the name under which plans of a policy are stored."""
         return repr(policy)
 
 
@@ -105,7 +105,7 @@ CPU = LoopDevice(torch.device("cpu"))
 
 @dataclass(frozen=True)
 class LoopGpu(LoopDevice):
-    """A GPU, with its index; its home is pinned host memory alone."""
+    """One GPU as the device of an eager loop; its only home is pinned host memory."""
 
     flavor: ClassVar[Flavor] = Flavor.CUDA
     reserves_late: ClassVar[bool] = True

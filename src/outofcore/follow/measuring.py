@@ -1,7 +1,7 @@
-"""Measure what a loop needs, in a run that may exceed its budget: the peak in core, and the smallest budget.
+"""Measure the needs of a loop, in a run that may exceed its budget: the peak in core, and the smallest budget.
 
-The native code notes what each op needs at once. Recorded steps are planned for parts of the peak, which predicts what
-smaller budgets cost.
+The native code records the need of each op. Recorded steps are planned for fractions of the peak, to predict step
+times under smaller budgets.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from outofcore.graph import StorageKind
 from outofcore.planning import QUICK, PolicyLike
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
-# Parts of the peak in core for which times are predicted.
+# Fractions of the peak in core for which times are predicted.
 PARTS = (0.75, 0.5, 0.25)
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a step would take within a budget.
+    """The predicted step time within a budget.
 
     Attributes:
         budget: bytes.
-        slowdown: step time relative to that of the step in core; None where there is no plan, or no step came twice.
+        slowdown: step time relative to that in core; None if no plan exists, or no step came twice.
         fits: whether every op of the loop fits the budget.
     """
 
@@ -50,15 +50,15 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a loop needs, as ``outofcore.budget(..., measure=True)`` measured it.
+    """The needs of a loop, as measured by ``outofcore.budget(..., measure=True)``.
 
     Attributes:
-        steps: that were measured.
-        in_core_bytes: of all tensors of the loop at their peak, evicted ones included: the budget with which nothing
-            moves, and about what plain PyTorch takes.
+        steps: number of measured steps.
+        in_core_bytes: peak bytes of all tensors of the loop, evicted ones included: the smallest budget with which no
+            tensor moves, and about the peak of plain PyTorch.
         smallest_budget: bytes that hold every op that ran; 0 if no op touched a large tensor.
-        op: that needs the smallest budget, with its module and the line of yours.
-        predicted: times within 3/4, 1/2 and 1/4 of ``in_core_bytes``, of the step that makes the most bytes.
+        op: the op that needs the smallest budget, with its module and the line of your code.
+        predicted: times within 3/4, 1/2 and 1/4 of ``in_core_bytes``, of the step that creates the most bytes.
 
     >>> print(Measurement(3, 4 << 20, 1 << 20, "aten::mm in 0 (Linear)", (Predicted(2 << 20, 1.5, True),)))
     measured 3 steps
@@ -91,11 +91,11 @@ def _exact(count: int) -> str:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a loop has needed so far.
+    """The needs of a loop so far.
 
     Attributes:
-        rooms: budgets that are parts of ``in_core_bytes``, each with the bytes of the tensors that it can hold.
-        largest: the recorded step that makes the most bytes; None if no step came twice.
+        rooms: budgets that are fractions of ``in_core_bytes``, each with its room for tensors.
+        largest: the recorded step that creates the most bytes; None if no step came twice.
     """
 
     steps: int
@@ -106,7 +106,7 @@ class Needs:
     largest: StepRecord | None
 
     def measurement(self, policy: PolicyLike) -> Measurement:
-        """Predict times within parts of the peak, which takes seconds."""
+        """Predict times within fractions of the peak, which takes seconds."""
         if not self.smallest_budget:
             return Measurement(self.steps, 0, 0, "")
         predicted = tuple(self._predicted(budget, room, policy) for budget, room in self.rooms)
@@ -119,13 +119,13 @@ class Needs:
         graph, costs = self.largest.graph, self.largest.costs
         try:
             planned = planning.plan_step(graph, costs, room, policy, params=QUICK)
-        except OutOfCoreError:  # ops run on demand where no plan is
+        except OutOfCoreError:  # without a plan, ops run on demand
             return Predicted(budget, None, fits)
         return Predicted(budget, planned.timeline.step_seconds / costs.compute_seconds, fits)
 
 
 class LoopMeasurer:
-    """Keeps the step that makes the most bytes, of those that the native code proposes for a plan."""
+    """Keeps the step that creates the most bytes, among the steps that the native code proposes for a plan."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -133,7 +133,7 @@ class LoopMeasurer:
         self._made = -1
 
     def step_ended(self) -> None:
-        """Take the step that has ended, which was proposed."""
+        """Compare the proposed step with the largest so far."""
         numbers = self._space.numbers("follow_proposal")
         if not numbers:
             return

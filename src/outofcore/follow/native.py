@@ -1,6 +1,6 @@
 """Load the native code of eager loops (``paging.cpp``), share its dispatch key, and convert its errors.
 
-The libraries for CPU and GPU use the same dispatch key. It belongs to the library whose loop started last.
+The libraries for CPU and GPU use the same dispatch key. It belongs to the library that started a loop last.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _key = _Key()
 
 
 def flavor_of(device: torch.device) -> Flavor | None:
-    """Return the flavor of the library for tensors of a device; None if there is none."""
+    """Return the flavor of the library for tensors of a device; None if no library supports it."""
     return _FLAVORS.get(device.type)
 
 
@@ -89,7 +89,7 @@ def open_paging(library: ctypes.CDLL, space: object, beside: bool) -> None:
     with _key.lock:
         if _key.holder is not library:
             if is_followed():
-                raise StateError("a loop is followed already, on another device; stop() it first")
+                raise StateError("a loop is running already, on another device; stop() it first")
             if _key.holder is not None:
                 _key.holder.follow_unload()
                 _key.holder = None
@@ -100,7 +100,7 @@ def open_paging(library: ctypes.CDLL, space: object, beside: bool) -> None:
 def _take_key(library: ctypes.CDLL) -> None:
     if call(library, "follow_load", _is_python) != 0:
         raise StateError(
-            f"torch {torch.__version__} uses the dispatch key for itself by which loops are followed; "
+            f"torch {torch.__version__} uses the dispatch key for itself that outofcore.budget() needs; "
             "use outofcore.compile, or another release of torch"
         )
     _key.holder = library

@@ -1,6 +1,6 @@
 """Convert a recorded step of a loop to a graph that can be planned, and its plan to a schedule for the native code.
 
-Unlike the graph of a compiled step, this one does not show what a storage means to the user. And a storage exists,
+Unlike the graph of a compiled step, this one does not show a storage's role for the user. And a storage exists,
 resident or at home, until autograd or the loop frees it, even if no op uses it any more. A pseudo-op that reads the
 storage at that point models this: it takes no time, never runs, and causes no fetch.
 """
@@ -21,7 +21,7 @@ from outofcore.units import MIB
 
 # The name of the pseudo-op that ends a storage.
 FREED = "freed"
-# Assumed where a step has no measurements: its slowdown of overlapped copies and ops is a guess.
+# The assumed home until enough bytes were copied; ``contention`` and ``compute_slowdown`` are guesses.
 _USUAL_HOME = Home("home", None, 1.5e9, 1.5e9, latency_s=1e-4, contention=0.5, compute_slowdown=0.1)
 # A measured speed is used once this many bytes were copied.
 _ENOUGH_BYTES = 16 * MIB

@@ -17,7 +17,7 @@ class LoopStats:
         expected_ops: of these, ops that came in the same order as before.
         fetches: storages that were fetched into the arena.
         fetched_bytes: their bytes.
-        fetches_ahead: of the fetches, those that began before an op needed them.
+        fetches_ahead: fetches that began before an op needed them.
         evictions: storages that were evicted from the arena.
         writes: of these, storages that were changed or had no copy at home yet.
         written_bytes: their bytes.
@@ -44,11 +44,11 @@ class LoopStats:
         reruns: times such a storage was recomputed.
         unkept_bytes: bytes of storages that were freed because of that.
         rerun_microseconds: time spent on recomputing them.
-        file_bytes: bytes of storages whose home is the file that they were mapped from, such as a checkpoint.
+        file_bytes: bytes of storages that have the file as home from which they were mapped, such as a checkpoint.
         small_bytes: bytes of storages below 64 KiB now, on a CPU: of the models, and requested by the loop's ops.
             They cannot be moved; the arena has the rest of the budget.
         peak_small_bytes: the peak of these.
-        peak_total_bytes: the peak of all storages, resident and evicted: about what plain PyTorch takes for them.
+        peak_total_bytes: the peak of all storages, resident and evicted: about the peak of plain PyTorch.
         exceedances: times an op was allowed more than the budget, with ``grow`` or ``measure``.
         arena_bytes: memory of the arena now: ``bytes_in_use``, and free memory not yet returned to the system.
         steps: optimizer steps; in loops without an optimizer, backward passes, or calls without gradients.
