@@ -119,7 +119,7 @@ def test_a_departure_is_told_with_its_reason(tmp_path: Path) -> None:
     told = [text for name, text in content["notes"] if name.startswith("step 7, op ")]
     # The evaluation runs as the forward pass that is planned, and goes on otherwise; then the step begins.
     (left,) = [text for text in told if "came" in text]
-    assert re.match(r"aten::\S+ came where aten::\S+ was planned; \d+ ops? ran on demand, then the plan was", left)
+    assert re.match(r"aten::\S+ ran where aten::\S+ was planned; \d+ ops? ran on demand, then the plan resumed", left)
 
     run.trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -1,12 +1,12 @@
-"""Detect code that takes the address of a tensor and then uses it without PyTorch; such a storage keeps its address.
+"""Detect code that takes the address of a tensor to use it without PyTorch; such a storage must stay in place.
 
-Python methods that return an address, or make a second storage on the same memory, are wrapped while a loop is followed
-and as long as a tensor is in its memory. A function that modules have imported by name is changed in CPython's own
-structure. NumPy arrays are always seen: ``Tensor.numpy`` marks the storage (``has_array`` in blocks.h). Readers such
-as savers are wrapped too: the storage stays in place while another thread than the loop's reads it.
+Python methods that return an address, or make a second storage on the same memory, are wrapped while a loop is running
+or has tensors in its memory. C functions that modules import by name are redirected in CPython's own structure. NumPy
+arrays are always detected: ``Tensor.numpy`` marks the storage (``has_array`` in blocks.h). Readers such as savers are
+wrapped too: the storage stays in place while another thread than the loop's reads it.
 
-Not seen are addresses other than NumPy's that are taken while no loop has memory, NumPy's of a tensor that
-``torch.load`` made, pointers that compiled extensions keep from one op to the next, and the table of C functions in
+Not detected are addresses, except NumPy's, that are taken while no loop has memory; NumPy's of a tensor from
+``torch.load``; pointers that compiled extensions keep from one op to the next; and the C functions in
 ``Tensor.__dlpack_c_exchange_api__``.
 """
 
@@ -26,9 +26,9 @@ import torch
 from outofcore._torch_internals import DLPACK_EXPORTERS, FILE_WRITER, TENSOR_MODULE
 from outofcore.follow.native import flavor_of, has_pieces, trampoline
 
-# By class, what hands out an address, or something that has it: methods, and a property. Left out is what shares the
-# storage itself (``set_``, ``_weak_ref``), copies (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), moves
-# to memory that loops leave alone (``share_memory_``), or needs an address from here (``ctypes``, ``frombuffer``).
+# By class: the methods, and a property, that expose an address. Not needed here are methods that share the storage itself
+# (``set_``, ``_weak_ref``), copy it (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), move it to memory that
+# loops leave alone (``share_memory_``), or take an address from one of these (``ctypes``, ``frombuffer``).
 _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (
         torch.Tensor,
@@ -38,7 +38,7 @@ _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 
 
-# Modules that compare addresses: savers above all, which ask for that of every parameter.
+# Modules that only compare addresses, such as savers, which take that of every parameter.
 _COMPARE = frozenset(
     {
         TENSOR_MODULE,
@@ -51,10 +51,10 @@ _COMPARE = frozenset(
 )
 
 
-# Modules that read what lies there, and are done with it before the next op of their thread.
+# Modules that read the memory, and have finished before the next op of their thread.
 _SAVE = frozenset({"safetensors.torch"})
 
-# By class, methods that read memory without an op, and are done with it when they return.
+# By class: methods that read memory without an op, and have finished when they return.
 _READERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch.Tensor, ("tolist",)),
     (torch.UntypedStorage, ("_write_file", "_byteswap", "tolist")),
@@ -62,19 +62,19 @@ _READERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 
 _STORAGE_MODULE = torch.TypedStorage.__module__
-# This library's own, between the steps of a compiled step.
+# This library takes addresses only between calls of a compiled step.
 _OURS = "outofcore."
 
 
 class AddressWatch:
-    """Calls a function with a storage before its address is handed out.
+    """Reports a storage before its address is handed out.
 
     Args:
-        fix: is called with storages in memory of the CPU or of a GPU, and whether only other threads than the loop's
-            keep the address until the next op.
-        held: returns a context for reading the memory of one without an op.
+        fix: called with a storage in memory of the CPU or a GPU, and whether only threads other than the loop's keep
+            the address until the next op.
+        held: returns a context for reading a storage's memory without an op.
 
-    As long as a tensor is in memory of a loop, open or not, watching goes on after ``watching``.
+    Watching continues after ``watching`` as long as a tensor is in memory of a loop, open or not.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class AddressWatch:
         with self._lock:
             if self._open or self._undo is None or has_pieces():
                 return
-            # Where somebody else has wrapped a method since, it is left for later.
+            # If other code has wrapped a method since, leave the wrappers in place for now.
             if all(vars(kind).get(name) is wrapper for kind, name, wrapper in self._wrapped):
                 self._undo.close()
                 self._undo = None
@@ -133,7 +133,7 @@ class AddressWatch:
             def reads(self_: Any, *args: Any, **kwargs: Any) -> Any:
                 with contextlib.ExitStack() as holds:
                     for value in (self_, *args):
-                        with contextlib.suppress(RuntimeError):  # it has no memory of its own, such as in vmap
+                        with contextlib.suppress(RuntimeError):  # a tensor without memory, such as in vmap
                             storage = _storage_of(value)
                             if storage is not None:
                                 holds.enter_context(self._held(storage))
@@ -143,7 +143,7 @@ class AddressWatch:
 
         def slices_told(method: Callable[..., Any]) -> Callable[..., Any]:
             def tells(self_: Any, index: Any) -> Any:
-                if isinstance(index, slice):  # a storage of its own, on the same memory
+                if isinstance(index, slice):  # a new storage on the same memory
                     self._tell(self_)
                 return method(self_, index)
 
@@ -179,7 +179,7 @@ class AddressWatch:
 
 
 def replace_attribute(undo: contextlib.ExitStack, kind: Any, name: str, value: object) -> None:
-    """Set an attribute of a class; what the class inherits, it inherits again once that is undone."""
+    """Set an attribute of a class; undoing that restores the old value, or inheritance."""
     own = vars(kind).get(name)
     setattr(kind, name, value)
     if own is None:
@@ -197,7 +197,7 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 
 def _module_of(frame: FrameType | None) -> str:
-    """Return the module that asks for an address, looking through typed storages, which pass the question on."""
+    """Return the module that asks for an address, skipping frames of typed storages."""
     asks = ""
     while frame is not None:
         asks = frame.f_globals.get("__name__") or ""
@@ -224,14 +224,14 @@ class _MethodDef(ctypes.Structure):
     )
 
 
-# Of a function that takes a tuple and a dictionary: METH_VARARGS | METH_KEYWORDS.
+# The flags METH_VARARGS | METH_KEYWORDS.
 _TAKES_ALL = 3
 
 
 def _divert(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int], int]) -> None:
-    """Redirect all references to a C function to a trampoline, which receives its address.
+    """Redirect all references to a C function to a trampoline, which receives the function's address.
 
-    A Python other than CPython, or with another layout, is left unchanged.
+    Does nothing on a Python other than CPython, or with another structure layout.
     """
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return

@@ -1,7 +1,7 @@
-"""A training function whose calls are followed one by one: the fallback of a compiled step for inputs of many shapes.
+"""Run single calls of a training function under a budget: the fallback of a compiled step for inputs of many shapes.
 
-Between two calls nothing is followed, and other steps may run. The model stays in the arena and the homes of the loop,
-so that a call with inputs of another shape moves nothing of it.
+Between two calls the loop is paused, and other steps may run. The model stays in the loop's arena and homes, so
+inputs of another shape do not move it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("outofcore")
 
 @dataclass(frozen=True)
 class CallStats:
-    """The seconds and bytes of one call; ``waited_seconds`` are those spent waiting for copies."""
+    """The seconds and bytes of one call; ``waited_seconds`` is the time spent waiting for copies."""
 
     seconds: float
     waited_seconds: float
@@ -52,21 +52,21 @@ class FollowedCalls:
         self.count = 0
         loop.start()
         loop.pause()
-        # A step that nobody closes gives its arena back once it is garbage.
+        # A step that is not closed frees its arena when it is garbage-collected.
         self._stop = weakref.finalize(self, loop.stop)
         self._stop.atexit = False
 
     @property
     def stats(self) -> LoopStats:
-        """The statistics of all calls."""
+        """The counters of all calls."""
         return self._loop.stats
 
     def take(self, move: Callable[[], object]) -> None:
-        """Run a function that gives tensors new memory, which the loop then owns; raises what it raises."""
+        """Run a function that gives tensors new memory, which the loop then owns; raises its exceptions."""
         self._followed(move)
 
     def __call__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function; its result is detached, and in memory of its own."""
+        """Run the function; return its result detached, and in memory outside of the loop."""
         begin, before = time.perf_counter(), self.stats
 
         def run() -> Any:
@@ -87,15 +87,15 @@ class FollowedCalls:
         return self._given(result)
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
-        """Give back memory of a tensor that is resident only because somebody read it at its home."""
+        """Release memory of an evicted tensor that is resident only because the user read it at its home."""
         CPU.library.follow_forget(storage_address(tensor.untyped_storage()))
 
     def vacate(self) -> None:
-        """Bring everything home, because another step is to have the model."""
+        """Evict all tensors, so that another step can use the model."""
         self._loop.vacate()
 
     def close(self, *, stays: bool) -> None:
-        """End the loop. The model gets memory of its own unless it ``stays`` in place until it is freed."""
+        """End the loop. With ``stays`` the model keeps its memory until it is freed, else it gets new memory."""
         self._loop.vacate()
         if not stays:
             self._loop.release()
@@ -112,7 +112,7 @@ class FollowedCalls:
             try:
                 raise told from error
             finally:
-                del told  # it would keep this frame, and the frame it
+                del told  # breaks a reference cycle with this frame
         finally:
             self._loop.pause()
 
@@ -123,7 +123,7 @@ class FollowedCalls:
             yield from state_of(optimizer)
 
     def _take_strangers(self) -> None:
-        """Take over tensors that the user, a checkpoint or another step has replaced."""
+        """Adopt tensors that the user, a checkpoint or another step has replaced."""
         strangers = self._loop.strangers([tensor for tensor in self._states() if CPU.has(tensor)])
         if not strangers:
             return
@@ -137,12 +137,12 @@ class FollowedCalls:
                 self._loop.adopt([tensor])
             else:
                 of_others.setdefault(storage_key(tensor), []).append(tensor)
-        # Another step may know that memory by what it lies in: the model leaves it, and the memory stays as it is.
+        # Another step may own that memory, so the model moves to a copy.
         for tensors in of_others.values():
             own = storage_bytes(tensors[0]).clone()
             for tensor in tensors:
                 move_onto(tensor, own)
-        _log.info("taken over %d tensors that lay elsewhere", len(strangers))
+        _log.info("adopted %d tensors from other memory", len(strangers))
 
     def _given(self, result: Any) -> Any:
         """Return a call's result as a compiled step returns it."""

@@ -1,8 +1,8 @@
 """Prepare PyTorch for an eager loop on a GPU: create workspaces, divide the budget, and refuse CUDA graphs.
 
-The budget limits the memory that PyTorch's allocator takes from the device. It covers cuBLAS' workspaces, segments of tensors
-below 64 KiB, a reserve for the loop's small tensors, and the arena. Other large tensors that were on the device before
-the loop do not count.
+The budget limits the memory that PyTorch's allocator takes from the device. It covers cuBLAS' workspaces, segments of
+tensors below 64 KiB, a reserve for the loop's small tensors, and the arena. Other large tensors that were on the device
+before the loop do not count.
 
 A CUDA graph keeps the addresses of its capture, and its kernels run without visible ops. The loop could move or free
 the tensors at these addresses, so graphs are refused.

@@ -302,9 +302,9 @@ class Loop:
         """Write the last complete step as one self-contained HTML page.
 
         It shows memory over time, measured ops and copies, which ops ran by plan or on demand, why ops waited, the
-        evictions, and where and why the loop left its plans. A step lasts from one optimizer step to the next. Without an
-        optimizer it is a call of the model without gradients; without such calls, it is the whole run so far. Of a very
-        long step, the page shows the first quarter of a million events: ops, their storages, copies.
+        evictions, and where and why the loop left its plans. A step lasts from one optimizer step to the next. Without
+        an optimizer it is a call of the model without gradients; without such calls, it is the whole run so far. Of a
+        very long step, the page shows the first quarter of a million events: ops, their storages, copies.
 
         Args:
             path: the file; its folder is created. By default ``outofcore-report.html`` in the current folder.

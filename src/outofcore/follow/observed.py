@@ -1,8 +1,8 @@
-"""What a step of a followed loop did: from the native code's numbers to reports and traces.
+"""Convert the native code's log of a step to reports and traces.
 
-A followed step is presented like a compiled one: a graph of the storages that its ops used, a plan of what was evicted,
-a program of its ops and copies in the order in which they began, and a measured timeline. Memory is recorded
-separately, since unused storages may stay resident.
+The step is presented like a compiled one, as a graph, a plan, a program and a timeline. The plan has its evictions,
+and the program its ops and copies in the order in which they began. Memory is recorded separately, since unused
+storages may stay resident.
 """
 
 from __future__ import annotations
@@ -22,65 +22,65 @@ from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queu
 from outofcore.report.data import WORKSPACE, MemoryOverTime
 from outofcore.units import format_bytes, format_seconds
 
-# What a storage is called, and is, where that is known.
+# Names and kinds of storages, by number.
 Known = Mapping[int, tuple[str, StorageKind]]
 
 
 class Link(IntEnum):
-    """The links of a program."""
+    """The links of an observed program."""
 
-    AHEAD = 0  # copies beside the ops
-    LATE = 1  # copies that the loop itself makes while an op waits for them
+    AHEAD = 0  # copies that overlap with ops
+    LATE = 1  # copies that an op waits for
 
 
 LINKS = tuple(link.name.lower() for link in Link)
 
 
 class Touched(IntFlag):
-    """How an op uses a block, if it does not only read it."""
+    """How an op uses a block, in addition to reading it."""
 
     WRITES = 1
     CREATES = 2
 
 
 class Event(IntEnum):
-    """What a row of the log is about."""
+    """The kind of a log row."""
 
     HELD = 0  # a block has memory when the step begins
     TAKEN = 1  # a block gets memory
-    GIVEN = 2  # a block gives its memory back
-    OP = 3  # an op ran; what it touched comes next
-    TOUCH = 4  # of a block, by the op before
+    GIVEN = 2  # a block releases its memory
+    OP = 3  # an op ran; rows for the blocks it touched follow
+    TOUCH = 4  # the preceding op touched a block
     IN = 5  # a copy of a block from its home has taken effect
     OUT = 6  # a copy of a block to its home
-    LEFT = 7  # a block left for its home
-    FREED = 8  # a block is gone
+    LEFT = 7  # a block was evicted
+    FREED = 8  # a block was freed
 
 
 class Copied(IntEnum):
-    BESIDE = 0  # beside the ops
-    WAITED = 1  # likewise, and the loop stood still until it was done
-    ON_DEMAND = 2  # by the loop itself, between two ops or in one
+    BESIDE = 0  # overlapped with ops
+    WAITED = 1  # overlapped, and then the loop waited for it
+    ON_DEMAND = 2  # in the loop's thread, between two ops or in one
 
 
 class Cause(IntEnum):
-    OP = 0  # another op came than was planned
+    OP = 0  # another op ran than was planned
     END = 1  # the step ended earlier than planned
-    MEMORY = 2  # there was no room, so that something left that was to stay
-    PLACE = 3  # something lay where the plan has something else, and left
+    MEMORY = 2  # an op needed memory, so that a storage was evicted that the plan keeps resident
+    PLACE = 3  # a storage was evicted, because the plan has another storage at its offset
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Where a loop left its plan, and why.
+    """A point at which a loop left its plan, and why.
 
     Attributes:
-        op: of the plan.
-        seconds: since the beginning of the observed step.
-        expected: the operator that the plan has there.
-        came: the operator that ran; empty at the end of the step.
-        missed: ops until a plan had one of them again.
-        back: where a plan had it; -1 if nowhere in that step.
+        op: index of the op in the plan.
+        seconds: time since the beginning of the observed step.
+        expected: the planned operator.
+        actual: the operator that ran; empty at the end of the step.
+        missed: number of ops until a plan matched again.
+        resumed_at: op of the plan that matched; -1 if no plan matched in that step.
     """
 
     step: int
@@ -98,29 +98,29 @@ class Departure:
         """One sentence for people.
 
         >>> Departure(3, 17, 0.0, Cause.OP, "aten::mm", "aten::mul", 0, 2, 20).text
-        'aten::mul came where aten::mm was planned; 2 ops ran on demand, then the plan was followed from op 20 on'
+        'aten::mul ran where aten::mm was planned; 2 ops ran on demand, then the plan resumed at op 20'
         """
         if self.cause is Cause.END:
             return f"the step ended where {self.expected} was planned"
         if self.cause is Cause.MEMORY:
-            return f"{self.came} needed more memory than planned: {format_bytes(self.bytes)} left that were to stay"
+            return f"{self.came} needed more memory than planned: an extra {format_bytes(self.bytes)} was evicted"
         if self.cause is Cause.PLACE:
-            return f"{format_bytes(self.bytes)} left that lay where the plan has something for {self.came}"
+            return f"{format_bytes(self.bytes)} was evicted from an offset planned for {self.came}"
         what = (
-            f"{self.came} came with other tensors than planned"
+            f"{self.came} ran with other tensors than planned"
             if self.came == self.expected
-            else f"{self.came} came where {self.expected} was planned"
+            else f"{self.came} ran where {self.expected} was planned"
         )
         ops = f"{self.missed} {'op' if self.missed == 1 else 'ops'}"
         if self.back < 0:
-            return f"{what}; {ops} ran on demand, to the end of what is known"
+            return f"{what}; {ops} ran on demand, and the plan did not resume"
         on_demand = f"{ops} ran on demand, then " if self.missed else ""
-        return f"{what}; {on_demand}the plan was followed from op {self.back} on"
+        return f"{what}; {on_demand}the plan resumed at op {self.back}"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanMade:
-    """A plan made in the background for steps of ``ops`` ops, ready after ``step`` steps had ended."""
+    """A background plan for steps of ``ops`` ops, which was ready after step number ``step``."""
 
     step: int
     ops: int
@@ -146,15 +146,16 @@ class Observed:
     """One measured step.
 
     Attributes:
-        complete: whether it has ended; else it is what happened so far.
-        cut: events that are left out at its end, since there were too many.
-        began_ns: when it began, in nanoseconds since 1970.
-        graph: its ops and storages of 64 KiB and more.
-        plan: what was evicted, planned or not.
-        program: its ops and copies; of copies the home is a ``Link``.
+        complete: whether the step has ended.
+        cut: number of events that are missing at its end, because the log was full.
+        began_ns: start time in nanoseconds since 1970.
+        graph: its ops, and its storages of 64 KiB and more.
+        plan: the evictions, planned or not.
+        program: its ops and copies; the home of a copy is a ``Link``.
         memory: bytes of the arena in use.
         on_demand: ops that ran without a plan.
-        departures: the last ones of the loop, in order, of ``departures_ever``.
+        departures: the loop's last departures, in order.
+        departures_ever: the total number of departures.
     """
 
     step: int
@@ -177,38 +178,37 @@ class Observed:
 
 
 class _Header(NamedTuple):
-    steps: int  # that have ended
-    complete: int  # whether this one has
-    cut: int  # events left out
+    steps: int  # number of ended steps
+    complete: int  # whether this step has ended
+    cut: int  # number of omitted events
     began_ns: int  # since 1970
     nanos: int
     events: int
-    departures: int  # that are listed
+    departures: int  # number of listed departures
     departures_ever: int
 
 
 class _Row(NamedTuple):
-    """An event of the log; its times are nanoseconds as they are read, and then seconds."""
+    """An event of the log; its times are in nanoseconds in the native log, and in seconds after parsing."""
 
     event: Event
     start: float
     end: float
     number: int  # of the block or the operator
-    bytes: int  # of an op: the nanoseconds that it waited
-    flags: int  # of an op: whether it came by plan; of a touch: ``Touched``; of a copy: ``Copied``
+    bytes: int  # for an op: the nanoseconds that it waited
+    flags: int  # for an op: whether it was planned; for a touch: ``TouchFlags``; for a copy: ``CopyTiming``
 
 
 def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, budget: int, policy: str) -> Observed:
-    """Read a step from the native code's numbers.
+    """Parse a step from the native code's numbers.
 
     Args:
-        numbers: a header and the rows of the log. Then for each departure its step, the op of the plan, its
-            nanoseconds, the cause, bytes, ops until the plan was found again, where, and the operators that were
-            planned and came.
-        names: of operators.
+        numbers: a header, the rows of the log, and the departures. A departure is its step, op of the plan,
+            nanoseconds, cause, bytes, missed ops, op of resumption, expected and actual operator.
+        names: operator names.
         known: names and kinds of blocks.
         budget: bytes of the arena.
-        policy: of the plan that was followed.
+        policy: the policy of the plan.
     """
     rest = iter(numbers)
     header = take(rest, _Header)
@@ -246,24 +246,24 @@ def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, bu
 
 
 class _Reader:
-    """Reads the log once and builds the parts of ``Observed``."""
+    """Reads the log once and builds the parts of ``ObservedStep``."""
 
     def __init__(self, log: Sequence[_Row], names: Sequence[str], known: Known) -> None:
         self._known = known
         self._bytes: dict[int, int] = {}
         self._moved: set[int] = set()
-        self._outlived: set[int] = set()  # there at the beginning, or made by no op
-        self._freed: dict[int, int] = {}  # by block, the ops before
+        self._outlived: set[int] = set()  # blocks that existed at the beginning
+        self._freed: dict[int, int] = {}  # by block: the number of ops before
         self._uses: dict[int, list[int]] = defaultdict(list)
         self._creator: dict[int, int] = {}
         self._ops: list[tuple[str, list[_Row]]] = []
         self._starts: list[float] = []
         self.on_demand: set[int] = set()
-        self._stays: list[tuple[int, float, float | None]] = []  # block, from when to when it has memory
-        # What ran: from when to when; the op or -1, the block, whether out, the link; stays; what an op waited for.
+        self._stays: list[tuple[int, float, float | None]] = []  # block, begin and end of its time in memory
+        # Executions: begin, end; op or -1; block, whether it is copied out, link; stays; copies that the op waited for.
         self._ran: list[tuple[float, float, int, int, bool, int, list[int], list[int]]] = []
-        self._left: list[tuple[int, int, int]] = []  # block, its last use, the ops before
-        self._back: dict[int, list[float]] = defaultdict(list)  # by block, when copies in began
+        self._left: list[tuple[int, int, int]] = []  # block, its last use, the number of ops before
+        self._back: dict[int, list[float]] = defaultdict(list)  # by block: begins of copies in
         self._go_through(log, names)
         self._numbers = {block: i for i, block in enumerate(b for b in self._bytes if self._is_storage(b))}
 
@@ -333,7 +333,7 @@ class _Reader:
             return self._known[block][1]
         if self._lasts(block):
             return StorageKind.BUFFER
-        # What moves is the loop's to answer for, and a report does not count what inputs move.
+        # A report does not count copies of inputs, so a block that was copied must not be an input.
         outside = block not in self._creator and block not in self._outlived and block not in self._moved
         return StorageKind.INPUT if outside else StorageKind.ACTIVATION
 
@@ -364,7 +364,7 @@ class _Reader:
         return StepGraph(tuple(storages), tuple(ops))
 
     def _module(self, touches: Sequence[_Row]) -> str:
-        """Return the module whose parameters an op uses; empty for none or several."""
+        """Return the module of the parameters that an op uses; empty if it uses none, or those of several modules."""
         named = (self._known[t.number] for t in touches if t.number in self._known)
         owners = {name.rpartition(".")[0] for name, kind in named if kind is StorageKind.PARAMETER}
         return owners.pop() if len(owners) == 1 else ""
@@ -381,9 +381,9 @@ class _Reader:
     def program(self, seconds: float) -> tuple[Program, Timeline]:
         order = sorted(range(len(self._ran)), key=lambda i: self._ran[i][0])
         lanes: dict[tuple[Queue, int], int] = defaultdict(int)
-        places: dict[int, Wait] = {}  # by place in the log, what to wait for to have it done
+        places: dict[int, Wait] = {}  # by index of the execution: how to wait for its end
         blocks: dict[int, int] = {}  # by stay
-        used: list[tuple[int, int]] = []  # by block the first and the last instruction
+        used: list[tuple[int, int]] = []  # by block: its first and last instruction
         versions: dict[int, int] = defaultdict(int)
         made: list[Instruction] = []
         for ran in order:
@@ -405,7 +405,7 @@ class _Reader:
                     versions[touch.number] += bool(touch.flags & Touched.WRITES)
             elif held:
                 one = (CopyOut if out else CopyIn)(held[0], versions[block], (), link)
-            else:  # it had no memory any more when that was noticed
+            else:  # the block's memory was released before the copy was logged
                 continue
             lane = lane_of(one)
             lanes[lane] += 1
@@ -446,7 +446,7 @@ class _Reader:
         for block, last, before in self._left:
             uses = self._uses.get(block, [])
             if last < 0:
-                # It was used last in the step before, and that was as this one is.
+                # Its last use is in the step before; assume that this was the same as this step's.
                 if not uses or not self._lasts(block):
                     continue
                 gap = Gap(self._numbers[block], uses[-1], count + uses[0])
@@ -457,7 +457,7 @@ class _Reader:
                     end = uses[later]
                 elif self._lasts(block):
                     end = count + uses[0]
-                else:  # it was freed there, or is used in another step
+                else:  # it was freed, or is used in another step
                     end = max(self._freed.get(block, count), last + 1)
                 gap = Gap(self._numbers[block], last, end)
                 release_by = max(before, last + 1)
@@ -491,16 +491,16 @@ def observed_notes(observed: Observed, plans: Sequence[PlanMade]) -> list[tuple[
     notes = [
         ("step", f"step {observed.step + 1} of the loop: {told}")
         if observed.complete
-        else ("so far", f"no step of an optimizer is complete; since the loop was started: {told}"),
+        else ("so far", f"no optimizer step is complete; since the loop was started: {told}"),
         ("ops", f"{observed.planned} by plan, {len(observed.on_demand)} on demand"),
-        ("copies", "ahead: beside the ops; late: while an op waited for them"),
+        ("copies", "ahead: overlapped with ops; late: while an op waited for them"),
     ]
     if observed.cut:
-        notes.append(("left out", f"the end of the step: {observed.cut} events more than are kept"))
-    notes += [("plan", plan.text) for plan in plans] or [("plan", "none was made so far")]
+        notes.append(("left out", f"the last {observed.cut} events of the step"))
+    notes += [("plan", plan.text) for plan in plans] or [("plan", "no plan so far")]
     shown = observed.departures[-most:]
     if observed.departures_ever > len(shown):
-        notes.append(("departures from plans", f"{observed.departures_ever} in all, of which the last are told"))
+        notes.append(("departures from plans", f"{observed.departures_ever} in total; the last are listed"))
     return [*notes, *((f"step {d.step + 1}, op {d.op} of the plan", d.text) for d in shown)]
 
 

@@ -1,6 +1,6 @@
-"""The loops of this process, and what PyTorch reports to them: optimizer steps, backward passes, addresses.
+"""The loops of this process, and PyTorch's reports to them: optimizer steps, backward passes, addresses.
 
-PyTorch is changed for that: the first loop does it, and the last one undoes it exactly.
+The first loop patches PyTorch for these reports, and the last one restores it exactly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outofcore.follow.user_tensors import alive
 if TYPE_CHECKING:
     from outofcore.follow.loop import Loop
 
-# Loops that were started, and perhaps stopped since, by their identities.
+# Loops that were started, even if they were stopped since, keyed by id().
 started: weakref.WeakValueDictionary[int, Loop] = weakref.WeakValueDictionary()
 
 
@@ -42,7 +42,7 @@ def running_loops() -> list[Loop]:
 
 
 def stop_loops() -> bool:
-    """End all loops of ``outofcore.budget`` that run or are paused, in any thread; return whether there was any."""
+    """End all running and paused loops of ``outofcore.budget``, in any thread; return whether there was any."""
     running = [loop for loop in alive(started) if loop.is_open()]
     for loop in running:
         loop.end()
@@ -61,8 +61,8 @@ sources = Sources(_running_models)
 def _backward_passes_seen() -> Iterator[None]:
     """Report the end of each complete backward pass.
 
-    A pass that keeps its graph is incomplete, since another one follows; a failed one does not count. A nested pass,
-    such as of a checkpoint, is a part of the outer one.
+    A pass that keeps its graph or fails is not complete. A nested pass, such as of a checkpoint, belongs to the outer
+    pass.
     """
 
     def seen(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *more: Any, **named: Any) -> Any:
@@ -81,7 +81,7 @@ def _backward_passes_seen() -> Iterator[None]:
 
 def _after_backward(complete: bool) -> None:
     for library in loaded_pagings():
-        library.follow_leave_thread()  # a loop that has ended in backward
+        library.follow_leave_thread()  # a loop may have ended in the backward pass
     for loop in running_loops() if complete else ():
         loop.after_backward()
 
@@ -97,9 +97,9 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 class _OptimizerHooks:
-    """A context in which steps of optimizers are reported, in all threads.
+    """A context in which optimizer steps are reported, in all threads.
 
-    PyTorch fails in a step of another thread if a hook is removed meanwhile, so the hooks stay while there are threads.
+    PyTorch fails if a hook is removed during a step in another thread, so the hooks stay while other threads exist.
     """
 
     def __init__(self) -> None:
@@ -139,17 +139,17 @@ def _storage_held(storage: torch.UntypedStorage) -> Iterator[None]:
 
 
 class Overlapping:
-    """A context that may be open several times at once, and closed in any order and thread.
+    """A context that may be open several times at once, and be closed in any order and thread.
 
-    ``make`` returns the context that the first one enters and the last one exits.
+    ``make`` returns the context that the first user enters and the last user exits.
     """
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         self._make = make
         self._open = 0
         self._undo = contextlib.ExitStack()
-        self._lock = threading.RLock()  # garbage collection, which ends lost loops, may come while it is held
-        # Never collected: when Python ends with a context open, the generators in it would run without their modules.
+        self._lock = threading.RLock()  # reentrant: garbage collection under the lock may end a loop
+        # Never collected: at exit, the generators of an open context would run without their modules.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def __enter__(self) -> None:
@@ -175,5 +175,5 @@ def _reporting() -> Iterator[None]:
         yield
 
 
-# Open while any loop is: PyTorch reports to the loops.
+# Open while any loop is open.
 patches = Overlapping(_reporting)
