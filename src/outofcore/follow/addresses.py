@@ -1,9 +1,9 @@
 """Detect code that takes the address of a tensor to use it without PyTorch; such a storage must stay in place.
 
-Python methods that return an address, or make a second storage on the same memory, are wrapped while a loop is running
-or has tensors in its memory. C functions that modules import by name are redirected in CPython's own structure. NumPy
-arrays are always detected: ``Tensor.numpy`` marks the storage (``has_array`` in blocks.h). Readers such as savers are
-wrapped too: the storage stays in place while another thread than the loop's reads it.
+Python methods that return an address, or make a second storage on the same memory, are wrapped. The wrappers stay while
+a loop is running or has tensors in its memory. C functions that modules import by name are redirected in CPython's own
+structure. NumPy arrays are always detected: ``Tensor.numpy`` marks the storage (``has_array`` in blocks.h). Readers,
+such as savers, are wrapped too: the storage stays in place while a thread other than the loop's reads it.
 
 Not detected are addresses, except NumPy's, that are taken while no loop has memory; NumPy's of a tensor from
 ``torch.load``; pointers that compiled extensions keep from one op to the next; and the C functions in
@@ -26,9 +26,9 @@ import torch
 from outofcore._torch_internals import DLPACK_EXPORTERS, FILE_WRITER, TENSOR_MODULE
 from outofcore.follow.native import flavor_of, has_pieces, trampoline
 
-# By class: the methods, and a property, that expose an address. Not needed here are methods that share the storage itself
-# (``set_``, ``_weak_ref``), copy it (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), move it to memory that
-# loops leave alone (``share_memory_``), or take an address from one of these (``ctypes``, ``frombuffer``).
+# By class: the methods, and a property, that expose an address. Omitted are methods that share the storage itself
+# (``set_``, ``_weak_ref``), copy it (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), move it to memory
+# that loops leave alone (``share_memory_``), or take an address from one of these (``ctypes``, ``frombuffer``).
 _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (
         torch.Tensor,

@@ -364,7 +364,7 @@ class _Reader:
         return StepGraph(tuple(storages), tuple(ops))
 
     def _module(self, touches: Sequence[_Row]) -> str:
-        """Return the module of the parameters that an op uses; empty if it uses none, or those of several modules."""
+        """Return the module of the parameters that an op uses; empty unless it is exactly one."""
         named = (self._known[t.number] for t in touches if t.number in self._known)
         owners = {name.rpartition(".")[0] for name, kind in named if kind is StorageKind.PARAMETER}
         return owners.pop() if len(owners) == 1 else ""

@@ -15,9 +15,9 @@ class Sign(enum.IntEnum):
     """
 
     CALL = 1  # a call of a model without gradients has ended
-    # A backward pass that frees its graph has ended, as in loops that update by hand; its source is the calling line. The
-    # first pass is no sign yet, because most loops step an optimizer next. If gradients are accumulated, the optimizer's
-    # first step becomes the sign.
+    # A backward pass that frees its graph has ended, as in loops that update by hand; its source is the calling line.
+    # The first pass is no sign yet, because most loops step an optimizer next. If gradients are accumulated, the
+    # optimizer's first step becomes the sign.
     BACKWARD = 2
     OPTIMIZER = 3  # an optimizer has stepped
 

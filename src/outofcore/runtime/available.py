@@ -1,4 +1,4 @@
-"""Budgets that are shares of the memory that a device can give now."""
+"""Compute budgets from shares of a device's available memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from outofcore.errors import InputError
 from outofcore.report.machine import available_memory_bytes
 from outofcore.units import MIB, format_bytes, parse_bytes, share_of
 
-# The share of the available memory that a loop without a budget takes on a CPU. The rest is for Python, libraries, the
-# page cache and other programs.
+# The default budget on a CPU, as a share of the available memory. The rest is for Python, libraries, the page cache and
+# other programs.
 _HOST_SHARE = 0.7
-# On a GPU it takes all but a reserve, for the context's growth and kernels that are loaded later: a share, and a least.
+# On a GPU it is all memory but a reserve for the context's growth and later kernels: a share, and a minimum.
 _DEVICE_RESERVE_SHARE, _LEAST_DEVICE_RESERVE = 0.05, 512 * MIB
 
 
 def default_budget(available: int, *, on_host: bool) -> int:
-    """Return the budget of a loop without one, of so many available bytes.
+    """Return the default budget of a loop, given the available bytes.
 
     >>> default_budget(10 << 30, on_host=True) / (1 << 30)
     7.0
@@ -30,9 +30,9 @@ def default_budget(available: int, *, on_host: bool) -> int:
 
 
 def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> int:
-    """Return what tensors can take on a device now; raises ``InputError``.
+    """Return the bytes that tensors can take on a device now; raises ``InputError``.
 
-    On a GPU that includes what ``models`` take there, since they leave it before a loop takes its memory.
+    On a GPU that includes the bytes of ``models``, because they leave it before a loop reserves its memory.
     """
     if device.type == "cpu":
         found = available_memory_bytes()
@@ -47,13 +47,12 @@ def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> i
 
 
 def budget_of(limit: int | str | None, device: torch.device, models: Iterable[nn.Module] = ()) -> tuple[int, str]:
-    """Return a budget in bytes, and in words how much it is; without words if it was given in bytes.
+    """Return a budget in bytes, and a text about its share of the available memory; empty if it was given in bytes.
 
     Args:
-        limit: bytes, text such as "6GiB", a share of what is available such as "70%", or None for what a loop takes
-            without a budget.
+        limit: bytes, text such as "6GiB", a share of the available memory such as "70%", or None for the default.
 
-    Raises ``UnitError`` for another ``limit``, ``InputError`` where the system does not say what is available.
+    Raises ``UnitError`` for any other ``limit``, ``InputError`` if the available memory is unknown.
     """
     share = share_of(limit)
     if limit is not None and share is None:

@@ -1,8 +1,8 @@
-"""Bytes between memory and where they are stored, by native code (``file_io.h``): past the page cache or through it.
+"""Copy bytes between memory and a store in native code (``file_io.h``), past the page cache or through it.
 
-Direct I/O goes straight between the disk and the caller's pages. It requires an address, a file offset and a length in
-whole pages; anything else (a small tensor, the tail of a large one, a range of somebody else's file) goes through a
-page-aligned buffer.
+Direct I/O moves data between the disk and the caller's pages without a copy. It requires an address, a file offset and
+a length in whole pages. Other transfers go through a page-aligned buffer: small tensors, the tail of a large tensor,
+ranges of other files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from outofcore.runtime.memory import Region, address_of, map_anonymous
 from outofcore.runtime.native import Flavor, load_unlocked
 from outofcore.units import MIB, PAGE_BYTES, format_bytes
 
-# One native call moves at most this much: a copy can then be stopped. Each call takes the processor from ops.
+# Limit of one native call. A copy can stop only between calls; each call costs ops processor time.
 CHUNK_BYTES = 64 * MIB
-BUFFER_BYTES = 2 * MIB  # ``kBounce`` in file_io.h: stays in the processor's cache
+BUFFER_BYTES = 2 * MIB  # ``kBounce`` in file_io.h: fits the processor's cache
 
 MEMORY = -1  # in place of a descriptor; ``kMemory`` in file_io.h
 
@@ -31,15 +31,15 @@ _buffers = threading.local()
 
 
 class Cache(IntEnum):
-    """What becomes of a file's pages in the system's cache; as ``Cache`` in file_io.h."""
+    """The fate of a file's pages in the page cache; mirrors ``Cache`` in file_io.h."""
 
-    PAST = 0  # direct I/O
-    DROPPED = 1  # they are not needed any more
+    PAST = 0  # direct I/O bypasses the cache
+    DROPPED = 1  # dropped after the copy
     KEPT = 2
 
 
 class Transfer(ctypes.Structure):
-    """As ``Transfer`` in file_io.h; must be kept until it has run."""
+    """Mirrors ``Transfer`` in file_io.h; must be kept alive until it has run."""
 
     _fields_ = (
         ("address", ctypes.c_int64),
@@ -56,14 +56,14 @@ class Transfer(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where native code finds a slot.
+    """The location of a slot for native code.
 
     Attributes:
         descriptor: of an open file, or ``MEMORY``.
         start: the offset in the file, or the address.
-        bytes: that are there: fewer than those asked for, by less than a page, at the end of a range of a file.
+        bytes: available bytes; at the end of a range of a file, up to a page less than requested.
         owner: keeps the memory or the file alive.
-        cache: of the file's pages.
+        cache: the fate of the file's pages.
     """
 
     descriptor: int
@@ -74,28 +74,28 @@ class Location:
 
 
 class ByteStore(ABC):
-    """Memory or a file of which any bytes are read, and whole pages written; several threads may do so at once.
+    """Memory or a file that is read in bytes and written in whole pages; threads may do so at once.
 
-    A write starts on a page, and owns its last page whole: the page's bytes after its end are lost.
+    A write starts at a page, and overwrites its last page whole: the page's bytes after the end of the data are lost.
     """
 
     @abstractmethod
     def locate(self, offset: int, count: int) -> Location:
-        """Return where native code finds bytes.
+        """Return the location of bytes for native code.
 
-        Raises ``TransferError`` if they are not there, ``StateError`` if the storage is closed.
+        Raises ``TransferError`` if they do not exist, ``StateError`` if the store is closed.
         """
 
     @abstractmethod
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        """Build the error for bytes that were not moved; ``failure`` is the system's, or less: the file ended."""
+        """Build the error for a failed transfer; ``failure`` is an errno, or negative at the end of the file."""
 
     def write(self, offset: int, source: memoryview) -> None:
         """Store all of ``source`` at ``offset``, the start of a page; raises ``TransferError``."""
         self._move(offset, source, writes=True)
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``offset`` on, as far as there are bytes; raises ``TransferError``."""
+        """Fill ``target`` from byte ``offset`` on, as far as bytes exist; raises ``TransferError``."""
         self._move(offset, target, writes=False)
 
     def _move(self, offset: int, memory: memoryview, *, writes: bool) -> None:
@@ -106,9 +106,9 @@ class ByteStore(ABC):
 
 
 def transfer(place: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
-    """Move ``memory`` to or from a place, with the GIL released.
+    """Copy ``memory`` to or from a location, with the GIL released.
 
-    Returns the bytes moved, and 0, or what failed as ``ByteStore.failed`` takes it. Raises ``TransferError`` if there
+    Returns the bytes copied, and 0 or a failure as in ``ByteStore.transfer_error``. Raises ``TransferError`` if there
     is no memory for a buffer.
     """
     count, address = memory.nbytes, address_of(memory)
@@ -145,12 +145,12 @@ def _buffer() -> memoryview:
 
 
 def open_direct(descriptor: int, *, writes: bool = False) -> int | None:
-    """Open a file anew for direct I/O; None where the file system refuses it, or does not let it be read.
+    """Open a file again for direct I/O; None if the file system refuses it, or it cannot be read.
 
-    ``writes``: the first page of the file may be written. Raises ``OSError`` if it cannot be, for another reason.
+    With ``writes``, the first page of the file may be overwritten. Raises ``OSError`` if that fails for another reason.
     """
     try:
-        # A file without a name can still be opened again by way of /proc.
+        # /proc can reopen a file without a name.
         flags = (os.O_RDWR if writes else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC
         found = os.open(f"/proc/self/fd/{descriptor}", flags)
     except OSError:

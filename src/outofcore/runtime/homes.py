@@ -1,7 +1,7 @@
-"""Homes, the backing stores for bytes that are not on the device: host memory, pinned for a GPU or not, or a disk.
+"""Homes, the backing stores of evicted bytes: host memory, pinned for a GPU or not, or a disk.
 
-A home is one stretch of bytes; each storage has a slot of whole pages in it at a planned offset. Between steps a slot
-has a face: a tensor over its bytes, through which the user sees and changes them.
+A home is one range of bytes, in which each storage has a slot of whole pages at a planned offset. Between steps a slot
+has a face: a tensor over its bytes, through which the user reads and changes them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from outofcore.units import GIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 
 class HomeStore(ByteStore):
-    """What the executor needs of a home, with what holds for memory. Offsets of slots are multiples of the page size.
+    """The interface of a home, with defaults for memory. Offsets of slots are multiples of the page size.
 
     The caller orders transfers of one slot, and the use of its face.
 
     Attributes:
-        sums: of what was written in this step, which are compared when it is read. None: nothing is compared.
+        sums: checksums of the slots written in this step, compared when they are read; None: no comparison.
     """
 
     sums: Sums | None = None
@@ -54,12 +54,12 @@ class HomeStore(ByteStore):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """The name of the link: homes of one identity are equally fast."""
+        """The name of the link: homes with the same identity are equally fast."""
 
     @property
     @abstractmethod
     def in_memory(self) -> bool:
-        """Whether slots are memory, so that bytes move within the home without any I/O."""
+        """Whether slots are memory, so that moving bytes within the home needs no I/O."""
 
     @property
     @abstractmethod
@@ -69,32 +69,32 @@ class HomeStore(ByteStore):
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """Bytes that slots could occupy at most, as far as is known."""
+        """Maximum bytes that slots could occupy, as far as it can be determined."""
 
     @property
     def edges(self) -> Sequence[int]:
-        """Ordered offsets that no slot may cross; the end is one of them if added room is not contiguous to it."""
+        """Sorted offsets that no slot may cross; the end is one of them if added room is not contiguous to it."""
         return ()
 
     @property
     def files(self) -> FileRanges | None:
-        """Ranges of others' files that count as slots here; None if the home takes none."""
+        """Ranges of other files that count as slots here; None if the home does not support them."""
         return None
 
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
-        """Move a range of ``files`` to pages of the home's own, given as offset and bytes."""
+        """Move a range of ``files`` to pages (offset, bytes) of the home itself."""
         raise StateError(f"the {self.name} home has no ranges of files; please report it")
 
     @abstractmethod
     def check(self, count: int) -> None:
-        """Raise ``SpillError`` if the home cannot hold a total of ``count`` bytes, without allocating anything."""
+        """Raise ``SpillError`` if the home cannot hold a total of ``count`` bytes; allocates no memory."""
 
     @abstractmethod
     def ensure(self, count: int) -> None:
-        """Make room for a total of ``count`` bytes, or raise ``SpillError``; existing slots and faces are unchanged."""
+        """Make room for a total of ``count`` bytes, or raise ``SpillError``; slots and faces are unchanged."""
 
     def grow(self, count: int) -> None:
-        """Do what ``ensure`` does, with more room at once where growing is expensive."""
+        """Make room as ``ensure`` does, and more if growing is expensive."""
         self.ensure(count)
 
     def reserve(self, count: int) -> int:
@@ -114,7 +114,7 @@ class HomeStore(ByteStore):
             raise damaged(self.name, offset, len(target))
 
     def read_back(self, offset: int) -> None:
-        """With full checks, compare a slot with what was last written to it; raises ``TransferError`` if it differs."""
+        """With full checks, compare a slot with the last write to it; raises ``TransferError`` if it differs."""
         if self.sums is None or not self.sums.full or offset not in self.sums.known:
             return
         count, known = self.sums.known[offset]
@@ -130,28 +130,27 @@ class HomeStore(ByteStore):
     def face(self, offset: int, count: int) -> torch.Tensor:
         """Return the slot's bytes as a uint8 tensor with a storage of its own of ``count`` bytes.
 
-        It shows what was last written, and what is stored through it is what is next read. It stays valid when the home
-        is closed.
+        It shows the last write, and the next read returns its contents. It stays valid when the home is closed.
         """
 
     def drop_cache(self, face: torch.Tensor) -> None:
-        """Give back physical memory that a face occupies for caching alone; its contents stay."""
+        """Free physical memory that only caches a face; its contents stay."""
 
     def discard(self, offset: int, count: int) -> None:
-        """Give back memory that a slot occupies; its contents are lost."""
+        """Free the memory of a slot; its contents are lost."""
         if self.sums is not None:
             self.sums.known.pop(offset, None)
 
     def start(self) -> None:
-        """Begin a step: between steps the user may have changed what is here.
+        """Begin a step: the user may have changed contents since the last one.
 
-        Raises ``TransferError`` if something is missing.
+        Raises ``TransferError`` if contents are missing.
         """
         if self.sums is not None:
             self.sums.known.clear()
 
     def sibling(self, count: int) -> HomeStore:
-        """Make an empty home on the same link, with room for ``count`` bytes and the same checks, to measure on."""
+        """Make an empty home on the same link, with the same checks, for measurements of ``count`` bytes."""
         found = self._sibling(count)
         if self.sums is not None:
             found.sums = Sums(self.sums.full)
@@ -162,35 +161,35 @@ class HomeStore(ByteStore):
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back to the system, apart from faces in use. May be called again."""
+        """Return everything to the system, except faces in use. May be called again."""
 
 
 def check_copies(home: HomeStore, check: Check) -> HomeStore:
-    """Have a home's copies checked, and return it."""
+    """Enable checks of a home's copies, and return the home."""
     if check is Check.FULL or (check is Check.SAMPLED and not home.in_memory):
         home.sums = Sums(check is Check.FULL)
     return home
 
 
 def check_slot(offset: int, count: int, total: int) -> None:
-    """Raise ``TransferError`` unless the slot is in a home of ``total`` bytes and aligned."""
+    """Raise ``TransferError`` unless the slot is aligned and within a home of ``total`` bytes."""
     if offset < 0 or offset % PAGE_BYTES or offset + count > total:
         raise TransferError(
-            f"bytes [{offset}, {offset + count}) are not a slot in a home of {total} bytes: slots lie within it and "
+            f"bytes [{offset}, {offset + count}) are not a slot in a home of {total} bytes: slots must be inside it and "
             f"start on a multiple of {PAGE_BYTES}; this is a fault of the plan: please report it"
         )
 
 
 class HostHome(HomeStore):
-    """Slots in one slab of host memory.
+    """Slots in one range of host memory.
 
-    Its addresses are reserved at once and for good, so that slots never move; memory is taken up only as ``ensure``
-    makes room and slots are written.
+    Its addresses are reserved at the start, so that slots never move. It takes memory only when ``ensure`` makes room
+    and slots are written.
 
     Args:
-        limit: bytes that slots may take, in whole pages; by default all physical memory.
-        release: gives address and bytes back to the system when nothing refers to them any more.
-        shared: whether the child of a fork has the same memory, and not a copy of its own.
+        limit: maximum bytes of slots, in whole pages; by default all physical memory.
+        release: returns address and bytes to the system after the last reference is gone.
+        shared: whether a forked child shares the memory instead of getting a copy.
     """
 
     def __init__(
@@ -230,7 +229,7 @@ class HostHome(HomeStore):
 
     @property
     def capacity(self) -> int:
-        """The limit, or the slots' current bytes and the memory available."""
+        """The limit, or the slots' current bytes and the available memory."""
         return min(self._limit, self._bytes + self._available())
 
     def check(self, count: int) -> None:
@@ -247,7 +246,7 @@ class HostHome(HomeStore):
             )
 
     def _available(self) -> int:
-        """Return the bytes of memory that can be taken beyond what slots may occupy now."""
+        """Return the bytes of memory that can be used in addition to those of slots."""
         available = available_memory_bytes()
         return _physical_bytes() if available is None else available
 
@@ -272,7 +271,7 @@ class HostHome(HomeStore):
         return Location(MEMORY, region.address + offset, count, region)
 
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        """Build an error that should not occur: copying memory returns none."""
+        """Build an error that should not occur: copying memory does not fail."""
         verb, why = "write" if writes else "read", os.strerror(failure) if failure > 0 else "no reason was given"
         return TransferError(
             f"could not {verb} {format_bytes(count)} at byte {offset} of host memory: {why}; please report it"
@@ -285,7 +284,7 @@ class HostHome(HomeStore):
         return tensor_over(region.memory(offset, count))
 
     def discard(self, offset: int, count: int) -> None:
-        """Give the pages back; they come back empty when they are next used."""
+        """Free the pages; they are zero when they are next used."""
         super().discard(offset, count)
         advise_pages(self._opened().address + offset, round_up(count, PAGE_BYTES), mmap.MADV_DONTNEED)
 
@@ -305,28 +304,28 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# What is pinned at once: as much again as a fourth of what there is, and within these bounds. Pinning has a price for
-# each call, and no copy may lie across two stretches that were pinned apart.
+# Each stretch is a fourth of the pinned memory so far, within these bounds: pinning is expensive per call, and no copy
+# may cross two stretches.
 _LEAST_GROWTH, _MOST_GROWTH = 16 * MIB, GIB
 
 
 class PinnedHome(HostHome):
-    """Slots in one slab of host memory that is pinned in place, in a few large stretches.
+    """Slots in one range of host memory that is pinned in place, in a few large stretches.
 
-    There is no allocator of pinned memory, which would round sizes up to powers of two. Where the system pins no more,
-    later slots are pageable, with a warning: copies to and from them are slower, and the host waits for them.
+    An allocator of pinned memory would round sizes up to powers of two. If the system refuses to pin more, later slots
+    are pageable, with a warning: their copies are slower, and the host waits for them.
 
-    A copy between a device and host memory, a step's or the user's own, must not cross two stretches (CUDA refuses it
-    with cudaErrorInvalidValue). So their ends are ``edges``, and no slot crosses one.
+    A copy between a device and host memory, a step's or the user's, must not cross two stretches (CUDA returns
+    cudaErrorInvalidValue). So the ends of stretches are ``edges``, which no slot crosses.
 
-    The slab is shared memory: a fork would copy all private pages that are pinned for a device. The child of a fork
-    sees the model as it is, and as it changes.
+    The memory is shared, because a fork would copy all private pages that are pinned for a device. A forked child sees
+    changes of the model.
 
     Args:
-        pin: pins whole pages from an address on; returns False if it could not.
-        unpin: undoes that, by the address.
-        limit: as for ``HostHome``. An explicit one is trusted: some virtual machines have more memory than their
-            system says, and get it as it is used.
+        pin: pins whole pages from an address on; returns False on failure.
+        unpin: undoes that, given the address.
+        limit: as for ``HostHome``. An explicit limit is trusted: some virtual machines get more memory, as it is used,
+            than their system reports.
     """
 
     def __init__(
@@ -344,7 +343,7 @@ class PinnedHome(HostHome):
         self._unpin = unpin
         self._believed = limit is not None
         self._addresses = pinned
-        self._seams: list[int] = []  # offsets where one stretch ends and the next one begins
+        self._seams: list[int] = []  # offsets of the borders between stretches
         self._refused = False
 
     @property
@@ -358,14 +357,14 @@ class PinnedHome(HostHome):
 
     @property
     def edges(self) -> Sequence[int]:
-        """The ends of stretches. Pageable memory is one stretch, however often it grew."""
+        """The ends of stretches. Pageable memory is one stretch, even after it has grown."""
         return self._seams if self._refused else [*self._seams, self.bytes]
 
     def _available(self) -> int:
         return self._limit - self.bytes if self._believed else super()._available()
 
     def ensure(self, count: int) -> None:
-        """Add one stretch, its pages touched by several threads: the device's driver would use one."""
+        """Add one stretch; several threads touch its pages first, because the device's driver would use only one."""
         before = self.bytes
         super().ensure(count)
         added = self.bytes - before
@@ -400,7 +399,7 @@ class PinnedHome(HostHome):
         if wanted <= self.bytes:
             return
         ahead = min(max(self.bytes // 4, _LEAST_GROWTH), _MOST_GROWTH)
-        # A machine is not to run short of memory for what may never be needed.
+        # Leave memory for other programs: the extra room may never be needed.
         spare = self._limit if self._believed else min(self._limit, self.bytes + self._available() // 2)
         try:
             self.ensure(max(wanted, min(self.bytes + ahead, spare)))
@@ -408,28 +407,28 @@ class PinnedHome(HostHome):
             self.ensure(wanted)
 
     def discard(self, offset: int, count: int) -> None:
-        """Do nothing: pinned pages stay in place, since the device knows their addresses."""
+        """Do nothing: pinned pages stay in place, because the device has their addresses."""
 
     def _sibling(self, count: int) -> PinnedHome:
         return PinnedHome(self._pin, self._unpin, count)
 
 
 class DiskHome(HomeStore):
-    """Slots in one spill file without a name, by direct I/O where the file system allows it.
+    """Slots in one spill file, by direct I/O if the file system allows it.
 
-    Nothing is opened before the first ``ensure``.
+    The file is created by the first ``ensure``.
 
     Args:
-        directory: where the file goes; by default a folder on a real disk (``default_spill_directory``). Raises
+        directory: folder of the file; by default a folder on a real disk (``default_spill_directory``). Raises
             ``SpillError`` if it is missing, not a directory, or read-only.
-        limit: bytes that the file may take; by default the free space.
+        limit: maximum bytes of the file; by default the free space.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, limit: int | None = None) -> None:
         self.directory = default_spill_directory() if directory is None else Path(directory)
         self._limit = limit
         self._file: SpillFile | None = None
-        self._faces: dict[int, int] = {}  # slot of the last face at each address; a face that is gone does no harm
+        self._faces: dict[int, int] = {}  # slot of the last face at each address; stale entries do no harm
         self._closed = False
         self._ranges = FileRanges()
         check_directory(self.directory)
@@ -460,7 +459,7 @@ class DiskHome(HomeStore):
 
     @property
     def capacity(self) -> int:
-        """The limit, or the slots' current bytes and the free space; plus bytes in files."""
+        """The limit, or the slots' current bytes and the free space; plus bytes in other files."""
         room = self.bytes + free_bytes(self.directory)
         return self._ranges.bytes + (room if self._limit is None else min(self._limit, room))
 
@@ -491,7 +490,7 @@ class DiskHome(HomeStore):
         self._file.grow(count)
 
     def locate(self, offset: int, count: int) -> Location:
-        """Return a location in the spill file, or in somebody else's file, which is only read."""
+        """Return a location in the spill file, or in another file, which is only read."""
         if offset >= FIRST_RANGE:
             return self._ranges.locate(offset, count)
         file = self._opened()
@@ -506,7 +505,7 @@ class DiskHome(HomeStore):
     def face(self, offset: int, count: int) -> torch.Tensor:
         """Map pages of the file as shared memory, coherent with direct I/O on Linux.
 
-        Those of somebody else's file are mapped privately (see ``runtime.file_ranges``).
+        Ranges of other files are mapped privately (see ``runtime.file_ranges``).
         """
         if offset >= FIRST_RANGE:
             return self._face_in_file(offset)
@@ -541,19 +540,19 @@ class DiskHome(HomeStore):
         offset = self._faces.get(storage.data_ptr())
         if offset is None or not storage.nbytes():
             return
-        # A face starts on a page and its mapping has whole pages, so that rounding up stays within it.
+        # A face's mapping has whole pages, so rounding up stays within it.
         advise_pages(storage.data_ptr(), round_up(storage.nbytes(), PAGE_BYTES), mmap.MADV_DONTNEED)
         if self._file is not None:
             self._file.forget(offset, storage.nbytes())
 
     def discard(self, offset: int, count: int) -> None:
-        """Drop the slot from the page cache; the pages of the file are for the next slot."""
+        """Drop the slot from the page cache; its pages in the file are reused by the next slot."""
         super().discard(offset, count)
         if offset < FIRST_RANGE:
             self._opened().forget(offset, count)
 
     def start(self) -> None:
-        """Check that the spill file has its length, and that others' files are unchanged."""
+        """Check the length of the spill file, and that other files are unchanged."""
         super().start()
         self._ranges.check()
         if self._file is not None and not self._closed:
@@ -562,7 +561,7 @@ class DiskHome(HomeStore):
     def _sibling(self, count: int) -> DiskHome:
         check_directory(self.directory, count)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is to be said of the directory was said before
+            warnings.simplefilter("ignore")  # this home has warned about the directory already
             return DiskHome(self.directory)
 
     def close(self) -> None:

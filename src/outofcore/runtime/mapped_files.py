@@ -1,8 +1,8 @@
-"""Which memory of this process is mapped from a file, or shared with other processes.
+"""Find the memory of this process that is mapped from a file, or shared with other processes.
 
-Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately: writes stay in this process, and unwritten
-pages are the file's, so they need no copy when they are evicted. Shared mappings, such as of ``np.memmap(mode="r+")``
-or ``share_memory()``, must stay in place, since the file and other processes see writes to them. The kernel lists all
+Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately: writes stay in this process. Unwritten pages
+equal the file's, so they need no copy when they are evicted. Shared mappings, such as of ``np.memmap(mode="r+")`` or
+``share_memory()``, must stay in place, because the file and other processes see writes to them. The kernel lists all
 mappings in ``/proc/self/maps`` (proc(5)).
 """
 
@@ -32,7 +32,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class FileMapping:
-    """Addresses from ``begin`` to before ``end`` that show a file from ``offset`` on; ``path`` when it was mapped."""
+    """Addresses [begin, end) that show a file from ``offset`` on; ``path`` as of the time of mapping."""
 
     begin: int
     end: int
@@ -41,7 +41,7 @@ class FileMapping:
     path: str
 
     def read_file(self) -> ReadFile | None:
-        """Open the file past the page cache; None as for ``open``."""
+        """Open the file for reading past the page cache; None under the conditions of ``open``."""
         file = self.open()
         if file is None:
             return None
@@ -73,7 +73,7 @@ def private_mappings(lines: Iterable[str]) -> list[FileMapping]:
     return [mapping for line in lines if (mapping := _private_mapping(line)) is not None]
 
 
-@lru_cache(8192)  # of the thousand lines that a process has, few change from one look to the next
+@lru_cache(8192)  # a process has about a thousand lines, of which few change between two reads
 def _private_mapping(line: str) -> FileMapping | None:
     told = _LINE.fullmatch(line.rstrip("\n"))
     if told is None:
@@ -84,7 +84,7 @@ def _private_mapping(line: str) -> FileMapping | None:
 
 
 def shared_mappings(lines: Iterable[str]) -> list[tuple[int, int]]:
-    """Return the begins and ends of shared mappings in lines of ``/proc/self/maps``, in their order.
+    """Return (begin, end) of the shared mappings in lines of ``/proc/self/maps``, in their order.
 
     >>> shared_mappings(["7f00-8000 rw-p 00002000 08:01 77   /data/a", "8000-9000 r--s 00000000 08:01 78   /data/b"])
     [(32768, 36864)]
@@ -93,12 +93,12 @@ def shared_mappings(lines: Iterable[str]) -> list[tuple[int, int]]:
     return [(int(told["begin"], 16), int(told["end"], 16)) for told in found]
 
 
-# Tell of storages whether they lie in a home of a kind that this module does not know.
+# Predicates of other modules for storages that are in a home.
 OWNERS: list[Callable[[torch.UntypedStorage], bool]] = []
 
 
 class MappedFiles:
-    """Looks up where memory was mapped from, as of construction or the last ``look``."""
+    """The mappings of this process, as of construction or the last ``refresh``."""
 
     def __init__(self) -> None:
         self._opened: dict[tuple[str, int], ReadFile | None] = {}
@@ -116,14 +116,14 @@ class MappedFiles:
         self._shared_begins = [begin for begin, _ in self._shared]
 
     def find(self, address: int, count: int) -> FileMapping | None:
-        """Return the mapping that contains ``count`` bytes from an address on, or None."""
+        """Return the mapping that contains ``count`` bytes at an address, or None."""
         place = bisect_right(self._begins, address) - 1
         if place < 0 or address + count > self._mappings[place].end:
             return None
         return self._mappings[place]
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """Return whether others see writes to a tensor's storage: a file, or other processes.
+        """Return whether a file or other processes see writes to a tensor's storage.
 
         This library's own mappings do not count.
         """
@@ -133,7 +133,7 @@ class MappedFiles:
         address, count = storage.data_ptr(), storage.nbytes()
         place = bisect_left(self._shared_begins, address + count) - 1
         seen = place >= 0 and self._shared[place][1] > address
-        # Where the system tells nothing, PyTorch knows what it has shared itself.
+        # If /proc is not readable, PyTorch still knows the storages that it has shared.
         if count == 0 or not (seen or storage.is_shared()):
             return False
         return not is_in_region(address) and not any(owns(storage) for owns in OWNERS)

@@ -1,4 +1,4 @@
-"""Allocation of a home's pages."""
+"""Allocate the pages of a home."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outofcore.lowering.slots import Turn, lasting, slot_bytes, turns
 from outofcore.program import Program
 from outofcore.units import PAGE_BYTES, round_up
 
-if TYPE_CHECKING:  # what is here needs no PyTorch, homes do
+if TYPE_CHECKING:  # homes need PyTorch, but this module does not
     from outofcore.runtime.homes import HomeStore
 
 
@@ -34,21 +34,21 @@ def meet(some: Sequence[Piece], others: Sequence[Piece]) -> bool:
 
 
 class Slots:
-    """Allocates the pages of one home, the lowest first, and frees them.
+    """Allocates and frees the pages of one home, the lowest first.
 
-    What the user sees between steps gets consecutive pages. What never outlives a step may be in several pieces, so
-    that a home of limited size can be filled to the last page. Nothing crosses one of the ``edges`` of the home.
+    A slot that the user sees between steps has consecutive pages. A slot that does not outlive a step may be in several
+    pieces, so that a home of limited size can be filled to the last page. No slot crosses an edge of the home.
     """
 
     def __init__(self, home: HomeStore) -> None:
         self.home = home
-        # Start and end of what is free, in order; two touch each other at an edge of the home alone.
+        # Sorted (start, end) of free pages; two entries are adjacent only at an edge of the home.
         self._free: list[tuple[int, int]] = []
         self._end = 0
 
     @property
     def end(self) -> int:
-        """The first page that has never been allocated: pages from here on read as zeros."""
+        """The first page that was never allocated; from here on, pages read as zeros."""
         return self._end
 
     @property
@@ -95,16 +95,16 @@ class Slots:
         return tuple(found)
 
     def expect(self, count: int) -> None:
-        """Grow at once for ``count`` bytes in all, where growing bit by bit is not contiguous.
+        """Grow to ``count`` bytes in all at once, if later growth would not be contiguous.
 
-        Without room for that it does nothing: taking a slot will raise the error.
+        Does not raise if there is no room for that: allocation will.
         """
         if self.home.edges:
             with contextlib.suppress(SpillError):
                 self.home.ensure(max(self._end, count))
 
     def _extend(self, count: int) -> int:
-        """Allocate at the end, joined with free pages there, or behind an edge that is in the way."""
+        """Allocate at the end, joined with free pages there, or beyond an edge that is in the way."""
         edges = self.home.edges
         tail = bool(self._free) and self._free[-1][1] == self._end and self._end not in edges
         first = start = self._free[-1][0] if tail else self._end
@@ -120,29 +120,29 @@ class Slots:
         return first
 
     def _leave_out(self, first: int) -> None:
-        """Free the pages between the end and a slot behind an edge."""
+        """Free the pages between the end and a slot beyond an edge."""
         cuts = [edge for edge in self.home.edges if self._end < edge < first]
         for start, end in pairwise([self._end, *cuts, first]):
             self._end = end
             self.give(start, end - start)
 
     def is_range(self, offset: int) -> bool:
-        """Return whether a slot was made for somebody else's file, even if it has moved: it is only read."""
+        """Return whether a slot was created in another file, even if it has moved since; it is only read."""
         files = self.home.files
         return files is not None and files.has(offset)
 
     def is_in_file(self, offset: int) -> bool:
-        """Return whether a slot is in somebody else's file: nothing is written there."""
+        """Return whether a slot is in another file, which is never written."""
         files = self.home.files
         return files is not None and files.is_in_file(offset)
 
     def was_written(self, offset: int) -> bool:
-        """Return whether the user has written to the face of a slot in somebody else's file, which is then outdated."""
+        """Return whether the user has written to the face of a slot in another file, which is then outdated."""
         files = self.home.files
         return files is not None and files.is_in_file(offset) and files.written(offset)
 
     def own(self, offset: int) -> None:
-        """Move a slot in somebody else's file to pages of the home's own; its faces stay in place."""
+        """Move a slot in another file to pages of the home; its faces stay in place."""
         files = self.home.files
         if files is None or not files.is_in_file(offset):
             return
@@ -173,7 +173,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Layout:
-    """The home pages of a program's temporary copies: ``pieces`` by copy index, ``held`` all pages by home."""
+    """The home pages of a program's temporary copies: ``pieces`` by copy index, and all ``pages`` by home."""
 
     pieces: Mapping[int, tuple[Piece, ...]]
     held: tuple[tuple[Piece, ...], ...]
@@ -185,11 +185,11 @@ class Layout:
 
 
 def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Slots]) -> Layout:
-    """Allocate pages for each temporary slot; ``lowering.slots.turns`` tells when they change hands.
+    """Allocate pages for each temporary slot, in the order of ``lowering.slots.turns``.
 
     Raises ``SpillError`` if a home has no room, and ``GraphError`` if the plan exceeds a home's capacity.
     """
-    # Pages that have changed hands within the step are kept apart from those of the homes, which are still taken.
+    # Pages that were freed within the step; the homes still count them as allocated.
     spare: list[list[Piece]] = [[] for _ in slots]
     held: list[list[Piece]] = [[] for _ in slots]
     pieces: dict[int, tuple[Piece, ...]] = {}
@@ -201,7 +201,7 @@ def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Sl
                 spare[home] += pieces[slot.taken]
             mine: list[Piece] = []
             while count and spare[home]:
-                # What is as large is taken first, so that slots stay whole.
+                # Prefer a piece that is large enough, so that slots stay whole.
                 at = next((i for i, piece in enumerate(spare[home]) if piece.bytes >= count), 0)
                 piece = spare[home].pop(at)
                 used = min(count, piece.bytes)
@@ -222,9 +222,9 @@ def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Sl
 
 
 def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
-    """Return the bytes of slots that a program needs at each home, persistent and temporary ones.
+    """Return the bytes of slots that a program needs at each home, persistent and temporary.
 
-    Slots in the caller's memory, inputs and small outputs, count as well. Raises ``GraphError`` if the plan exceeds a
+    Slots in the caller's memory, for inputs and small outputs, count too. Raises ``GraphError`` if the plan exceeds a
     home's capacity.
     """
     found = [0] * max(len(costs.homes), 1)
