@@ -1,13 +1,9 @@
 """Detect code that takes the address of a tensor to use it without PyTorch; such a storage must stay in place.
 
-Python methods that return an address, or make a second storage on the same memory, are wrapped. The wrappers stay while
-a loop is running or has tensors in its memory. C functions that modules import by name are redirected in CPython's own
-structure. NumPy arrays are always detected: ``Tensor.numpy`` marks the storage (``has_array`` in blocks.h). Readers,
-such as savers, are wrapped too: the storage stays in place while a thread other than the loop's reads it.
-
-Not detected are addresses, except NumPy's, that are taken while no loop has memory; NumPy's of a tensor from
-``torch.load``; pointers that compiled extensions keep from one op to the next; and the C functions in
-``Tensor.__dlpack_c_exchange_api__``.
+Python methods that return an address, or make a second storage on the same memory, are wrapped. C functions that
+modules import by name are redirected in CPython's own structure. NumPy arrays are always detected: ``Tensor.numpy``
+marks the storage (``has_array`` in blocks.h). Not detected are other addresses taken while no loop has memory, pointers
+that compiled extensions keep, and the C functions in ``Tensor.__dlpack_c_exchange_api__``.
 """
 
 from __future__ import annotations
@@ -67,18 +63,14 @@ _OURS = "outofcore."
 
 
 class AddressWatch:
-    """Reports a storage before its address is handed out.
-
-    Args:
-        fix: called with a storage in memory of the CPU or a GPU, and whether only threads other than the loop's keep
-            the address until the next op.
-        held: returns a context for reading a storage's memory without an op.
+    """Calls ``fix`` with a storage before its address is handed out, and ``held`` for a context in which it is read.
 
     Watching continues after ``watching`` as long as a tensor is in memory of a loop, open or not.
     """
 
     def __init__(
         self,
+        # The flag: only threads other than the loop's keep the address until their next op.
         fix: Callable[[torch.UntypedStorage, bool], object],
         held: Callable[[torch.UntypedStorage], contextlib.AbstractContextManager[None]],
     ) -> None:
@@ -91,7 +83,6 @@ class AddressWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch addresses within this context."""
         with self._lock:
             self._open = True
             if self._undo is None:
@@ -229,10 +220,7 @@ _TAKES_ALL = 3
 
 
 def _divert(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int], int]) -> None:
-    """Redirect all references to a C function to a trampoline, which receives the function's address.
-
-    Does nothing on a Python other than CPython, or with another structure layout.
-    """
+    """Redirect all references to a C function to a trampoline, which receives its address; only on CPython."""
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return
     at = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value

@@ -1,8 +1,4 @@
-"""Run single calls of a training function under a budget: the fallback of a compiled step for inputs of many shapes.
-
-Between two calls the loop is paused, and other steps may run. The model stays in the loop's arena and homes, so
-inputs of another shape do not move it.
-"""
+"""Run single calls of a training function under a budget: the fallback of a compiled step for many shapes."""
 
 from __future__ import annotations
 
@@ -41,15 +37,12 @@ class CallStats:
 
 
 class FollowedCalls:
-    """Calls a training function in eager PyTorch within the budget of a loop, which must not be started yet.
-
-    ``last`` has the statistics of the last call, ``count`` is the number of calls so far.
-    """
+    """Calls a training function in eager PyTorch within the budget of a loop that is not started yet."""
 
     def __init__(self, loop: Loop, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._loop, self._models, self._optimizers = loop, list(models), list(optimizers)
         self.last: CallStats | None = None
-        self.count = 0
+        self.count = 0  # calls so far
         loop.start()
         loop.pause()
         # A step that is not closed frees its arena when it is garbage-collected.
@@ -58,7 +51,6 @@ class FollowedCalls:
 
     @property
     def stats(self) -> LoopStats:
-        """The counters of all calls."""
         return self._loop.stats
 
     def take(self, move: Callable[[], object]) -> None:
@@ -145,7 +137,6 @@ class FollowedCalls:
         _log.info("adopted %d tensors from other memory", len(strangers))
 
     def _given(self, result: Any) -> Any:
-        """Return a call's result as a compiled step returns it."""
         library, lasting = CPU.library, {storage_key(tensor) for tensor in self._states()}
 
         def give(value: Any) -> Any:

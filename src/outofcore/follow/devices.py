@@ -54,7 +54,6 @@ class LoopDevice:
 
     @property
     def library(self) -> ctypes.CDLL:
-        """The native code; raises ``StateError`` if it cannot be built."""
         return load_paging(self.flavor)
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -92,7 +91,6 @@ class LoopDevice:
         return MappedFiles()
 
     def following(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context to keep open while a loop is running."""
         return contextlib.nullcontext()
 
     def planned_by(self, policy: object) -> str:
@@ -144,7 +142,6 @@ def loop_device(device: torch.device) -> LoopDevice:
 
 
 def _memory_file() -> int:
-    """Return the descriptor of a new file in host memory; raises ``SpillError`` if the system refuses."""
     try:
         return os.memfd_create("outofcore")
     except OSError as error:

@@ -1,11 +1,7 @@
 """Prepare PyTorch for an eager loop on a GPU: create workspaces, divide the budget, and refuse CUDA graphs.
 
-The budget limits the memory that PyTorch's allocator takes from the device. It covers cuBLAS' workspaces, segments of
-tensors below 64 KiB, a reserve for the loop's small tensors, and the arena. Other large tensors that were on the device
-before the loop do not count.
-
-A CUDA graph keeps the addresses of its capture, and its kernels run without visible ops. The loop could move or free
-the tensors at these addresses, so graphs are refused.
+The budget limits the memory that PyTorch's allocator takes from the device: cuBLAS' workspaces, segments of tensors
+below 64 KiB, and the arena. It excludes other large tensors that were on the device before the loop.
 """
 
 from __future__ import annotations
@@ -38,19 +34,12 @@ _SPARE_SHARE = 32
 
 @dataclass(frozen=True)
 class Shares:
-    """A division of a budget.
-
-    Attributes:
-        arena: bytes of the arena.
-        spare: bytes of the arena that are left free.
-        segments: bytes reserved for small tensors.
-        library_bytes: bytes that libraries keep.
-    """
+    """A division of a budget, in bytes."""
 
     arena: int
-    spare: int
-    segments: int
-    beside: int = 0
+    spare: int  # part of the arena that is left free
+    segments: int  # for small tensors
+    beside: int = 0  # kept by libraries
 
     @property
     def room(self) -> int:
@@ -59,10 +48,7 @@ class Shares:
 
 
 def shares_of(budget: int, device: torch.device) -> Shares:
-    """Divide a budget, after the models have left the device and the workspaces exist.
-
-    Raises ``BudgetError`` if it leaves no arena.
-    """
+    """Divide a budget after the models have left the device; raises ``BudgetError`` if it leaves no arena."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     beside = _bytes_beside(device)
@@ -79,7 +65,6 @@ def shares_of(budget: int, device: torch.device) -> Shares:
 
 
 def divide(budget: int, beside: int) -> Shares:
-    """Divide a budget of which libraries keep ``library_bytes``."""
     segments = max(round_up(budget // _SMALL_SHARE, ALLOCATOR.segment), _LEAST_SMALL)
     arena = (budget - beside - segments) // ALLOCATOR.segment * ALLOCATOR.segment
     return Shares(arena, arena // _SPARE_SHARE, segments, beside)
@@ -120,7 +105,7 @@ def make_workspaces(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def graphs_refused() -> Iterator[None]:
-    """Raise ``StateError`` if a CUDA graph is captured or replayed within this context."""
+    """Raise ``StateError`` in this context if a CUDA graph is used: it would keep addresses of moved tensors."""
 
     def refusing(done: str) -> Callable[..., Any]:
         def refuse(*_: object, **__: object) -> None:

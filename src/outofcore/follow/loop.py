@@ -1,8 +1,4 @@
-"""The context that ``outofcore.budget`` opens for a loop: ``Loop``.
-
-``StepEnds`` detects the ends of its steps, and ``LoopPlanner`` plans them. The native code chooses the storages to
-evict (``make_room``) and the time of copies (``follow_plan``, or ``copy_ahead`` without a plan).
-"""
+"""The context that ``outofcore.budget`` opens for a loop."""
 
 from __future__ import annotations
 
@@ -77,22 +73,13 @@ _LONG = 256 * MIB
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """The options of a loop.
-
-    Attributes:
-        policy: plans the steps; None: steps run on demand.
-        plans: folder that keeps plans for later processes; None: plans are not kept.
-        excess: the response to an op that needs more than the budget.
-        for_compiled_step: whether a compiled step owns the loop; it is then paused between calls.
-    """
-
     device: LoopDevice
     home: LoopHome
-    policy: PolicyLike | None = "auto"
-    plans: Path | None = None
+    policy: PolicyLike | None = "auto"  # None: steps run on demand
+    plans: Path | None = None  # folder that keeps plans for later processes
     check: Check = Check.SAMPLED
     excess: Excess = Excess.REFUSED
-    beside: bool = False
+    beside: bool = False  # for a compiled step, which pauses the loop between calls
 
 
 class Loop:
@@ -234,11 +221,7 @@ class Loop:
             print(f"outofcore: {self.measurement()}", file=sys.stderr, flush=True)
 
     def end(self, *, remembered: bool = True) -> None:
-        """End the loop from any thread; if an op is using its memory, when that op ends.
-
-        Args:
-            keep_results: whether ``stats`` and ``report`` will be read afterwards.
-        """
+        """End the loop from any thread, when no op uses its memory; ``keep_results`` for ``stats`` and ``report``."""
         with self._lock, contextlib.ExitStack() as ending:
             space, self._undo, undo = self._space, contextlib.ExitStack(), self._undo
             if space is None:
@@ -260,11 +243,7 @@ class Loop:
                 self._paused = True
 
     def resume(self) -> None:
-        """Continue in the calling thread.
-
-        Raises:
-            StateError: another loop is running.
-        """
+        """Continue in the calling thread; raises ``StateError`` if another loop is running."""
         with self._lock:
             if self._space is not None and self._paused:
                 self._paused, self._thread = False, threading.get_ident()  # first, so that pause() works after an error
@@ -287,7 +266,6 @@ class Loop:
                     call(self._space.library, "follow_release", storage_address(tensor.untyped_storage()))
 
     def strangers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors of 64 KiB and more that are not in this loop's arena or homes."""
         return [] if self._space is None else self._space.strangers(tensors)
 
     @property
@@ -304,7 +282,7 @@ class Loop:
         It shows memory over time, measured ops and copies, which ops ran by plan or on demand, why ops waited, the
         evictions, and where and why the loop left its plans. A step lasts from one optimizer step to the next. Without
         an optimizer it is a call of the model without gradients; without such calls, it is the whole run so far. Of a
-        very long step, the page shows the first quarter of a million events: ops, their storages, copies.
+        very long step, the page shows the first quarter of a million events.
 
         Args:
             path: the file; its folder is created. By default ``outofcore-report.html`` in the current folder.
@@ -460,7 +438,6 @@ class Loop:
         return numbers, space.names("follow_observed_names"), names
 
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the models, each with the prefix for the names of its modules."""
         for place, model in enumerate(self._models):
             yield f"models[{place}]." if len(self._models) > 1 else "", model
 
@@ -490,7 +467,7 @@ class Loop:
                 self._space.adopt(tensors, tell, count)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adopt an optimizer's tensors before its first step; called in any thread."""
+        """Adopt an optimizer's tensors before its first step in the loop's thread."""
         if not self._device.library.follow_tracked():
             others_optimizers[id(optimizer)] = optimizer
             return
@@ -502,24 +479,20 @@ class Loop:
         self.adopt([*state_of(optimizer), *parameters])
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record a step of an optimizer; called in any thread."""
         if self._device.library.follow_tracked():
             self._note_end(Sign.OPTIMIZER, weakref.ref(optimizer))
 
     def after_backward(self) -> None:
-        """Record a complete backward pass."""
         if self._ends.sign is Sign.OPTIMIZER or self._options.beside or not self._is_here():
             return
         if self._ends.note_backward():
             self._note_end(Sign.BACKWARD, user_line())
 
     def after_call(self, model: nn.Module) -> None:
-        """Record a call of a model."""
         if self._ends.sign is Sign.CALL and self._is_here() and not torch.is_grad_enabled():
             self._note_end(Sign.CALL, weakref.ref(model))
 
     def _note_end(self, sign: Sign, source: Hashable) -> None:
-        """Record the end of a step, and end it if this source does."""
         self._ends.note(sign)
         # For a compiled step, each call is a step.
         if not self._options.beside and self._is_here() and self._ends.ends_step(source):

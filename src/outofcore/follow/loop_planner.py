@@ -45,13 +45,7 @@ _LISTED_PLANS = 8
 
 
 class LoopPlanner:
-    """Plans the steps that the native code proposes, one at a time.
-
-    Attributes:
-        background: the planning process.
-        count: number of plans that were used.
-        recent_plans: the last of these.
-    """
+    """Plans the steps that the native code proposes, one at a time."""
 
     def __init__(self, space: Space, policy: PolicyLike, store: LoopPlans, room: int) -> None:
         self._space, self._policy, self._store, self._room = space, policy, store, room
@@ -70,7 +64,7 @@ class LoopPlanner:
         self._started = time.monotonic()
         self._planning_seconds = 0.0
         self.background: BackgroundPlanner[StepRecord] = BackgroundPlanner()
-        self.count = 0
+        self.count = 0  # plans that were used
         self.made: deque[PlanMade] = deque(maxlen=_LISTED_PLANS)
 
     def step_ended(self, steps: int, *, is_proposed: bool) -> None:
@@ -118,7 +112,6 @@ class LoopPlanner:
         return was_busy(self._counters - before, computes=False)  # waiting for data is not a sign of load
 
     def _may_plan(self) -> bool:
-        """Return whether another plan is worth its processor time."""
         if self._trial is not None and self._trial.awaits_plan:
             return True
         elapsed = time.monotonic() - self._started

@@ -31,18 +31,11 @@ class _File(Document):
 
 @dataclass(frozen=True)
 class FollowedPlan:
-    """A schedule, the policy that made it, and the predicted seconds of a step.
-
-    Attributes:
-        is_busy: whether other programs kept the machine busy during the recorded step.
-        is_quick: whether the quick search made it.
-    """
-
     schedule: Schedule
     policy: str
-    seconds: float
-    is_busy: bool = False
-    is_quick: bool = False
+    seconds: float  # predicted for a step
+    is_busy: bool = False  # whether other programs delayed the recorded step
+    is_quick: bool = False  # whether the quick search made it
 
 
 class LoopPlans:
@@ -52,8 +45,6 @@ class LoopPlans:
         self._store = PlanStore(folder, "loop", _FORMAT, _File)
 
     def find(self, record: StepRecord, budget: int, policy: str) -> FollowedPlan | None:
-        """Return the stored plan of a step, if any."""
-
         def check(found: _File, path: Path) -> FollowedPlan:
             schedule = Schedule(found.leave, found.fetch, found.write, found.offsets, found.scratch)
             ops, storages = record.ops, len(record.graph.storages)

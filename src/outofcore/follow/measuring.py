@@ -1,8 +1,4 @@
-"""Measure the needs of a loop, in a run that may exceed its budget: the peak in core, and the smallest budget.
-
-The native code records the need of each op. Recorded steps are planned for fractions of the peak, to predict step
-times under smaller budgets.
-"""
+"""Measure the needs of a loop in a run that may exceed its budget, and predict step times under smaller budgets."""
 
 from __future__ import annotations
 
@@ -91,19 +87,14 @@ def _exact(count: int) -> str:
 
 @dataclass(frozen=True)
 class Needs:
-    """The needs of a loop so far.
-
-    Attributes:
-        rooms: budgets that are fractions of ``in_core_bytes``, each with its room for tensors.
-        largest: the recorded step that creates the most bytes; None if no step came twice.
-    """
-
     steps: int
     in_core_bytes: int
     smallest_budget: int
     op: str
-    rooms: tuple[tuple[int, int], ...]
-    largest: StepRecord | None
+    rooms: tuple[
+        tuple[int, int], ...
+    ]  # budgets that are fractions of ``in_core_bytes``, each with its room for tensors
+    largest: StepRecord | None  # the step that creates the most bytes; None if no step came twice
 
     def measurement(self, policy: PolicyLike) -> Measurement:
         """Predict times within fractions of the peak, which takes seconds."""
@@ -133,7 +124,6 @@ class LoopMeasurer:
         self._made = -1
 
     def step_ended(self) -> None:
-        """Compare the proposed step with the largest so far."""
         numbers = self._space.numbers("follow_proposal")
         if not numbers:
             return

@@ -1,7 +1,4 @@
-"""Load the native code of eager loops (``paging.cpp``), share its dispatch key, and convert its errors.
-
-The libraries for CPU and GPU use the same dispatch key. It belongs to the library that started a loop last.
-"""
+"""The native code of eager loops (``paging.cpp``): its libraries, which share one dispatch key, and its errors."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ _is_python = native_callback(_has_python_kernel, ctypes.c_char_p, ctypes.c_char_
 
 
 class _Key:
-    """The owner of the dispatch key; it keeps the key until another library needs it."""
+    """The dispatch key and its owner, a library that keeps it until another library needs it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -69,7 +66,6 @@ def loaded_pagings() -> list[ctypes.CDLL]:
 
 
 def load_paging(flavor: Flavor = Flavor.CPU) -> ctypes.CDLL:
-    """Load this process's library for eager loops; raises ``StateError``."""
     return _loaded(flavor)
 
 
@@ -111,11 +107,8 @@ _trampolines: list[object] = []
 
 
 def trampoline(number: int, tell: Callable[[tuple[object, ...]], int], function: int) -> int:
-    """Return the address of a C function that reports its arguments to ``report`` and then calls ``function``.
-
-    ``function`` is the address of a C function that takes a tuple and a dictionary. ``number`` is 0 or 1; there is one
-    trampoline for each number.
-    """
+    """Return the address of a C function that passes its arguments to ``report`` and then calls ``function``."""
+    # ``number`` is 0 or 1, and there is one trampoline for each; ``function`` takes a tuple and a dictionary.
     callback = native_callback(tell, ctypes.py_object, failed=0)
     _trampolines.append(callback)
     return loaded_pagings()[0].follow_told(number, function, callback)
@@ -127,16 +120,11 @@ def has_pieces() -> bool:
 
 
 def is_followed() -> bool:
-    """Return whether any thread runs under a budget now."""
     return any(library.follow_current() for library in _key.loaded.values())
 
 
 def call(library: ctypes.CDLL, function: str, *arguments: object) -> int:
-    """Call a native function that may fail.
-
-    Raises ``SpillError`` if no home has room, ``TransferError`` for a failed copy, ``MemoryError`` if the system gave
-    no memory, and ``StateError`` for any other reason.
-    """
+    """Call a native function; raises ``SpillError``, ``TransferError``, ``MemoryError`` or ``StateError``."""
     result = getattr(library, function)(*arguments)
     if result == -1 or result is None:
         text = library.follow_failure().decode(errors="replace")
@@ -164,10 +152,7 @@ def refusal_of(text: str) -> tuple[str, Refusal] | None:
 
 
 def error_of(text: str) -> Exception | None:
-    """Return the exception for a message of the native code; None for any other message.
-
-    Refusals also give None: ``explain_error`` in failures.py converts them.
-    """
+    """Return the exception for a message of the native code; None for refusals and any other message."""
     at = text.find(_OURS)
     if at < 0 or refusal_of(text) is not None:
         return None

@@ -1,9 +1,4 @@
-"""Convert the native code's log of a step to reports and traces.
-
-The step is presented like a compiled one, as a graph, a plan, a program and a timeline. The plan has its evictions,
-and the program its ops and copies in the order in which they began. Memory is recorded separately, since unused
-storages may stay resident.
-"""
+"""Convert the native code's log of a step to reports and traces."""
 
 from __future__ import annotations
 
@@ -27,8 +22,6 @@ Known = Mapping[int, tuple[str, StorageKind]]
 
 
 class Link(IntEnum):
-    """The links of an observed program."""
-
     AHEAD = 0  # copies that overlap with ops
     LATE = 1  # copies that an op waits for
 
@@ -44,8 +37,6 @@ class Touched(IntFlag):
 
 
 class Event(IntEnum):
-    """The kind of a log row."""
-
     HELD = 0  # a block has memory when the step begins
     TAKEN = 1  # a block gets memory
     GIVEN = 2  # a block releases its memory
@@ -72,26 +63,17 @@ class Cause(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """A point at which a loop left its plan, and why.
-
-    Attributes:
-        op: index of the op in the plan.
-        seconds: time since the beginning of the observed step.
-        expected: the planned operator.
-        actual: the operator that ran; empty at the end of the step.
-        missed: number of ops until a plan matched again.
-        resumed_at: op of the plan that matched; -1 if no plan matched in that step.
-    """
+    """A point at which a loop left its plan, and why."""
 
     step: int
-    op: int
-    seconds: float
+    op: int  # index in the plan
+    seconds: float  # since the beginning of the observed step
     cause: Cause
-    expected: str
-    came: str
+    expected: str  # the planned operator
+    came: str  # the operator that ran; empty at the end of the step
     bytes: int
-    missed: int
-    back: int
+    missed: int  # ops until a plan matched again
+    back: int  # the op of the plan that matched; -1 if no plan matched in that step
 
     @property
     def text(self) -> str:
@@ -143,37 +125,21 @@ class PlanMade:
 
 @dataclass(frozen=True)
 class Observed:
-    """One measured step.
-
-    Attributes:
-        complete: whether the step has ended.
-        cut: number of events that are missing at its end, because the log was full.
-        began_ns: start time in nanoseconds since 1970.
-        graph: its ops, and its storages of 64 KiB and more.
-        plan: the evictions, planned or not.
-        program: its ops and copies; the home of a copy is a ``Link``.
-        memory: bytes of the arena in use.
-        on_demand: ops that ran without a plan.
-        departures: the loop's last departures, in order.
-        departures_ever: the total number of departures.
-    """
-
     step: int
     complete: bool
-    cut: int
-    began_ns: int
-    graph: StepGraph
-    plan: Plan
-    program: Program
+    cut: int  # events missing at the end, because the log was full
+    began_ns: int  # since 1970
+    graph: StepGraph  # storages of 64 KiB and more
+    plan: Plan  # evictions, planned or not
+    program: Program  # ops and copies in the order in which they began; the home of a copy is a ``Link``
     timeline: Timeline
-    memory: MemoryOverTime
+    memory: MemoryOverTime  # arena bytes in use, including unused storages that stay resident
     on_demand: frozenset[int]
-    departures: tuple[Departure, ...]
+    departures: tuple[Departure, ...]  # the last ones, in order
     departures_ever: int
 
     @property
     def planned(self) -> int:
-        """The number of ops that ran by plan."""
         return len(self.graph.ops) - len(self.on_demand)
 
 
@@ -200,15 +166,9 @@ class _Row(NamedTuple):
 
 
 def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, budget: int, policy: str) -> Observed:
-    """Parse a step from the native code's numbers.
+    """Parse a step from the native code's numbers: a header, the rows of the log, and the departures.
 
-    Args:
-        numbers: a header, the rows of the log, and the departures. A departure is its step, op of the plan,
-            nanoseconds, cause, bytes, missed ops, op of resumption, expected and actual operator.
-        names: operator names.
-        known: names and kinds of blocks.
-        budget: bytes of the arena.
-        policy: the policy of the plan.
+    A departure is its step, op, nanoseconds, cause, bytes, missed ops, op of resumption, expected and actual operator.
     """
     rest = iter(numbers)
     header = take(rest, _Header)

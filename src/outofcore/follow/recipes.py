@@ -1,8 +1,7 @@
-"""Replace tensors that autograd saves by recipes to recompute them: the Python part.
+"""Replace tensors that autograd saves by recipes to recompute them: the Python part of ``recipes.h``.
 
-``lineage.h`` and ``recipes.h`` record how a storage was computed. After an op that uses or creates a storage to
-recompute, its autograd node is inspected once. Each saved tensor with a recipe is replaced by it through PyTorch's
-saved-tensor hooks. Other saved tensors stay, also those that already have hooks.
+After an op that uses or creates a storage to recompute, its autograd node is inspected once. Saved tensors with a
+recipe are replaced by it through PyTorch's saved-tensor hooks, unless they have hooks already.
 """
 
 from __future__ import annotations
@@ -45,18 +44,13 @@ class Recipes:
         self._switch(Recompute.EVERYTHING)
 
     def choose(self, storages: Iterable[int]) -> None:
-        """Recompute these storages, and from the next step on the storages with the same roles.
-
-        Args:
-            storages: ids of storages in the loop's history.
-        """
+        """Recompute these storages (ids in the loop's history), and storages with the same roles in later steps."""
         chosen = list(storages)
         ids = (ctypes.c_int64 * len(chosen))(*chosen)
         self._space.call("follow_recompute_set", ids, len(chosen))
         self._switch(Recompute.CHOSEN)
 
     def note(self) -> None:
-        """Start to record how storages are computed; see ``read_notes``."""
         self._switch(Recompute.NOTING)
 
     def noted(self) -> tuple[Made, ...]:

@@ -1,8 +1,8 @@
 """Try once whether recomputing some saved tensors makes a loop's steps faster.
 
-If copies delay a planned step, the trial records how the storages of one step were computed. It then chooses cheap
-ones (``remaking.py``) and waits for a plan of a step that recomputes them. Recomputation stays on if that plan is
-predicted to be faster. Steps may differ in length, so each prediction is divided by the time of the step's own ops.
+If copies delay a planned step, the trial records how the storages of one step were computed, and chooses cheap ones
+(``remaking.py``). Recomputation stays on if the plan of a step with it is predicted to be faster. Steps may differ in
+length, so predictions are relative to the time of the step's own ops.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ WORTH_KEEPING = 0.01
 
 
 class Phase(Enum):
-    """The state of a recomputation trial."""
-
     UNTRIED = "untried"  # no plan so far has shown that copies delay steps
     NOTING = "noting"  # the current step is recorded
     TRYING = "trying"  # tensors are recomputed, until a plan predicts the time of that
@@ -55,13 +53,10 @@ class RecomputeTrial:
     def plan_made(
         self, seconds: float, compute_seconds: float, bytes_per_second: float, rerun_seconds: float | None
     ) -> None:
-        """Advance the trial with a new plan.
+        """Advance the trial with a new plan of a step.
 
-        Args:
-            seconds: predicted time of the step.
-            compute_seconds: time of all its ops, recomputation included.
-            bytes_per_second: bandwidth of the home in one direction.
-            rerun_seconds: time spent on recomputation in the planned step; None if no op was recomputed.
+        ``seconds`` is the predicted time, ``compute_seconds`` that of all ops, ``rerun_seconds`` (None without
+        recomputation) that of the recomputed ones.
         """
         slowdown = seconds / max(compute_seconds - (rerun_seconds or 0.0), 1e-9)
         if self.phase is Phase.UNTRIED and rerun_seconds is None:

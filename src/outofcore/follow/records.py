@@ -1,8 +1,7 @@
 """Convert a recorded step of a loop to a graph that can be planned, and its plan to a schedule for the native code.
 
-Unlike the graph of a compiled step, this one does not show a storage's role for the user. And a storage exists,
-resident or at home, until autograd or the loop frees it, even if no op uses it any more. A pseudo-op that reads the
-storage at that point models this: it takes no time, never runs, and causes no fetch.
+Unlike in the graph of a compiled step, a storage's role is unknown, and it exists until autograd or the loop frees it.
+A pseudo-op that reads the storage models the end: it takes no time, never runs, and causes no fetch.
 """
 
 from __future__ import annotations
@@ -29,39 +28,22 @@ _ENOUGH_BYTES = 16 * MIB
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A recorded step of a loop.
-
-    Attributes:
-        bucket: number of its size bucket; each size bucket has one plan.
-        graph: its ops, and a pseudo-op for the end of each storage.
-        positions: for each op of the graph, its index in the record; for a pseudo-op, the index of the next op.
-        op_count: number of ops in the record.
-    """
-
-    anchor: int
-    graph: StepGraph
+    anchor: int  # number of its size bucket; each size bucket has one plan
+    graph: StepGraph  # with a pseudo-op for the end of each storage
     costs: Costs
-    places: tuple[int, ...]
-    ops: int
+    places: tuple[int, ...]  # for each op of the graph its index in the record; for a pseudo-op that of the next op
+    ops: int  # in the record
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A plan in terms of the record, as sorted pairs of op and storage.
+    """A plan in terms of the record, as sorted pairs of op and storage."""
 
-    Attributes:
-        release: when the op begins, the storage's memory may be reused.
-        fetch: when the op begins, the fetch of the storage begins.
-        write: when the op has finished, the copy of the storage to its home begins.
-        offsets: (op, storage, offset): the storage's arena offset in bytes, from this use on.
-        scratch: (op, offset): the arena offset of the op's scratch memory.
-    """
-
-    leave: tuple[tuple[int, int], ...]
-    fetch: tuple[tuple[int, int], ...]
-    write: tuple[tuple[int, int], ...]
-    offsets: tuple[tuple[int, int, int], ...] = ()
-    scratch: tuple[tuple[int, int], ...] = ()
+    leave: tuple[tuple[int, int], ...]  # when the op begins, the storage's memory may be reused
+    fetch: tuple[tuple[int, int], ...]  # when the op begins, the fetch begins
+    write: tuple[tuple[int, int], ...]  # when the op has finished, the copy to the home begins
+    offsets: tuple[tuple[int, int, int], ...] = ()  # (op, storage, arena offset in bytes from this use on)
+    scratch: tuple[tuple[int, int], ...] = ()  # (op, arena offset of its scratch memory)
 
     def numbers(self) -> list[int]:
         """Flatten the lists, each after its length.
@@ -114,12 +96,9 @@ def take(rest: Iterator[int], kind: type[_T]) -> _T:
 
 
 def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
-    """Parse a step from the native code's numbers.
+    """Parse a step from the native code's numbers: a header, the storages, each op with its touches, and the leftovers.
 
-    Args:
-        numbers: a header, the storages, each op with its touches, then a pair for each leftover: the storage, and how
-            many ops of the next step had begun when it was freed.
-        names: operator names.
+    A leftover is a storage, and how many ops of the next step had begun when it was freed.
     """
     rest = iter(numbers)
     header = take(rest, _Header)
@@ -172,7 +151,6 @@ def _graph(
     carried: Mapping[int, int],
     names: Sequence[str],
 ) -> tuple[StepGraph, list[OpCost], list[int]]:
-    """Return the graph, the costs of its ops, and their positions in the record."""
     made: list[Op] = []
     costs: list[OpCost] = []
     places: list[int] = []

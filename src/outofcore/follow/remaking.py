@@ -8,20 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A storage of a loop, and how it was computed.
+    """A storage of a loop, and how it was computed."""
 
-    Attributes:
-        storage: its id in the loop's history.
-        seconds: total time of the ops that computed it; None if they cannot run again.
-        inputs: ids of the storages that these ops start from.
-        saved: whether autograd saved it for the backward pass.
-    """
-
-    storage: int
+    storage: int  # its id in the loop's history
     bytes: int
-    seconds: float | None
-    inputs: tuple[int, ...]
-    saved: bool
+    seconds: float | None  # total of the ops that computed it; None if they cannot run again
+    inputs: tuple[int, ...]  # the storages that these ops start from
+    saved: bool  # whether autograd saved it for the backward pass
 
 
 def worth_making_again(made: Sequence[Made], bytes_per_second: float, *, enough: int | None = None) -> tuple[int, ...]:

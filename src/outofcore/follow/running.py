@@ -1,7 +1,4 @@
-"""The loops of this process, and PyTorch's reports to them: optimizer steps, backward passes, addresses.
-
-The first loop patches PyTorch for these reports, and the last one restores it exactly.
-"""
+"""The loops of this process, and the patches by which PyTorch reports to them."""
 
 from __future__ import annotations
 
@@ -59,11 +56,7 @@ sources = Sources(_running_models)
 
 @contextlib.contextmanager
 def _backward_passes_seen() -> Iterator[None]:
-    """Report the end of each complete backward pass.
-
-    A pass that keeps its graph or fails is not complete. A nested pass, such as of a checkpoint, belongs to the outer
-    pass.
-    """
+    """Report the end of each outermost backward pass, unless it fails or keeps its graph."""
 
     def seen(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *more: Any, **named: Any) -> Any:
         outermost, complete = current_autograd_node() is None, False
@@ -97,10 +90,7 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 class _OptimizerHooks:
-    """A context in which optimizer steps are reported, in all threads.
-
-    PyTorch fails if a hook is removed during a step in another thread, so the hooks stay while other threads exist.
-    """
+    """A context in which optimizer steps are reported, in all threads."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -114,6 +104,7 @@ class _OptimizerHooks:
             OWN_OPTIMIZER_HOOKS.update(handle.id for handle in self._handles)
 
     def __exit__(self, *_: object) -> None:
+        # PyTorch fails if a hook is removed during a step in another thread.
         if len(sys._current_frames()) > 1:
             return
         for handle in self._handles:
@@ -139,10 +130,7 @@ def _storage_held(storage: torch.UntypedStorage) -> Iterator[None]:
 
 
 class Overlapping:
-    """A context that may be open several times at once, and be closed in any order and thread.
-
-    ``make`` returns the context that the first user enters and the last user exits.
-    """
+    """A context made by ``make`` that may be open several times, and be closed in any order and thread."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         self._make = make

@@ -1,8 +1,4 @@
-"""Find where an op comes from in the user's program, for messages: its module, and the user's line.
-
-The native code asks for it while the order of ops is new, and remembers it for ops of the backward pass
-(``sources.h``).
-"""
+"""Find where an op comes from in the user's program, for messages; ``sources.h`` asks while the order of ops is new."""
 
 from __future__ import annotations
 
@@ -78,10 +74,8 @@ class Sources:
         """Return an op's module (path and class) and the nearest ``file:line`` of the user; empty strings if unknown.
 
         The path starts at a loop's model, or else at the outermost running module. In a ``torch.fx.GraphModule`` it
-        ends with the node. Lines of installed packages count only if no other line is found.
-
-        Args:
-            beyond_backward: whether to look at frames beyond the autograd engine's calls.
+        ends with the node. Lines of installed packages count only if no other line is found. ``beyond_backward`` also
+        looks at frames beyond the autograd engine's calls.
         """
         innermost = outermost = None
         own = package = node = ""

@@ -28,26 +28,19 @@ _VERIFIED = {Check.OFF: 0, Check.SAMPLED: 1, Check.FULL: 2}
 
 
 class Excess(enum.IntEnum):
-    """The response to an op that needs more than the budget."""
-
     REFUSED = 0  # the op is refused
     ALLOWED = 1  # the op may exceed the budget
     MEASURED = 2  # the op may exceed the budget, and its need is recorded
 
 
 class Adopted(enum.IntEnum):
-    """The result of ``follow_adopt`` for a storage."""
-
     NO = 0
     YES = 1
     HAS_ARRAY = 2  # not adopted, because a NumPy array may share its memory
 
 
 class Space:
-    """The native part of one loop. ctypes passes it as the pointer that ``follow_new`` returned.
-
-    It exists until ``close``, even if tensors are still in it, and must not be used afterwards.
-    """
+    """The native part of one loop, which ctypes passes as a pointer; it must not be used after ``close``."""
 
     def __init__(self, device: LoopDevice, limit: int, check: Check, excess: Excess, *, is_planned: bool) -> None:
         self.device, self.library = device, device.library
@@ -56,7 +49,6 @@ class Space:
         self._as_parameter_ = call(self.library, "follow_new", limit, index, verified, int(is_planned), excess)
 
     def call(self, function: str, *arguments: object) -> int:
-        """Call a native function with this space; raises as ``native.call`` does."""
         return call(self.library, function, self, *arguments)
 
     def numbers(self, function: str) -> list[int]:
@@ -78,10 +70,7 @@ class Space:
         self.library.follow_close(self)
 
     def reserve(self, budget: int) -> int:
-        """Reserve the arena's memory, and return the bytes of tensors that it has room for.
-
-        Raises ``BudgetError`` if the budget leaves no arena, ``ArenaError`` if the device refuses the memory.
-        """
+        """Reserve the arena, and return its room for tensors; raises ``BudgetError`` or ``ArenaError``."""
         shares = self.device.shares(budget)
         self.beside = shares.beside
         if self.call("follow_reserve", shares.arena, shares.spare, shares.segments) == 0:

@@ -10,8 +10,8 @@ from collections.abc import Hashable
 class Sign(enum.IntEnum):
     """An event that ends a step, the strongest last. A loop uses the strongest sign so far.
 
-    A sign may have several sources, such as the two optimizers of a GAN. The first source ends all steps, until another
-    one gives the sign twice in between.
+    Of several sources, such as the two optimizers of a GAN, the first ends all steps, until another one gives the sign
+    twice in between.
     """
 
     CALL = 1  # a call of a model without gradients has ended
@@ -23,16 +23,11 @@ class Sign(enum.IntEnum):
 
 
 class StepEnds:
-    """Counts the steps of a loop, and chooses the source that ends them.
-
-    Attributes:
-        count: number of ended steps.
-        sign: the strongest sign so far.
-    """
+    """Counts the steps of a loop, and chooses the source that ends them."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.sign = Sign.CALL
+        self.count = 0  # ended steps
+        self.sign = Sign.CALL  # the strongest so far
         self._leader: Hashable | None = None  # the source that ends steps
         self._others: set[Hashable] = set()  # the other sources since the leader's last sign
         self._passes = 0  # backward passes before the first optimizer step

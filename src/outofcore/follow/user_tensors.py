@@ -29,10 +29,8 @@ def alive(those: weakref.WeakValueDictionary[int, _T]) -> list[_T]:
 
 
 def _trained_elsewhere() -> set[int]:
-    """Return the ids of parameters that another thread trains.
-
-    PyTorch crashes if one thread reads the gradient of a parameter while another one sets it to None.
-    """
+    """Return the ids of parameters that another thread trains."""
+    # PyTorch crashes if one thread reads the gradient of a parameter while another one sets it to None.
     return {id(parameter) for optimizer in alive(others_optimizers) for parameter in parameters_of(optimizer)}
 
 
@@ -54,7 +52,6 @@ def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def state_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an optimizer's state."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):

@@ -30,15 +30,13 @@ def default_budget(available: int, *, on_host: bool) -> int:
 
 
 def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> int:
-    """Return the bytes that tensors can take on a device now; raises ``InputError``.
-
-    On a GPU that includes the bytes of ``models``, because they leave it before a loop reserves its memory.
-    """
+    """Return the bytes that tensors, ``models`` included, can take on a device; raises ``InputError``."""
     if device.type == "cpu":
         found = available_memory_bytes()
         if found is None:
             raise InputError("this system does not say how much memory is available; name a budget in bytes")
         return found
+    # The models leave the device before a loop reserves its memory.
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
@@ -49,9 +47,7 @@ def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> i
 def budget_of(limit: int | str | None, device: torch.device, models: Iterable[nn.Module] = ()) -> tuple[int, str]:
     """Return a budget in bytes, and a text about its share of the available memory; empty if it was given in bytes.
 
-    Args:
-        limit: bytes, text such as "6GiB", a share of the available memory such as "70%", or None for the default.
-
+    ``limit`` is bytes, text such as "6GiB", a share of the available memory such as "70%", or None for the default.
     Raises ``UnitError`` for any other ``limit``, ``InputError`` if the available memory is unknown.
     """
     share = share_of(limit)

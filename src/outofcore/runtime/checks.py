@@ -1,8 +1,7 @@
 """Compare bytes that are read from a home with the bytes written there, by checksums.
 
-A checksum covers a whole slot, or a few of its pages. It is valid within a step: between steps the user may change the
-contents of a home. Native copies use the same checksums (``copying.cpp``); eager loops have their own
-(``follow/blocks.h``).
+They are valid within a step, since between steps the user may change a home. Native copies use the same checksums
+(``copying.cpp``); eager loops have their own (``follow/blocks.h``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class Sums:
     known: dict[int, tuple[int, int]] = field(default_factory=dict)  # by offset: bytes, checksum
 
     def note(self, offset: int, memory: memoryview) -> None:
-        """Record the checksum of bytes that are written to a slot."""
         self.known[offset] = len(memory), self._of(memory, offset)
 
     def matches(self, offset: int, memory: memoryview) -> bool:
@@ -42,7 +40,6 @@ class Sums:
 
 
 def damaged(home: str, offset: int, count: int) -> TransferError:
-    """Build the error for bytes at a home that differ from the bytes written there."""
     return TransferError(
         f"the {format_bytes(count)} at byte {offset} of the {home} home are not what was written there: the "
         "checksum differs, so they were damaged in transit or in storage; check that disk and its file system, "

@@ -1,9 +1,7 @@
-"""Checksums of 64 bits (``checksum.h``) that detect any change of bytes.
+"""Checksums of 64 bits (``checksum.h``), for writes that PyTorch does not count, such as through ``tensor.data``.
 
-PyTorch counts writes to a tensor (``_version``), but not those through ``tensor.data``, NumPy, or a pointer. So bytes
-that are both in the arena and at home between two steps are checked once when a step starts. Different bytes have the
-same checksum with a probability of about 2^-64. The keys are constants: the checksum detects faults and oversights,
-not deliberate collisions.
+Different bytes have the same checksum with a probability of about 2^-64. The keys are constants: the checksum detects
+faults and oversights, not deliberate collisions.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from outofcore.runtime.native import Flavor, load_unlocked
 def checksum(memory: memoryview, before: int = 0) -> int:
     """Return the checksum of bytes, at memory speed.
 
-    Checksums of parts add up, modulo 2^64, to that of the whole. ``before`` is the offset of the part in bytes, a
-    multiple of 1024.
+    Checksums of parts add up, modulo 2^64; ``before`` is the offset of a part in bytes, a multiple of 1024.
     """
     return int(load_unlocked(Flavor.CPU).outofcore_sum(address_of(memory), memory.nbytes, before))
 

@@ -1,8 +1,6 @@
 """Copy bytes between memory and a store in native code (``file_io.h``), past the page cache or through it.
 
-Direct I/O moves data between the disk and the caller's pages without a copy. It requires an address, a file offset and
-a length in whole pages. Other transfers go through a page-aligned buffer: small tensors, the tail of a large tensor,
-ranges of other files.
+Direct I/O requires an address, a file offset and a length in whole pages. Other transfers go through a buffer.
 """
 
 from __future__ import annotations
@@ -56,42 +54,26 @@ class Transfer(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The location of a slot for native code.
-
-    Attributes:
-        descriptor: of an open file, or ``MEMORY``.
-        start: the offset in the file, or the address.
-        bytes: available bytes; at the end of a range of a file, up to a page less than requested.
-        owner: keeps the memory or the file alive.
-        cache: the fate of the file's pages.
-    """
-
-    descriptor: int
-    start: int
-    bytes: int
-    owner: object
+    descriptor: int  # of an open file, or ``MEMORY``
+    start: int  # the offset in the file, or the address
+    bytes: int  # at the end of a range of a file, up to a page less than requested
+    owner: object  # keeps the memory or the file alive
     cache: Cache = Cache.KEPT
 
 
 class ByteStore(ABC):
-    """Memory or a file that is read in bytes and written in whole pages; threads may do so at once.
-
-    A write starts at a page, and overwrites its last page whole: the page's bytes after the end of the data are lost.
-    """
+    """Memory or a file that is read in bytes and written in whole pages; threads may do so at once."""
 
     @abstractmethod
     def locate(self, offset: int, count: int) -> Location:
-        """Return the location of bytes for native code.
-
-        Raises ``TransferError`` if they do not exist, ``StateError`` if the store is closed.
-        """
+        """Locate bytes; raises ``TransferError`` if they do not exist, ``StateError`` if the store is closed."""
 
     @abstractmethod
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
         """Build the error for a failed transfer; ``failure`` is an errno, or negative at the end of the file."""
 
     def write(self, offset: int, source: memoryview) -> None:
-        """Store all of ``source`` at ``offset``, the start of a page; raises ``TransferError``."""
+        """Write ``source`` to the start of a page; the rest of its last page is lost. Raises ``TransferError``."""
         self._move(offset, source, writes=True)
 
     def read(self, offset: int, target: memoryview) -> None:
@@ -106,11 +88,7 @@ class ByteStore(ABC):
 
 
 def transfer(place: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
-    """Copy ``memory`` to or from a location, with the GIL released.
-
-    Returns the bytes copied, and 0 or a failure as in ``ByteStore.transfer_error``. Raises ``TransferError`` if there
-    is no memory for a buffer.
-    """
+    """Copy ``memory`` to or from a location; return the bytes copied, and 0 or a failure for ``transfer_error``."""
     count, address = memory.nbytes, address_of(memory)
     in_place = place.cache is not Cache.PAST or (address | place.start | count) % PAGE_BYTES == 0
     bounce = None if in_place else address_of(_buffer())
@@ -137,7 +115,6 @@ def copy_buffer() -> memoryview:
 
 
 def _buffer() -> memoryview:
-    """Return this thread's buffer."""
     memory: memoryview | None = getattr(_buffers, "memory", None)
     if memory is None:
         memory = _buffers.memory = copy_buffer()
@@ -145,10 +122,7 @@ def _buffer() -> memoryview:
 
 
 def open_direct(descriptor: int, *, writes: bool = False) -> int | None:
-    """Open a file again for direct I/O; None if the file system refuses it, or it cannot be read.
-
-    With ``writes``, the first page of the file may be overwritten. Raises ``OSError`` if that fails for another reason.
-    """
+    """Open a file again for direct I/O; None if refused. With ``writes``, its first page may be overwritten."""
     try:
         # /proc can reopen a file without a name.
         flags = (os.O_RDWR if writes else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC

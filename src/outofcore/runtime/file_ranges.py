@@ -1,9 +1,8 @@
 """Slots in another file, such as a checkpoint, which is read in place and never written.
 
-A range is the bytes of one tensor in such a file. It counts as a slot of a home, at an offset beyond all pages of the
-home itself. Between steps the user sees pages of the file, mapped privately (copy on write): they are read on demand,
-and writes never reach the file. The kernel reports which pages were written (``/proc/self/pagemap``). A written range
-moves to pages of the home, at the same addresses, before the next step reads it.
+A range is the bytes of one tensor in such a file, at an offset beyond all pages of the home itself. The user sees a
+private mapping of the file (copy on write). If ``/proc/self/pagemap`` reports a written page, the range moves to pages
+of the home, at the same addresses, before the next step reads it.
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ class Stamp:
 
 
 class ReadFile(ByteStore):
-    """A file that is read past the page cache, at any byte; it is closed after its last reference is gone.
-
-    Renaming the file has no effect. Raises ``InputError`` if it cannot be opened, or does not match ``stamp``.
-    """
+    """A file that is read past the page cache; raises ``InputError`` if it does not match ``stamp``."""
 
     def __init__(self, path: Path, stamp: Stamp) -> None:
         self.path, self.stamp = path, stamp
@@ -67,7 +63,6 @@ class ReadFile(ByteStore):
             raise InputError(f"{path} was changed while it was being read; wait until it is complete, and try again")
 
     def check(self) -> None:
-        """Raise ``TransferError`` if the file was changed since its header was read."""
         now = Stamp.of(self.descriptor)
         if now != self.stamp:
             how = f"has {now.bytes} bytes, and had {self.stamp.bytes}" if now.bytes != self.stamp.bytes else "is newer"
@@ -94,25 +89,16 @@ class ReadFile(ByteStore):
         return map_file(self.descriptor, offset, count, private=True)
 
     def forget(self, offset: int, count: int) -> None:
-        """Let the kernel drop pages of the file from its cache."""
         os.posix_fadvise(self.descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
 @dataclass(eq=False)
 class _Range:
-    """The bytes of a tensor in a file.
-
-    Attributes:
-        file: the source file, or the spill file after a move.
-        pages: (offset, bytes) in the spill file after a move.
-        view: the mapped pages that show the range.
-    """
-
     begin: int
     bytes: int
-    file: ReadFile | SpillFile
-    pages: tuple[int, int] | None = None
-    shown: Watched | None = None
+    file: ReadFile | SpillFile  # the spill file after a move
+    pages: tuple[int, int] | None = None  # (offset, bytes) in the spill file after a move
+    shown: Watched | None = None  # the mapped pages that show the range
 
     @property
     def alive(self) -> Watched | None:
@@ -121,7 +107,6 @@ class _Range:
 
     @property
     def within(self) -> int:
-        """Offset of the range in its first page."""
         return self.begin % PAGE_BYTES
 
 
@@ -163,7 +148,6 @@ class FileRanges:
         return offset >= FIRST_RANGE and self._ranges[offset].pages is None
 
     def check(self) -> None:
-        """Raise ``TransferError`` if a file was changed."""
         for file in {one.file for one in self._ranges.values()}:
             if isinstance(file, ReadFile):
                 file.check()
@@ -174,12 +158,10 @@ class FileRanges:
         return one.file.locate(one.begin + into, min(count, max(one.bytes - into, 0)))
 
     def failed(self, offset: int, count: int, failure: int) -> TransferError:
-        """Build the error for bytes at an offset in a range that could not be read."""
         one, into = self._at(offset)
         return one.file.failed(one.begin + into, count, failure, writes=False)
 
     def _at(self, offset: int) -> tuple[_Range, int]:
-        """Return the range at an offset, and the offset within it."""
         start = self._starts[bisect_right(self._starts, offset) - 1]
         return self._ranges[start], offset - start
 
@@ -232,10 +214,7 @@ class FileRanges:
 
 
 def any_written(address: int, count: int) -> bool:
-    """Return whether a page of a private mapping of a file was written, even if it is swapped out.
-
-    Raises ``OSError`` if the system does not report that.
-    """
+    """Return whether a page of a private mapping was written; raises ``OSError`` if that is unknown."""
     found = load_unlocked(Flavor.CPU).outofcore_any_written(address, count)
     if found < 0:
         raise OSError(errno.EACCES, "/proc/self/pagemap cannot be read")

@@ -35,10 +35,7 @@ def in_memory(path: Path) -> bool:
 
 
 def default_spill_directory() -> Path:
-    """Return a folder on a real disk: the system's temporary folder, the user's cache, or ``/var/tmp``.
-
-    If all of these are in memory, return the temporary folder and warn.
-    """
+    """Return a folder on a real disk, or else the temporary folder, with a warning."""
     temporary = Path(tempfile.gettempdir())
     if not in_memory(temporary):
         return temporary

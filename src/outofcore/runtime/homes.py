@@ -1,7 +1,7 @@
 """Homes, the backing stores of evicted bytes: host memory, pinned for a GPU or not, or a disk.
 
-A home is one range of bytes, in which each storage has a slot of whole pages at a planned offset. Between steps a slot
-has a face: a tensor over its bytes, through which the user reads and changes them.
+A home is one range of bytes, in which each storage has a slot of whole pages. Between steps a slot has a face: a tensor
+over its bytes, through which the user reads and changes them.
 """
 
 from __future__ import annotations
@@ -36,20 +36,13 @@ from outofcore.units import GIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 
 class HomeStore(ByteStore):
-    """The interface of a home, with defaults for memory. Offsets of slots are multiples of the page size.
+    """The interface of a home; the caller orders transfers of one slot, and the use of its face."""
 
-    The caller orders transfers of one slot, and the use of its face.
-
-    Attributes:
-        sums: checksums of the slots written in this step, compared when they are read; None: no comparison.
-    """
-
-    sums: Sums | None = None
+    sums: Sums | None = None  # of the slots written in this step; None: reads are not checked
 
     @property
     @abstractmethod
-    def name(self) -> str:
-        """The name in costs and reports: "host", "disk"."""
+    def name(self) -> str: ...
 
     @property
     @abstractmethod
@@ -63,8 +56,7 @@ class HomeStore(ByteStore):
 
     @property
     @abstractmethod
-    def bytes(self) -> int:
-        """Bytes that slots may occupy now."""
+    def bytes(self) -> int: ...
 
     @property
     @abstractmethod
@@ -128,10 +120,7 @@ class HomeStore(ByteStore):
 
     @abstractmethod
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """Return the slot's bytes as a uint8 tensor with a storage of its own of ``count`` bytes.
-
-        It shows the last write, and the next read returns its contents. It stays valid when the home is closed.
-        """
+        """Return the slot's bytes as a uint8 tensor with its own storage, which outlives the home."""
 
     def drop_cache(self, face: torch.Tensor) -> None:
         """Free physical memory that only caches a face; its contents stay."""
@@ -142,10 +131,7 @@ class HomeStore(ByteStore):
             self.sums.known.pop(offset, None)
 
     def start(self) -> None:
-        """Begin a step: the user may have changed contents since the last one.
-
-        Raises ``TransferError`` if contents are missing.
-        """
+        """Begin a step, after the user may have changed contents; raises ``TransferError`` if some are missing."""
         if self.sums is not None:
             self.sums.known.clear()
 
@@ -165,26 +151,21 @@ class HomeStore(ByteStore):
 
 
 def check_copies(home: HomeStore, check: Check) -> HomeStore:
-    """Enable checks of a home's copies, and return the home."""
     if check is Check.FULL or (check is Check.SAMPLED and not home.in_memory):
         home.sums = Sums(check is Check.FULL)
     return home
 
 
 def check_slot(offset: int, count: int, total: int) -> None:
-    """Raise ``TransferError`` unless the slot is aligned and within a home of ``total`` bytes."""
     if offset < 0 or offset % PAGE_BYTES or offset + count > total:
         raise TransferError(
-            f"bytes [{offset}, {offset + count}) are not a slot in a home of {total} bytes: slots must be inside it and "
+            f"bytes [{offset}, {offset + count}) are not a slot in a home of {total} bytes: slots are inside it and "
             f"start on a multiple of {PAGE_BYTES}; this is a fault of the plan: please report it"
         )
 
 
 class HostHome(HomeStore):
-    """Slots in one range of host memory.
-
-    Its addresses are reserved at the start, so that slots never move. It takes memory only when ``ensure`` makes room
-    and slots are written.
+    """Slots in one range of host memory; its addresses are reserved at the start, so that slots never move.
 
     Args:
         limit: maximum bytes of slots, in whole pages; by default all physical memory.
@@ -229,7 +210,6 @@ class HostHome(HomeStore):
 
     @property
     def capacity(self) -> int:
-        """The limit, or the slots' current bytes and the available memory."""
         return min(self._limit, self._bytes + self._available())
 
     def check(self, count: int) -> None:
@@ -246,7 +226,6 @@ class HostHome(HomeStore):
             )
 
     def _available(self) -> int:
-        """Return the bytes of memory that can be used in addition to those of slots."""
         available = available_memory_bytes()
         return _physical_bytes() if available is None else available
 
@@ -271,14 +250,12 @@ class HostHome(HomeStore):
         return Location(MEMORY, region.address + offset, count, region)
 
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        """Build an error that should not occur: copying memory does not fail."""
         verb, why = "write" if writes else "read", os.strerror(failure) if failure > 0 else "no reason was given"
         return TransferError(
             f"could not {verb} {format_bytes(count)} at byte {offset} of host memory: {why}; please report it"
         )
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """Return the slot itself."""
         region = self._opened()
         check_slot(offset, count, self._bytes)
         return tensor_over(region.memory(offset, count))
@@ -313,19 +290,14 @@ class PinnedHome(HostHome):
     """Slots in one range of host memory that is pinned in place, in a few large stretches.
 
     An allocator of pinned memory would round sizes up to powers of two. If the system refuses to pin more, later slots
-    are pageable, with a warning: their copies are slower, and the host waits for them.
-
-    A copy between a device and host memory, a step's or the user's, must not cross two stretches (CUDA returns
-    cudaErrorInvalidValue). So the ends of stretches are ``edges``, which no slot crosses.
-
-    The memory is shared, because a fork would copy all private pages that are pinned for a device. A forked child sees
-    changes of the model.
+    are pageable, with a warning. A copy between a device and host memory must not cross two stretches (CUDA returns
+    cudaErrorInvalidValue), so the ends of stretches are ``edges``.
 
     Args:
         pin: pins whole pages from an address on; returns False on failure.
         unpin: undoes that, given the address.
-        limit: as for ``HostHome``. An explicit limit is trusted: some virtual machines get more memory, as it is used,
-            than their system reports.
+        limit: as for ``HostHome``. An explicit limit is trusted: some virtual machines get more memory than their
+            system reports.
     """
 
     def __init__(
@@ -338,6 +310,7 @@ class PinnedHome(HostHome):
                 unpin(piece)
             unmap(address, count)
 
+        # Shared, because a fork would copy all private pages that are pinned for a device.
         super().__init__(limit, release, shared=True)
         self._pin = pin
         self._unpin = unpin
@@ -352,7 +325,6 @@ class PinnedHome(HostHome):
 
     @property
     def pinned(self) -> bool:
-        """Whether all slots so far are pinned."""
         return not self._refused
 
     @property
@@ -364,7 +336,7 @@ class PinnedHome(HostHome):
         return self._limit - self.bytes if self._believed else super()._available()
 
     def ensure(self, count: int) -> None:
-        """Add one stretch; several threads touch its pages first, because the device's driver would use only one."""
+        """Add one stretch; several threads touch its pages first, because the device's driver would use one."""
         before = self.bytes
         super().ensure(count)
         added = self.bytes - before
@@ -394,7 +366,6 @@ class PinnedHome(HostHome):
         )
 
     def grow(self, count: int) -> None:
-        """Grow in large stretches, as far as there is room for them."""
         wanted = round_up(count, PAGE_BYTES)
         if wanted <= self.bytes:
             return
@@ -414,14 +385,10 @@ class PinnedHome(HostHome):
 
 
 class DiskHome(HomeStore):
-    """Slots in one spill file, by direct I/O if the file system allows it.
+    """Slots in one spill file, which the first ``ensure`` creates, by direct I/O if the file system allows it.
 
-    The file is created by the first ``ensure``.
-
-    Args:
-        directory: folder of the file; by default a folder on a real disk (``default_spill_directory``). Raises
-            ``SpillError`` if it is missing, not a directory, or read-only.
-        limit: maximum bytes of the file; by default the free space.
+    Raises ``SpillError`` if ``directory`` (by default ``default_spill_directory()``) is missing or read-only. ``limit``
+    is the maximum bytes of the file; by default the free space.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, limit: int | None = None) -> None:
@@ -459,7 +426,6 @@ class DiskHome(HomeStore):
 
     @property
     def capacity(self) -> int:
-        """The limit, or the slots' current bytes and the free space; plus bytes in other files."""
         room = self.bytes + free_bytes(self.directory)
         return self._ranges.bytes + (room if self._limit is None else min(self._limit, room))
 
@@ -490,7 +456,6 @@ class DiskHome(HomeStore):
         self._file.grow(count)
 
     def locate(self, offset: int, count: int) -> Location:
-        """Return a location in the spill file, or in another file, which is only read."""
         if offset >= FIRST_RANGE:
             return self._ranges.locate(offset, count)
         file = self._opened()
@@ -503,10 +468,7 @@ class DiskHome(HomeStore):
         return self._opened().failed(offset, count, failure, writes=writes)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """Map pages of the file as shared memory, coherent with direct I/O on Linux.
-
-        Ranges of other files are mapped privately (see ``runtime.file_ranges``).
-        """
+        """Map pages of the file as shared memory, coherent with direct I/O on Linux."""
         if offset >= FIRST_RANGE:
             return self._face_in_file(offset)
         file = self._opened()

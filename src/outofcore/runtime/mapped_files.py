@@ -1,9 +1,7 @@
-"""Find the memory of this process that is mapped from a file, or shared with other processes.
+"""Find the memory of this process that is mapped from a file, or shared with other processes (``/proc/self/maps``).
 
-Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately: writes stay in this process. Unwritten pages
-equal the file's, so they need no copy when they are evicted. Shared mappings, such as of ``np.memmap(mode="r+")`` or
-``share_memory()``, must stay in place, because the file and other processes see writes to them. The kernel lists all
-mappings in ``/proc/self/maps`` (proc(5)).
+Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately, and evicting unwritten pages needs no copy.
+Shared mappings, such as of ``np.memmap(mode="r+")``, must stay in place, because others see writes to them.
 """
 
 from __future__ import annotations
@@ -105,7 +103,6 @@ class MappedFiles:
         self.look()
 
     def look(self) -> None:
-        """Read the current mappings."""
         try:
             with Path("/proc/self/maps").open(errors="surrogateescape") as told:
                 lines = list(told)
@@ -116,33 +113,27 @@ class MappedFiles:
         self._shared_begins = [begin for begin, _ in self._shared]
 
     def find(self, address: int, count: int) -> FileMapping | None:
-        """Return the mapping that contains ``count`` bytes at an address, or None."""
         place = bisect_right(self._begins, address) - 1
         if place < 0 or address + count > self._mappings[place].end:
             return None
         return self._mappings[place]
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """Return whether a file or other processes see writes to a tensor's storage.
-
-        This library's own mappings do not count.
-        """
+        """Return whether a file or other processes see writes to a tensor's storage."""
         if not is_in_host_memory(tensor):
             return False
         storage = tensor.untyped_storage()
         address, count = storage.data_ptr(), storage.nbytes()
         place = bisect_left(self._shared_begins, address + count) - 1
         seen = place >= 0 and self._shared[place][1] > address
-        # If /proc is not readable, PyTorch still knows the storages that it has shared.
+        # If /proc is not readable, PyTorch at least reports the storages that it has shared.
         if count == 0 or not (seen or storage.is_shared()):
             return False
+        # This library's own mappings do not count.
         return not is_in_region(address) and not any(owns(storage) for owns in OWNERS)
 
     def unwritten(self, address: int, count: int) -> tuple[ReadFile, int] | None:
-        """Return the file whose bytes are still unchanged at an address, and their offset in it.
-
-        None if there is no such file, it cannot be read any more, or its path names another one.
-        """
+        """Return the file with the same bytes as at an address, and their offset; None if there is no such file."""
         mapping = self.find(address, count)
         if mapping is None:
             return None

@@ -1,7 +1,7 @@
 """Mapped pages that live as long as an object refers to them.
 
-The ``mmap`` module does not suffice. It keeps a file descriptor for each mapped piece of a file, and a thousand slots
-would exceed the usual limit. It also cannot align to huge pages, or reserve addresses without memory.
+The ``mmap`` module keeps a file descriptor for each mapping, and a thousand slots would exceed the usual limit. It also
+cannot align to huge pages, or reserve addresses without memory.
 """
 
 from __future__ import annotations
@@ -106,10 +106,7 @@ def is_in_region(address: int) -> bool:
 
 
 class Region:
-    """Mapped pages at ``address``, ``bytes`` long, released after the last reference to them is gone.
-
-    Every ``memory(...)``, and every tensor made over one, holds a reference.
-    """
+    """Mapped pages, released after the last reference to them is gone, by ``memory(...)`` or a tensor over it."""
 
     def __init__(self, address: int, count: int, release: Callable[[int, int], object] = unmap) -> None:
         self.address = address
@@ -125,16 +122,13 @@ class Region:
         return memoryview(self._buffer).cast("B")[offset : offset + count]
 
     def watch(self) -> Watched:
-        """Return a weak reference to the region."""
         return Watched(self.address, self.bytes, weakref.ref(self._buffer))
 
     def make_accessible(self, offset: int, count: int) -> None:
-        """Make pages of a reserved region readable and writable."""
         status = _libc.mprotect(self.address + offset, count, mmap.PROT_READ | mmap.PROT_WRITE)
         _checked(status, "mprotect failed")
 
     def resident_bytes(self) -> int:
-        """Return the bytes of the region that are in physical memory."""
         pages = round_up(self.bytes, mmap.PAGESIZE) // mmap.PAGESIZE
         flags = np.empty(pages, np.uint8)
         _checked(_libc.mincore(self.address, self.bytes, flags.ctypes.data), "mincore failed")
@@ -142,8 +136,6 @@ class Region:
 
 
 class Watched:
-    """A weak reference to a region."""
-
     def __init__(self, address: int, count: int, buffer: Callable[[], ctypes.Array[ctypes.c_ubyte] | None]) -> None:
         self.address, self.bytes, self._buffer = address, count, buffer
 
@@ -158,10 +150,7 @@ class Watched:
 
 
 def populate(address: int, count: int) -> None:
-    """Make whole pages resident with several threads, since one thread makes them one by one.
-
-    Before Linux 5.14 this has no effect, and pages become resident when they are touched.
-    """
+    """Make whole pages resident with several threads; before Linux 5.14 without effect."""
     runs = [(address + at, min(_RUN_BYTES, count - at)) for at in range(0, count, _RUN_BYTES)]
 
     def make(run: tuple[int, int]) -> int:
@@ -183,13 +172,10 @@ def populate(address: int, count: int) -> None:
 
 
 def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) -> int:
-    """Map ``count`` bytes (whole pages) of zeroed memory, which becomes physical when touched; return the address.
+    """Map ``count`` bytes (whole pages) of zeroed memory, and return the address.
 
-    From 2 MiB on, it is aligned to huge pages and asks for them, for a hundredth of the page faults.
-
-    Args:
-        accessible: False reserves addresses only, for ``Region.make_accessible``.
-        shared: whether forked children share the memory.
+    From 2 MiB on, it uses huge pages, for a hundredth of the page faults. ``accessible`` False only reserves addresses,
+    for ``Region.make_accessible``. ``shared`` memory is shared with forked children.
     """
     slack = _HUGE_PAGE if count >= _HUGE_PAGE else 0
     protection = mmap.PROT_READ | mmap.PROT_WRITE if accessible else 0
@@ -207,10 +193,7 @@ def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) 
 
 
 def map_file(descriptor: int, offset: int, count: int, *, private: bool = False) -> Region:
-    """Map ``count`` bytes of a file from a page boundary on; the mapping keeps the file alive without the descriptor.
-
-    Writes go to the file, or stay in this process if ``private``.
-    """
+    """Map bytes of a file from a page boundary on; writes go to the file, or with ``private`` stay in this process."""
     whole = round_up(count, PAGE_BYTES)
     flags = mmap.MAP_PRIVATE | _NORESERVE if private else mmap.MAP_SHARED
     return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset), whole)

@@ -1,8 +1,7 @@
 """Build and load the native code that uses PyTorch (``csrc``) on first use: one library for CPU, one for CUDA.
 
-The build takes half a minute on one core. It needs a C++ compiler, and for CUDA the headers of its runtime, which
-PyTorch's own packages contain. The user's cache keeps one build for each version of PyTorch. A wheel contains the CPU
-library if it was built with PyTorch installed, for that version.
+The build takes half a minute on one core, and is cached for each version of PyTorch. It needs a C++ compiler, and for
+CUDA the headers in PyTorch's own packages. A wheel contains the CPU library for the PyTorch that it was built with.
 """
 
 from __future__ import annotations
@@ -164,10 +163,7 @@ class Flavor(Enum):
 
 
 def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
-    """Load the library of this process, building it if needed; raises ``StateError`` if that fails.
-
-    Its calls keep the GIL: they take well under a microsecond, less than releasing it.
-    """
+    """Load this process's library, building it if needed, with calls that keep the GIL; raises ``StateError``."""
     return _loaded(flavor)
 
 
@@ -228,6 +224,7 @@ def build(target: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = F
 
 def load_library(path: Path, flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
     """Load a build and declare its functions; raises ``OSError`` if that fails."""
+    # PyDLL keeps the GIL: most calls take well under a microsecond, less than releasing it.
     return _declared(ctypes.PyDLL(str(path)), flavor)
 
 

@@ -22,22 +22,19 @@ if TYPE_CHECKING:  # homes need PyTorch, but this module does not
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive whole pages of a home."""
-
     offset: int
     bytes: int
 
 
 def meet(some: Sequence[Piece], others: Sequence[Piece]) -> bool:
-    """Return whether two slots have a page in common."""
     return any(a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes for a in some for b in others)
 
 
 class Slots:
-    """Allocates and frees the pages of one home, the lowest first.
+    """Allocates and frees the pages of one home, the lowest first; no slot crosses an edge of the home.
 
-    A slot that the user sees between steps has consecutive pages. A slot that does not outlive a step may be in several
-    pieces, so that a home of limited size can be filled to the last page. No slot crosses an edge of the home.
+    A slot that the user sees between steps has consecutive pages. Other slots may be in several pieces, so that a home
+    of limited size can be filled to the last page.
     """
 
     def __init__(self, home: HomeStore) -> None:
@@ -53,7 +50,6 @@ class Slots:
 
     @property
     def taken(self) -> int:
-        """Bytes that are allocated now."""
         return self._end - sum(end - start for start, end in self._free)
 
     def take(self, count: int) -> int:
@@ -95,12 +91,9 @@ class Slots:
         return tuple(found)
 
     def expect(self, count: int) -> None:
-        """Grow to ``count`` bytes in all at once, if later growth would not be contiguous.
-
-        Does not raise if there is no room for that: allocation will.
-        """
+        """Grow to ``count`` bytes in all at once, if later growth would not be contiguous."""
         if self.home.edges:
-            with contextlib.suppress(SpillError):
+            with contextlib.suppress(SpillError):  # an allocation will raise it
                 self.home.ensure(max(self._end, count))
 
     def _extend(self, count: int) -> int:
@@ -154,7 +147,6 @@ class Slots:
             undo.pop_all()
 
     def give(self, offset: int, count: int) -> None:
-        """Free a slot or a piece."""
         files = self.home.files
         if files is not None and files.has(offset):
             pages = files.release(offset)
@@ -185,10 +177,7 @@ class Layout:
 
 
 def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Slots]) -> Layout:
-    """Allocate pages for each temporary slot, in the order of ``lowering.slots.turns``.
-
-    Raises ``SpillError`` if a home has no room, and ``GraphError`` if the plan exceeds a home's capacity.
-    """
+    """Allocate pages for each temporary slot; raises ``SpillError`` without room, or ``GraphError``."""
     # Pages that were freed within the step; the homes still count them as allocated.
     spare: list[list[Piece]] = [[] for _ in slots]
     held: list[list[Piece]] = [[] for _ in slots]
@@ -222,11 +211,7 @@ def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Sl
 
 
 def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
-    """Return the bytes of slots that a program needs at each home, persistent and temporary.
-
-    Slots in the caller's memory, for inputs and small outputs, count too. Raises ``GraphError`` if the plan exceeds a
-    home's capacity.
-    """
+    """Return the bytes of slots that a program needs at each home; raises ``GraphError`` above its capacity."""
     found = [0] * max(len(costs.homes), 1)
     for storage, home in lasting(graph, program).items():
         found[home] += slot_bytes(graph.storages[storage].bytes)

@@ -35,23 +35,16 @@ def check_directory(directory: Path, count: int = 0) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the bytes that an ordinary user can still write in a directory's file system."""
     return shutil.disk_usage(directory).free
 
 
 class SpillFile(ByteStore):
-    """A file without a name in ``directory``; it vanishes with the process, even in a crash.
-
-    Attributes:
-        direct: whether the page cache is bypassed. If the file system refuses that, I/O is buffered, and the kernel
-            drops the pages afterwards.
-        bytes: the allocated bytes.
-    """
+    """A file without a name in ``directory``; it vanishes with the process, even in a crash."""
 
     def __init__(self, directory: Path) -> None:
         check_directory(directory)
         self.directory = directory
-        self.bytes = 0
+        self.bytes = 0  # allocated
         self._closed = False
         try:
             self._descriptor = _open_unnamed(directory)
@@ -60,7 +53,9 @@ class SpillFile(ByteStore):
                 f"no file can be created in the spill directory {directory} ({error.strerror}); name another one"
             ) from error
         self._direct_descriptor = self._open_direct()
-        self.direct = self._direct_descriptor is not None
+        self.direct = (
+            self._direct_descriptor is not None
+        )  # else I/O is buffered, and the kernel drops the pages after it
         # A step that is not closed frees its file when it is garbage-collected.
         self._release = weakref.finalize(self, close_files, self._descriptor, self._direct_descriptor)
         self._release.atexit = False
@@ -91,10 +86,7 @@ class SpillFile(ByteStore):
         self._release()
 
     def grow(self, count: int) -> None:
-        """Allocate the file up to ``count`` bytes (it never shrinks), so that no later write lacks room.
-
-        If it raises ``SpillError`` for lack of space, the file is unchanged.
-        """
+        """Allocate the file up to ``count`` bytes, so that no later write lacks room; without effect on error."""
         self._check_open()
         wanted = round_up(count, PAGE_BYTES)
         if wanted <= self.bytes:
