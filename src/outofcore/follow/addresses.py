@@ -111,45 +111,45 @@ class AddressWatch:
             self._fix(storage, in_others)
 
     def _wrap(self) -> contextlib.ExitStack:
-        def told(method: Callable[..., Any]) -> Callable[..., Any]:
-            def tells(self_: Any, *args: Any, **kwargs: Any) -> Any:
-                asks = _module_of(sys._getframe(1))
-                if asks not in _COMPARE and not asks.startswith(_OURS):
-                    self._tell(self_, asks in _SAVE)
+        def wrap_exporter(method: Callable[..., Any]) -> Callable[..., Any]:
+            def report_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
+                caller = _module_of(sys._getframe(1))
+                if caller not in _COMPARE and not caller.startswith(_OURS):
+                    self._tell(self_, caller in _SAVE)
                 return method(self_, *args, **kwargs)
 
-            return _named_like(tells, method)
+            return _named_like(report_and_call, method)
 
-        def held(method: Callable[..., Any]) -> Callable[..., Any]:
-            def reads(self_: Any, *args: Any, **kwargs: Any) -> Any:
-                with contextlib.ExitStack() as holds:
+        def wrap_reader(method: Callable[..., Any]) -> Callable[..., Any]:
+            def hold_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
+                with contextlib.ExitStack() as contexts:
                     for value in (self_, *args):
                         with contextlib.suppress(RuntimeError):  # a tensor without memory, such as in vmap
                             storage = _storage_of(value)
                             if storage is not None:
-                                holds.enter_context(self._held(storage))
+                                contexts.enter_context(self._held(storage))
                     return method(self_, *args, **kwargs)
 
-            return _named_like(reads, method)
+            return _named_like(hold_and_call, method)
 
-        def slices_told(method: Callable[..., Any]) -> Callable[..., Any]:
-            def tells(self_: Any, index: Any) -> Any:
+        def wrap_slicing(method: Callable[..., Any]) -> Callable[..., Any]:
+            def report_and_call(self_: Any, index: Any) -> Any:
                 if isinstance(index, slice):  # a new storage on the same memory
                     self._tell(self_)
                 return method(self_, index)
 
-            return _named_like(tells, method)
+            return _named_like(report_and_call, method)
 
         undo = contextlib.ExitStack()
         self._wrapped = []
         for kind, names in _METHODS:
             for name in names:
                 if hasattr(kind, name):  # older releases lack some
-                    self._replace(undo, kind, name, told)
-        self._replace(undo, torch.UntypedStorage, "__getitem__", slices_told)
+                    self._replace(undo, kind, name, wrap_exporter)
+        self._replace(undo, torch.UntypedStorage, "__getitem__", wrap_slicing)
         for kind, names in _READERS:
             for name in names:
-                self._replace(undo, kind, name, held)
+                self._replace(undo, kind, name, wrap_reader)
         for number, function in enumerate(DLPACK_EXPORTERS):
             _divert(undo, function, functools.partial(trampoline, number, self._tell_of_all))
         return undo
@@ -171,12 +171,12 @@ class AddressWatch:
 
 def replace_attribute(undo: contextlib.ExitStack, kind: Any, name: str, value: object) -> None:
     """Set an attribute of a class; undoing that restores the old value, or inheritance."""
-    own = vars(kind).get(name)
+    previous = vars(kind).get(name)
     setattr(kind, name, value)
-    if own is None:
+    if previous is None:
         undo.callback(delattr, kind, name)
     else:
-        undo.callback(setattr, kind, name, own)
+        undo.callback(setattr, kind, name, previous)
 
 
 def _storage_of(value: object) -> torch.UntypedStorage | None:
@@ -189,18 +189,18 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 def _module_of(frame: FrameType | None) -> str:
     """Return the module that asks for an address, skipping frames of typed storages."""
-    asks = ""
+    name = ""
     while frame is not None:
-        asks = frame.f_globals.get("__name__") or ""
-        if asks != _STORAGE_MODULE:
+        name = frame.f_globals.get("__name__") or ""
+        if name != _STORAGE_MODULE:
             break
         frame = frame.f_back
-    return asks
+    return name
 
 
-def _named_like(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    function.__name__ = other.__name__
-    function.__doc__ = other.__doc__
+def _named_like(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    function.__name__ = original.__name__
+    function.__doc__ = original.__doc__
     return function
 
 
@@ -223,8 +223,8 @@ def _divert(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int
     """Redirect all references to a C function to a trampoline, which receives its address; only on CPython."""
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return
-    at = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
-    definition = _MethodDef.from_address(at or 0) if at else None
+    definition_address = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
+    definition = _MethodDef.from_address(definition_address or 0) if definition_address else None
     if definition is None or definition.flags != _TAKES_ALL or definition.name != function.__name__.encode():
         return
     plain = definition.function

@@ -59,7 +59,7 @@ class FollowedCalls:
 
     def __call__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function; return its result detached, and in memory outside of the loop."""
-        begin, before = time.perf_counter(), self.stats
+        begin, stats_before = time.perf_counter(), self.stats
 
         def run() -> Any:
             self._take_strangers()
@@ -68,13 +68,13 @@ class FollowedCalls:
             return result
 
         result = self._followed(run)
-        after = self.stats
+        stats_after = self.stats
         self.count += 1
         self.last = CallStats(
             time.perf_counter() - begin,
-            (after.transfer_microseconds - before.transfer_microseconds) / 1e6,
-            after.written_bytes - before.written_bytes,
-            after.fetched_bytes - before.fetched_bytes,
+            (stats_after.transfer_microseconds - stats_before.transfer_microseconds) / 1e6,
+            stats_after.written_bytes - stats_before.written_bytes,
+            stats_after.fetched_bytes - stats_before.fetched_bytes,
         )
         return self._given(result)
 
@@ -98,13 +98,13 @@ class FollowedCalls:
             self._loop.resume()
             return run()
         except RuntimeError as error:
-            told = explained(error)
-            if told is None:
+            explained_error = explained(error)
+            if explained_error is None:
                 raise
             try:
-                raise told from error
+                raise explained_error from error
             finally:
-                del told  # breaks a reference cycle with this frame
+                del explained_error  # breaks a reference cycle with this frame
         finally:
             self._loop.pause()
 
@@ -116,37 +116,37 @@ class FollowedCalls:
 
     def _take_strangers(self) -> None:
         """Adopt tensors that the user, a checkpoint or another step has replaced."""
-        strangers = self._loop.strangers([tensor for tensor in self._states() if CPU.has(tensor)])
-        if not strangers:
+        untracked = self._loop.strangers([tensor for tensor in self._states() if CPU.has(tensor)])
+        if not untracked:
             return
         library, mapped = CPU.library, MappedFiles()
-        of_others: dict[int, list[torch.Tensor]] = {}
-        for tensor in strangers:
+        by_storage: dict[int, list[torch.Tensor]] = {}
+        for tensor in untracked:
             storage = tensor.untyped_storage()
             if mapped.is_shared(tensor):
                 continue
             if library.follow_plain(storage_address(storage)):
                 self._loop.adopt([tensor])
             else:
-                of_others.setdefault(storage_key(tensor), []).append(tensor)
+                by_storage.setdefault(storage_key(tensor), []).append(tensor)
         # Another step may own that memory, so the model moves to a copy.
-        for tensors in of_others.values():
-            own = storage_bytes(tensors[0]).clone()
+        for tensors in by_storage.values():
+            copy = storage_bytes(tensors[0]).clone()
             for tensor in tensors:
-                move_onto(tensor, own)
-        _log.info("adopted %d tensors from other memory", len(strangers))
+                move_onto(tensor, copy)
+        _log.info("adopted %d tensors from other memory", len(untracked))
 
     def _given(self, result: Any) -> Any:
-        library, lasting = CPU.library, {storage_key(tensor) for tensor in self._states()}
+        library, persistent = CPU.library, {storage_key(tensor) for tensor in self._states()}
 
-        def give(value: Any) -> Any:
+        def convert(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             if value.grad_fn is not None:
                 value = value.detach()
-            if CPU.has(value) and storage_key(value) not in lasting:
+            if CPU.has(value) and storage_key(value) not in persistent:
                 call(library, "follow_release", storage_address(value.untyped_storage()))
             return value
 
         leaves, spec = tree_flatten(result)
-        return tree_unflatten([give(leaf) for leaf in leaves], spec)
+        return tree_unflatten([convert(leaf) for leaf in leaves], spec)

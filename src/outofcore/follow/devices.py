@@ -63,15 +63,15 @@ class LoopDevice:
     def prepare(self) -> None:
         """Allocate the libraries' workspaces before the loop reserves its arena."""
 
-    def add_homes(self, at: LoopHome, add: AddHome) -> None:
+    def add_homes(self, options: LoopHome, add: AddHome) -> None:
         """Open the homes; raises ``SpillError`` if one cannot be used."""
-        in_memory = at.home == "host"
-        if in_memory or at.host_limit is not None:
+        in_memory = options.home == "host"
+        if in_memory or options.host_limit is not None:
             file = _memory_file()
-            add(file, file, True, at.host_capacity)
+            add(file, file, True, options.host_capacity)
         if not in_memory:
-            named = at.home is not None and at.home != "disk"
-            spill = SpillFile(Path(at.home) if named and at.home else default_spill_directory())
+            is_path = options.home is not None and options.home != "disk"
+            spill = SpillFile(Path(options.home) if is_path and options.home else default_spill_directory())
             with contextlib.closing(spill):
                 add(*spill.duplicate(), False, _DISK_CAPACITY)
 
@@ -115,8 +115,8 @@ class LoopGpu(LoopDevice):
     def prepare(self) -> None:
         make_workspaces(self.device)
 
-    def add_homes(self, at: LoopHome, add: AddHome) -> None:
-        add(-1, -1, True, at.host_capacity)
+    def add_homes(self, options: LoopHome, add: AddHome) -> None:
+        add(-1, -1, True, options.host_capacity)
 
     def shares(self, budget: int) -> Shares:
         return shares_of(budget, self.device)

@@ -17,21 +17,21 @@ def explained(error: BaseException, names: Known | None = None) -> Exception | N
     text = str(error)
     if not isinstance(error, RuntimeError):
         return None
-    found = refusal_of(text)
-    if found is None:
+    refusal = refusal_of(text)
+    if refusal is None:
         return error_of(text)
-    op, refused = found
+    op, refused = refusal
     counts = {name: format_bytes(getattr(refused, name)) for name in REFUSAL_FIELDS}
-    held = f", and {counts['kept']} cannot be moved" if refused.kept else ""
+    details = f", and {counts['kept']} cannot be moved" if refused.kept else ""
     if refused.small:
-        held += f"; tensors below {counts['smallest']} take {counts['small']}"
+        details += f"; tensors below {counts['smallest']} take {counts['small']}"
     if refused.beside:
-        held += f"; {counts['beside']} are kept for libraries, tensors below {counts['smallest']} and holes"
+        details += f"; {counts['beside']} are kept for libraries, tensors below {counts['smallest']} and holes"
     parameter = (names or {}).get(refused.parameter, ("a parameter",))[0] if refused.sums else None
-    named = _named(op, parameter, error.__traceback__)
+    op_name = _named(op, parameter, error.__traceback__)
     return BudgetError(
-        f"the budget of {counts['budget']} is too small: {named} needs {counts['asked']} on top of "
-        f"{counts['used']} that it uses{held}. Use a budget of at least {counts['least']}, or smaller batches. "
+        f"the budget of {counts['budget']} is too small: {op_name} needs {counts['asked']} on top of "
+        f"{counts['used']} that it uses{details}. Use a budget of at least {counts['least']}, or smaller batches. "
         "measure=True (outofcore run --measure) finds the budget that holds every op; grow=True (--grow) lets such ops "
         "exceed it",
         refused.least,
@@ -43,7 +43,7 @@ def _named(op: str, parameter: str | None, trace: TracebackType | None) -> str:
     if IN_BACKWARD in op:
         return op
     module, line = sources.find(places_of(trace))
-    at = f" at {line}" if line else ""
+    location = f" at {line}" if line else ""
     if parameter is not None:
-        return op + IN_BACKWARD + parameter + at
-    return op + (f" in {module}" if module else "") + at
+        return op + IN_BACKWARD + parameter + location
+    return op + (f" in {module}" if module else "") + location

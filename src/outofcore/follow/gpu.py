@@ -51,15 +51,15 @@ def shares_of(budget: int, device: torch.device) -> Shares:
     """Divide a budget after the models have left the device; raises ``BudgetError`` if it leaves no arena."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    beside = _bytes_beside(device)
-    shares = divide(budget, beside)
+    libraries = _bytes_beside(device)
+    shares = divide(budget, libraries)
     if shares.arena < _LARGE:
-        least = beside + _LEAST_SMALL + _LARGE
+        minimum = libraries + _LEAST_SMALL + _LARGE
         raise BudgetError(
             f"a budget of {format_bytes(budget)} leaves no room for a loop on {device}: libraries keep "
-            f"{format_bytes(beside)} there, with tensors of less than {format_bytes(LARGE_BYTES)}. Give a budget of at "
-            f"least {format_bytes(least)}",
-            least,
+            f"{format_bytes(libraries)} there, with tensors of less than {format_bytes(LARGE_BYTES)}. Give a budget of "
+            f"at least {format_bytes(minimum)}",
+            minimum,
         )
     return shares
 
@@ -73,8 +73,8 @@ def divide(budget: int, beside: int) -> Shares:
 def budget_for(room: int, beside: int) -> int:
     """Return the smallest budget, in whole segments, that leaves ``room`` bytes for tensors."""
     segment = ALLOCATOR.segment
-    enough = 2 * (room + beside + _LEAST_SMALL) // segment + 1
-    return segment * bisect_left(range(enough), room, key=lambda count: divide(count * segment, beside).room)
+    max_segments = 2 * (room + beside + _LEAST_SMALL) // segment + 1
+    return segment * bisect_left(range(max_segments), room, key=lambda count: divide(count * segment, beside).room)
 
 
 def _bytes_beside(device: torch.device) -> int:
@@ -107,16 +107,16 @@ def make_workspaces(device: torch.device) -> None:
 def graphs_refused() -> Iterator[None]:
     """Raise ``StateError`` in this context if a CUDA graph is used: it would keep addresses of moved tensors."""
 
-    def refusing(done: str) -> Callable[..., Any]:
+    def refusing(action: str) -> Callable[..., Any]:
         def refuse(*_: object, **__: object) -> None:
             raise StateError(
-                f"a CUDA graph cannot be {done} while a loop is running, because tensors move; stop() the loop first, "
-                "or run without graphs (with torch.compile: mode='default')"
+                f"a CUDA graph cannot be {action} while a loop is running, because tensors move; stop() the loop "
+                "first, or run without graphs (with torch.compile: mode='default')"
             )
 
         return refuse
 
     with contextlib.ExitStack() as undo:
-        for name, done in _REFUSED.items():
-            replace_attribute(undo, torch.cuda.CUDAGraph, name, refusing(done))
+        for name, action in _REFUSED.items():
+            replace_attribute(undo, torch.cuda.CUDAGraph, name, refusing(action))
         yield

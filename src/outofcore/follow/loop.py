@@ -134,12 +134,12 @@ class Loop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        told = None if error is None else explained(error, self._happened[2] if self._happened else {})
+        explained_error = None if error is None else explained(error, self._happened[2] if self._happened else {})
         try:
-            if told is not None:
-                raise told from error
+            if explained_error is not None:
+                raise explained_error from error
         finally:
-            del told  # breaks a reference cycle with this frame
+            del explained_error  # breaks a reference cycle with this frame
 
     def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:
         # At exit, modules are gone already; a forked process has copies of its parent's loops.
@@ -169,10 +169,10 @@ class Loop:
         self._paused, self._ends, self._planner, self._made = False, StepEnds(), None, ()
         self._process, self._where = os.getpid(), user_line()
         device.prepare()
-        with contextlib.ExitStack() as failing:
+        with contextlib.ExitStack() as on_error:
             is_planned = options.policy is not None
             space = Space(device, self._limit, options.check, options.excess, is_planned=is_planned)
-            failing.callback(space.close)
+            on_error.callback(space.close)
             device.add_homes(options.home, partial(space.call, "follow_add_home"))
             room = 0 if device.reserves_late else space.reserve(self._limit)
             try:
@@ -182,8 +182,8 @@ class Loop:
                 self._take_turn(space)
             self._space, self._thread = space, threading.get_ident()
             started[id(self)] = self
-            failing.pop_all()
-            failing.callback(self.end)
+            on_error.pop_all()
+            on_error.callback(self.end)
             self._undo.enter_context(patches)
             self._watch_calls()
             self._adopt_models()
@@ -199,7 +199,7 @@ class Loop:
                 self._planner = LoopPlanner(space, options.policy, LoopPlans(options.plans), room)
                 self._made = self._planner.made
                 self._undo.callback(self._planner.background.close)
-            failing.pop_all()
+            on_error.pop_all()
         return self
 
     def stop(self) -> None:
@@ -222,17 +222,17 @@ class Loop:
 
     def end(self, *, remembered: bool = True) -> None:
         """End the loop from any thread, when no op uses its memory; ``keep_results`` for ``stats`` and ``report``."""
-        with self._lock, contextlib.ExitStack() as ending:
+        with self._lock, contextlib.ExitStack() as cleanup:
             space, self._undo, undo = self._space, contextlib.ExitStack(), self._undo
             if space is None:
                 return
-            ending.callback(space.close)
-            ending.callback(setattr, self, "_space", None)
+            cleanup.callback(space.close)
+            cleanup.callback(setattr, self, "_space", None)
             if remembered:
-                ending.callback(self._remember, space)
+                cleanup.callback(self._remember, space)
             if not self._paused and threading.get_ident() == self._thread:
-                ending.callback(space.library.follow_thread, 0)
-            ending.enter_context(undo)
+                cleanup.callback(space.library.follow_thread, 0)
+            cleanup.enter_context(undo)
 
     def pause(self) -> None:
         """Suspend the loop until ``resume``. Tensors stay where they are, and ops elsewhere see the right bytes."""
@@ -295,9 +295,9 @@ class Loop:
             StateError: no op was recorded yet.
             InputError: the file cannot be written.
         """
-        seen, machine = self._what_happened(), this_machine()
+        observed, machine = self._what_happened(), this_machine()
         notes = [
-            *observed_notes(seen, self._made),
+            *observed_notes(observed, self._made),
             (
                 "machine",
                 f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, "
@@ -306,12 +306,12 @@ class Loop:
             ("versions", f"PyTorch {torch.__version__} with {torch.get_num_threads()} threads"),
         ]
         content = page_content(
-            seen.graph,
-            seen.plan,
-            seen.program,
-            [("measured", seen.timeline)],
+            observed.graph,
+            observed.plan,
+            observed.program,
+            [("measured", observed.timeline)],
             Page(title or "loop", self._limit, homes=LINKS, notes=notes),
-            LoopMeasurements(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
+            LoopMeasurements(LINKS, observed.memory, observed.on_demand, departure_marks(observed)),
         )
         write_report(Path(path), content)
         return ReportPath(path)
@@ -330,15 +330,15 @@ class Loop:
             StateError: no op was recorded yet.
             InputError: a file cannot be read or written.
         """
-        seen = self._what_happened()
+        observed = self._what_happened()
         write_trace(
             Path(path),
-            seen.graph,
-            seen.program,
-            [("measured", seen.timeline)],
-            began_ns=seen.began_ns,
+            observed.graph,
+            observed.program,
+            [("measured", observed.timeline)],
+            began_ns=observed.began_ns,
             beside=None if beside is None else Path(beside),
-            measured=LoopMeasurements(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
+            measured=LoopMeasurements(LINKS, observed.memory, observed.on_demand, departure_marks(observed)),
         )
 
     def _repr_html_(self) -> str:
@@ -360,7 +360,7 @@ class Loop:
 
     def _where_other(self) -> str:
         # A separate function: the frames in an error's traceback would keep the other loop alive.
-        return next((one._started_at() for one in alive(started) if one is not self and one.is_running()), "")
+        return next((loop._started_at() for loop in alive(started) if loop is not self and loop.is_running()), "")
 
     def _started_at(self) -> str:
         return f" at {self._where}" if self._where else ""
@@ -420,17 +420,17 @@ class Loop:
 
     def _what_happened(self) -> Observed:
         with self._lock:
-            happened = self._happened if self._space is None else self._observe(self._space)
-        seen = None
-        if happened is not None:
+            recorded = self._happened if self._space is None else self._observe(self._space)
+        observed = None
+        if recorded is not None:
             policy = self._made[-1].policy if self._made else "on demand"
-            seen = read_observed(*happened, self._limit, policy)
-        if seen is None or not seen.graph.ops:
+            observed = read_observed(*recorded, self._limit, policy)
+        if observed is None or not observed.graph.ops:
             raise StateError(
                 "there is nothing to report yet: no step of the loop is complete, and no op has used a tensor of "
                 "64 KiB or more; call this after a step"
             )
-        return seen
+        return observed
 
     def _observe(self, space: Space) -> tuple[Sequence[int], Sequence[str], Known]:
         numbers = space.numbers("follow_observed")
@@ -438,8 +438,8 @@ class Loop:
         return numbers, space.names("follow_observed_names"), names
 
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
-        for place, model in enumerate(self._models):
-            yield f"models[{place}]." if len(self._models) > 1 else "", model
+        for index, model in enumerate(self._models):
+            yield f"models[{index}]." if len(self._models) > 1 else "", model
 
     def _read_stats(self, space: Space) -> LoopStats:
         plans = 0 if self._planner is None else self._planner.count

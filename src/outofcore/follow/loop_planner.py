@@ -78,8 +78,8 @@ class LoopPlanner:
         is_busy = self._was_busy()
         if self._trial is not None:
             self._trial.step_ended()
-        if (done := self.background.poll()) is not None:
-            record, answer = done
+        if (finished := self.background.poll()) is not None:
+            record, answer = finished
             self._planning_seconds += answer.processor_seconds
             planned = answer.planned
             if planned is None:
@@ -98,18 +98,18 @@ class LoopPlanner:
             self._rerun_seconds, self._is_busy = rerun_seconds if reran else None, is_busy
             self._plan(steps)
         elif self._unproposed > _SETTLED_STEPS and self._rough:
-            record, again, busy = self._rough.popleft()
-            if (again is not None) == reran:  # else the loop has switched recomputation on or off since
-                self._rerun_seconds, self._is_busy = again, busy
+            record, rerun, busy = self._rough.popleft()
+            if (rerun is not None) == reran:  # else the loop has switched recomputation on or off since
+                self._rerun_seconds, self._is_busy = rerun, busy
                 self._start(record, steps, is_quick=False)
 
     def _was_busy(self) -> bool:
         """Return whether other programs are known to have delayed the step that has ended."""
-        before = self._counters
+        last_counters = self._counters
         self._counters = read_loop_counters() if self._unproposed < _WATCHED_STEPS else None
-        if before is None or self._counters is None:
+        if last_counters is None or self._counters is None:
             return False
-        return was_busy(self._counters - before, computes=False)  # waiting for data is not a sign of load
+        return was_busy(self._counters - last_counters, computes=False)  # waiting for data is not a sign of load
 
     def _may_plan(self) -> bool:
         if self._trial is not None and self._trial.awaits_plan:
@@ -126,10 +126,10 @@ class LoopPlanner:
         if not numbers:
             return
         record = read_record(numbers, self._space.names("follow_names"))
-        kept = self._store.find(record, self._room, self._planned_by)
-        if kept is not None:
-            self._follow(record, kept, steps, 0.0)
-            if self._is_busy or not kept.is_busy:
+        stored = self._store.find(record, self._room, self._planned_by)
+        if stored is not None:
+            self._follow(record, stored, steps, 0.0)
+            if self._is_busy or not stored.is_busy:
                 return
             _log.info("planning a step again: its stored plan was made with times of a busy machine")
         self._start(record, steps, is_quick=True)

@@ -45,19 +45,19 @@ class LoopPlans:
         self._store = PlanStore(folder, "loop", _FORMAT, _File)
 
     def find(self, record: StepRecord, budget: int, policy: str) -> FollowedPlan | None:
-        def check(found: _File, path: Path) -> FollowedPlan:
-            schedule = Schedule(found.leave, found.fetch, found.write, found.offsets, found.scratch)
+        def check(document: _File, path: Path) -> FollowedPlan:
+            schedule = Schedule(document.leave, document.fetch, document.write, document.offsets, document.scratch)
             ops, storages = record.ops, len(record.graph.storages)
             pairs = (*schedule.leave, *schedule.fetch, *schedule.write, *((op, s) for op, s, _ in schedule.offsets))
             if any(op >= ops or s >= storages for op, s in pairs) or any(op >= ops for op, _ in schedule.scratch):
                 refuse(path, "$", "is of another step")
-            return FollowedPlan(schedule, found.policy, found.seconds, found.is_busy, found.is_quick)
+            return FollowedPlan(schedule, document.policy, document.seconds, document.is_busy, document.is_quick)
 
         return self._store.find(_key(record, budget, policy), check)
 
     def keep(self, record: StepRecord, budget: int, policy: str, plan: FollowedPlan) -> None:
-        by = plan.schedule
-        lists = (by.leave, by.fetch, by.write, by.offsets, by.scratch)
+        schedule = plan.schedule
+        lists = (schedule.leave, schedule.fetch, schedule.write, schedule.offsets, schedule.scratch)
         file = _File(_FORMAT, plan.policy, plan.seconds, *lists, plan.is_busy, plan.is_quick)
         self._store.keep(_key(record, budget, policy), file)
 

@@ -75,7 +75,7 @@ class Measurement:
         rows = [
             ("in core", f"{_exact(self.in_core_bytes)}: nothing moves from here on"),
             ("smallest budget", f"{_exact(self.smallest_budget)}, which {self.op} needs"),
-            *((f"within {format_bytes(each.budget)}", each.text) for each in self.predicted),
+            *((f"within {format_bytes(prediction.budget)}", prediction.text) for prediction in self.predicted),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join([f"measured {self.steps} steps", *(f"  {name:<{width}}  {text}" for name, text in rows)])
@@ -128,17 +128,17 @@ class LoopMeasurer:
         if not numbers:
             return
         record = read_record(numbers, self._space.names("follow_names"))
-        made = sum(s.bytes for s in record.graph.storages if s.kind is StorageKind.ACTIVATION)
-        if made > self._made:
-            self._largest, self._made = record, made
+        created_bytes = sum(s.bytes for s in record.graph.storages if s.kind is StorageKind.ACTIVATION)
+        if created_bytes > self._made:
+            self._largest, self._made = record, created_bytes
 
     def needs(self, steps: int) -> Needs:
         stats = self._space.stats(steps=steps, plans=0)
-        device, beside = self._space.device, self._space.beside
+        device, library_bytes = self._space.device, self._space.beside
         need, op = self._space.need() or (0, "")
         small = round_up(stats.peak_small_bytes, PAGE_BYTES)
         total = max(stats.peak_total_bytes + small, need)
-        smallest, in_core = (device.budget_for(room, beside) if need else 0 for room in (need, total))
+        smallest, in_core = (device.budget_for(room, library_bytes) if need else 0 for room in (need, total))
         budgets = [int(in_core * part) for part in PARTS]
-        rooms = tuple((budget, device.room_of(budget, beside) - small) for budget in budgets)
+        rooms = tuple((budget, device.room_of(budget, library_bytes) - small) for budget in budgets)
         return Needs(steps, in_core, smallest, op, rooms, self._largest)

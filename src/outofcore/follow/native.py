@@ -153,11 +153,11 @@ def refusal_of(text: str) -> tuple[str, Refusal] | None:
 
 def error_of(text: str) -> Exception | None:
     """Return the exception for a message of the native code; None for refusals and any other message."""
-    at = text.find(_OURS)
-    if at < 0 or refusal_of(text) is not None:
+    start = text.find(_OURS)
+    if start < 0 or refusal_of(text) is not None:
         return None
-    said = text[at + len(_OURS) :].splitlines()[0]
+    message = text[start + len(_OURS) :].splitlines()[0]
     for words, kind in _ERRORS.items():
-        if words in said:
-            return kind(said)
-    return TransferError(said)
+        if words in message:
+            return kind(message)
+    return TransferError(message)

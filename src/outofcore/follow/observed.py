@@ -88,16 +88,16 @@ class Departure:
             return f"{self.came} needed more memory than planned: an extra {format_bytes(self.bytes)} was evicted"
         if self.cause is Cause.PLACE:
             return f"{format_bytes(self.bytes)} was evicted from an offset planned for {self.came}"
-        what = (
+        event = (
             f"{self.came} ran with other tensors than planned"
             if self.came == self.expected
             else f"{self.came} ran where {self.expected} was planned"
         )
         ops = f"{self.missed} {'op' if self.missed == 1 else 'ops'}"
         if self.back < 0:
-            return f"{what}; {ops} ran on demand, and the plan did not resume"
+            return f"{event}; {ops} ran on demand, and the plan did not resume"
         on_demand = f"{ops} ran on demand, then " if self.missed else ""
-        return f"{what}; {on_demand}the plan resumed at op {self.back}"
+        return f"{event}; {on_demand}the plan resumed at op {self.back}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,20 +170,20 @@ def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, bu
 
     A departure is its step, op, nanoseconds, cause, bytes, missed ops, op of resumption, expected and actual operator.
     """
-    rest = iter(numbers)
-    header = take(rest, _Header)
+    remaining = iter(numbers)
+    header = take(remaining, _Header)
     seconds = header.nanos / 1e9
 
     def within(time: float) -> float:
         return min(max(time / 1e9, 0.0), seconds)
 
-    rows = (take(rest, _Row) for _ in range(header.events))
+    rows = (take(remaining, _Row) for _ in range(header.events))
     log = [_Row(Event(row.event), within(row.start), within(row.end), *row[3:]) for row in rows]
     departures: list[Departure] = []
     for _ in range(header.departures):
-        step, op, at, cause, size, missed, back, expected, came = islice(rest, len(fields(Departure)))
+        step, op, nanos, cause, size, missed, back, expected, came = islice(remaining, len(fields(Departure)))
         expected_name, name = _name(names, expected), _name(names, came)
-        departures.append(Departure(step, op, at / 1e9, Cause(cause), expected_name, name, size, missed, back))
+        departures.append(Departure(step, op, nanos / 1e9, Cause(cause), expected_name, name, size, missed, back))
     reader = _Reader(log, names, known)
     graph = reader.graph()
     program, timeline = reader.program(seconds)
@@ -228,38 +228,38 @@ class _Reader:
         self._numbers = {block: i for i, block in enumerate(b for b in self._bytes if self._is_storage(b))}
 
     def _go_through(self, log: Sequence[_Row], names: Sequence[str]) -> None:
-        staying: dict[int, int] = {}
-        waited: list[int] = []
+        current_stays: dict[int, int] = {}
+        awaited: list[int] = []
         for row in log:
             block = row.number
             if row.event is not Event.OP:
                 self._bytes.setdefault(block, row.bytes)
             if row.event in (Event.HELD, Event.TAKEN):
-                staying[block] = len(self._stays)
+                current_stays[block] = len(self._stays)
                 self._stays.append((block, 0.0 if row.event is Event.HELD else row.start, None))
                 if row.event is Event.HELD:
                     self._outlived.add(block)
-            elif row.event is Event.GIVEN and block in staying:
-                stay = staying.pop(block)
+            elif row.event is Event.GIVEN and block in current_stays:
+                stay = current_stays.pop(block)
                 self._stays[stay] = (block, self._stays[stay][1], row.start)
             elif row.event is Event.OP:
-                for_it = [i for i in waited if self._ran[i][1] <= row.start]
-                waited = []
+                awaited_copies = [i for i in awaited if self._ran[i][1] <= row.start]
+                awaited = []
                 if not row.flags:
                     self.on_demand.add(len(self._ops))
-                self._ran.append((row.start, row.end, len(self._ops), -1, False, Link.AHEAD, [], for_it))
+                self._ran.append((row.start, row.end, len(self._ops), -1, False, Link.AHEAD, [], awaited_copies))
                 self._ops.append((names[row.number], []))
                 self._starts.append(row.start)
             elif row.event is Event.TOUCH:
-                self._touch(row, staying.get(block))
+                self._touch(row, current_stays.get(block))
             elif row.event in (Event.IN, Event.OUT):
                 self._moved.add(block)
                 if row.event is Event.IN:
                     self._back[block].append(row.start)
                 link = Link.LATE if row.flags == Copied.ON_DEMAND else Link.AHEAD
                 if row.flags != Copied.BESIDE:
-                    waited.append(len(self._ran))
-                stays = [staying[block]] if block in staying else []
+                    awaited.append(len(self._ran))
+                stays = [current_stays[block]] if block in current_stays else []
                 self._ran.append((row.start, row.end, -1, block, row.event is Event.OUT, link, stays, []))
             elif row.event is Event.LEFT:
                 self._moved.add(block)
@@ -325,56 +325,56 @@ class _Reader:
 
     def _module(self, touches: Sequence[_Row]) -> str:
         """Return the module of the parameters that an op uses; empty unless it is exactly one."""
-        named = (self._known[t.number] for t in touches if t.number in self._known)
-        owners = {name.rpartition(".")[0] for name, kind in named if kind is StorageKind.PARAMETER}
+        known_blocks = (self._known[t.number] for t in touches if t.number in self._known)
+        owners = {name.rpartition(".")[0] for name, kind in known_blocks if kind is StorageKind.PARAMETER}
         return owners.pop() if len(owners) == 1 else ""
 
     def _storage_name(self, block: int, ops: Sequence[Op]) -> str:
         if block in self._known:
             return self._known[block][0]
-        made = self._creator.get(block)
-        if made is None:
+        creator = self._creator.get(block)
+        if creator is None:
             return ""
-        short = ops[made].name.removeprefix("aten.").partition(".")[0]
-        return f"{ops[made].module} {short}".strip()
+        short = ops[creator].name.removeprefix("aten.").partition(".")[0]
+        return f"{ops[creator].module} {short}".strip()
 
     def program(self, seconds: float) -> tuple[Program, Timeline]:
         order = sorted(range(len(self._ran)), key=lambda i: self._ran[i][0])
         lanes: dict[tuple[Queue, int], int] = defaultdict(int)
         places: dict[int, Wait] = {}  # by index of the execution: how to wait for its end
         blocks: dict[int, int] = {}  # by stay
-        used: list[tuple[int, int]] = []  # by block: its first and last instruction
+        spans: list[tuple[int, int]] = []  # by block: its first and last instruction
         versions: dict[int, int] = defaultdict(int)
-        made: list[Instruction] = []
+        instructions: list[Instruction] = []
         for ran in order:
-            _, _, op, block, out, link, stays, waited = self._ran[ran]
+            _, _, op, block, out, link, stays, copies = self._ran[ran]
             for stay in stays:
                 number = blocks.setdefault(stay, len(blocks))
-                if number == len(used):
-                    used.append((len(made), len(made)))
-                used[number] = (used[number][0], len(made))
-            held = tuple(blocks[stay] for stay in stays)
+                if number == len(spans):
+                    spans.append((len(instructions), len(instructions)))
+                spans[number] = (spans[number][0], len(instructions))
+            used_blocks = tuple(blocks[stay] for stay in stays)
             if op >= 0:
                 latest: dict[tuple[Queue, int], Wait] = {}
-                for wait in (places[i] for i in waited if i in places):
-                    line = wait.queue, wait.home
-                    if line not in latest or latest[line].count < wait.count:
-                        latest[line] = wait
-                one: Instruction = Run(op, held, None, tuple(latest.values()))
+                for wait in (places[i] for i in copies if i in places):
+                    link_key = wait.queue, wait.home
+                    if link_key not in latest or latest[link_key].count < wait.count:
+                        latest[link_key] = wait
+                instruction: Instruction = Run(op, used_blocks, None, tuple(latest.values()))
                 for touch in self._ops[op][1]:
                     versions[touch.number] += bool(touch.flags & Touched.WRITES)
-            elif held:
-                one = (CopyOut if out else CopyIn)(held[0], versions[block], (), link)
+            elif used_blocks:
+                instruction = (CopyOut if out else CopyIn)(used_blocks[0], versions[block], (), link)
             else:  # the block's memory was released before the copy was logged
                 continue
-            lane = lane_of(one)
+            lane = lane_of(instruction)
             lanes[lane] += 1
             places[ran] = Wait(lane[0], lanes[lane], lane[1])
-            made.append(one)
-        kept = [i for i in order if i in places]
-        found = tuple(self._block(number, self._stays[stay][0], *used[number]) for stay, number in blocks.items())
-        timeline = Timeline(tuple(self._ran[i][0] for i in kept), tuple(self._ran[i][1] for i in kept), seconds)
-        return Program(tuple(made), found), timeline
+            instructions.append(instruction)
+        executed = [i for i in order if i in places]
+        placed = tuple(self._block(number, self._stays[stay][0], *spans[number]) for stay, number in blocks.items())
+        timeline = Timeline(tuple(self._ran[i][0] for i in executed), tuple(self._ran[i][1] for i in executed), seconds)
+        return Program(tuple(instructions), placed), timeline
 
     def _block(self, number: int, block: int, first: int, last: int) -> Block:
         return Block(number, self._numbers[block], self._bytes[block], first, last + 1)
@@ -387,44 +387,44 @@ class _Reader:
             if end is not None:
                 changes[kind][end] -= self._bytes[block]
         times = sorted({0.0, seconds}.union(*changes.values()))
-        held: dict[str, tuple[int, ...]] = {}
+        levels_by_kind: dict[str, tuple[int, ...]] = {}
         for kind in [*(kind.value for kind in StorageKind), WORKSPACE]:
             if kind not in changes:
                 continue
-            now, levels = 0, list[int]()
+            level, levels = 0, list[int]()
             for time in times:
-                now += changes[kind].get(time, 0)
-                levels.append(now)
+                level += changes[kind].get(time, 0)
+                levels.append(level)
             if any(levels):
-                held[kind] = tuple(levels)
-        return MemoryOverTime(tuple(times), held)
+                levels_by_kind[kind] = tuple(levels)
+        return MemoryOverTime(tuple(times), levels_by_kind)
 
     def decisions(self) -> tuple[Decision, ...]:
         """Return the decisions for gaps in which a storage was evicted."""
-        count = len(self._ops)
-        found: dict[Gap, Decision] = {}
-        for block, last, before in self._left:
+        op_count = len(self._ops)
+        by_gap: dict[Gap, Decision] = {}
+        for block, last, ops_before in self._left:
             uses = self._uses.get(block, [])
             if last < 0:
                 # Its last use is in the step before; assume that this was the same as this step's.
                 if not uses or not self._lasts(block):
                     continue
-                gap = Gap(self._numbers[block], uses[-1], count + uses[0])
+                gap = Gap(self._numbers[block], uses[-1], op_count + uses[0])
                 release_by = uses[-1] + 1
             else:
-                later = bisect_right(uses, last)
-                if later < len(uses):
-                    end = uses[later]
+                next_use = bisect_right(uses, last)
+                if next_use < len(uses):
+                    end = uses[next_use]
                 elif self._lasts(block):
-                    end = count + uses[0]
+                    end = op_count + uses[0]
                 else:  # it was freed, or is used in another step
-                    end = max(self._freed.get(block, count), last + 1)
+                    end = max(self._freed.get(block, op_count), last + 1)
                 gap = Gap(self._numbers[block], last, end)
-                release_by = max(before, last + 1)
+                release_by = max(ops_before, last + 1)
             release_by = min(release_by, gap.end)
             returns = [i for start in self._back[block] if release_by <= (i := self._begun(start)) <= gap.end]
-            found[gap] = Decision(gap, Residency.OFFLOAD, release_by, returns[0] if returns else gap.end, Link.AHEAD)
-        return tuple(found[gap] for gap in sorted(found))
+            by_gap[gap] = Decision(gap, Residency.OFFLOAD, release_by, returns[0] if returns else gap.end, Link.AHEAD)
+        return tuple(by_gap[gap] for gap in sorted(by_gap))
 
     def _begun(self, time: float) -> int:
         return bisect_right(self._starts, time)
@@ -436,8 +436,8 @@ def graph_name(name: str) -> str:
     >>> graph_name("aten::add.Tensor"), graph_name("aten::mm")
     ('aten.add.Tensor', 'aten.mm.default')
     """
-    space, _, rest = name.partition("::")
-    return f"{space}.{rest}" if "." in rest else f"{space}.{rest}.default"
+    space, _, operator = name.partition("::")
+    return f"{space}.{operator}" if "." in operator else f"{space}.{operator}.default"
 
 
 def _name(names: Sequence[str], number: int) -> str:
@@ -446,22 +446,22 @@ def _name(names: Sequence[str], number: int) -> str:
 
 def observed_notes(observed: Observed, plans: Sequence[PlanMade]) -> list[tuple[str, str]]:
     """Return a report's notes on a step, as pairs of name and text."""
-    graph, most = observed.graph, 20
-    told = f"{len(graph.ops)} ops on {len(graph.storages)} storages of 64 KiB and more"
+    graph, max_departures = observed.graph, 20
+    size = f"{len(graph.ops)} ops on {len(graph.storages)} storages of 64 KiB and more"
     notes = [
-        ("step", f"step {observed.step + 1} of the loop: {told}")
+        ("step", f"step {observed.step + 1} of the loop: {size}")
         if observed.complete
-        else ("so far", f"no optimizer step is complete; since the loop was started: {told}"),
+        else ("so far", f"no optimizer step is complete; since the loop was started: {size}"),
         ("ops", f"{observed.planned} by plan, {len(observed.on_demand)} on demand"),
         ("copies", "ahead: overlapped with ops; late: while an op waited for them"),
     ]
     if observed.cut:
         notes.append(("left out", f"the last {observed.cut} events of the step"))
     notes += [("plan", plan.text) for plan in plans] or [("plan", "no plan so far")]
-    shown = observed.departures[-most:]
-    if observed.departures_ever > len(shown):
+    listed = observed.departures[-max_departures:]
+    if observed.departures_ever > len(listed):
         notes.append(("departures from plans", f"{observed.departures_ever} in total; the last are listed"))
-    return [*notes, *((f"step {d.step + 1}, op {d.op} of the plan", d.text) for d in shown)]
+    return [*notes, *((f"step {d.step + 1}, op {d.op} of the plan", d.text) for d in listed)]
 
 
 def departure_marks(observed: Observed) -> tuple[tuple[float, str, str], ...]:

@@ -56,14 +56,14 @@ class Recipes:
     def noted(self) -> tuple[Made, ...]:
         """Return the storages computed or saved since ``start_noting``, in the order of their ids."""
         numbers = self._space.numbers("follow_notes")
-        found: list[Made] = []
-        at = 0
-        while at < len(numbers):
-            storage, size, nanoseconds, saved, inputs = numbers[at : at + 5]
-            at += 5 + inputs
+        notes: list[Made] = []
+        position = 0
+        while position < len(numbers):
+            storage, size, nanoseconds, saved, inputs = numbers[position : position + 5]
+            position += 5 + inputs
             seconds = None if nanoseconds < 0 else nanoseconds / 1e9
-            found.append(Made(storage, size, seconds, tuple(numbers[at - inputs : at]), bool(saved)))
-        return tuple(found)
+            notes.append(Made(storage, size, seconds, tuple(numbers[position - inputs : position]), bool(saved)))
+        return tuple(notes)
 
     def _switch(self, mode: Recompute) -> None:
         self._space.call("follow_recompute", int(mode))
@@ -81,10 +81,10 @@ class _Packed:
         self._library.follow_drop(self._address)
 
     def unpacked(self) -> torch.Tensor:
-        made = self._library.follow_unpack(self._address)
-        if made is None:
+        tensor = self._library.follow_unpack(self._address)
+        if tensor is None:
             raise RuntimeError(self._library.follow_failure().decode(errors="replace"))
-        return tensor_at(made)
+        return tensor_at(tensor)
 
 
 def _unpack(packed: _Packed) -> torch.Tensor:

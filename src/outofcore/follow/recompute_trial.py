@@ -60,23 +60,23 @@ class RecomputeTrial:
         """
         slowdown = seconds / max(compute_seconds - (rerun_seconds or 0.0), 1e-9)
         if self.phase is Phase.UNTRIED and rerun_seconds is None:
-            held_up = seconds - compute_seconds
-            if held_up <= WORTH_TRYING * compute_seconds:
+            delay = seconds - compute_seconds
+            if delay <= WORTH_TRYING * compute_seconds:
                 return
             self._slowdown, self._rate = slowdown, bytes_per_second
-            self._enough = int(held_up * bytes_per_second)
+            self._enough = int(delay * bytes_per_second)
             self._recipes.note()
             self.phase = Phase.NOTING
         elif self.phase is Phase.TRYING and rerun_seconds is not None:
             self.phase = Phase.SETTLED
-            kept = slowdown < self._slowdown * (1 - WORTH_KEEPING)
+            is_faster = slowdown < self._slowdown * (1 - WORTH_KEEPING)
             _log.info(
                 "predicted slowdown with recomputation: %.3f, without: %.3f; recomputation is %s",
                 slowdown,
                 self._slowdown,
-                "on" if kept else "off",
+                "on" if is_faster else "off",
             )
-            if not kept:
+            if not is_faster:
                 self._recipes.off()
 
     def plan_failed(self) -> None:

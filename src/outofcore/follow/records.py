@@ -90,9 +90,9 @@ class _Touch(NamedTuple):
 _T = TypeVar("_T", bound=NamedTuple)
 
 
-def take(rest: Iterator[int], kind: type[_T]) -> _T:
+def take(numbers: Iterator[int], fields_type: type[_T]) -> _T:
     """Read the fields of one named tuple from an iterator of numbers."""
-    return kind._make(islice(rest, len(kind._fields)))
+    return fields_type._make(islice(numbers, len(fields_type._fields)))
 
 
 def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
@@ -100,26 +100,26 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
 
     A leftover is a storage, and how many ops of the next step had begun when it was freed.
     """
-    rest = iter(numbers)
-    header = take(rest, _Header)
-    storages = [take(rest, _Storage) for _ in range(header.storages)]
-    steps: list[tuple[_Op, list[_Touch]]] = []
+    remaining = iter(numbers)
+    header = take(remaining, _Header)
+    storages = [take(remaining, _Storage) for _ in range(header.storages)]
+    ops: list[tuple[_Op, list[_Touch]]] = []
     for _ in range(header.ops):
-        op = take(rest, _Op)
-        steps.append((op, [take(rest, _Touch) for _ in range(op.touches)]))
-    left = {next(rest): next(rest) for _ in range(header.leftovers)}
+        op = take(remaining, _Op)
+        ops.append((op, [take(remaining, _Touch) for _ in range(op.touches)]))
+    leftovers = {next(remaining): next(remaining) for _ in range(header.leftovers)}
 
     uses: list[list[int]] = [[] for _ in storages]
-    for index, (_, touches) in enumerate(steps):
+    for index, (_, touches) in enumerate(ops):
         for touch in touches:
             uses[touch.storage].append(index)
     # A storage that ends in the next step is modelled as persistent state that each step overwrites.
     carried = {
         s: freed
-        for s, freed in left.items()
+        for s, freed in leftovers.items()
         if storages[s].created and storages[s].freed < 0 and 0 < freed < uses[s][0]
     }
-    graph, costs, places = _graph(storages, steps, _ends(storages, uses, carried, header.ops), carried, names)
+    graph, costs, places = _graph(storages, ops, _ends(storages, uses, carried, header.ops), carried, names)
     home = replace(
         _USUAL_HOME,
         bytes_per_s_out=_rate(header.out_bytes, header.out_nanos, _USUAL_HOME.bytes_per_s_out),
@@ -146,30 +146,30 @@ def _ends(
 
 def _graph(
     storages: Sequence[_Storage],
-    steps: Sequence[tuple[_Op, Sequence[_Touch]]],
+    recorded_ops: Sequence[tuple[_Op, Sequence[_Touch]]],
     ends: Sequence[Sequence[int]],
     carried: Mapping[int, int],
     names: Sequence[str],
 ) -> tuple[StepGraph, list[OpCost], list[int]]:
-    made: list[Op] = []
+    ops: list[Op] = []
     costs: list[OpCost] = []
     places: list[int] = []
 
-    def add(place: int, cost: OpCost, name: str, *sets: Iterable[int]) -> None:
+    def add(position: int, cost: OpCost, name: str, *sets: Iterable[int]) -> None:
         reads, mutates, creates = (tuple(dict.fromkeys(s)) for s in sets)
-        made.append(Op(len(made), name, reads, mutates, creates, rerunnable=False))
+        ops.append(Op(len(ops), name, reads, mutates, creates, rerunnable=False))
         costs.append(cost)
-        places.append(place)
+        places.append(position)
 
-    for place, ending in enumerate(ends):
-        for storage in ending:
-            add(place, OpCost(0.0), FREED, (storage,), (), ())
-        if place == len(steps):
+    for position, ended in enumerate(ends):
+        for storage in ended:
+            add(position, OpCost(0.0), FREED, (storage,), (), ())
+        if position == len(recorded_ops):
             break
-        op, touches = steps[place]
+        op, touches = recorded_ops[position]
         new = {touch.storage for touch in touches if touch.creates}
         add(
-            place,
+            position,
             OpCost(op.nanos / 1e9, op.workspace),
             names[op.name],
             (t.storage for t in touches if t.storage not in new),
@@ -177,8 +177,8 @@ def _graph(
             (s for s in sorted(new) if s not in carried),
         )
     kinds = (_kind(storage, is_carried=number in carried) for number, storage in enumerate(storages))
-    found = tuple(Storage(number, storages[number].bytes, kind) for number, kind in enumerate(kinds))
-    return StepGraph(found, tuple(made)), costs, places
+    graph_storages = tuple(Storage(number, storages[number].bytes, kind) for number, kind in enumerate(kinds))
+    return StepGraph(graph_storages, tuple(ops)), costs, places
 
 
 def _kind(storage: _Storage, *, is_carried: bool) -> StorageKind:
@@ -189,7 +189,7 @@ def _kind(storage: _Storage, *, is_carried: bool) -> StorageKind:
 
 def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
     """Convert a plan of a record and its placed program to the native code's schedule."""
-    count, ops = len(record.graph.ops), record.ops
+    op_count, record_ops = len(record.graph.ops), record.ops
     leave: list[tuple[int, int]] = []
     fetch: list[tuple[int, int]] = []
     write: list[tuple[int, int]] = []
@@ -201,10 +201,10 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
             continue  # freed before the next step
         if gap.start >= 0:
             start = record.places[gap.start] - (record.graph.ops[gap.start].name == FREED)
-            write.append((start % ops, gap.storage))
-            leave.append((record.places[decision.release_by % count] % ops, gap.storage))
-        if record.graph.ops[gap.end % count].name != FREED and gap.start >= 0:
-            fetch.append((record.places[decision.fetch_at % count] % ops, gap.storage))
+            write.append((start % record_ops, gap.storage))
+            leave.append((record.places[decision.release_by % op_count] % record_ops, gap.storage))
+        if record.graph.ops[gap.end % op_count].name != FREED and gap.start >= 0:
+            fetch.append((record.places[decision.fetch_at % op_count] % record_ops, gap.storage))
     offsets, scratch = _offsets(record, program)
     return Schedule(tuple(sorted(leave)), tuple(sorted(fetch)), tuple(sorted(write)), offsets, scratch)
 
@@ -212,20 +212,20 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
 def _offsets(
     record: StepRecord, program: Program
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-    last: dict[int, int] = {}
-    found: list[tuple[int, int, int]] = []
+    last_offsets: dict[int, int] = {}
+    offsets: list[tuple[int, int, int]] = []
     scratch: list[tuple[int, int]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or record.graph.ops[run.op].name == FREED:
             continue
         for index in run.blocks:
             block = program.blocks[index]
-            if block.storage is not None and last.get(block.storage) != block.offset:
-                last[block.storage] = block.offset
-                found.append((record.places[run.op], block.storage, block.offset))
+            if block.storage is not None and last_offsets.get(block.storage) != block.offset:
+                last_offsets[block.storage] = block.offset
+                offsets.append((record.places[run.op], block.storage, block.offset))
         if run.workspace is not None:
             scratch.append((record.places[run.op], program.blocks[run.workspace].offset))
-    return tuple(found), tuple(scratch)
+    return tuple(offsets), tuple(scratch)
 
 
 def _rate(count: int, nanos: int, usual: float) -> float:

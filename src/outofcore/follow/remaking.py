@@ -35,24 +35,24 @@ def worth_making_again(made: Sequence[Made], bytes_per_second: float, *, enough:
     """
     if not bytes_per_second > 0:
         raise ValueError(f"bytes_per_second must be positive, and is {bytes_per_second}")
-    by_id = {one.storage: one for one in made}
+    by_id = {target.storage: target for target in made}
     candidates: list[tuple[float, Made, _Way]] = []
-    for one in made:
-        way = _way_to(one, by_id, _DEEPEST) if one.saved and one.bytes > 0 else None
-        if way is not None and way.seconds / one.bytes < 2 / bytes_per_second:
-            candidates.append((way.seconds / one.bytes, one, way))
+    for target in made:
+        derivation = _way_to(target, by_id, _DEEPEST) if target.saved and target.bytes > 0 else None
+        if derivation is not None and derivation.seconds / target.bytes < 2 / bytes_per_second:
+            candidates.append((derivation.seconds / target.bytes, target, derivation))
     candidates.sort(key=lambda candidate: (candidate[0], candidate[1].storage))
     chosen: dict[int, None] = {}  # in order, with intermediates
     needed: set[int] = set()  # inputs of chosen storages, which must stay
-    total = 0
-    for _, one, way in candidates:
-        if enough is not None and total >= enough:
+    chosen_bytes = 0
+    for _, target, derivation in candidates:
+        if enough is not None and chosen_bytes >= enough:
             break
-        if one.storage in needed or not way.start.isdisjoint(chosen):
+        if target.storage in needed or not derivation.start.isdisjoint(chosen):
             continue
-        chosen.update(dict.fromkeys((one.storage, *sorted(way.between))))
-        needed |= way.start
-        total += one.bytes
+        chosen.update(dict.fromkeys((target.storage, *sorted(derivation.between))))
+        needed |= derivation.start
+        chosen_bytes += target.bytes
     return tuple(chosen)
 
 
@@ -69,21 +69,21 @@ class _Way:
     start: frozenset[int]
 
 
-def _way_to(one: Made, by_id: Mapping[int, Made], deepest: int) -> _Way | None:
-    if one.seconds is None or deepest == 0:
+def _way_to(target: Made, by_id: Mapping[int, Made], max_depth: int) -> _Way | None:
+    if target.seconds is None or max_depth == 0:
         return None
-    seconds = one.seconds
-    between: set[int] = set()
-    start: set[int] = set()
-    for i in one.inputs:
-        before = by_id.get(i)
-        if before is None or before.saved:
-            start.add(i)
+    seconds = target.seconds
+    intermediates: set[int] = set()
+    inputs: set[int] = set()
+    for i in target.inputs:
+        source = by_id.get(i)
+        if source is None or source.saved:
+            inputs.add(i)
             continue
-        way = _way_to(before, by_id, deepest - 1)
-        if way is None:
+        derivation = _way_to(source, by_id, max_depth - 1)
+        if derivation is None:
             return None
-        seconds += way.seconds
-        between |= {i, *way.between}
-        start |= way.start
-    return _Way(seconds, frozenset(between), frozenset(start))
+        seconds += derivation.seconds
+        intermediates |= {i, *derivation.between}
+        inputs |= derivation.start
+    return _Way(seconds, frozenset(intermediates), frozenset(inputs))

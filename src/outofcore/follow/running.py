@@ -58,17 +58,17 @@ sources = Sources(_running_models)
 def _backward_passes_seen() -> Iterator[None]:
     """Report the end of each outermost backward pass, unless it fails or keeps its graph."""
 
-    def seen(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *more: Any, **named: Any) -> Any:
+    def run_engine(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *args: Any, **kwargs: Any) -> Any:
         outermost, complete = current_autograd_node() is None, False
         try:
-            result = engine(outputs, gradients, keep_graph, *more, **named)
+            result = engine(outputs, gradients, keep_graph, *args, **kwargs)
             complete = not keep_graph
             return result
         finally:
             if outermost:
                 _after_backward(complete)
 
-    with around_engine(seen):
+    with around_engine(run_engine):
         yield
 
 
@@ -121,11 +121,11 @@ def _fix(storage: torch.UntypedStorage, in_others: bool) -> None:
 @contextlib.contextmanager
 def _storage_held(storage: torch.UntypedStorage) -> Iterator[None]:
     library = loaded_paging(storage.device)
-    held = library is not None and call(library, "follow_hold", storage_address(storage)) == 1
+    is_held = library is not None and call(library, "follow_hold", storage_address(storage)) == 1
     try:
         yield
     finally:
-        if library is not None and held:
+        if library is not None and is_held:
             library.follow_unhold()
 
 

@@ -78,7 +78,7 @@ class Sources:
         looks at frames beyond the autograd engine's calls.
         """
         innermost = outermost = None
-        own = package = node = ""
+        user_line = package_line = node = ""
         in_backward = False
         for frame, number in places:
             code = frame.f_code
@@ -93,20 +93,20 @@ class Sources:
             if is_users_file(code.co_filename):
                 line = f"{code.co_filename}:{number}"
                 if not any(folder in code.co_filename for folder in _INSTALLED):
-                    own = own or line
-                package = package or line
+                    user_line = user_line or line
+                package_line = package_line or line
         if innermost is None or outermost is None:
-            return node, own or package
+            return node, user_line or package_line
         path, kind = join(self._path(innermost, outermost), node), type(innermost).__name__
-        return f"{path} ({kind})" if path else kind, own or package
+        return f"{path} ({kind})" if path else kind, user_line or package_line
 
     def _path(self, module: nn.Module, outermost: nn.Module) -> str:
-        known = self._paths.get(module)
-        if known is None:
+        cached = self._paths.get(module)
+        if cached is None:
             roots = (*self._models(), ("", outermost))
-            paths = (prefix + path for prefix, root in roots for path, one in root.named_modules() if one is module)
-            known = self._paths[module] = next(paths, "")
-        return known
+            paths = (prefix + path for prefix, root in roots for path, child in root.named_modules() if child is module)
+            cached = self._paths[module] = next(paths, "")
+        return cached
 
     def of_backward(self) -> str:
         """Describe where the running op of the backward pass comes from; empty if unknown."""
@@ -117,7 +117,7 @@ class Sources:
 
     def _answer(self) -> int:
         text = self.of_backward()
-        kept = self._kept.get(text)
-        if kept is None:
-            kept = self._kept[text] = ctypes.create_string_buffer(text.encode(errors="replace"))
-        return ctypes.addressof(kept)
+        buffer = self._kept.get(text)
+        if buffer is None:
+            buffer = self._kept[text] = ctypes.create_string_buffer(text.encode(errors="replace"))
+        return ctypes.addressof(buffer)

@@ -53,13 +53,13 @@ class Space:
 
     def numbers(self, function: str) -> list[int]:
         """Return all numbers that a native function writes to a buffer; it returns their count."""
-        count = 0
+        capacity = 0
         while True:  # other threads may add numbers between two calls
-            numbers = (ctypes.c_int64 * count)()
-            told = self.call(function, numbers, count)
-            if told <= count:
-                return numbers[:told]
-            count = told
+            numbers = (ctypes.c_int64 * capacity)()
+            needed = self.call(function, numbers, capacity)
+            if needed <= capacity:
+                return numbers[:needed]
+            capacity = needed
 
     def names(self, function: str) -> list[str]:
         """Return the lines of text that a native function returns."""
@@ -84,9 +84,9 @@ class Space:
         """Move tensors to the home, regardless of the owner of their memory; ``count`` of them to report progress."""
         mapped = self.device.mapped_files()
         files: dict[FileMapping, int] = {}
-        left = 0
-        for done, tensor in enumerate(tensors, 1):
-            tell("move the model to its home", done - 1, count)
+        unmoved_bytes = 0
+        for position, tensor in enumerate(tensors, 1):
+            tell("move the model to its home", position - 1, count)
             if not self.device.has(tensor):
                 continue
             # A private mapping of a weights file can be adopted. A shared mapping must stay, since others see writes.
@@ -98,14 +98,14 @@ class Space:
             number = -1 if mapping is None else self._file_number(mapping, files)
             offset = 0 if mapping is None else mapping.offset + address - mapping.begin
             adopted = call(self.library, "follow_adopt", storage_address(storage), number, offset)
-            left += storage.nbytes() if adopted == Adopted.HAS_ARRAY else 0
+            unmoved_bytes += storage.nbytes() if adopted == Adopted.HAS_ARRAY else 0
         if count:
             tell("move the model to its home", count, count)
-        if left:
+        if unmoved_bytes:
             _log.warning(
                 "%s of parameters and buffers stay where they are, outside the budget: NumPy arrays may share their "
                 "memory; take arrays of clones, as by .detach().clone().numpy()",
-                format_bytes(left),
+                format_bytes(unmoved_bytes),
             )
 
     def _file_number(self, mapping: FileMapping, files: dict[FileMapping, int]) -> int:
@@ -118,24 +118,24 @@ class Space:
     def strangers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors of 64 KiB and more that are not in the arena or the homes."""
         addresses = [storage_address(tensor.untyped_storage()) for tensor in tensors]
-        found: list[torch.Tensor] = []
+        untracked: list[torch.Tensor] = []
         begin, count = 0, len(addresses)
         pointers = (ctypes.c_void_p * count)(*addresses)
         while begin < count:
-            rest = ctypes.byref(pointers, begin * ctypes.sizeof(ctypes.c_void_p))
-            begin += self.call("follow_strangers", rest, count - begin)
+            remaining = ctypes.byref(pointers, begin * ctypes.sizeof(ctypes.c_void_p))
+            begin += self.call("follow_strangers", remaining, count - begin)
             if begin < count:
-                found.append(tensors[begin])
+                untracked.append(tensors[begin])
             begin += 1
-        return found
+        return untracked
 
     def need(self) -> tuple[int, str] | None:
         """Return the most bytes of tensors that an op needs at once, and the op; None if no need was recorded."""
         numbers = Refusal()
-        told: bytes | None = self.library.follow_need(self, ctypes.byref(numbers))
-        if told is None:
+        text: bytes | None = self.library.follow_need(self, ctypes.byref(numbers))
+        if text is None:
             return None
-        op, _, place = told.decode(errors="replace").partition("\n")
+        op, _, place = text.decode(errors="replace").partition("\n")
         return numbers.asked + numbers.used + numbers.kept + numbers.small, op + forward_place(place)
 
     def stats(self, *, steps: int, plans: int) -> LoopStats:
@@ -143,7 +143,7 @@ class Space:
             len(fields(LoopStats)) - 6
         )  # Python counts steps and plans, and has the budget and the memory of the process
         counts = (ctypes.c_int64 * expected)()
-        told = self.library.follow_counters(self, counts, expected)
-        if told != expected:
-            raise StateError(f"the native code has {told} counters, and {expected} are expected: please report it")
+        actual = self.library.follow_counters(self, counts, expected)
+        if actual != expected:
+            raise StateError(f"the native code has {actual} counters, and {expected} are expected: please report it")
         return LoopStats(*counts, steps=steps, plans=plans)

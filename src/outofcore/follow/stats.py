@@ -139,7 +139,7 @@ def _percent(part: int, whole: int) -> str:
 
 def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
     """Return the most important counters as pairs of name and text."""
-    waited, again = (micros / 1e6 for micros in (stats.transfer_microseconds, stats.rerun_microseconds))
+    waited, rerun = (micros / 1e6 for micros in (stats.transfer_microseconds, stats.rerun_microseconds))
     moved = f"{format_bytes(stats.written_bytes)} evicted, {format_bytes(stats.fetched_bytes)} fetched"
     facts = [
         ("steps", str(stats.steps)),
@@ -154,18 +154,18 @@ def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
         ),
     ]
     if stats.peak_small_bytes:
-        now, most = format_bytes(stats.small_bytes), format_bytes(stats.peak_small_bytes)
-        facts.append(("tensors below 64 KiB", f"{now}, peak {most}"))
+        now, peak = format_bytes(stats.small_bytes), format_bytes(stats.peak_small_bytes)
+        facts.append(("tensors below 64 KiB", f"{now}, peak {peak}"))
     if stats.resident_bytes:
         parts = {"arena": stats.arena_bytes, "pages of files": stats.file_pages_bytes, "others": stats.other_bytes}
-        told = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
-        facts.append(("memory of the process", f"{format_bytes(stats.resident_bytes)}: {told}"))
+        text = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
+        facts.append(("memory of the process", f"{format_bytes(stats.resident_bytes)}: {text}"))
     if stats.exceedances:
         facts.append(("exceeded the budget", f"{stats.exceedances} times"))
     if stats.file_bytes:
         facts.append(("mapped from files", format_bytes(stats.file_bytes)))
     if stats.reruns:
-        facts.append(("recomputed", f"{stats.reruns} times, {format_seconds(again)}"))
+        facts.append(("recomputed", f"{stats.reruns} times, {format_seconds(rerun)}"))
     if stats.departures:
         facts.append(("left a plan", f"{stats.departures} times"))
     if stats.at_home_bytes:

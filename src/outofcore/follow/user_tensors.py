@@ -23,9 +23,9 @@ Optimizers = weakref.WeakValueDictionary[int, Optimizer]
 others_optimizers: Optimizers = weakref.WeakValueDictionary()
 
 
-def alive(those: weakref.WeakValueDictionary[int, _T]) -> list[_T]:
+def alive(references: weakref.WeakValueDictionary[int, _T]) -> list[_T]:
     """List the objects that still exist, as a snapshot: other threads may add objects meanwhile."""
-    return [found for reference in those.valuerefs() if (found := reference()) is not None]
+    return [target for reference in references.valuerefs() if (target := reference()) is not None]
 
 
 def _trained_elsewhere() -> set[int]:
@@ -40,11 +40,11 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield parameters, buffers and gradients with memory, except gradients that another thread may change."""
-    elsewhere = _trained_elsewhere()
+    ids_trained_elsewhere = _trained_elsewhere()
     for parameter in model.parameters():
         if not isinstance(parameter, _UNINITIALIZED):
             yield from parts_of(parameter)
-            if id(parameter) not in elsewhere and parameter.grad is not None:
+            if id(parameter) not in ids_trained_elsewhere and parameter.grad is not None:
                 yield from parts_of(parameter.grad)
     for buffer in model.buffers():
         if not isinstance(buffer, _UNINITIALIZED):
@@ -72,9 +72,9 @@ def names_of_storages(
     space: Space, models: Iterable[tuple[str, nn.Module]], optimizers: Iterable[Optimizer]
 ) -> dict[int, tuple[str, StorageKind]]:
     """Return the names and kinds of the storages of models (with name prefixes) and optimizers, by number."""
-    found: dict[int, tuple[str, StorageKind]] = {}
+    names_and_kinds: dict[int, tuple[str, StorageKind]] = {}
     elsewhere = _trained_elsewhere()
-    named: dict[int, str] = {}  # by id() of the parameter
+    parameter_names: dict[int, str] = {}  # by id() of the parameter
 
     def note(tensor: object, name: str, kind: StorageKind) -> None:
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED):
@@ -83,21 +83,21 @@ def names_of_storages(
             if space.device.has(part):
                 number = space.library.follow_number(space, storage_address(part.untyped_storage()))
                 if number >= 0:
-                    found.setdefault(number, (name, kind))
+                    names_and_kinds.setdefault(number, (name, kind))
         if kind is StorageKind.PARAMETER and id(tensor) not in elsewhere:
             note(tensor.grad, f"gradient of {name}", StorageKind.GRADIENT)
 
     for prefix, model in models:
         for name, parameter in model.named_parameters():
-            named[id(parameter)] = prefix + name
+            parameter_names[id(parameter)] = prefix + name
             note(parameter, prefix + name, StorageKind.PARAMETER)
         for name, buffer in model.named_buffers():
             note(buffer, prefix + name, StorageKind.BUFFER)
     for optimizer in optimizers:
-        for place, parameter in enumerate(parameters_of(optimizer)):
-            name = named.get(id(parameter), f"parameter {place}")
+        for index, parameter in enumerate(parameters_of(optimizer)):
+            name = parameter_names.get(id(parameter), f"parameter {index}")
             note(parameter, name, StorageKind.PARAMETER)
             state = optimizer.state.get(parameter)
             for key, value in state.items() if isinstance(state, dict) else ():
                 note(value, f"{key} of {name}", StorageKind.OPTIMIZER_STATE)
-    return found
+    return names_and_kinds

@@ -32,10 +32,10 @@ def default_budget(available: int, *, on_host: bool) -> int:
 def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> int:
     """Return the bytes that tensors, ``models`` included, can take on a device; raises ``InputError``."""
     if device.type == "cpu":
-        found = available_memory_bytes()
-        if found is None:
+        available = available_memory_bytes()
+        if available is None:
             raise InputError("this system does not say how much memory is available; name a budget in bytes")
-        return found
+        return available
     # The models leave the device before a loop reserves its memory.
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -55,11 +55,11 @@ def budget_of(limit: int | str | None, device: torch.device, models: Iterable[nn
         return parse_bytes(limit), ""
     available = available_bytes(device, models)
     on_host = device.type == "cpu"
-    count = default_budget(available, on_host=on_host) if share is None else int(available * share)
-    where = "of memory" if on_host else f"on {device}"
-    if count <= 0:
+    budget = default_budget(available, on_host=on_host) if share is None else int(available * share)
+    location = "of memory" if on_host else f"on {device}"
+    if budget <= 0:
         raise InputError(
-            f"only {format_bytes(available)} {where} are available, too little for a budget; end other programs, or "
+            f"only {format_bytes(available)} {location} are available, too little for a budget; end other programs, or "
             "name a budget in bytes"
         )
-    return count, f"{format_bytes(count)}, of the {format_bytes(available)} {where} that are available"
+    return budget, f"{format_bytes(budget)}, of the {format_bytes(available)} {location} that are available"

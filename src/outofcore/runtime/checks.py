@@ -32,8 +32,8 @@ class Sums:
 
     def matches(self, offset: int, memory: memoryview) -> bool:
         """Return whether bytes match their slot's checksum, or the slot has no checksum for their size."""
-        count, known = self.known.get(offset, (-1, 0))
-        return count != len(memory) or self._of(memory, offset) == known
+        count, expected = self.known.get(offset, (-1, 0))
+        return count != len(memory) or self._of(memory, offset) == expected
 
     def _of(self, memory: memoryview, offset: int) -> int:
         return checksum(memory) if self.full else sampled(memory, offset)

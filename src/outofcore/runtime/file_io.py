@@ -81,20 +81,20 @@ class ByteStore(ABC):
         self._move(offset, target, writes=False)
 
     def _move(self, offset: int, memory: memoryview, *, writes: bool) -> None:
-        place = self.locate(offset, len(memory))
-        done, failure = transfer(place, memory[: place.bytes], writes=writes)
+        location = self.locate(offset, len(memory))
+        moved, failure = transfer(location, memory[: location.bytes], writes=writes)
         if failure:
-            raise self.failed(offset + done, place.bytes - done, failure, writes=writes)
+            raise self.failed(offset + moved, location.bytes - moved, failure, writes=writes)
 
 
-def transfer(place: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
+def transfer(location: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
     """Copy ``memory`` to or from a location; return the bytes copied, and 0 or a failure for ``transfer_error``."""
     count, address = memory.nbytes, address_of(memory)
-    in_place = place.cache is not Cache.PAST or (address | place.start | count) % PAGE_BYTES == 0
+    in_place = location.cache is not Cache.PAST or (address | location.start | count) % PAGE_BYTES == 0
     bounce = None if in_place else address_of(_buffer())
     for start in range(0, count, CHUNK_BYTES):
-        piece, at = min(CHUNK_BYTES, count - start), place.start + start
-        work = Transfer(address + start, piece, at, place.descriptor, writes, place.cache, bounce=bounce)
+        piece, position = min(CHUNK_BYTES, count - start), location.start + start
+        work = Transfer(address + start, piece, position, location.descriptor, writes, location.cache, bounce=bounce)
         load_unlocked(Flavor.CPU).outofcore_transfer(ctypes.byref(work))
         if work.failure:
             return start + work.done, work.failure
@@ -106,12 +106,12 @@ def copy_buffer() -> memoryview:
     try:
         return Region(map_anonymous(BUFFER_BYTES), BUFFER_BYTES).memory(0, BUFFER_BYTES)
     except OSError as error:
-        failed = TransferError(
+        transfer_error = TransferError(
             f"the system does not give {format_bytes(BUFFER_BYTES)} for a buffer of copies ({error.strerror}); end "
             "other programs, or lift the limit on address space (ulimit -v)"
         )
-        failed.errno = error.errno
-        raise failed from error
+        transfer_error.errno = error.errno
+        raise transfer_error from error
 
 
 def _buffer() -> memoryview:
@@ -126,21 +126,21 @@ def open_direct(descriptor: int, *, writes: bool = False) -> int | None:
     try:
         # /proc can reopen a file without a name.
         flags = (os.O_RDWR if writes else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC
-        found = os.open(f"/proc/self/fd/{descriptor}", flags)
+        direct = os.open(f"/proc/self/fd/{descriptor}", flags)
     except OSError:
         return None
-    with contextlib.ExitStack() as undone:
-        undone.callback(os.close, found)
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, direct)
         page = _buffer()[:PAGE_BYTES]
         # Some file systems accept the flag and refuse the I/O.
         for writing in (True, False) if writes else (False,):
-            _, failure = transfer(Location(found, 0, PAGE_BYTES, None, Cache.PAST), page, writes=writing)
+            _, failure = transfer(Location(direct, 0, PAGE_BYTES, None, Cache.PAST), page, writes=writing)
             if failure > 0 and (failure == errno.EINVAL or not writes):
                 return None
             if failure > 0:
                 raise OSError(failure, os.strerror(failure))
-        undone.pop_all()
-    return found
+        undo.pop_all()
+    return direct
 
 
 def close_files(*descriptors: int | None) -> None:

@@ -42,8 +42,8 @@ class Stamp:
 
     @staticmethod
     def of(descriptor: int) -> Stamp:
-        found = os.fstat(descriptor)
-        return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        status = os.fstat(descriptor)
+        return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class ReadFile(ByteStore):
@@ -65,10 +65,12 @@ class ReadFile(ByteStore):
     def check(self) -> None:
         now = Stamp.of(self.descriptor)
         if now != self.stamp:
-            how = f"has {now.bytes} bytes, and had {self.stamp.bytes}" if now.bytes != self.stamp.bytes else "is newer"
+            change = (
+                f"has {now.bytes} bytes, and had {self.stamp.bytes}" if now.bytes != self.stamp.bytes else "is newer"
+            )
             raise TransferError(
-                f"{self.path} was changed while weights were read from it in place (it {how}): the model is no longer "
-                "valid; restore the file and start again, and write new checkpoints under other names"
+                f"{self.path} was changed while weights were read from it in place (it {change}): the model is no "
+                "longer valid; restore the file and start again, and write new checkpoints under other names"
             )
 
     def locate(self, offset: int, count: int) -> Location:
@@ -77,9 +79,9 @@ class ReadFile(ByteStore):
         return Location(self._direct, offset, count, self, Cache.PAST)
 
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        why = os.strerror(failure) if failure > 0 else "the file ends there"
+        reason = os.strerror(failure) if failure > 0 else "the file ends there"
         error = TransferError(
-            f"could not read {self.path} at byte {offset}: {why}; check that disk, and that no program writes to it"
+            f"could not read {self.path} at byte {offset}: {reason}; check that disk, and that no program writes to it"
         )
         error.errno = failure if failure > 0 else errno.EIO
         return error
@@ -120,7 +122,7 @@ class FileRanges:
     @property
     def bytes(self) -> int:
         """Bytes in other files, for which the home needs no room."""
-        return sum(one.bytes for one in self._ranges.values() if one.pages is None)
+        return sum(file_range.bytes for file_range in self._ranges.values() if file_range.pages is None)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> int:
         """Make a slot of ``count`` bytes of a file from ``begin`` on, and return its offset."""
@@ -140,26 +142,26 @@ class FileRanges:
 
     def needed(self, offset: int) -> int:
         """Return the bytes of the home that a range takes if it moves there."""
-        one = self._ranges[offset]
-        return one.within + one.bytes
+        file_range = self._ranges[offset]
+        return file_range.within + file_range.bytes
 
     def is_in_file(self, offset: int) -> bool:
         """Return whether a slot is a range that is still in another file."""
         return offset >= FIRST_RANGE and self._ranges[offset].pages is None
 
     def check(self) -> None:
-        for file in {one.file for one in self._ranges.values()}:
+        for file in {file_range.file for file_range in self._ranges.values()}:
             if isinstance(file, ReadFile):
                 file.check()
 
     def locate(self, offset: int, count: int) -> Location:
         """Locate bytes at an offset in a range; the range may end up to a page before the end of the bytes."""
-        one, into = self._at(offset)
-        return one.file.locate(one.begin + into, min(count, max(one.bytes - into, 0)))
+        file_range, within = self._at(offset)
+        return file_range.file.locate(file_range.begin + within, min(count, max(file_range.bytes - within, 0)))
 
     def failed(self, offset: int, count: int, failure: int) -> TransferError:
-        one, into = self._at(offset)
-        return one.file.failed(one.begin + into, count, failure, writes=False)
+        file_range, within = self._at(offset)
+        return file_range.file.failed(file_range.begin + within, count, failure, writes=False)
 
     def _at(self, offset: int) -> tuple[_Range, int]:
         start = self._starts[bisect_right(self._starts, offset) - 1]
@@ -167,58 +169,58 @@ class FileRanges:
 
     def face(self, offset: int) -> torch.Tensor:
         """Map a range as a uint8 tensor for the user; raises ``OSError`` if that fails."""
-        one = self._ranges[offset]
-        memory = None if one.shown is None else one.shown.memory(one.within, one.bytes)
+        file_range = self._ranges[offset]
+        memory = None if file_range.shown is None else file_range.shown.memory(file_range.within, file_range.bytes)
         if memory is None:
-            region = one.file.map(one.begin - one.within, one.within + one.bytes)
-            one.shown, memory = region.watch(), region.memory(one.within, one.bytes)
+            region = file_range.file.map(file_range.begin - file_range.within, file_range.within + file_range.bytes)
+            file_range.shown, memory = region.watch(), region.memory(file_range.within, file_range.bytes)
         face = tensor_over(memory)
         self._by_address[face.data_ptr()] = offset
         return face
 
     def written(self, offset: int) -> bool:
         """Return whether the user has written to the face of a range that is still in its file."""
-        one = self._ranges[offset]
-        shown = one.alive
-        return one.pages is None and shown is not None and any_written(shown.address, shown.bytes)
+        file_range = self._ranges[offset]
+        view = file_range.alive
+        return file_range.pages is None and view is not None and any_written(view.address, view.bytes)
 
     def restore(self, offset: int) -> None:
         """Discard writes to the face of a range that is still in its file."""
-        one = self._ranges.get(offset)
-        if one is not None and one.pages is None and one.alive is not None:
-            advise_pages(one.alive.address, one.alive.bytes, mmap.MADV_DONTNEED)
+        file_range = self._ranges.get(offset)
+        if file_range is not None and file_range.pages is None and file_range.alive is not None:
+            advise_pages(file_range.alive.address, file_range.alive.bytes, mmap.MADV_DONTNEED)
 
     def move(self, offset: int, pages: tuple[int, int], spill: SpillFile) -> None:
         """Move a range, with the user's writes, to pages of the home, at the same addresses."""
-        one = self._ranges[offset]
-        shown = self.face(offset)  # keeps the mapping alive until the end
-        if one.shown is None or shown.data_ptr() != one.shown.address + one.within:
+        file_range = self._ranges[offset]
+        face = self.face(offset)  # keeps the mapping alive until the end
+        if file_range.shown is None or face.data_ptr() != file_range.shown.address + file_range.within:
             raise TransferError("the mapping of a file's range has moved: please report it")
-        memory = one.shown.memory(0, one.shown.bytes)
+        memory = file_range.shown.memory(0, file_range.shown.bytes)
         if memory is not None:
             spill.write(pages[0], memory)
-            spill.map_over(one.shown, pages[0])
-        one.begin, one.file, one.pages = pages[0] + one.within, spill, pages
+            spill.map_over(file_range.shown, pages[0])
+        file_range.begin, file_range.file, file_range.pages = pages[0] + file_range.within, spill, pages
 
     def drop_cache(self, face: torch.Tensor) -> bool:
         """Drop the pages that show a range, except written ones; return False if the face shows no range."""
         offset = self._by_address.get(face.untyped_storage().data_ptr())
-        one = None if offset is None else self._ranges.get(offset)
-        shown = None if one is None else one.alive
-        if offset is None or one is None or shown is None:
+        file_range = None if offset is None else self._ranges.get(offset)
+        view = None if file_range is None else file_range.alive
+        if offset is None or file_range is None or view is None:
             return False
         if not self.written(offset):
-            advise_pages(shown.address, shown.bytes, mmap.MADV_DONTNEED)
-            one.file.forget(one.begin - one.within, one.within + one.bytes)
+            advise_pages(view.address, view.bytes, mmap.MADV_DONTNEED)
+            file_range.file.forget(file_range.begin - file_range.within, file_range.within + file_range.bytes)
         return True
 
 
 def any_written(address: int, count: int) -> bool:
     """Return whether a page of a private mapping was written; raises ``OSError`` if that is unknown."""
-    found = load_unlocked(Flavor.CPU).outofcore_any_written(address, count)
-    if found < 0:
+    written = load_unlocked(Flavor.CPU).outofcore_any_written(address, count)
+    if written < 0:
         raise OSError(errno.EACCES, "/proc/self/pagemap cannot be read")
-    return bool(found)
+    return bool(written)
 
 
 @functools.cache
@@ -230,9 +232,9 @@ def writes_are_seen() -> bool:
             file.flush()
             region = map_file(file.fileno(), 0, 2 * PAGE_BYTES, private=True)
             memory = region.memory(0, 2 * PAGE_BYTES)
-            read = memory[0]
-            before = any_written(region.address, region.bytes)
-            memory[PAGE_BYTES] = read + 1
-            return not before and any_written(region.address, region.bytes)
+            first_byte = memory[0]
+            was_written = any_written(region.address, region.bytes)
+            memory[PAGE_BYTES] = first_byte + 1
+            return not was_written and any_written(region.address, region.bytes)
     except OSError:
         return False

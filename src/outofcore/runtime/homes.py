@@ -109,13 +109,13 @@ class HomeStore(ByteStore):
         """With full checks, compare a slot with the last write to it; raises ``TransferError`` if it differs."""
         if self.sums is None or not self.sums.full or offset not in self.sums.known:
             return
-        count, known = self.sums.known[offset]
-        buffer, found = copy_buffer(), 0
+        count, expected = self.sums.known[offset]
+        buffer, actual = copy_buffer(), 0
         for start in range(0, count, BUFFER_BYTES):
             piece = buffer[: min(BUFFER_BYTES, count - start)]
             super().read(offset + start, piece)
-            found += checksum(piece, start)
-        if found % 2**64 != known:
+            actual += checksum(piece, start)
+        if actual % 2**64 != expected:
             raise damaged(self.name, offset, count)
 
     @abstractmethod
@@ -137,10 +137,10 @@ class HomeStore(ByteStore):
 
     def sibling(self, count: int) -> HomeStore:
         """Make an empty home on the same link, with the same checks, for measurements of ``count`` bytes."""
-        found = self._sibling(count)
+        home = self._sibling(count)
         if self.sums is not None:
-            found.sums = Sums(self.sums.full)
-        return found
+            home.sums = Sums(self.sums.full)
+        return home
 
     @abstractmethod
     def _sibling(self, count: int) -> HomeStore: ...
@@ -180,8 +180,8 @@ class HostHome(HomeStore):
         *,
         shared: bool = False,
     ) -> None:
-        given = limit if limit is not None else _physical_bytes()
-        self._limit = max(given // PAGE_BYTES, 1) * PAGE_BYTES
+        limit_bytes = limit if limit is not None else _physical_bytes()
+        self._limit = max(limit_bytes // PAGE_BYTES, 1) * PAGE_BYTES
         self._bytes = 0
         try:
             address = map_anonymous(self._limit, accessible=False, shared=shared)
@@ -231,18 +231,18 @@ class HostHome(HomeStore):
 
     def ensure(self, count: int) -> None:
         region = self._opened()
-        wanted = round_up(count, PAGE_BYTES)
-        if wanted <= self._bytes:
+        total = round_up(count, PAGE_BYTES)
+        if total <= self._bytes:
             return
-        self.check(wanted)
+        self.check(total)
         try:
-            region.make_accessible(self._bytes, wanted - self._bytes)
+            region.make_accessible(self._bytes, total - self._bytes)
         except OSError as error:
             raise SpillError(
-                f"the system does not give {format_bytes(wanted - self._bytes)} more of host memory "
+                f"the system does not give {format_bytes(total - self._bytes)} more of host memory "
                 f"({error.strerror}); raise the budget or use a disk home"
             ) from error
-        self._bytes = wanted
+        self._bytes = total
 
     def locate(self, offset: int, count: int) -> Location:
         region = self._opened()
@@ -250,9 +250,9 @@ class HostHome(HomeStore):
         return Location(MEMORY, region.address + offset, count, region)
 
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        verb, why = "write" if writes else "read", os.strerror(failure) if failure > 0 else "no reason was given"
+        verb, reason = "write" if writes else "read", os.strerror(failure) if failure > 0 else "no reason was given"
         return TransferError(
-            f"could not {verb} {format_bytes(count)} at byte {offset} of host memory: {why}; please report it"
+            f"could not {verb} {format_bytes(count)} at byte {offset} of host memory: {reason}; please report it"
         )
 
     def face(self, offset: int, count: int) -> torch.Tensor:
@@ -337,19 +337,19 @@ class PinnedHome(HostHome):
 
     def ensure(self, count: int) -> None:
         """Add one stretch; several threads touch its pages first, because the device's driver would use one."""
-        before = self.bytes
+        start = self.bytes
         super().ensure(count)
-        added = self.bytes - before
+        added = self.bytes - start
         if not added or self._refused:
             return
-        address = self._opened().address + before
-        if before:
-            self._seams.append(before)
+        address = self._opened().address + start
+        if start:
+            self._seams.append(start)
         try:
             populate(address, added)
         except OSError as error:
-            self._bytes = before
-            if before:
+            self._bytes = start
+            if start:
                 self._seams.pop()
             raise SpillError(
                 f"the system does not give {format_bytes(added)} more of host memory ({error.strerror}); lower "
@@ -360,22 +360,22 @@ class PinnedHome(HostHome):
             return
         self._refused = True
         warnings.warn(
-            f"the system does not pin {format_bytes(added)} of host memory beyond {format_bytes(before)}; copies will "
+            f"the system does not pin {format_bytes(added)} of host memory beyond {format_bytes(start)}; copies will "
             "be slower and make the host wait: raise the limit on locked memory (ulimit -l), or lower host_budget",
             stacklevel=stacklevel_of_user(),
         )
 
     def grow(self, count: int) -> None:
-        wanted = round_up(count, PAGE_BYTES)
-        if wanted <= self.bytes:
+        total = round_up(count, PAGE_BYTES)
+        if total <= self.bytes:
             return
-        ahead = min(max(self.bytes // 4, _LEAST_GROWTH), _MOST_GROWTH)
+        extra = min(max(self.bytes // 4, _LEAST_GROWTH), _MOST_GROWTH)
         # Leave memory for other programs: the extra room may never be needed.
-        spare = self._limit if self._believed else min(self._limit, self.bytes + self._available() // 2)
+        max_bytes = self._limit if self._believed else min(self._limit, self.bytes + self._available() // 2)
         try:
-            self.ensure(max(wanted, min(self.bytes + ahead, spare)))
+            self.ensure(max(total, min(self.bytes + extra, max_bytes)))
         except SpillError:
-            self.ensure(wanted)
+            self.ensure(total)
 
     def discard(self, offset: int, count: int) -> None:
         """Do nothing: pinned pages stay in place, because the device has their addresses."""

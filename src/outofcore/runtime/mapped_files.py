@@ -73,12 +73,12 @@ def private_mappings(lines: Iterable[str]) -> list[FileMapping]:
 
 @lru_cache(8192)  # a process has about a thousand lines, of which few change between two reads
 def _private_mapping(line: str) -> FileMapping | None:
-    told = _LINE.fullmatch(line.rstrip("\n"))
-    if told is None:
+    match = _LINE.fullmatch(line.rstrip("\n"))
+    if match is None:
         return None
-    path = _ESCAPED.sub(lambda escaped: chr(int(escaped[1], 8)), told["path"])
-    begin, end, offset = (int(told[name], 16) for name in ("begin", "end", "offset"))
-    return FileMapping(begin, end, offset, int(told["inode"]), path)
+    path = _ESCAPED.sub(lambda escaped: chr(int(escaped[1], 8)), match["path"])
+    begin, end, offset = (int(match[name], 16) for name in ("begin", "end", "offset"))
+    return FileMapping(begin, end, offset, int(match["inode"]), path)
 
 
 def shared_mappings(lines: Iterable[str]) -> list[tuple[int, int]]:
@@ -87,8 +87,8 @@ def shared_mappings(lines: Iterable[str]) -> list[tuple[int, int]]:
     >>> shared_mappings(["7f00-8000 rw-p 00002000 08:01 77   /data/a", "8000-9000 r--s 00000000 08:01 78   /data/b"])
     [(32768, 36864)]
     """
-    found = [told for line in lines if (told := _SHARED.match(line)) is not None]
-    return [(int(told["begin"], 16), int(told["end"], 16)) for told in found]
+    matches = [match for line in lines if (match := _SHARED.match(line)) is not None]
+    return [(int(match["begin"], 16), int(match["end"], 16)) for match in matches]
 
 
 # Predicates of other modules for storages that are in a home.
@@ -104,8 +104,8 @@ class MappedFiles:
 
     def look(self) -> None:
         try:
-            with Path("/proc/self/maps").open(errors="surrogateescape") as told:
-                lines = list(told)
+            with Path("/proc/self/maps").open(errors="surrogateescape") as file:
+                lines = list(file)
         except OSError:
             lines = []
         self._mappings, self._shared = private_mappings(lines), shared_mappings(lines)
@@ -113,10 +113,10 @@ class MappedFiles:
         self._shared_begins = [begin for begin, _ in self._shared]
 
     def find(self, address: int, count: int) -> FileMapping | None:
-        place = bisect_right(self._begins, address) - 1
-        if place < 0 or address + count > self._mappings[place].end:
+        index = bisect_right(self._begins, address) - 1
+        if index < 0 or address + count > self._mappings[index].end:
             return None
-        return self._mappings[place]
+        return self._mappings[index]
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
         """Return whether a file or other processes see writes to a tensor's storage."""
@@ -124,10 +124,10 @@ class MappedFiles:
             return False
         storage = tensor.untyped_storage()
         address, count = storage.data_ptr(), storage.nbytes()
-        place = bisect_left(self._shared_begins, address + count) - 1
-        seen = place >= 0 and self._shared[place][1] > address
+        index = bisect_left(self._shared_begins, address + count) - 1
+        is_mapped_shared = index >= 0 and self._shared[index][1] > address
         # If /proc is not readable, PyTorch at least reports the storages that it has shared.
-        if count == 0 or not (seen or storage.is_shared()):
+        if count == 0 or not (is_mapped_shared or storage.is_shared()):
             return False
         # This library's own mappings do not count.
         return not is_in_region(address) and not any(owns(storage) for owns in OWNERS)

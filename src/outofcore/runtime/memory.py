@@ -89,10 +89,10 @@ def advise_pages(address: int, count: int, advice: int) -> None:
         _checked(_libc.madvise(first, last - first, advice), "madvise failed")
 
 
-def _checked(status: int, what: str) -> None:
+def _checked(status: int, message: str) -> None:
     if status != 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{message}: {os.strerror(code)}")
 
 
 # The buffers of all live regions, by their first addresses.
@@ -151,7 +151,7 @@ class Watched:
 
 def populate(address: int, count: int) -> None:
     """Make whole pages resident with several threads; before Linux 5.14 without effect."""
-    runs = [(address + at, min(_RUN_BYTES, count - at)) for at in range(0, count, _RUN_BYTES)]
+    runs = [(address + offset, min(_RUN_BYTES, count - offset)) for offset in range(0, count, _RUN_BYTES)]
 
     def make(run: tuple[int, int]) -> int:
         # ctypes releases the GIL.

@@ -243,10 +243,10 @@ def _declared(library: _Library, flavor: Flavor) -> _Library:
 def cuda_headers() -> Path | None:
     """Return the folder with the CUDA runtime's headers: of PyTorch's packages, conda, or the system."""
     packages = sorted(_TORCH.parent.glob("nvidia/*/include"))
-    named = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
+    configured = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
     conda = [Path(sys.prefix) / "include", *sorted(Path(sys.prefix).glob("targets/*/include"))]
     system = [Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include"), reverse=True)]
-    for folder in (*packages, *named, *conda, *system):
+    for folder in (*packages, *configured, *conda, *system):
         if (folder / "cuda_runtime_api.h").is_file():
             return folder
     return None

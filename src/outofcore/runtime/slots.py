@@ -26,8 +26,8 @@ class Piece:
     bytes: int
 
 
-def meet(some: Sequence[Piece], others: Sequence[Piece]) -> bool:
-    return any(a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes for a in some for b in others)
+def meet(first: Sequence[Piece], second: Sequence[Piece]) -> bool:
+    return any(a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes for a in first for b in second)
 
 
 class Slots:
@@ -55,9 +55,9 @@ class Slots:
     def take(self, count: int) -> int:
         """Allocate a slot of ``count`` consecutive bytes and return its offset; raises ``SpillError``."""
         count = round_up(count, PAGE_BYTES)
-        for at, (start, end) in enumerate(self._free):
+        for index, (start, end) in enumerate(self._free):
             if end - start >= count:
-                self._free[at : at + 1] = [(start + count, end)] if end - start > count else []
+                self._free[index : index + 1] = [(start + count, end)] if end - start > count else []
                 return start
         return self._extend(count)
 
@@ -73,22 +73,22 @@ class Slots:
                 self._leave_out(self.home.bytes)
             if not self._free:
                 raise
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         while count and self._free:
             start, end = self._free.pop(0)
             used = min(count, end - start)
-            found.append(Piece(start, used))
+            pieces.append(Piece(start, used))
             if used < end - start:
                 self._free.insert(0, (start + used, end))
             count -= used
         try:
             if count:
-                found.append(Piece(self._extend(count), count))
+                pieces.append(Piece(self._extend(count), count))
         except SpillError:
-            for piece in found:
+            for piece in pieces:
                 self.give(piece.offset, piece.bytes)
             raise
-        return tuple(found)
+        return tuple(pieces)
 
     def expect(self, count: int) -> None:
         """Grow to ``count`` bytes in all at once, if later growth would not be contiguous."""
@@ -154,13 +154,13 @@ class Slots:
                 return
             offset, count = pages
         start, end, edges = offset, offset + round_up(count, PAGE_BYTES), self.home.edges
-        at = bisect_left(self._free, (start, end))
-        if at < len(self._free) and self._free[at][0] == end and end not in edges:
-            end = self._free.pop(at)[1]
-        if at and self._free[at - 1][1] == start and start not in edges:
-            at -= 1
-            start = self._free.pop(at)[0]
-        self._free.insert(at, (start, end))
+        index = bisect_left(self._free, (start, end))
+        if index < len(self._free) and self._free[index][0] == end and end not in edges:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == start and start not in edges:
+            index -= 1
+            start = self._free.pop(index)[0]
+        self._free.insert(index, (start, end))
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ class Layout:
     held: tuple[tuple[Piece, ...], ...]
 
     def give_back(self, slots: Sequence[Slots]) -> None:
-        for mine, home in zip(self.held, slots, strict=True):
-            for piece in mine:
+        for pieces, home in zip(self.held, slots, strict=True):
+            for piece in pieces:
                 home.give(piece.offset, piece.bytes)
 
 
@@ -180,7 +180,7 @@ def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Sl
     """Allocate pages for each temporary slot; raises ``SpillError`` without room, or ``GraphError``."""
     # Pages that were freed within the step; the homes still count them as allocated.
     spare: list[list[Piece]] = [[] for _ in slots]
-    held: list[list[Piece]] = [[] for _ in slots]
+    allocated: list[list[Piece]] = [[] for _ in slots]
     pieces: dict[int, tuple[Piece, ...]] = {}
     order = _turns(graph, costs, program)
     try:
@@ -188,44 +188,44 @@ def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Sl
             home, count = turn.slot.home, slot_bytes(graph.storages[turn.slot.storage].bytes)
             for slot in turn.vacated:
                 spare[home] += pieces[slot.taken]
-            mine: list[Piece] = []
+            own_pieces: list[Piece] = []
             while count and spare[home]:
                 # Prefer a piece that is large enough, so that slots stay whole.
-                at = next((i for i, piece in enumerate(spare[home]) if piece.bytes >= count), 0)
-                piece = spare[home].pop(at)
+                place = next((i for i, piece in enumerate(spare[home]) if piece.bytes >= count), 0)
+                piece = spare[home].pop(place)
                 used = min(count, piece.bytes)
-                mine.append(Piece(piece.offset, used))
+                own_pieces.append(Piece(piece.offset, used))
                 if used < piece.bytes:
                     spare[home].append(Piece(piece.offset + used, piece.bytes - used))
                 count -= used
             if count:
                 fresh = slots[home].take_pieces(count)
-                held[home] += fresh
-                mine += fresh
-            pieces[turn.slot.taken] = tuple(mine)
+                allocated[home] += fresh
+                own_pieces += fresh
+            pieces[turn.slot.taken] = tuple(own_pieces)
     except SpillError:
-        Layout({}, tuple(map(tuple, held))).give_back(slots)
+        Layout({}, tuple(map(tuple, allocated))).give_back(slots)
         raise
     by_copy = {index: pieces[turn.slot.taken] for turn in order for index in turn.slot.copies}
-    return Layout(by_copy, tuple(map(tuple, held)))
+    return Layout(by_copy, tuple(map(tuple, allocated)))
 
 
 def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
     """Return the bytes of slots that a program needs at each home; raises ``GraphError`` above its capacity."""
-    found = [0] * max(len(costs.homes), 1)
+    needed = [0] * max(len(costs.homes), 1)
     for storage, home in lasting(graph, program).items():
-        found[home] += slot_bytes(graph.storages[storage].bytes)
-    spare = [0] * len(found)
+        needed[home] += slot_bytes(graph.storages[storage].bytes)
+    spare = [0] * len(needed)
     for turn in _turns(graph, costs, program):
         home, size = turn.slot.home, slot_bytes(graph.storages[turn.slot.storage].bytes)
         spare[home] += sum(slot_bytes(graph.storages[slot.storage].bytes) for slot in turn.vacated)
-        found[home] += max(size - spare[home], 0)
+        needed[home] += max(size - spare[home], 0)
         spare[home] -= min(size, spare[home])
-    return found
+    return needed
 
 
 def _turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn]:
-    found = turns(graph, costs, program)
-    if found is None:
+    order = turns(graph, costs, program)
+    if order is None:
         raise GraphError("the program copies more to a home than it holds; send less there, or give it more bytes")
-    return found
+    return order

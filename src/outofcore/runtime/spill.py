@@ -68,17 +68,17 @@ class SpillFile(ByteStore):
 
     def duplicate(self) -> tuple[int, int]:
         """Return new descriptors of the file for buffered and direct I/O; the caller closes them."""
-        made: list[int] = []
+        descriptors: list[int] = []
         try:
-            made += [os.dup(self._descriptor)]
-            made += [os.dup(self.locate(0, 0).descriptor)]
+            descriptors += [os.dup(self._descriptor)]
+            descriptors += [os.dup(self.locate(0, 0).descriptor)]
         except OSError as error:
-            close_files(*made)
+            close_files(*descriptors)
             raise SpillError(
                 f"the spill file in {self.directory} cannot be opened again ({error.strerror}); lift the limit on open "
                 "files (ulimit -n)"
             ) from error
-        return made[0], made[1]
+        return descriptors[0], descriptors[1]
 
     def close(self) -> None:
         """Close the file; the system frees it after its last mapping is gone. May be called again."""
@@ -88,20 +88,20 @@ class SpillFile(ByteStore):
     def grow(self, count: int) -> None:
         """Allocate the file up to ``count`` bytes, so that no later write lacks room; without effect on error."""
         self._check_open()
-        wanted = round_up(count, PAGE_BYTES)
-        if wanted <= self.bytes:
+        total = round_up(count, PAGE_BYTES)
+        if total <= self.bytes:
             return
-        check_directory(self.directory, wanted - self.bytes)
+        check_directory(self.directory, total - self.bytes)
         try:
-            os.posix_fallocate(self._descriptor, self.bytes, wanted - self.bytes)
+            os.posix_fallocate(self._descriptor, self.bytes, total - self.bytes)
         except OSError as error:
             with contextlib.suppress(OSError):  # a file that remains too long does no harm
                 os.ftruncate(self._descriptor, self.bytes)
             raise SpillError(
-                f"{format_bytes(wanted - self.bytes)} could not be allocated in the spill directory {self.directory} "
+                f"{format_bytes(total - self.bytes)} could not be allocated in the spill directory {self.directory} "
                 f"({error.strerror}); make room, lift the limit, or name a directory on another disk"
             ) from error
-        self.bytes = wanted
+        self.bytes = total
 
     def check_length(self) -> None:
         """Raise ``TransferError`` for a truncated file: once it grows, the missing bytes would read as zeros."""
@@ -129,8 +129,8 @@ class SpillFile(ByteStore):
             os.posix_fadvise(self._descriptor, offset, round_up(count, PAGE_BYTES), os.POSIX_FADV_DONTNEED)
 
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        nothing = "the system wrote nothing" if writes else "the file ends there"
-        why = os.strerror(failure) if failure > 0 else nothing
+        at_end = "the system wrote nothing" if writes else "the file ends there"
+        reason = os.strerror(failure) if failure > 0 else at_end
         advice = {
             errno.ENOSPC: "make room on that disk",
             errno.EDQUOT: "raise the quota or name another spill directory",
@@ -138,7 +138,7 @@ class SpillFile(ByteStore):
         }.get(failure, "check that disk, or name another spill directory")
         error = TransferError(
             f"could not {'write' if writes else 'read'} {format_bytes(count)} at byte {offset} of the spill file in "
-            f"{self.directory}: {why}; {advice}"
+            f"{self.directory}: {reason}; {advice}"
         )
         error.errno = failure if failure > 0 else errno.EIO
         return error
