@@ -118,7 +118,7 @@ def test_a_departure_is_told_with_its_reason(tmp_path: Path) -> None:
     content = content_of(run.report(tmp_path / "report.html"))
     told = [text for name, text in content["notes"] if name.startswith("step 7, op ")]
     # The evaluation runs as the forward pass that is planned, and goes on otherwise; then the step begins.
-    (left,) = [text for text in told if "came" in text]
+    (left,) = [text for text in told if "ran on demand" in text]
     assert re.match(r"aten::\S+ ran where aten::\S+ was planned; \d+ ops? ran on demand, then the plan resumed", left)
 
     run.trace(tmp_path / "trace.json")

@@ -63,10 +63,7 @@ _OURS = "outofcore."
 
 
 class AddressWatch:
-    """Calls ``fix`` with a storage before its address is handed out, and ``held`` for a context in which it is read.
-
-    Watching continues after ``watching`` as long as a tensor is in memory of a loop, open or not.
-    """
+    """Calls ``fix`` with a storage before its address is handed out, and ``hold`` for a context of reading it."""
 
     def __init__(
         self,
@@ -96,6 +93,7 @@ class AddressWatch:
 
     def _stop_if_needless(self) -> None:
         with self._lock:
+            # Watching continues as long as a tensor is in memory of a loop, open or not.
             if self._open or self._undo is None or has_pieces():
                 return
             # If other code has wrapped a method since, leave the wrappers in place for now.

@@ -18,17 +18,11 @@ PARTS = (0.75, 0.5, 0.25)
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """The predicted step time within a budget.
-
-    Attributes:
-        budget: bytes.
-        slowdown: step time relative to that in core; None if no plan exists, or no step came twice.
-        fits: whether every op of the loop fits the budget.
-    """
+    """The predicted step time within a budget."""
 
     budget: int
-    slowdown: float | None
-    fits: bool
+    slowdown: float | None  # relative to the step time in core; None if no plan exists, or no step came twice
+    fits: bool  # whether every op of the loop fits the budget
 
     @property
     def text(self) -> str:

@@ -166,10 +166,7 @@ class _Row(NamedTuple):
 
 
 def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, budget: int, policy: str) -> Observed:
-    """Parse a step from the native code's numbers: a header, the rows of the log, and the departures.
-
-    A departure is its step, op, nanoseconds, cause, bytes, missed ops, op of resumption, expected and actual operator.
-    """
+    """Parse a step from the native code's numbers: a header, the rows of the log, and the departures."""
     remaining = iter(numbers)
     header = take(remaining, _Header)
     seconds = header.nanos / 1e9

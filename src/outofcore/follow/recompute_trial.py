@@ -51,13 +51,13 @@ class RecomputeTrial:
         return self.phase is Phase.TRYING
 
     def plan_made(
-        self, seconds: float, compute_seconds: float, bytes_per_second: float, rerun_seconds: float | None
+        self,
+        seconds: float,  # predicted for the step
+        compute_seconds: float,  # of all its ops
+        bytes_per_second: float,  # of the home, in one direction
+        rerun_seconds: float | None,  # of recomputed ops; None if the step recomputes no storage
     ) -> None:
-        """Advance the trial with a new plan of a step.
-
-        ``seconds`` is the predicted time, ``compute_seconds`` that of all ops, ``rerun_seconds`` (None without
-        recomputation) that of the recomputed ones.
-        """
+        """Advance the trial with a new plan of a step."""
         slowdown = seconds / max(compute_seconds - (rerun_seconds or 0.0), 1e-9)
         if self.phase is Phase.UNTRIED and rerun_seconds is None:
             delay = seconds - compute_seconds

@@ -96,10 +96,7 @@ def take(numbers: Iterator[int], fields_type: type[_T]) -> _T:
 
 
 def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
-    """Parse a step from the native code's numbers: a header, the storages, each op with its touches, and the leftovers.
-
-    A leftover is a storage, and how many ops of the next step had begun when it was freed.
-    """
+    """Parse a step from the native code's numbers."""
     remaining = iter(numbers)
     header = take(remaining, _Header)
     storages = [take(remaining, _Storage) for _ in range(header.storages)]
@@ -107,6 +104,7 @@ def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
     for _ in range(header.ops):
         op = take(remaining, _Op)
         ops.append((op, [take(remaining, _Touch) for _ in range(op.touches)]))
+    # By storage: how many ops of the next step had begun when it was freed.
     leftovers = {next(remaining): next(remaining) for _ in range(header.leftovers)}
 
     uses: list[list[int]] = [[] for _ in storages]

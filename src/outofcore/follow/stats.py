@@ -10,7 +10,9 @@ from outofcore.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class LoopStats:
-    """The counters of a loop since it was started, for storages of 64 KiB and more unless another size is named.
+    """The counters of a loop since it was started.
+
+    They count storages of 64 KiB and more, unless another size is named.
 
     Attributes:
         ops: ops that used such a storage.

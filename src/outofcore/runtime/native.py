@@ -262,7 +262,7 @@ def _defines(flavor: Flavor) -> list[str]:
 
 def _includes(flavor: Flavor) -> list[str]:
     headers = cuda_headers() if flavor is Flavor.CUDA else None
-    # The packages of CUDA's runtime lack two headers that it includes; a C++ compiler needs only empty ones.
+    # The packages of CUDA's runtime lack two headers that it includes; the replacements suffice for a C++ compiler.
     return [
         f"-I{_TORCH / 'include'}",
         *([f"-I{headers}", f"-idirafter{CSRC / 'shim'}"] if headers else []),
