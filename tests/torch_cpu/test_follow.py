@@ -514,7 +514,7 @@ def test_one_loop_at_a_time_and_none_beside_a_compiled_step() -> None:
         thread = threading.Thread(target=stop)
         thread.start()
         thread.join()
-        assert "the thread that started it" in str(thread_saw[0])
+        assert "the thread that started a loop" in str(thread_saw[0])
     finally:
         run.stop()
     run.stop()
