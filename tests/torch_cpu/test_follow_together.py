@@ -106,7 +106,7 @@ def test_cells_of_a_notebook() -> None:
     seen = steps(ours, optimizer, batches[:2])
     run = outofcore.budget("12MiB", ours).start()
     seen += steps(ours, optimizer, batches[2:4])
-    assert "followed" in repr(run)
+    assert "running" in repr(run)
     assert run.stats.steps == 2
     with pytest.raises(outofcore.StateError, match=r"running already; stop\(\) it first"):
         run.start()

@@ -119,7 +119,7 @@ def test_results_are_short_tables(outputs: tuple[list[Any], list[dict[str, Any]]
     assert cells[3][:3] == ["<b>mine</b> within 1.17 MiB", "plans", "1, policy auto"]
     assert cells[4][:2] == ["last step", "step"]
     assert cells[3][3:] == cells[4][1:]
-    assert cells[6][0] == "loop within 1.00 MiB, followed"
+    assert cells[6][0] == "loop within 1.00 MiB, running"
     assert cells[7][:3] == ["loop", "steps", "1"]
 
 

@@ -342,11 +342,11 @@ class Loop:
         )
 
     def _repr_html_(self) -> str:
-        state = "stopped" if self._space is None else "followed"
+        state = "stopped" if self._space is None else "running"
         return facts_html(f"loop within {format_bytes(self._limit)}, {state}", loop_facts(self.stats))
 
     def __repr__(self) -> str:
-        state = "stopped" if self._space is None else "followed"
+        state = "stopped" if self._space is None else "running"
         return f"<loop within {format_bytes(self._limit)}, {state}: {self.stats!r}>"
 
     def _take_turn(self, space: Space) -> None:
