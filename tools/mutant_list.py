@@ -395,9 +395,9 @@ MUTANTS = (
     Mutant(
         "schedule-releases-one-op-early",
         "follow/records.py",
-        "leave.append((record.places[decision.release_by % count] % ops, gap.storage))",
-        "leave.append(((record.places[decision.release_by % count] - 1) % ops, gap.storage))",
-        "A followed loop may evict a storage one op before its plan says so.",
+        "leave.append((record.places[decision.release_by % op_count] % record_ops, gap.storage))",
+        "leave.append(((record.places[decision.release_by % op_count] - 1) % record_ops, gap.storage))",
+        "An eager loop may evict a storage one op too early.",
         ("tests/unit/test_follow_records.py::test_exactly_what_a_plan_says",),
     ),
     Mutant(

@@ -365,7 +365,7 @@ def test_loops_on_both_devices_take_turns() -> None:
     for _ in range(2):
         on_gpu, on_cpu = model_of("dense"), model_of("dense").cpu()
         with outofcore.budget(8 * MIB, on_gpu, policy=None) as run:
-            with pytest.raises(StateError, match="followed already"), outofcore.budget(8 * MIB, on_cpu, policy=None):
+            with pytest.raises(StateError, match="running already"), outofcore.budget(8 * MIB, on_cpu, policy=None):
                 pass
             on_gpu(torch.ones(64, 256, device="cuda")).sum().backward()
         assert run.stats.fetches > 0

@@ -499,9 +499,9 @@ def test_what_an_op_was_refused_is_raised_though_it_went_another_way() -> None:
 def test_one_loop_at_a_time_and_none_beside_a_compiled_step() -> None:
     run = outofcore.budget("4MiB").start()
     try:
-        with pytest.raises(outofcore.StateError, match="followed already"):
+        with pytest.raises(outofcore.StateError, match="running already"):
             outofcore.budget("4MiB").start()
-        with pytest.raises(outofcore.StateError, match="followed already"):
+        with pytest.raises(outofcore.StateError, match="running already"):
             run.start()
         thread_saw: list[BaseException] = []
 
@@ -514,7 +514,7 @@ def test_one_loop_at_a_time_and_none_beside_a_compiled_step() -> None:
         thread = threading.Thread(target=stop)
         thread.start()
         thread.join()
-        assert "the thread that started it" in str(thread_saw[0])
+        assert "the thread that started a loop" in str(thread_saw[0])
     finally:
         run.stop()
     run.stop()

@@ -136,9 +136,9 @@ def test_second_loop_is_told_where_the_other_one_was_started() -> None:
     run = outofcore.budget(BUDGET).start()
     line = sys._getframe().f_lineno - 1
     where = rf"{__file__}:{line}.*outofcore\.stop\(\)"
-    with pytest.raises(outofcore.StateError, match="followed already at " + where):
+    with pytest.raises(outofcore.StateError, match="running already at " + where):
         outofcore.budget(BUDGET).start()
-    with pytest.raises(outofcore.StateError, match=rf"followed already; stop\(\) it first.*{__file__}:{line}"):
+    with pytest.raises(outofcore.StateError, match=rf"running already; stop\(\) it first.*{__file__}:{line}"):
         run.start()
     with pytest.raises(outofcore.StateError, match=where), outofcore.budget(BUDGET):
         pass

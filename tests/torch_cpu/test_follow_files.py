@@ -233,7 +233,7 @@ def test_a_model_is_called_once_within_a_budget(load: Load) -> None:
         outofcore.BudgetError, match=r"too small: aten::addmm in 0\.0 \(Linear\) at .*test_follow_files"
     ):
         outofcore.run(mapped, batch(), budget="200KiB")
-    with outofcore.budget(BUDGET), pytest.raises(outofcore.StateError, match="followed already"):
+    with outofcore.budget(BUDGET), pytest.raises(outofcore.StateError, match="running already"):
         outofcore.run(mapped, batch(), budget=BUDGET)
 
 

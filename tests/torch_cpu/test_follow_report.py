@@ -118,8 +118,8 @@ def test_a_departure_is_told_with_its_reason(tmp_path: Path) -> None:
     content = content_of(run.report(tmp_path / "report.html"))
     told = [text for name, text in content["notes"] if name.startswith("step 7, op ")]
     # The evaluation runs as the forward pass that is planned, and goes on otherwise; then the step begins.
-    (left,) = [text for text in told if "came" in text]
-    assert re.match(r"aten::\S+ came where aten::\S+ was planned; \d+ ops? ran on demand, then the plan was", left)
+    (left,) = [text for text in told if "ran on demand" in text]
+    assert re.match(r"aten::\S+ ran where aten::\S+ was planned; \d+ ops? ran on demand, then the plan resumed", left)
 
     run.trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -210,9 +210,9 @@ def test_observers_are_enabled_when_a_loop_ends_in_backward() -> None:
 def test_what_happened_so_far_where_there_are_no_steps(tmp_path: Path) -> None:
     model = nn.Linear(256, 256)
     with outofcore.budget("4MiB", model) as run:
-        with pytest.raises(StateError, match="nothing to tell yet"):
+        with pytest.raises(StateError, match="nothing to report yet"):
             run.report(tmp_path / "report.html")
-        with pytest.raises(StateError, match="nothing to tell yet"):
+        with pytest.raises(StateError, match="nothing to report yet"):
             run.trace(tmp_path / "trace.json")
         assert not list(tmp_path.iterdir())
         for _ in range(3):
@@ -238,7 +238,7 @@ def test_the_last_call_is_told_where_nothing_is_trained(tmp_path: Path) -> None:
 
 def test_a_loop_that_never_started_has_nothing_to_tell(tmp_path: Path) -> None:
     run = outofcore.budget("4MiB", nn.Linear(8, 8))
-    with pytest.raises(StateError, match="nothing to tell yet"):
+    with pytest.raises(StateError, match="nothing to report yet"):
         run.report(tmp_path / "report.html")
 
 

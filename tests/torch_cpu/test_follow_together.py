@@ -106,11 +106,11 @@ def test_cells_of_a_notebook() -> None:
     seen = steps(ours, optimizer, batches[:2])
     run = outofcore.budget("12MiB", ours).start()
     seen += steps(ours, optimizer, batches[2:4])
-    assert "followed" in repr(run)
+    assert "running" in repr(run)
     assert run.stats.steps == 2
-    with pytest.raises(outofcore.StateError, match=r"followed already; stop\(\) it first"):
+    with pytest.raises(outofcore.StateError, match=r"running already; stop\(\) it first"):
         run.start()
-    with pytest.raises(outofcore.StateError, match="followed already"):
+    with pytest.raises(outofcore.StateError, match="running already"):
         outofcore.budget("12MiB", ours).start()  # the cell is run again
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         ours.head(torch.ones(3, 5))  # type: ignore[operator]

@@ -119,7 +119,7 @@ def test_results_are_short_tables(outputs: tuple[list[Any], list[dict[str, Any]]
     assert cells[3][:3] == ["<b>mine</b> within 1.17 MiB", "plans", "1, policy auto"]
     assert cells[4][:2] == ["last step", "step"]
     assert cells[3][3:] == cells[4][1:]
-    assert cells[6][0] == "loop within 1.00 MiB, followed"
+    assert cells[6][0] == "loop within 1.00 MiB, running"
     assert cells[7][:3] == ["loop", "steps", "1"]
 
 
@@ -154,7 +154,7 @@ def test_loop_is_ended_without_its_handle(outputs: tuple[list[Any], list[dict[st
     (refused,) = left[10]
     assert refused.ename == "StateError"
     # The file is that of the cell before, as the kernel calls it.
-    assert re.search(r"followed already at \S+:1\b.*outofcore\.stop\(\)", refused.evalue)
+    assert re.search(r"running already at \S+:1\b.*outofcore\.stop\(\)", refused.evalue)
     results = {number: left[number][-1].data["text/plain"] for number in (11, 13, 15)}
     assert results[11] == "True"
     assert float(results[13]) > 0  # the loop that was lost has ended, and made way

@@ -150,21 +150,18 @@ def test_departures_say_why() -> None:
     )
     told, memory = (d.text for d in seen.departures)
     assert told == (
-        "aten::add.Tensor came where aten::linear was planned; 1 op ran on demand, then the plan was followed from op "
-        "2 on"
+        "aten::add.Tensor ran where aten::linear was planned; 1 op ran on demand, then the plan resumed at op 2"
     )
-    assert memory == "aten::linear needed more memory than planned: 1.00 MiB left that were to stay"
+    assert memory == "aten::linear needed more memory than planned: an extra 1.00 MiB was evicted"
     assert departure_marks(seen) == ((4.0, "left the plan", told),)  # the other was in another step
 
     def text(cause: Cause, expected: str, came: str, back: int = -1) -> str:
         return Departure(0, 0, 0.0, cause, expected, came, MIB, 4, back).text
 
     assert text(Cause.END, "aten::mm", "") == "the step ended where aten::mm was planned"
-    assert (
-        text(Cause.PLACE, "aten::mm", "aten::mm") == "1.00 MiB left that lay where the plan has something for aten::mm"
-    )
+    assert text(Cause.PLACE, "aten::mm", "aten::mm") == "1.00 MiB was evicted from an offset planned for aten::mm"
     assert text(Cause.OP, "aten::mm", "aten::mm") == (
-        "aten::mm came with other tensors than planned; 4 ops ran on demand, to the end of what is known"
+        "aten::mm ran with other tensors than planned; 4 ops ran on demand, and the plan did not resume"
     )
 
 
@@ -173,13 +170,13 @@ def test_notes_count_and_tell() -> None:
     notes = observed_notes(observed(cut=3), [plan])
     assert ("step", "step 7 of the loop: 3 ops on 4 storages of 64 KiB and more") in notes
     assert ("ops", "2 by plan, 1 on demand") in notes
-    assert ("left out", "the end of the step: 3 events more than are kept") in notes
+    assert ("left out", "the last 3 events of the step") in notes
     assert ("plan", plan.text) in notes
-    assert ("departures from plans", "9 in all, of which the last are told") in notes
+    assert ("departures from plans", "9 in total; the last are listed") in notes
     assert [name for name, _ in notes[-2:]] == ["step 7, op 1 of the plan", "step 6, op 2 of the plan"]
     so_far = observed_notes(observed(complete=0, steps=0), [])
     assert so_far[0][0] == "so far"
-    assert ("plan", "none was made so far") in so_far
+    assert ("plan", "no plan so far") in so_far
 
 
 def test_page_and_trace_tell_the_same(tmp_path: Path) -> None:

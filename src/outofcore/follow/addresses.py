@@ -1,13 +1,9 @@
-"""Detect code that takes the address of a tensor and then uses it without PyTorch; such a storage keeps its address.
+"""Detect code that takes the address of a tensor to use it without PyTorch; such a storage must stay in place.
 
-Python methods that return an address, or make a second storage on the same memory, are wrapped while a loop is followed
-and as long as a tensor is in its memory. A function that modules have imported by name is changed in CPython's own
-structure. NumPy arrays are always seen: ``Tensor.numpy`` marks the storage (``has_array`` in blocks.h). Readers such
-as savers are wrapped too: the storage stays in place while another thread than the loop's reads it.
-
-Not seen are addresses other than NumPy's that are taken while no loop has memory, NumPy's of a tensor that
-``torch.load`` made, pointers that compiled extensions keep from one op to the next, and the table of C functions in
-``Tensor.__dlpack_c_exchange_api__``.
+Python methods that return an address, or make a second storage on the same memory, are wrapped. C functions that
+modules import by name are redirected in CPython's own structure. NumPy arrays are always detected: ``Tensor.numpy``
+marks the storage (``has_array`` in blocks.h). Not detected are other addresses taken while no loop has memory, pointers
+that compiled extensions keep, and the C functions in ``Tensor.__dlpack_c_exchange_api__``.
 """
 
 from __future__ import annotations
@@ -26,9 +22,9 @@ import torch
 from outofcore._torch_internals import DLPACK_EXPORTERS, FILE_WRITER, TENSOR_MODULE
 from outofcore.follow.native import flavor_of, has_pieces, trampoline
 
-# By class, what hands out an address, or something that has it: methods, and a property. Left out is what shares the
-# storage itself (``set_``, ``_weak_ref``), copies (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), moves
-# to memory that loops leave alone (``share_memory_``), or needs an address from here (``ctypes``, ``frombuffer``).
+# By class: the methods, and a property, that expose an address. Omitted are methods that share the storage itself
+# (``set_``, ``_weak_ref``), copy it (``copy.copy`` of a storage, ``UntypedStorage.from_buffer``), move it to memory
+# that loops leave alone (``share_memory_``), or take an address from one of these (``ctypes``, ``frombuffer``).
 _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (
         torch.Tensor,
@@ -38,7 +34,7 @@ _METHODS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 
 
-# Modules that compare addresses: savers above all, which ask for that of every parameter.
+# Modules that only compare addresses, such as savers, which take that of every parameter.
 _COMPARE = frozenset(
     {
         TENSOR_MODULE,
@@ -51,10 +47,10 @@ _COMPARE = frozenset(
 )
 
 
-# Modules that read what lies there, and are done with it before the next op of their thread.
+# Modules that read the memory, and have finished before the next op of their thread.
 _SAVE = frozenset({"safetensors.torch"})
 
-# By class, methods that read memory without an op, and are done with it when they return.
+# By class: methods that read memory without an op, and have finished when they return.
 _READERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch.Tensor, ("tolist",)),
     (torch.UntypedStorage, ("_write_file", "_byteswap", "tolist")),
@@ -62,23 +58,16 @@ _READERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 
 _STORAGE_MODULE = torch.TypedStorage.__module__
-# This library's own, between the steps of a compiled step.
+# This library takes addresses only between calls of a compiled step.
 _OURS = "outofcore."
 
 
 class AddressWatch:
-    """Calls a function with a storage before its address is handed out.
-
-    Args:
-        fix: is called with storages in memory of the CPU or of a GPU, and whether only other threads than the loop's
-            keep the address until the next op.
-        held: returns a context for reading the memory of one without an op.
-
-    As long as a tensor is in memory of a loop, open or not, watching goes on after ``watching``.
-    """
+    """Calls ``fix`` with a storage before its address is handed out, and ``hold`` for a context of reading it."""
 
     def __init__(
         self,
+        # The flag: only threads other than the loop's keep the address until their next op.
         fix: Callable[[torch.UntypedStorage, bool], object],
         held: Callable[[torch.UntypedStorage], contextlib.AbstractContextManager[None]],
     ) -> None:
@@ -91,7 +80,6 @@ class AddressWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch addresses within this context."""
         with self._lock:
             self._open = True
             if self._undo is None:
@@ -105,9 +93,10 @@ class AddressWatch:
 
     def _stop_if_needless(self) -> None:
         with self._lock:
+            # Watching continues as long as a tensor is in memory of a loop, open or not.
             if self._open or self._undo is None or has_pieces():
                 return
-            # Where somebody else has wrapped a method since, it is left for later.
+            # If other code has wrapped a method since, leave the wrappers in place for now.
             if all(vars(kind).get(name) is wrapper for kind, name, wrapper in self._wrapped):
                 self._undo.close()
                 self._undo = None
@@ -120,45 +109,45 @@ class AddressWatch:
             self._fix(storage, in_others)
 
     def _wrap(self) -> contextlib.ExitStack:
-        def told(method: Callable[..., Any]) -> Callable[..., Any]:
-            def tells(self_: Any, *args: Any, **kwargs: Any) -> Any:
-                asks = _module_of(sys._getframe(1))
-                if asks not in _COMPARE and not asks.startswith(_OURS):
-                    self._tell(self_, asks in _SAVE)
+        def wrap_exporter(method: Callable[..., Any]) -> Callable[..., Any]:
+            def report_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
+                caller = _module_of(sys._getframe(1))
+                if caller not in _COMPARE and not caller.startswith(_OURS):
+                    self._tell(self_, caller in _SAVE)
                 return method(self_, *args, **kwargs)
 
-            return _named_like(tells, method)
+            return _named_like(report_and_call, method)
 
-        def held(method: Callable[..., Any]) -> Callable[..., Any]:
-            def reads(self_: Any, *args: Any, **kwargs: Any) -> Any:
-                with contextlib.ExitStack() as holds:
+        def wrap_reader(method: Callable[..., Any]) -> Callable[..., Any]:
+            def hold_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
+                with contextlib.ExitStack() as contexts:
                     for value in (self_, *args):
-                        with contextlib.suppress(RuntimeError):  # it has no memory of its own, such as in vmap
+                        with contextlib.suppress(RuntimeError):  # a tensor without memory, such as in vmap
                             storage = _storage_of(value)
                             if storage is not None:
-                                holds.enter_context(self._held(storage))
+                                contexts.enter_context(self._held(storage))
                     return method(self_, *args, **kwargs)
 
-            return _named_like(reads, method)
+            return _named_like(hold_and_call, method)
 
-        def slices_told(method: Callable[..., Any]) -> Callable[..., Any]:
-            def tells(self_: Any, index: Any) -> Any:
-                if isinstance(index, slice):  # a storage of its own, on the same memory
+        def wrap_slicing(method: Callable[..., Any]) -> Callable[..., Any]:
+            def report_and_call(self_: Any, index: Any) -> Any:
+                if isinstance(index, slice):  # a new storage on the same memory
                     self._tell(self_)
                 return method(self_, index)
 
-            return _named_like(tells, method)
+            return _named_like(report_and_call, method)
 
         undo = contextlib.ExitStack()
         self._wrapped = []
         for kind, names in _METHODS:
             for name in names:
                 if hasattr(kind, name):  # older releases lack some
-                    self._replace(undo, kind, name, told)
-        self._replace(undo, torch.UntypedStorage, "__getitem__", slices_told)
+                    self._replace(undo, kind, name, wrap_exporter)
+        self._replace(undo, torch.UntypedStorage, "__getitem__", wrap_slicing)
         for kind, names in _READERS:
             for name in names:
-                self._replace(undo, kind, name, held)
+                self._replace(undo, kind, name, wrap_reader)
         for number, function in enumerate(DLPACK_EXPORTERS):
             _divert(undo, function, functools.partial(trampoline, number, self._tell_of_all))
         return undo
@@ -179,13 +168,13 @@ class AddressWatch:
 
 
 def replace_attribute(undo: contextlib.ExitStack, kind: Any, name: str, value: object) -> None:
-    """Set an attribute of a class; what the class inherits, it inherits again once that is undone."""
-    own = vars(kind).get(name)
+    """Set an attribute of a class; undoing that restores the old value, or inheritance."""
+    previous = vars(kind).get(name)
     setattr(kind, name, value)
-    if own is None:
+    if previous is None:
         undo.callback(delattr, kind, name)
     else:
-        undo.callback(setattr, kind, name, own)
+        undo.callback(setattr, kind, name, previous)
 
 
 def _storage_of(value: object) -> torch.UntypedStorage | None:
@@ -197,19 +186,19 @@ def _storage_of(value: object) -> torch.UntypedStorage | None:
 
 
 def _module_of(frame: FrameType | None) -> str:
-    """Return the module that asks for an address, looking through typed storages, which pass the question on."""
-    asks = ""
+    """Return the module that asks for an address, skipping frames of typed storages."""
+    name = ""
     while frame is not None:
-        asks = frame.f_globals.get("__name__") or ""
-        if asks != _STORAGE_MODULE:
+        name = frame.f_globals.get("__name__") or ""
+        if name != _STORAGE_MODULE:
             break
         frame = frame.f_back
-    return asks
+    return name
 
 
-def _named_like(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    function.__name__ = other.__name__
-    function.__doc__ = other.__doc__
+def _named_like(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    function.__name__ = original.__name__
+    function.__doc__ = original.__doc__
     return function
 
 
@@ -224,19 +213,16 @@ class _MethodDef(ctypes.Structure):
     )
 
 
-# Of a function that takes a tuple and a dictionary: METH_VARARGS | METH_KEYWORDS.
+# The flags METH_VARARGS | METH_KEYWORDS.
 _TAKES_ALL = 3
 
 
 def _divert(undo: contextlib.ExitStack, function: Any, trampoline: Callable[[int], int]) -> None:
-    """Redirect all references to a C function to a trampoline, which receives its address.
-
-    A Python other than CPython, or with another layout, is left unchanged.
-    """
+    """Redirect all references to a C function to a trampoline, which receives its address; only on CPython."""
     if sys.implementation.name != "cpython" or type(function) is not type(len):
         return
-    at = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
-    definition = _MethodDef.from_address(at or 0) if at else None
+    definition_address = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
+    definition = _MethodDef.from_address(definition_address or 0) if definition_address else None
     if definition is None or definition.flags != _TAKES_ALL or definition.name != function.__name__.encode():
         return
     plain = definition.function

@@ -1,4 +1,4 @@
-"""Tensors at addresses where PyTorch would put them: its kernels round otherwise elsewhere."""
+"""Align tensors as PyTorch's allocator does, since its kernels may round differently at other addresses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from outofcore.runtime.native import Flavor
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory begins where PyTorch's own would: the same one, or a copy.
+    """Return a tensor with the alignment of PyTorch's own memory: the same tensor, or a copy.
 
-    Kernels of the CPU may round otherwise where memory begins elsewhere, as on the pages of a file. A loop under
-    ``budget`` and a compiled step compute with memory of their own, so a model that maps its weights from a file has
-    the same bits in both and in plain PyTorch if it computes with ``aligned(weight)``. There is no copy where the
-    library moves the tensor, where the step is captured, or on another device.
+    CPU kernels may round differently if memory begins at another alignment, as on the pages of a file. A loop under
+    ``budget`` and a compiled step compute with memory of their own. So a model that maps its weights from a file has
+    the same bits in both and in plain PyTorch if it computes with ``aligned(weight)``. The tensor is not copied if a
+    loop moves it, if the step is captured, or on another device.
 
     >>> import torch
     >>> import outofcore
@@ -28,5 +28,5 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     library = None if tensor.storage_offset() else loaded_paging(tensor.device)
     if library is not None and library.follow_where(storage_address(tensor.untyped_storage())) != 0:
-        return tensor  # a loop moves it, and ops see it at the beginning of a page
+        return tensor  # in a loop, ops see it at the beginning of a page
     return tensor.clone()

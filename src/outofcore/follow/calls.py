@@ -1,8 +1,4 @@
-"""A training function whose calls are followed one by one: the fallback of a compiled step for inputs of many shapes.
-
-Between two calls nothing is followed, and other steps may run. The model stays in the arena and the homes of the loop,
-so that a call with inputs of another shape moves nothing of it.
-"""
+"""Run single calls of a training function under a budget: the fallback of a compiled step for many shapes."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ _log = logging.getLogger("outofcore")
 
 @dataclass(frozen=True)
 class CallStats:
-    """The seconds and bytes of one call; ``waited_seconds`` are those spent waiting for copies."""
+    """The seconds and bytes of one call; ``waited_seconds`` is the time spent waiting for copies."""
 
     seconds: float
     waited_seconds: float
@@ -41,33 +37,29 @@ class CallStats:
 
 
 class FollowedCalls:
-    """Calls a training function in eager PyTorch within the budget of a loop, which must not be started yet.
-
-    ``last`` has the statistics of the last call, ``count`` is the number of calls so far.
-    """
+    """Calls a training function in eager PyTorch within the budget of a loop that is not started yet."""
 
     def __init__(self, loop: Loop, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._loop, self._models, self._optimizers = loop, list(models), list(optimizers)
         self.last: CallStats | None = None
-        self.count = 0
+        self.count = 0  # calls so far
         loop.start()
         loop.pause()
-        # A step that nobody closes gives its arena back once it is garbage.
+        # A step that is not closed frees its arena when it is garbage-collected.
         self._stop = weakref.finalize(self, loop.stop)
         self._stop.atexit = False
 
     @property
     def stats(self) -> LoopStats:
-        """The statistics of all calls."""
         return self._loop.stats
 
     def take(self, move: Callable[[], object]) -> None:
-        """Run a function that gives tensors new memory, which the loop then owns; raises what it raises."""
+        """Run a function that gives tensors new memory, which the loop then owns; raises its exceptions."""
         self._followed(move)
 
     def __call__(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function; its result is detached, and in memory of its own."""
-        begin, before = time.perf_counter(), self.stats
+        """Run the function; return its result detached, and in memory outside of the loop."""
+        begin, stats_before = time.perf_counter(), self.stats
 
         def run() -> Any:
             self._take_strangers()
@@ -76,26 +68,26 @@ class FollowedCalls:
             return result
 
         result = self._followed(run)
-        after = self.stats
+        stats_after = self.stats
         self.count += 1
         self.last = CallStats(
             time.perf_counter() - begin,
-            (after.transfer_microseconds - before.transfer_microseconds) / 1e6,
-            after.written_bytes - before.written_bytes,
-            after.fetched_bytes - before.fetched_bytes,
+            (stats_after.transfer_microseconds - stats_before.transfer_microseconds) / 1e6,
+            stats_after.written_bytes - stats_before.written_bytes,
+            stats_after.fetched_bytes - stats_before.fetched_bytes,
         )
         return self._given(result)
 
     def drop_cache(self, tensor: torch.Tensor) -> None:
-        """Give back memory of a tensor that is resident only because somebody read it at its home."""
+        """Release memory of an evicted tensor that is resident only because the user read it at its home."""
         CPU.library.follow_forget(storage_address(tensor.untyped_storage()))
 
     def vacate(self) -> None:
-        """Bring everything home, because another step is to have the model."""
+        """Evict all tensors, so that another step can use the model."""
         self._loop.vacate()
 
     def close(self, *, stays: bool) -> None:
-        """End the loop. The model gets memory of its own unless it ``stays`` in place until it is freed."""
+        """End the loop. With ``stays`` the model keeps its memory until it is freed, else it gets new memory."""
         self._loop.vacate()
         if not stays:
             self._loop.release()
@@ -106,13 +98,13 @@ class FollowedCalls:
             self._loop.resume()
             return run()
         except RuntimeError as error:
-            told = explained(error)
-            if told is None:
+            explained_error = explained(error)
+            if explained_error is None:
                 raise
             try:
-                raise told from error
+                raise explained_error from error
             finally:
-                del told  # it would keep this frame, and the frame it
+                del explained_error  # breaks a reference cycle with this frame
         finally:
             self._loop.pause()
 
@@ -123,39 +115,38 @@ class FollowedCalls:
             yield from state_of(optimizer)
 
     def _take_strangers(self) -> None:
-        """Take over tensors that the user, a checkpoint or another step has replaced."""
-        strangers = self._loop.strangers([tensor for tensor in self._states() if CPU.has(tensor)])
-        if not strangers:
+        """Adopt tensors that the user, a checkpoint or another step has replaced."""
+        untracked = self._loop.strangers([tensor for tensor in self._states() if CPU.has(tensor)])
+        if not untracked:
             return
         library, mapped = CPU.library, MappedFiles()
-        of_others: dict[int, list[torch.Tensor]] = {}
-        for tensor in strangers:
+        by_storage: dict[int, list[torch.Tensor]] = {}
+        for tensor in untracked:
             storage = tensor.untyped_storage()
             if mapped.is_shared(tensor):
                 continue
             if library.follow_plain(storage_address(storage)):
                 self._loop.adopt([tensor])
             else:
-                of_others.setdefault(storage_key(tensor), []).append(tensor)
-        # Another step may know that memory by what it lies in: the model leaves it, and the memory stays as it is.
-        for tensors in of_others.values():
-            own = storage_bytes(tensors[0]).clone()
+                by_storage.setdefault(storage_key(tensor), []).append(tensor)
+        # Another step may own that memory, so the model moves to a copy.
+        for tensors in by_storage.values():
+            copy = storage_bytes(tensors[0]).clone()
             for tensor in tensors:
-                move_onto(tensor, own)
-        _log.info("taken over %d tensors that lay elsewhere", len(strangers))
+                move_onto(tensor, copy)
+        _log.info("adopted %d tensors from other memory", len(untracked))
 
     def _given(self, result: Any) -> Any:
-        """Return a call's result as a compiled step returns it."""
-        library, lasting = CPU.library, {storage_key(tensor) for tensor in self._states()}
+        library, persistent = CPU.library, {storage_key(tensor) for tensor in self._states()}
 
-        def give(value: Any) -> Any:
+        def convert(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             if value.grad_fn is not None:
                 value = value.detach()
-            if CPU.has(value) and storage_key(value) not in lasting:
+            if CPU.has(value) and storage_key(value) not in persistent:
                 call(library, "follow_release", storage_address(value.untyped_storage()))
             return value
 
         leaves, spec = tree_flatten(result)
-        return tree_unflatten([give(leaf) for leaf in leaves], spec)
+        return tree_unflatten([convert(leaf) for leaf in leaves], spec)

@@ -1,4 +1,4 @@
-"""What differs between loops on the CPU and on a GPU; the native side is ``device_cpu.h`` and ``device_cuda.h``."""
+"""How eager loops differ between CPU and GPU; the native counterparts are ``device_cpu.h`` and ``device_cuda.h``."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from outofcore.runtime.mapped_files import MappedFiles
 from outofcore.runtime.native import Flavor
 from outofcore.runtime.spill import SpillFile
 
-# Addresses that a home on a disk may take up; the disk itself is the limit.
+# Bytes of address space for a disk home; in practice the disk is the limit.
 _DISK_CAPACITY = 1 << 40
 
-# Adds a home to a space: descriptors for ordinary and for direct access, whether it is in memory, bytes.
+# Adds a home to a space, given descriptors for buffered and direct I/O, whether it is in memory, and its bytes.
 AddHome = Callable[[int, int, bool, int], object]
 
 
 @dataclass(frozen=True)
 class LoopHome:
-    """Where evicted tensors are kept: ``home`` and ``host_budget`` (here bytes) of ``outofcore.budget``."""
+    """Where evicted tensors are kept: ``home`` and ``host_budget`` (here in bytes) of ``outofcore.budget``."""
 
     home: str | os.PathLike[str] | None = None
     host_limit: int | None = None
@@ -42,37 +42,36 @@ class LoopHome:
 
 @dataclass(frozen=True)
 class LoopDevice:
-    """The CPU, as a loop uses it. What another device does differently, its subclass overrides."""
+    """The CPU as the device of an eager loop; a subclass overrides the differences of another device."""
 
     device: torch.device
 
     flavor: ClassVar[Flavor] = Flavor.CPU
     # Whether the arena is reserved only once the models have left the device.
     reserves_late: ClassVar[bool] = False
-    # Whether the arena lies in the memory of the process, not of a GPU.
+    # Whether the arena is in host memory.
     is_host: ClassVar[bool] = True
 
     @property
     def library(self) -> ctypes.CDLL:
-        """The native code; raises ``StateError`` if it cannot be built."""
         return load_paging(self.flavor)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether a loop there follows a tensor."""
+        """Return whether a loop on this device can move a tensor."""
         return tensor.layout is torch.strided and flavor_of(tensor.device) is self.flavor
 
     def prepare(self) -> None:
-        """Allocate what libraries keep, before the loop has its space."""
+        """Allocate the libraries' workspaces before the loop reserves its arena."""
 
-    def add_homes(self, at: LoopHome, add: AddHome) -> None:
+    def add_homes(self, options: LoopHome, add: AddHome) -> None:
         """Open the homes; raises ``SpillError`` if one cannot be used."""
-        in_memory = at.home == "host"
-        if in_memory or at.host_limit is not None:
+        in_memory = options.home == "host"
+        if in_memory or options.host_limit is not None:
             file = _memory_file()
-            add(file, file, True, at.host_capacity)
+            add(file, file, True, options.host_capacity)
         if not in_memory:
-            named = at.home is not None and at.home != "disk"
-            spill = SpillFile(Path(at.home) if named and at.home else default_spill_directory())
+            is_path = options.home is not None and options.home != "disk"
+            spill = SpillFile(Path(options.home) if is_path and options.home else default_spill_directory())
             with contextlib.closing(spill):
                 add(*spill.duplicate(), False, _DISK_CAPACITY)
 
@@ -80,23 +79,22 @@ class LoopDevice:
         return Shares(budget, 0, 0)
 
     def room_of(self, budget: int, beside: int) -> int:
-        """Return the bytes of tensors that fit a budget of which libraries keep ``beside`` bytes."""
+        """Return the bytes of tensors that fit a budget of which libraries need ``library_bytes``."""
         return budget - beside
 
     def budget_for(self, room: int, beside: int) -> int:
-        """Return the smallest budget with so much room."""
+        """Return the smallest budget that has ``room`` bytes for tensors."""
         return room + beside
 
     def mapped_files(self) -> MappedFiles | None:
-        """Return the files that tensors may be mapped from; None on a device where none is."""
+        """Return the files that tensors may be mapped from; None if the device has no such tensors."""
         return MappedFiles()
 
     def following(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context for the time in which a loop is followed."""
         return contextlib.nullcontext()
 
     def planned_by(self, policy: object) -> str:
-        """Return the name under which plans of a policy are kept."""
+        """Return the name under which plans of a policy are stored."""
         return repr(policy)
 
 
@@ -105,7 +103,7 @@ CPU = LoopDevice(torch.device("cpu"))
 
 @dataclass(frozen=True)
 class LoopGpu(LoopDevice):
-    """A GPU, with its index; its home is pinned host memory alone."""
+    """One GPU as the device of an eager loop; its only home is pinned host memory."""
 
     flavor: ClassVar[Flavor] = Flavor.CUDA
     reserves_late: ClassVar[bool] = True
@@ -117,8 +115,8 @@ class LoopGpu(LoopDevice):
     def prepare(self) -> None:
         make_workspaces(self.device)
 
-    def add_homes(self, at: LoopHome, add: AddHome) -> None:
-        add(-1, -1, True, at.host_capacity)
+    def add_homes(self, options: LoopHome, add: AddHome) -> None:
+        add(-1, -1, True, options.host_capacity)
 
     def shares(self, budget: int) -> Shares:
         return shares_of(budget, self.device)
@@ -144,7 +142,6 @@ def loop_device(device: torch.device) -> LoopDevice:
 
 
 def _memory_file() -> int:
-    """Return the descriptor of a new file in host memory; raises ``SpillError`` if the system refuses."""
     try:
         return os.memfd_create("outofcore")
     except OSError as error:

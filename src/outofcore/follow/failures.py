@@ -1,4 +1,4 @@
-"""Convert errors of the native code to the library's: what did not fit, and which op asked for it, where."""
+"""Convert errors of the native code to the library's exceptions, with the op, its module and the user's line."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from outofcore.units import format_bytes
 
 
 def explained(error: BaseException, names: Known | None = None) -> Exception | None:
-    """Convert an error of the native code to one of the library's; None for any other error."""
+    """Convert an error of the native code to a library exception; None for any other error."""
     text = str(error)
     if not isinstance(error, RuntimeError):
         return None
-    found = refusal_of(text)
-    if found is None:
+    refusal = refusal_of(text)
+    if refusal is None:
         return error_of(text)
-    op, refused = found
+    op, refused = refusal
     counts = {name: format_bytes(getattr(refused, name)) for name in REFUSAL_FIELDS}
-    held = f", and {counts['kept']} cannot be moved" if refused.kept else ""
+    details = f", and {counts['kept']} cannot be moved" if refused.kept else ""
     if refused.small:
-        held += f"; tensors below {counts['smallest']} take {counts['small']}"
+        details += f"; tensors below {counts['smallest']} take {counts['small']}"
     if refused.beside:
-        held += f"; {counts['beside']} are kept for libraries, tensors below {counts['smallest']} and holes"
+        details += f"; {counts['beside']} are kept for libraries, tensors below {counts['smallest']} and holes"
     parameter = (names or {}).get(refused.parameter, ("a parameter",))[0] if refused.sums else None
-    named = _named(op, parameter, error.__traceback__)
+    op_name = _named(op, parameter, error.__traceback__)
     return BudgetError(
-        f"the budget of {counts['budget']} is too small: {named} needs {counts['asked']} beside {counts['used']} that "
-        f"it uses{held}. Use a budget of at least {counts['least']}, or smaller batches. measure=True (outofcore run "
-        "--measure) finds the budget that holds every op; grow=True (--grow) lets such ops exceed it",
+        f"the budget of {counts['budget']} is too small: {op_name} needs {counts['asked']} on top of "
+        f"{counts['used']} that it uses{details}. Use a budget of at least {counts['least']}, or smaller batches. "
+        "measure=True (outofcore run --measure) finds the budget that holds every op; grow=True (--grow) lets such ops "
+        "exceed it",
         refused.least,
     )
 
 
 def _named(op: str, parameter: str | None, trace: TracebackType | None) -> str:
-    """Name an op with its module and the user's line, or with the parameter to whose gradient it adds."""
+    """Name an op with its module and the user's line, or with the parameter of the gradient that it adds to."""
     if IN_BACKWARD in op:
         return op
     module, line = sources.find(places_of(trace))
-    at = f" at {line}" if line else ""
+    location = f" at {line}" if line else ""
     if parameter is not None:
-        return op + IN_BACKWARD + parameter + at
-    return op + (f" in {module}" if module else "") + at
+        return op + IN_BACKWARD + parameter + location
+    return op + (f" in {module}" if module else "") + location

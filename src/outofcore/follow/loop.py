@@ -1,8 +1,4 @@
-"""The context in which a loop runs, which ``outofcore.budget`` opens: ``Loop``.
-
-``StepEnds`` says when a step of the loop ends, ``LoopPlanner`` plans it. What is evicted and when copies start is
-decided in C++: by ``make_room``, ``follow_plan`` and, without a plan, ``copy_ahead``.
-"""
+"""The context that ``outofcore.budget`` opens for a loop."""
 
 from __future__ import annotations
 
@@ -71,34 +67,25 @@ _log = logging.getLogger("outofcore")
 
 REPORT_PATH = "outofcore-report.html"
 
-# Models from so many bytes on take long to move to the home, so that progress is shown.
+# Moving models of this size to the home takes long enough to show progress.
 _LONG = 256 * MIB
 
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """How a loop is followed.
-
-    Attributes:
-        policy: plans steps; None: they are not planned.
-        plans: the folder in which plans are kept for later processes; None: they are not.
-        excess: what happens where an op needs more than the budget.
-        beside: the loop is that of a compiled step, and does not run while another one does.
-    """
-
     device: LoopDevice
     home: LoopHome
-    policy: PolicyLike | None = "auto"
-    plans: Path | None = None
+    policy: PolicyLike | None = "auto"  # None: steps run on demand
+    plans: Path | None = None  # folder that keeps plans for later processes
     check: Check = Check.SAMPLED
     excess: Excess = Excess.REFUSED
-    beside: bool = False
+    beside: bool = False  # for a compiled step, which pauses the loop between calls
 
 
 class Loop:
-    """A loop of the user's own that runs within a budget: made by ``outofcore.budget``; a context manager.
+    """A training loop that runs within a byte budget; a context manager, created by ``outofcore.budget``.
 
-    A loop without references ends by itself, as soon as no op uses its memory.
+    A loop ends when its last reference is gone and no op uses its memory.
 
     Attributes:
         on_progress: callback ``(stage, done, total)`` for the tensors that ``start()`` moves to the home; None: a bar
@@ -125,20 +112,20 @@ class Loop:
         self._space: Space | None = None
         self._thread: int | None = None
         self._process = os.getpid()
-        self._where = ""  # the user's line that has started it
-        # Held while something is done with the space: another thread may end the loop.
+        self._where = ""  # the user's line that called start()
+        # Protects the space: another thread may end the loop.
         self._lock = threading.RLock()
         self._undo = contextlib.ExitStack()
         self._ends = StepEnds()
         self._planner: LoopPlanner | None = None
         self._measurer: LoopMeasurer | None = None
-        self._needs: Needs | None = None  # once the loop is stopped
-        self._made: Sequence[PlanMade] = ()  # by the planner
+        self._needs: Needs | None = None  # after the loop has stopped
+        self._made: Sequence[PlanMade] = ()  # the planner's recent plans
         self._last = LoopStats()
-        # What a report is made of, once the loop is stopped.
+        # The data of a report, after the loop has stopped.
         self._happened: tuple[Sequence[int], Sequence[str], Known] | None = None
         self.on_progress: Tell | None = None
-        self._optimizers: Optimizers = weakref.WeakValueDictionary()  # that have stepped in the thread that is followed
+        self._optimizers: Optimizers = weakref.WeakValueDictionary()  # that have stepped in the loop's thread
 
     def __enter__(self) -> Self:
         return self.start()
@@ -147,56 +134,56 @@ class Loop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-        told = None if error is None else explained(error, self._happened[2] if self._happened else {})
+        explained_error = None if error is None else explained(error, self._happened[2] if self._happened else {})
         try:
-            if told is not None:
-                raise told from error
+            if explained_error is not None:
+                raise explained_error from error
         finally:
-            del told  # it would keep this frame, and the frame it
+            del explained_error  # breaks a reference cycle with this frame
 
     def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        # As Python ends, what this needs is not there any more; a fork has copies of its parent's loops.
+        # At exit, modules are gone already; a forked process has copies of its parent's loops.
         if _ends() or getattr(self, "_space", None) is None or self._process != os.getpid():
             return
         _log.warning(
-            "the loop within %s that was started%s has ended, since nothing refers to it any more: keep what start() "
-            "returns, or use outofcore.budget() in a with-statement",
+            "the loop within %s that was started%s has ended, because its last reference is gone: keep the result of "
+            "start(), or use outofcore.budget() in a with-statement",
             format_bytes(self._limit),
             self._started_at(),
         )
         self.end(remembered=False)
 
     def start(self) -> Self:
-        """Begin to follow this thread.
+        """Run this thread within the budget from now on.
 
         The models' parameters, buffers and gradients move to the home at once, other tensors when an op uses them.
 
         Raises:
-            StateError: a loop is followed already, or a compiled step is open, or the native code cannot be built.
+            StateError: a loop is running already, a compiled step is open, or the native code cannot be built.
             SpillError: the home cannot be used.
         """
         if self._space is not None:
-            raise StateError(f"this loop is followed already; stop() it first: it was started{self._started_at()}")
+            raise StateError(f"this loop is running already; stop() it first: it was started{self._started_at()}")
         device, options = self._device, self._options
         library = device.library
         self._paused, self._ends, self._planner, self._made = False, StepEnds(), None, ()
         self._process, self._where = os.getpid(), user_line()
         device.prepare()
-        with contextlib.ExitStack() as failing:
+        with contextlib.ExitStack() as on_error:
             is_planned = options.policy is not None
             space = Space(device, self._limit, options.check, options.excess, is_planned=is_planned)
-            failing.callback(space.close)
+            on_error.callback(space.close)
             device.add_homes(options.home, partial(space.call, "follow_add_home"))
             room = 0 if device.reserves_late else space.reserve(self._limit)
             try:
                 self._take_turn(space)
-            except StateError:  # perhaps because of a loop or a compiled step that nobody refers to any more
+            except StateError:  # perhaps because of an unreferenced loop or compiled step
                 gc.collect()
                 self._take_turn(space)
             self._space, self._thread = space, threading.get_ident()
             started[id(self)] = self
-            failing.pop_all()
-            failing.callback(self.end)
+            on_error.pop_all()
+            on_error.callback(self.end)
             self._undo.enter_context(patches)
             self._watch_calls()
             self._adopt_models()
@@ -212,47 +199,43 @@ class Loop:
                 self._planner = LoopPlanner(space, options.policy, LoopPlans(options.plans), room)
                 self._made = self._planner.made
                 self._undo.callback(self._planner.background.close)
-            failing.pop_all()
+            on_error.pop_all()
         return self
 
     def stop(self) -> None:
-        """Stop following. Tensors stay valid; those at home are fetched as far as the budget holds them.
+        """End the loop. Its tensors stay valid; evicted ones are fetched as far as the budget holds them.
 
         May be called again.
 
         Raises:
-            StateError: another thread than the followed one calls it; there use ``outofcore.stop()``.
+            StateError: another thread started the loop; ``outofcore.stop()`` ends it from any thread.
         """
         if self._space is None:
             return
         if not self._paused and threading.get_ident() != self._thread:
             raise StateError(
-                "a loop is stopped by the thread that started it; call stop() there, or outofcore.stop() from anywhere"
+                "only the thread that started a loop can stop it; call stop() there, or outofcore.stop() in any thread"
             )
         self.end()
         if self._needs is not None:
             print(f"outofcore: {self.measurement()}", file=sys.stderr, flush=True)
 
     def end(self, *, remembered: bool = True) -> None:
-        """Stop following, in any thread; while an op uses the memory of the loop, when that has ended.
-
-        Args:
-            remembered: whether ``stats`` and ``report`` will be read afterwards.
-        """
-        with self._lock, contextlib.ExitStack() as ending:
+        """End the loop from any thread, when no op uses its memory; ``keep_results`` for ``stats`` and ``report``."""
+        with self._lock, contextlib.ExitStack() as cleanup:
             space, self._undo, undo = self._space, contextlib.ExitStack(), self._undo
             if space is None:
                 return
-            ending.callback(space.close)
-            ending.callback(setattr, self, "_space", None)
+            cleanup.callback(space.close)
+            cleanup.callback(setattr, self, "_space", None)
             if remembered:
-                ending.callback(self._remember, space)
+                cleanup.callback(self._remember, space)
             if not self._paused and threading.get_ident() == self._thread:
-                ending.callback(space.library.follow_thread, 0)
-            ending.enter_context(undo)
+                cleanup.callback(space.library.follow_thread, 0)
+            cleanup.enter_context(undo)
 
     def pause(self) -> None:
-        """Follow nothing until ``resume``. Tensors stay where they are, and ops elsewhere see the right bytes."""
+        """Suspend the loop until ``resume``. Tensors stay where they are, and ops elsewhere see the right bytes."""
         with self._lock:
             if self._space is not None and not self._paused:
                 self._space.library.follow_thread(0)
@@ -260,25 +243,21 @@ class Loop:
                 self._paused = True
 
     def resume(self) -> None:
-        """Follow the calling thread again.
-
-        Raises:
-            StateError: another loop is followed.
-        """
+        """Continue in the calling thread; raises ``StateError`` if another loop is running."""
         with self._lock:
             if self._space is not None and self._paused:
-                self._paused, self._thread = False, threading.get_ident()  # so that it can be paused however this ends
+                self._paused, self._thread = False, threading.get_ident()  # first, so that pause() works after an error
                 self._take_turn(self._space)
                 self._space.library.follow_thread(1)
 
     def vacate(self) -> None:
-        """Bring everything home, and give the arena's memory to the system until it is used again."""
+        """Evict all tensors, and return the arena's memory to the system until it is used again."""
         with self._lock:
             if self._space is not None:
                 self._space.call("follow_vacate")
 
     def release(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Give tensors, by default all of them, memory of their own, as plain PyTorch has it."""
+        """Give tensors, by default all of them, memory of their own, as in plain PyTorch."""
         with self._lock:
             if self._space is not None and tensors is None:
                 self._space.call("follow_release_all")
@@ -287,25 +266,23 @@ class Loop:
                     call(self._space.library, "follow_release", storage_address(tensor.untyped_storage()))
 
     def strangers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those tensors of 64 KiB and more that are not in this loop's arena or homes."""
         return [] if self._space is None else self._space.strangers(tensors)
 
     @property
     def stats(self) -> LoopStats:
-        """What has happened so far."""
+        """The counters since the loop was started."""
         with self._lock:
             if self._space is not None:
                 self._last = self._read_stats(self._space)
             return self._last
 
     def report(self, path: str | os.PathLike[str] = REPORT_PATH, *, title: str = "") -> Path:
-        """Write what the last complete step did as one self-contained HTML page.
+        """Write the last complete step as one self-contained HTML page.
 
-        It shows memory over time, measured ops and copies, which ops ran by plan and which on demand, why ops waited,
-        what was evicted, and where and why the loop left its plans. A step lasts from one step of an optimizer to the
-        next; where nothing is trained, it is a call of the model without gradients, and where there is none either,
-        everything since the loop was started. Of a very long step, the first quarter of a million events are shown:
-        ops, their storages, copies.
+        It shows memory over time, measured ops and copies, which ops ran by plan or on demand, why ops waited, the
+        evictions, and where and why the loop left its plans. A step lasts from one optimizer step to the next. Without
+        an optimizer it is a call of the model without gradients; without such calls, it is the whole run so far. Of a
+        very long step, the page shows the first quarter of a million events.
 
         Args:
             path: the file; its folder is created. By default ``outofcore-report.html`` in the current folder.
@@ -315,12 +292,12 @@ class Loop:
             the file; a notebook that shows it shows the page.
 
         Raises:
-            StateError: nothing has happened yet.
+            StateError: no op was recorded yet.
             InputError: the file cannot be written.
         """
-        seen, machine = self._what_happened(), this_machine()
+        observed, machine = self._what_happened(), this_machine()
         notes = [
-            *observed_notes(seen, self._made),
+            *observed_notes(observed, self._made),
             (
                 "machine",
                 f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, "
@@ -329,12 +306,12 @@ class Loop:
             ("versions", f"PyTorch {torch.__version__} with {torch.get_num_threads()} threads"),
         ]
         content = page_content(
-            seen.graph,
-            seen.plan,
-            seen.program,
-            [("measured", seen.timeline)],
+            observed.graph,
+            observed.plan,
+            observed.program,
+            [("measured", observed.timeline)],
             Page(title or "loop", self._limit, homes=LINKS, notes=notes),
-            LoopMeasurements(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
+            LoopMeasurements(LINKS, observed.memory, observed.on_demand, departure_marks(observed)),
         )
         write_report(Path(path), content)
         return ReportPath(path)
@@ -342,67 +319,67 @@ class Loop:
     def trace(self, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
         """Write the last complete step, as for ``report``, as a trace that Perfetto and chrome://tracing open.
 
-        Ops are of the category "planned" or "on demand"; where the loop left its plan, there is a mark.
+        Ops have the category "planned" or "on demand"; a mark shows where the loop left its plan.
 
         Args:
             path: the file, compressed if its name ends in ``.gz``; its folder is created.
-            beside: a trace that ``torch.profiler`` exported of that step: both are then in the file, on one axis of
+            beside: a trace of that step that ``torch.profiler`` exported: both are then in the file, on one axis of
                 time (to about a millisecond).
 
         Raises:
-            StateError: nothing has happened yet.
+            StateError: no op was recorded yet.
             InputError: a file cannot be read or written.
         """
-        seen = self._what_happened()
+        observed = self._what_happened()
         write_trace(
             Path(path),
-            seen.graph,
-            seen.program,
-            [("measured", seen.timeline)],
-            began_ns=seen.began_ns,
+            observed.graph,
+            observed.program,
+            [("measured", observed.timeline)],
+            began_ns=observed.began_ns,
             beside=None if beside is None else Path(beside),
-            measured=LoopMeasurements(LINKS, seen.memory, seen.on_demand, departure_marks(seen)),
+            measured=LoopMeasurements(LINKS, observed.memory, observed.on_demand, departure_marks(observed)),
         )
 
     def _repr_html_(self) -> str:
-        state = "stopped" if self._space is None else "followed"
+        state = "stopped" if self._space is None else "running"
         return facts_html(f"loop within {format_bytes(self._limit)}, {state}", loop_facts(self.stats))
 
     def __repr__(self) -> str:
-        state = "stopped" if self._space is None else "followed"
+        state = "stopped" if self._space is None else "running"
         return f"<loop within {format_bytes(self._limit)}, {state}: {self.stats!r}>"
 
     def _take_turn(self, space: Space) -> None:
-        """Follow a space; raises ``StateError`` if another loop is followed, or a compiled step is open."""
+        """Open a space; raises ``StateError`` if another loop is running or a compiled step is open."""
         if is_followed():
             raise StateError(
-                f"a loop is followed already{self._where_other()}, and there is one at a time: end that one with "
+                f"a loop is running already{self._where_other()}, and only one can run at a time: end it with "
                 "outofcore.stop(), or by leaving its with-statement"
             )
         open_paging(space.library, space, self._options.beside)
 
     def _where_other(self) -> str:
-        # In a frame of its own: those of an error would keep the other loop.
-        return next((one._started_at() for one in alive(started) if one is not self and one.is_running()), "")
+        # A separate function: the frames in an error's traceback would keep the other loop alive.
+        return next((loop._started_at() for loop in alive(started) if loop is not self and loop.is_running()), "")
 
     def _started_at(self) -> str:
         return f" at {self._where}" if self._where else ""
 
     def is_open(self) -> bool:
-        """Return whether the loop was started by a user, in this process, and has not ended."""
+        """Return whether a user started the loop in this process, and it has not ended."""
         return self._space is not None and not self._options.beside and self._process == os.getpid()
 
     def is_running(self) -> bool:
-        """Return whether the ops of some thread of this process are followed now."""
+        """Return whether the loop is running in some thread of this process now."""
         return self._space is not None and not self._paused and self._process == os.getpid()
 
     def _is_here(self) -> bool:
         return self.is_running() and threading.get_ident() == self._thread
 
     def measurement(self) -> Measurement:
-        """Return what the loop needs, as far as it has run: the peak in core, and the smallest budget.
+        """Return the needs of the loop so far: the peak in core, and the smallest budget.
 
-        Times are predicted of steps that came at least twice, which takes seconds.
+        Times are predicted for steps that came at least twice, which takes seconds.
 
         Raises:
             StateError: the loop was not opened with ``measure=True``, or was never started.
@@ -419,7 +396,7 @@ class Loop:
         with self._lock:
             needs = self._needs if self._measurer is None else self._measurer.needs(self._ends.count)
         if needs is None:
-            raise StateError("nothing was measured: open the loop by outofcore.budget(..., measure=True), and start it")
+            raise StateError("this loop was not measured: open it by outofcore.budget(..., measure=True), and start it")
         return needs.measurement(self._options.policy or "auto")
 
     def _remember(self, space: Space) -> None:
@@ -428,8 +405,7 @@ class Loop:
             self._needs, self._measurer = self._measurer.needs(self._ends.count), None
         elif self._last.exceedances and (need := space.need()) is not None:
             _log.warning(
-                "the budget of %s was exceeded %d times, up to %s, by ops that cannot do with less. The largest need: "
-                "%s, %s",
+                "the budget of %s was exceeded %d times, up to %s, because ops need more. The largest need: %s, %s",
                 format_bytes(self._limit),
                 self._last.exceedances,
                 format_bytes(self._last.peak_bytes),
@@ -444,17 +420,17 @@ class Loop:
 
     def _what_happened(self) -> Observed:
         with self._lock:
-            happened = self._happened if self._space is None else self._observe(self._space)
-        seen = None
-        if happened is not None:
+            recorded = self._happened if self._space is None else self._observe(self._space)
+        observed = None
+        if recorded is not None:
             policy = self._made[-1].policy if self._made else "on demand"
-            seen = read_observed(*happened, self._limit, policy)
-        if seen is None or not seen.graph.ops:
+            observed = read_observed(*recorded, self._limit, policy)
+        if observed is None or not observed.graph.ops:
             raise StateError(
-                "there is nothing to tell yet: no step of the loop is complete, and none of its ops has used a tensor "
-                "of 64 KiB or more; call this when a step is done"
+                "there is nothing to report yet: no step of the loop is complete, and no op has used a tensor of "
+                "64 KiB or more; call this after a step"
             )
-        return seen
+        return observed
 
     def _observe(self, space: Space) -> tuple[Sequence[int], Sequence[str], Known]:
         numbers = space.numbers("follow_observed")
@@ -462,9 +438,8 @@ class Loop:
         return numbers, space.names("follow_observed_names"), names
 
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the models, with the prefix of their modules' names."""
-        for place, model in enumerate(self._models):
-            yield f"models[{place}]." if len(self._models) > 1 else "", model
+        for index, model in enumerate(self._models):
+            yield f"models[{index}]." if len(self._models) > 1 else "", model
 
     def _read_stats(self, space: Space) -> LoopStats:
         plans = 0 if self._planner is None else self._planner.count
@@ -486,13 +461,13 @@ class Loop:
             self.adopt(tensors, tell, len(tensors))
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: Tell = silent, count: int = 0) -> None:
-        """Move tensors to the home, whoever owns their memory."""
+        """Move tensors to the home, regardless of the owner of their memory."""
         with self._lock:
             if self._space is not None:
                 self._space.adopt(tensors, tell, count)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Handle an optimizer that is about to step, in some thread."""
+        """Adopt an optimizer's tensors before its first step in the loop's thread."""
         if not self._device.library.follow_tracked():
             others_optimizers[id(optimizer)] = optimizer
             return
@@ -504,26 +479,22 @@ class Loop:
         self.adopt([*state_of(optimizer), *parameters])
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Handle an optimizer that has stepped, in some thread."""
         if self._device.library.follow_tracked():
             self._note_end(Sign.OPTIMIZER, weakref.ref(optimizer))
 
     def after_backward(self) -> None:
-        """Handle the end of a complete backward pass."""
         if self._ends.sign is Sign.OPTIMIZER or self._options.beside or not self._is_here():
             return
         if self._ends.note_backward():
             self._note_end(Sign.BACKWARD, user_line())
 
     def after_call(self, model: nn.Module) -> None:
-        """Handle the end of a call of a model."""
         if self._ends.sign is Sign.CALL and self._is_here() and not torch.is_grad_enabled():
             self._note_end(Sign.CALL, weakref.ref(model))
 
     def _note_end(self, sign: Sign, source: Hashable) -> None:
-        """Count a step, and end it if this source does."""
         self._ends.note(sign)
-        # A step of a compiled one's is a call.
+        # For a compiled step, each call is a step.
         if not self._options.beside and self._is_here() and self._ends.ends_step(source):
             self.end_of_step()
 
@@ -535,7 +506,7 @@ class Loop:
                 self._undo.callback(_remove, hook)
 
     def end_of_step(self) -> None:
-        """End a step of the loop, and begin to plan it or to follow its plan."""
+        """End a step of the loop, then plan it or select its plan."""
         with self._lock:
             if self._space is None:
                 return
@@ -545,18 +516,18 @@ class Loop:
                     self._measurer.step_ended()
                 if self._planner is not None:
                     self._planner.step_ended(self._ends.count, is_proposed=is_proposed)
-            except MemoryError as error:  # the optimizer has stepped: to plan is not worth an error
+            except MemoryError as error:  # an error here would hide that the optimizer has stepped
                 _log.warning("the step that has ended is not planned: %s", error)
 
 
 class _CallHook:
-    """Reports each call of a model to a loop while that exists. Copies of it, also pickled ones, do nothing."""
+    """A forward hook that reports calls of a model to its loop. Copies, also unpickled ones, have no loop."""
 
     def __init__(self, loop: Loop | None = None) -> None:
         self._loop = None if loop is None else weakref.ref(loop)
 
     def __call__(self, model: nn.Module, *_: object) -> None:
-        # What is traced, such as the branches of torch.cond, must not break there; it is no call that ends a step.
+        # Tracing, such as of torch.cond's branches, must not break the graph here; it does not end a step.
         if torch.compiler.is_compiling():
             return
         loop = None if self._loop is None else self._loop()
@@ -567,8 +538,8 @@ class _CallHook:
         return _CallHook, ()
 
 
-# The hooks of loops in models. Before a lost loop's ``__del__`` runs, garbage collection clears the weak references of
-# what it collects, also the one by which a handle finds what to remove.
+# Keeps the handles of hooks in models alive: else garbage collection would clear a handle's weak reference to the hooks
+# before the loop's ``__del__`` uses it.
 _handles: set[RemovableHandle] = set()
 
 

@@ -1,4 +1,4 @@
-"""Plan recorded steps of a loop in the background, and have its native code follow the plans."""
+"""Plan recorded steps of a loop in the background, and pass the plans to its native code."""
 
 from __future__ import annotations
 
@@ -22,59 +22,53 @@ from outofcore.units import round_up
 
 _log = logging.getLogger("outofcore")
 
-# The first seconds of planning compete with the loop, since ops whose threads wait for each other leave no core idle.
-# After that the planner takes only idle cores, and even then it slows ops down, with which it shares caches and
-# execution units: no plan is started while planning has taken more than this share of the loop's time.
-# A plan of a long step pays off within fewer steps, so planning may also compete for as long as some steps take.
+# The first seconds of planning compete with the loop, because ops with many threads leave no core idle. After that the
+# planner uses only idle cores, and still slows ops down through shared caches and execution units. So no plan is
+# started while planning has taken more than this share of the loop's time.
+# A plan of a long step pays off within fewer steps, so planning may also compete for the time of this many steps.
 _FREE_SECONDS, _FREE_STEPS = 1.0, 16
 _FREE_NICENESS, _NICENESS = 10, 20
 _PLANNING_SHARE = 0.03
 # The first plan of a step comes from the quick search. The thorough search takes seconds, and finds plans that are 1 %
-# faster. It plans steps longer than this again, but only after this many steps in a row had a plan: its time counts in
-# the share above, and would delay the plans of batches of other lengths.
+# faster. It plans steps longer than this a second time, after this many steps in a row had a plan. An earlier search
+# would use up the share above, and delay the plans of batches of other lengths.
 _LONG_STEP_SECONDS = 1.0
 _SETTLED_STEPS = 32
-# The most steps that wait for the thorough search; the oldest is dropped.
+# Limit on the steps that wait for the thorough search; the oldest is dropped.
 _MOST_ROUGH = 8
-# What a plan leaves free, as a share of the budget: the loop asks now and then for what it did not when recorded.
+# Share of the budget that a plan leaves free: a loop sometimes allocates more than in the recorded step.
 _SPARE = 0.02
-# Other processes are watched until this many steps in a row were not proposed: reading their times can take 1 ms.
+# Load from other processes is measured until this many steps in a row were not proposed: it can take 1 ms.
 _WATCHED_STEPS = 8
-# Plans that reports list: the last ones.
+# Number of plans that reports list.
 _LISTED_PLANS = 8
 
 
 class LoopPlanner:
-    """Has a plan made of each step that the native code proposes, one at a time.
-
-    Attributes:
-        background: the process that plans.
-        count: of plans that were followed.
-        made: the last ones of them.
-    """
+    """Plans the steps that the native code proposes, one at a time."""
 
     def __init__(self, space: Space, policy: PolicyLike, store: LoopPlans, room: int) -> None:
         self._space, self._policy, self._store, self._room = space, policy, store, room
         self._planned_by = space.device.planned_by(policy)
         recomputes = isinstance(policy, Auto) and policy.params.recompute_changes > 0
         self._trial = RecomputeTrial(Recipes(space)) if recomputes and not missing(Feature.RECOMPUTE) else None
-        self._reruns = self._rerun_microseconds = 0  # until the last step ended
-        self._rerun_seconds: float | None = None  # in the step that is being planned; None: nothing ran again there
-        self._counters: Counters | None = read_loop_counters()  # when the last step ended
+        self._reruns = self._rerun_microseconds = 0  # as of the end of the last step
+        self._rerun_seconds: float | None = None  # in the step that is being planned; None: it recomputed no storage
+        self._counters: Counters | None = read_loop_counters()  # at the end of the last step
         self._ended = 0  # steps so far; the loop's own count may lag behind
         self._unproposed = 0  # steps in a row that were not proposed
-        self._is_busy = False  # whether others held up the step that is being planned
+        self._is_busy = False  # whether other programs delayed the step that is being planned
         self._is_quick = False  # whether the quick search plans that step
         # Long steps that wait for the thorough search, each with ``_rerun_seconds`` and ``_is_busy``.
         self._rough: deque[tuple[StepRecord, float | None, bool]] = deque(maxlen=_MOST_ROUGH)
         self._started = time.monotonic()
         self._planning_seconds = 0.0
         self.background: BackgroundPlanner[StepRecord] = BackgroundPlanner()
-        self.count = 0
+        self.count = 0  # plans that were used
         self.made: deque[PlanMade] = deque(maxlen=_LISTED_PLANS)
 
     def step_ended(self, steps: int, *, is_proposed: bool) -> None:
-        """Follow the plan that is ready, if any, and plan the step that has ended, if it is proposed."""
+        """Use a finished plan, if any, and plan the step that has ended, if it is proposed."""
         stats = self._space.stats(steps=steps, plans=self.count)
         rerun_seconds = (stats.rerun_microseconds - self._rerun_microseconds) / 1e6
         reran = stats.reruns > self._reruns
@@ -84,8 +78,8 @@ class LoopPlanner:
         is_busy = self._was_busy()
         if self._trial is not None:
             self._trial.step_ended()
-        if (done := self.background.poll()) is not None:
-            record, answer = done
+        if (finished := self.background.poll()) is not None:
+            record, answer = finished
             self._planning_seconds += answer.processor_seconds
             planned = answer.planned
             if planned is None:
@@ -104,21 +98,20 @@ class LoopPlanner:
             self._rerun_seconds, self._is_busy = rerun_seconds if reran else None, is_busy
             self._plan(steps)
         elif self._unproposed > _SETTLED_STEPS and self._rough:
-            record, again, busy = self._rough.popleft()
-            if (again is not None) == reran:  # else it is no longer a step of this loop
-                self._rerun_seconds, self._is_busy = again, busy
+            record, rerun, busy = self._rough.popleft()
+            if (rerun is not None) == reran:  # else the loop has switched recomputation on or off since
+                self._rerun_seconds, self._is_busy = rerun, busy
                 self._start(record, steps, is_quick=False)
 
     def _was_busy(self) -> bool:
-        """Return whether others held up the step that has ended, as far as that is known."""
-        before = self._counters
+        """Return whether other programs are known to have delayed the step that has ended."""
+        last_counters = self._counters
         self._counters = read_loop_counters() if self._unproposed < _WATCHED_STEPS else None
-        if before is None or self._counters is None:
+        if last_counters is None or self._counters is None:
             return False
-        return was_busy(self._counters - before, computes=False)  # a loop may wait for its data
+        return was_busy(self._counters - last_counters, computes=False)  # waiting for data is not a sign of load
 
     def _may_plan(self) -> bool:
-        """Return whether another plan is worth the processor time that it takes."""
         if self._trial is not None and self._trial.awaits_plan:
             return True
         elapsed = time.monotonic() - self._started
@@ -133,16 +126,16 @@ class LoopPlanner:
         if not numbers:
             return
         record = read_record(numbers, self._space.names("follow_names"))
-        kept = self._store.find(record, self._room, self._planned_by)
-        if kept is not None:
-            self._follow(record, kept, steps, 0.0)
-            if self._is_busy or not kept.is_busy:
+        stored = self._store.find(record, self._room, self._planned_by)
+        if stored is not None:
+            self._follow(record, stored, steps, 0.0)
+            if self._is_busy or not stored.is_busy:
                 return
-            _log.info("a step is planned again: its plan was made with times of a busy machine")
+            _log.info("planning a step again: its stored plan was made with times of a busy machine")
         self._start(record, steps, is_quick=True)
 
     def _start(self, record: StepRecord, steps: int, *, is_quick: bool) -> None:
-        # Rounded, so that a few small tensors do not change the plan.
+        # Round up, so that a few small tensors do not change the plan.
         small = round_up(self._space.stats(steps=steps, plans=self.count).peak_small_bytes, LARGE_BYTES)
         budget = int((self._room - small) * (1 - _SPARE))
         policy = quick_policy(self._policy) if is_quick else self._policy
@@ -152,7 +145,7 @@ class LoopPlanner:
         self.background.start(record, PlanJob(record.graph, record.costs, budget, policy), niceness)
 
     def _follow(self, record: StepRecord, plan: FollowedPlan, steps: int, planning_seconds: float) -> bool:
-        """Have the native code follow a plan; return False if the plan is obsolete."""
+        """Pass a plan to the native code; return False if the plan is obsolete."""
         numbers = plan.schedule.numbers()
         if not self._space.call("follow_schedule", record.anchor, (ctypes.c_int64 * len(numbers))(*numbers)):
             return False
@@ -161,7 +154,7 @@ class LoopPlanner:
         self.count += 1
         self.made.append(PlanMade(steps, record.ops, plan.policy, plan.seconds, planning_seconds))
         _log.info(
-            "a step of %d ops is followed by %s: %.3f s predicted, planned in %.1f s",
+            "steps of %d ops run by a plan of %s: %.3f s predicted, planned in %.1f s",
             record.ops,
             plan.policy,
             plan.seconds,

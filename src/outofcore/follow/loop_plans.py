@@ -1,4 +1,4 @@
-"""Plans of recorded steps in the store, so that the next process follows them from the first step that it records."""
+"""Store plans of recorded steps, so that the next process can use them from its first recorded step on."""
 
 from __future__ import annotations
 
@@ -31,47 +31,39 @@ class _File(Document):
 
 @dataclass(frozen=True)
 class FollowedPlan:
-    """A schedule by ops of the record, the policy that made it, and the predicted seconds of a step.
-
-    ``is_busy``: it was made with the times of a step during which the machine was busy with something else;
-    ``is_quick``: the quick search made it.
-    """
-
     schedule: Schedule
     policy: str
-    seconds: float
-    is_busy: bool = False
-    is_quick: bool = False
+    seconds: float  # predicted for a step
+    is_busy: bool = False  # whether other programs delayed the recorded step
+    is_quick: bool = False  # whether the quick search made it
 
 
 class LoopPlans:
-    """The plans of recorded steps in a folder; with None it keeps none."""
+    """The stored plans of recorded steps in a folder; with None, the store is empty."""
 
     def __init__(self, folder: Path | None) -> None:
         self._store = PlanStore(folder, "loop", _FORMAT, _File)
 
     def find(self, record: StepRecord, budget: int, policy: str) -> FollowedPlan | None:
-        """Return the stored plan of a step, if any."""
-
-        def check(found: _File, path: Path) -> FollowedPlan:
-            schedule = Schedule(found.leave, found.fetch, found.write, found.offsets, found.scratch)
+        def check(document: _File, path: Path) -> FollowedPlan:
+            schedule = Schedule(document.leave, document.fetch, document.write, document.offsets, document.scratch)
             ops, storages = record.ops, len(record.graph.storages)
             pairs = (*schedule.leave, *schedule.fetch, *schedule.write, *((op, s) for op, s, _ in schedule.offsets))
             if any(op >= ops or s >= storages for op, s in pairs) or any(op >= ops for op, _ in schedule.scratch):
                 refuse(path, "$", "is of another step")
-            return FollowedPlan(schedule, found.policy, found.seconds, found.is_busy, found.is_quick)
+            return FollowedPlan(schedule, document.policy, document.seconds, document.is_busy, document.is_quick)
 
         return self._store.find(_key(record, budget, policy), check)
 
     def keep(self, record: StepRecord, budget: int, policy: str, plan: FollowedPlan) -> None:
-        by = plan.schedule
-        lists = (by.leave, by.fetch, by.write, by.offsets, by.scratch)
+        schedule = plan.schedule
+        lists = (schedule.leave, schedule.fetch, schedule.write, schedule.offsets, schedule.scratch)
         file = _File(_FORMAT, plan.policy, plan.seconds, *lists, plan.is_busy, plan.is_quick)
         self._store.keep(_key(record, budget, policy), file)
 
 
 def _key(record: StepRecord, budget: int, policy: str) -> str:
-    # When storages are freed may differ a little from process to process, and costs do: neither makes it another step.
+    # The key leaves out costs and frees, which vary between processes.
     ops = [(op.name, sorted(op.touched)) for op in record.graph.ops if op.name != FREED]
     storages = [(storage.bytes, storage.kind) for storage in record.graph.storages]
     return key_of(_FORMAT, budget, policy, ops, storages)

@@ -1,8 +1,4 @@
-"""Measure what a loop needs, in a run that may exceed its budget: the peak in core, and the smallest budget.
-
-The native code notes what each op needs at once. Recorded steps are planned for parts of the peak, which predicts what
-smaller budgets cost.
-"""
+"""Measure the needs of a loop in a run that may exceed its budget, and predict step times under smaller budgets."""
 
 from __future__ import annotations
 
@@ -16,23 +12,17 @@ from outofcore.graph import StorageKind
 from outofcore.planning import QUICK, PolicyLike
 from outofcore.units import PAGE_BYTES, format_bytes, round_up
 
-# Parts of the peak in core for which times are predicted.
+# Fractions of the peak in core for which times are predicted.
 PARTS = (0.75, 0.5, 0.25)
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a step would take within a budget.
-
-    Attributes:
-        budget: bytes.
-        slowdown: step time relative to that of the step in core; None where there is no plan, or no step came twice.
-        fits: whether every op of the loop fits the budget.
-    """
+    """The predicted step time within a budget."""
 
     budget: int
-    slowdown: float | None
-    fits: bool
+    slowdown: float | None  # relative to the step time in core; None if no plan exists, or no step came twice
+    fits: bool  # whether every op of the loop fits the budget
 
     @property
     def text(self) -> str:
@@ -50,15 +40,15 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a loop needs, as ``outofcore.budget(..., measure=True)`` measured it.
+    """The needs of a loop, as measured by ``outofcore.budget(..., measure=True)``.
 
     Attributes:
-        steps: that were measured.
-        in_core_bytes: of all tensors of the loop at their peak, evicted ones included: the budget with which nothing
-            moves, and about what plain PyTorch takes.
+        steps: number of measured steps.
+        in_core_bytes: peak bytes of all tensors of the loop, evicted ones included: the smallest budget with which no
+            tensor moves, and about the peak of plain PyTorch.
         smallest_budget: bytes that hold every op that ran; 0 if no op touched a large tensor.
-        op: that needs the smallest budget, with its module and the line of yours.
-        predicted: times within 3/4, 1/2 and 1/4 of ``in_core_bytes``, of the step that makes the most bytes.
+        op: the op that needs the smallest budget, with its module and the line of your code.
+        predicted: times within 3/4, 1/2 and 1/4 of ``in_core_bytes``, of the step that creates the most bytes.
 
     >>> print(Measurement(3, 4 << 20, 1 << 20, "aten::mm in 0 (Linear)", (Predicted(2 << 20, 1.5, True),)))
     measured 3 steps
@@ -79,7 +69,7 @@ class Measurement:
         rows = [
             ("in core", f"{_exact(self.in_core_bytes)}: nothing moves from here on"),
             ("smallest budget", f"{_exact(self.smallest_budget)}, which {self.op} needs"),
-            *((f"within {format_bytes(each.budget)}", each.text) for each in self.predicted),
+            *((f"within {format_bytes(prediction.budget)}", prediction.text) for prediction in self.predicted),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join([f"measured {self.steps} steps", *(f"  {name:<{width}}  {text}" for name, text in rows)])
@@ -91,22 +81,17 @@ def _exact(count: int) -> str:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a loop has needed so far.
-
-    Attributes:
-        rooms: budgets that are parts of ``in_core_bytes``, each with the bytes of the tensors that it can hold.
-        largest: the recorded step that makes the most bytes; None if no step came twice.
-    """
-
     steps: int
     in_core_bytes: int
     smallest_budget: int
     op: str
-    rooms: tuple[tuple[int, int], ...]
-    largest: StepRecord | None
+    rooms: tuple[
+        tuple[int, int], ...
+    ]  # budgets that are fractions of ``in_core_bytes``, each with its room for tensors
+    largest: StepRecord | None  # the step that creates the most bytes; None if no step came twice
 
     def measurement(self, policy: PolicyLike) -> Measurement:
-        """Predict times within parts of the peak, which takes seconds."""
+        """Predict times within fractions of the peak, which takes seconds."""
         if not self.smallest_budget:
             return Measurement(self.steps, 0, 0, "")
         predicted = tuple(self._predicted(budget, room, policy) for budget, room in self.rooms)
@@ -119,13 +104,13 @@ class Needs:
         graph, costs = self.largest.graph, self.largest.costs
         try:
             planned = planning.plan_step(graph, costs, room, policy, params=QUICK)
-        except OutOfCoreError:  # ops run on demand where no plan is
+        except OutOfCoreError:  # without a plan, ops run on demand
             return Predicted(budget, None, fits)
         return Predicted(budget, planned.timeline.step_seconds / costs.compute_seconds, fits)
 
 
 class LoopMeasurer:
-    """Keeps the step that makes the most bytes, of those that the native code proposes for a plan."""
+    """Keeps the step that creates the most bytes, among the steps that the native code proposes for a plan."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -133,22 +118,21 @@ class LoopMeasurer:
         self._made = -1
 
     def step_ended(self) -> None:
-        """Take the step that has ended, which was proposed."""
         numbers = self._space.numbers("follow_proposal")
         if not numbers:
             return
         record = read_record(numbers, self._space.names("follow_names"))
-        made = sum(s.bytes for s in record.graph.storages if s.kind is StorageKind.ACTIVATION)
-        if made > self._made:
-            self._largest, self._made = record, made
+        created_bytes = sum(s.bytes for s in record.graph.storages if s.kind is StorageKind.ACTIVATION)
+        if created_bytes > self._made:
+            self._largest, self._made = record, created_bytes
 
     def needs(self, steps: int) -> Needs:
         stats = self._space.stats(steps=steps, plans=0)
-        device, beside = self._space.device, self._space.beside
+        device, library_bytes = self._space.device, self._space.beside
         need, op = self._space.need() or (0, "")
         small = round_up(stats.peak_small_bytes, PAGE_BYTES)
         total = max(stats.peak_total_bytes + small, need)
-        smallest, in_core = (device.budget_for(room, beside) if need else 0 for room in (need, total))
+        smallest, in_core = (device.budget_for(room, library_bytes) if need else 0 for room in (need, total))
         budgets = [int(in_core * part) for part in PARTS]
-        rooms = tuple((budget, device.room_of(budget, beside) - small) for budget in budgets)
+        rooms = tuple((budget, device.room_of(budget, library_bytes) - small) for budget in budgets)
         return Needs(steps, in_core, smallest, op, rooms, self._largest)

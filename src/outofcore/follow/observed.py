@@ -1,9 +1,4 @@
-"""What a step of a followed loop did: from the native code's numbers to reports and traces.
-
-A followed step is presented like a compiled one: a graph of the storages that its ops used, a plan of what was evicted,
-a program of its ops and copies in the order in which they began, and a measured timeline. Memory is recorded
-separately, since unused storages may stay resident.
-"""
+"""Convert the native code's log of a step to reports and traces."""
 
 from __future__ import annotations
 
@@ -22,105 +17,92 @@ from outofcore.program import Block, CopyIn, CopyOut, Instruction, Program, Queu
 from outofcore.report.data import WORKSPACE, MemoryOverTime
 from outofcore.units import format_bytes, format_seconds
 
-# What a storage is called, and is, where that is known.
+# Names and kinds of storages, by number.
 Known = Mapping[int, tuple[str, StorageKind]]
 
 
 class Link(IntEnum):
-    """The links of a program."""
-
-    AHEAD = 0  # copies beside the ops
-    LATE = 1  # copies that the loop itself makes while an op waits for them
+    AHEAD = 0  # copies that overlap with ops
+    LATE = 1  # copies that an op waits for
 
 
 LINKS = tuple(link.name.lower() for link in Link)
 
 
 class Touched(IntFlag):
-    """How an op uses a block, if it does not only read it."""
+    """How an op uses a block, in addition to reading it."""
 
     WRITES = 1
     CREATES = 2
 
 
 class Event(IntEnum):
-    """What a row of the log is about."""
-
     HELD = 0  # a block has memory when the step begins
     TAKEN = 1  # a block gets memory
-    GIVEN = 2  # a block gives its memory back
-    OP = 3  # an op ran; what it touched comes next
-    TOUCH = 4  # of a block, by the op before
+    GIVEN = 2  # a block releases its memory
+    OP = 3  # an op ran; rows for the blocks it touched follow
+    TOUCH = 4  # the preceding op touched a block
     IN = 5  # a copy of a block from its home has taken effect
     OUT = 6  # a copy of a block to its home
-    LEFT = 7  # a block left for its home
-    FREED = 8  # a block is gone
+    LEFT = 7  # a block was evicted
+    FREED = 8  # a block was freed
 
 
 class Copied(IntEnum):
-    BESIDE = 0  # beside the ops
-    WAITED = 1  # likewise, and the loop stood still until it was done
-    ON_DEMAND = 2  # by the loop itself, between two ops or in one
+    BESIDE = 0  # overlapped with ops
+    WAITED = 1  # overlapped, and then the loop waited for it
+    ON_DEMAND = 2  # in the loop's thread, between two ops or in one
 
 
 class Cause(IntEnum):
-    OP = 0  # another op came than was planned
+    OP = 0  # another op ran than was planned
     END = 1  # the step ended earlier than planned
-    MEMORY = 2  # there was no room, so that something left that was to stay
-    PLACE = 3  # something lay where the plan has something else, and left
+    MEMORY = 2  # an op needed memory, so that a storage was evicted that the plan keeps resident
+    PLACE = 3  # a storage was evicted, because the plan has another storage at its offset
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Where a loop left its plan, and why.
-
-    Attributes:
-        op: of the plan.
-        seconds: since the beginning of the observed step.
-        expected: the operator that the plan has there.
-        came: the operator that ran; empty at the end of the step.
-        missed: ops until a plan had one of them again.
-        back: where a plan had it; -1 if nowhere in that step.
-    """
+    """A point at which a loop left its plan, and why."""
 
     step: int
-    op: int
-    seconds: float
+    op: int  # index in the plan
+    seconds: float  # since the beginning of the observed step
     cause: Cause
-    expected: str
-    came: str
+    expected: str  # the planned operator
+    came: str  # the operator that ran; empty at the end of the step
     bytes: int
-    missed: int
-    back: int
+    missed: int  # ops until a plan matched again
+    back: int  # the op of the plan that matched; -1 if no plan matched in that step
 
     @property
     def text(self) -> str:
         """One sentence for people.
 
         >>> Departure(3, 17, 0.0, Cause.OP, "aten::mm", "aten::mul", 0, 2, 20).text
-        'aten::mul came where aten::mm was planned; 2 ops ran on demand, then the plan was followed from op 20 on'
+        'aten::mul ran where aten::mm was planned; 2 ops ran on demand, then the plan resumed at op 20'
         """
         if self.cause is Cause.END:
             return f"the step ended where {self.expected} was planned"
         if self.cause is Cause.MEMORY:
-            return f"{self.came} needed more memory than planned: {format_bytes(self.bytes)} left that were to stay"
+            return f"{self.came} needed more memory than planned: an extra {format_bytes(self.bytes)} was evicted"
         if self.cause is Cause.PLACE:
-            return f"{format_bytes(self.bytes)} left that lay where the plan has something for {self.came}"
-        what = (
-            f"{self.came} came with other tensors than planned"
+            return f"{format_bytes(self.bytes)} was evicted from an offset planned for {self.came}"
+        event = (
+            f"{self.came} ran with other tensors than planned"
             if self.came == self.expected
-            else f"{self.came} came where {self.expected} was planned"
+            else f"{self.came} ran where {self.expected} was planned"
         )
         ops = f"{self.missed} {'op' if self.missed == 1 else 'ops'}"
         if self.back < 0:
-            return f"{what}; {ops} ran on demand, to the end of what is known"
+            return f"{event}; {ops} ran on demand, and the plan did not resume"
         on_demand = f"{ops} ran on demand, then " if self.missed else ""
-        return f"{what}; {on_demand}the plan was followed from op {self.back} on"
+        return f"{event}; {on_demand}the plan resumed at op {self.back}"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanMade:
-    """A plan made in the background for steps of ``ops`` ops, ready after ``step`` steps had ended."""
+    """A background plan for steps of ``ops`` ops, which was ready after step number ``step``."""
 
     step: int
     ops: int
@@ -143,87 +125,62 @@ class PlanMade:
 
 @dataclass(frozen=True)
 class Observed:
-    """One measured step.
-
-    Attributes:
-        complete: whether it has ended; else it is what happened so far.
-        cut: events that are left out at its end, since there were too many.
-        began_ns: when it began, in nanoseconds since 1970.
-        graph: its ops and storages of 64 KiB and more.
-        plan: what was evicted, planned or not.
-        program: its ops and copies; of copies the home is a ``Link``.
-        memory: bytes of the arena in use.
-        on_demand: ops that ran without a plan.
-        departures: the last ones of the loop, in order, of ``departures_ever``.
-    """
-
     step: int
     complete: bool
-    cut: int
-    began_ns: int
-    graph: StepGraph
-    plan: Plan
-    program: Program
+    cut: int  # events missing at the end, because the log was full
+    began_ns: int  # since 1970
+    graph: StepGraph  # storages of 64 KiB and more
+    plan: Plan  # evictions, planned or not
+    program: Program  # ops and copies in the order in which they began; the home of a copy is a ``Link``
     timeline: Timeline
-    memory: MemoryOverTime
+    memory: MemoryOverTime  # arena bytes in use, including unused storages that stay resident
     on_demand: frozenset[int]
-    departures: tuple[Departure, ...]
+    departures: tuple[Departure, ...]  # the last ones, in order
     departures_ever: int
 
     @property
     def planned(self) -> int:
-        """The number of ops that ran by plan."""
         return len(self.graph.ops) - len(self.on_demand)
 
 
 class _Header(NamedTuple):
-    steps: int  # that have ended
-    complete: int  # whether this one has
-    cut: int  # events left out
+    steps: int  # number of ended steps
+    complete: int  # whether this step has ended
+    cut: int  # number of omitted events
     began_ns: int  # since 1970
     nanos: int
     events: int
-    departures: int  # that are listed
+    departures: int  # number of listed departures
     departures_ever: int
 
 
 class _Row(NamedTuple):
-    """An event of the log; its times are nanoseconds as they are read, and then seconds."""
+    """An event of the log; its times are in nanoseconds in the native log, and in seconds after parsing."""
 
     event: Event
     start: float
     end: float
     number: int  # of the block or the operator
-    bytes: int  # of an op: the nanoseconds that it waited
-    flags: int  # of an op: whether it came by plan; of a touch: ``Touched``; of a copy: ``Copied``
+    bytes: int  # for an op: the nanoseconds that it waited
+    flags: int  # for an op: whether it was planned; for a touch: ``TouchFlags``; for a copy: ``CopyTiming``
 
 
 def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, budget: int, policy: str) -> Observed:
-    """Read a step from the native code's numbers.
-
-    Args:
-        numbers: a header and the rows of the log. Then for each departure its step, the op of the plan, its
-            nanoseconds, the cause, bytes, ops until the plan was found again, where, and the operators that were
-            planned and came.
-        names: of operators.
-        known: names and kinds of blocks.
-        budget: bytes of the arena.
-        policy: of the plan that was followed.
-    """
-    rest = iter(numbers)
-    header = take(rest, _Header)
+    """Parse a step from the native code's numbers: a header, the rows of the log, and the departures."""
+    remaining = iter(numbers)
+    header = take(remaining, _Header)
     seconds = header.nanos / 1e9
 
     def within(time: float) -> float:
         return min(max(time / 1e9, 0.0), seconds)
 
-    rows = (take(rest, _Row) for _ in range(header.events))
+    rows = (take(remaining, _Row) for _ in range(header.events))
     log = [_Row(Event(row.event), within(row.start), within(row.end), *row[3:]) for row in rows]
     departures: list[Departure] = []
     for _ in range(header.departures):
-        step, op, at, cause, size, missed, back, expected, came = islice(rest, len(fields(Departure)))
+        step, op, nanos, cause, size, missed, back, expected, came = islice(remaining, len(fields(Departure)))
         expected_name, name = _name(names, expected), _name(names, came)
-        departures.append(Departure(step, op, at / 1e9, Cause(cause), expected_name, name, size, missed, back))
+        departures.append(Departure(step, op, nanos / 1e9, Cause(cause), expected_name, name, size, missed, back))
     reader = _Reader(log, names, known)
     graph = reader.graph()
     program, timeline = reader.program(seconds)
@@ -246,60 +203,60 @@ def read_observed(numbers: Sequence[int], names: Sequence[str], known: Known, bu
 
 
 class _Reader:
-    """Reads the log once and builds the parts of ``Observed``."""
+    """Reads the log once and builds the parts of ``ObservedStep``."""
 
     def __init__(self, log: Sequence[_Row], names: Sequence[str], known: Known) -> None:
         self._known = known
         self._bytes: dict[int, int] = {}
         self._moved: set[int] = set()
-        self._outlived: set[int] = set()  # there at the beginning, or made by no op
-        self._freed: dict[int, int] = {}  # by block, the ops before
+        self._outlived: set[int] = set()  # blocks that existed at the beginning
+        self._freed: dict[int, int] = {}  # by block: the number of ops before
         self._uses: dict[int, list[int]] = defaultdict(list)
         self._creator: dict[int, int] = {}
         self._ops: list[tuple[str, list[_Row]]] = []
         self._starts: list[float] = []
         self.on_demand: set[int] = set()
-        self._stays: list[tuple[int, float, float | None]] = []  # block, from when to when it has memory
-        # What ran: from when to when; the op or -1, the block, whether out, the link; stays; what an op waited for.
+        self._stays: list[tuple[int, float, float | None]] = []  # block, begin and end of its time in memory
+        # Executions: begin, end; op or -1; block, whether it is copied out, link; stays; copies that the op waited for.
         self._ran: list[tuple[float, float, int, int, bool, int, list[int], list[int]]] = []
-        self._left: list[tuple[int, int, int]] = []  # block, its last use, the ops before
-        self._back: dict[int, list[float]] = defaultdict(list)  # by block, when copies in began
+        self._left: list[tuple[int, int, int]] = []  # block, its last use, the number of ops before
+        self._back: dict[int, list[float]] = defaultdict(list)  # by block: begins of copies in
         self._go_through(log, names)
         self._numbers = {block: i for i, block in enumerate(b for b in self._bytes if self._is_storage(b))}
 
     def _go_through(self, log: Sequence[_Row], names: Sequence[str]) -> None:
-        staying: dict[int, int] = {}
-        waited: list[int] = []
+        current_stays: dict[int, int] = {}
+        awaited: list[int] = []
         for row in log:
             block = row.number
             if row.event is not Event.OP:
                 self._bytes.setdefault(block, row.bytes)
             if row.event in (Event.HELD, Event.TAKEN):
-                staying[block] = len(self._stays)
+                current_stays[block] = len(self._stays)
                 self._stays.append((block, 0.0 if row.event is Event.HELD else row.start, None))
                 if row.event is Event.HELD:
                     self._outlived.add(block)
-            elif row.event is Event.GIVEN and block in staying:
-                stay = staying.pop(block)
+            elif row.event is Event.GIVEN and block in current_stays:
+                stay = current_stays.pop(block)
                 self._stays[stay] = (block, self._stays[stay][1], row.start)
             elif row.event is Event.OP:
-                for_it = [i for i in waited if self._ran[i][1] <= row.start]
-                waited = []
+                awaited_copies = [i for i in awaited if self._ran[i][1] <= row.start]
+                awaited = []
                 if not row.flags:
                     self.on_demand.add(len(self._ops))
-                self._ran.append((row.start, row.end, len(self._ops), -1, False, Link.AHEAD, [], for_it))
+                self._ran.append((row.start, row.end, len(self._ops), -1, False, Link.AHEAD, [], awaited_copies))
                 self._ops.append((names[row.number], []))
                 self._starts.append(row.start)
             elif row.event is Event.TOUCH:
-                self._touch(row, staying.get(block))
+                self._touch(row, current_stays.get(block))
             elif row.event in (Event.IN, Event.OUT):
                 self._moved.add(block)
                 if row.event is Event.IN:
                     self._back[block].append(row.start)
                 link = Link.LATE if row.flags == Copied.ON_DEMAND else Link.AHEAD
                 if row.flags != Copied.BESIDE:
-                    waited.append(len(self._ran))
-                stays = [staying[block]] if block in staying else []
+                    awaited.append(len(self._ran))
+                stays = [current_stays[block]] if block in current_stays else []
                 self._ran.append((row.start, row.end, -1, block, row.event is Event.OUT, link, stays, []))
             elif row.event is Event.LEFT:
                 self._moved.add(block)
@@ -333,7 +290,7 @@ class _Reader:
             return self._known[block][1]
         if self._lasts(block):
             return StorageKind.BUFFER
-        # What moves is the loop's to answer for, and a report does not count what inputs move.
+        # A report does not count copies of inputs, so a block that was copied must not be an input.
         outside = block not in self._creator and block not in self._outlived and block not in self._moved
         return StorageKind.INPUT if outside else StorageKind.ACTIVATION
 
@@ -364,57 +321,57 @@ class _Reader:
         return StepGraph(tuple(storages), tuple(ops))
 
     def _module(self, touches: Sequence[_Row]) -> str:
-        """Return the module whose parameters an op uses; empty for none or several."""
-        named = (self._known[t.number] for t in touches if t.number in self._known)
-        owners = {name.rpartition(".")[0] for name, kind in named if kind is StorageKind.PARAMETER}
+        """Return the module of the parameters that an op uses; empty unless it is exactly one."""
+        known_blocks = (self._known[t.number] for t in touches if t.number in self._known)
+        owners = {name.rpartition(".")[0] for name, kind in known_blocks if kind is StorageKind.PARAMETER}
         return owners.pop() if len(owners) == 1 else ""
 
     def _storage_name(self, block: int, ops: Sequence[Op]) -> str:
         if block in self._known:
             return self._known[block][0]
-        made = self._creator.get(block)
-        if made is None:
+        creator = self._creator.get(block)
+        if creator is None:
             return ""
-        short = ops[made].name.removeprefix("aten.").partition(".")[0]
-        return f"{ops[made].module} {short}".strip()
+        short = ops[creator].name.removeprefix("aten.").partition(".")[0]
+        return f"{ops[creator].module} {short}".strip()
 
     def program(self, seconds: float) -> tuple[Program, Timeline]:
         order = sorted(range(len(self._ran)), key=lambda i: self._ran[i][0])
         lanes: dict[tuple[Queue, int], int] = defaultdict(int)
-        places: dict[int, Wait] = {}  # by place in the log, what to wait for to have it done
+        places: dict[int, Wait] = {}  # by index of the execution: how to wait for its end
         blocks: dict[int, int] = {}  # by stay
-        used: list[tuple[int, int]] = []  # by block the first and the last instruction
+        spans: list[tuple[int, int]] = []  # by block: its first and last instruction
         versions: dict[int, int] = defaultdict(int)
-        made: list[Instruction] = []
+        instructions: list[Instruction] = []
         for ran in order:
-            _, _, op, block, out, link, stays, waited = self._ran[ran]
+            _, _, op, block, out, link, stays, copies = self._ran[ran]
             for stay in stays:
                 number = blocks.setdefault(stay, len(blocks))
-                if number == len(used):
-                    used.append((len(made), len(made)))
-                used[number] = (used[number][0], len(made))
-            held = tuple(blocks[stay] for stay in stays)
+                if number == len(spans):
+                    spans.append((len(instructions), len(instructions)))
+                spans[number] = (spans[number][0], len(instructions))
+            used_blocks = tuple(blocks[stay] for stay in stays)
             if op >= 0:
                 latest: dict[tuple[Queue, int], Wait] = {}
-                for wait in (places[i] for i in waited if i in places):
-                    line = wait.queue, wait.home
-                    if line not in latest or latest[line].count < wait.count:
-                        latest[line] = wait
-                one: Instruction = Run(op, held, None, tuple(latest.values()))
+                for wait in (places[i] for i in copies if i in places):
+                    link_key = wait.queue, wait.home
+                    if link_key not in latest or latest[link_key].count < wait.count:
+                        latest[link_key] = wait
+                instruction: Instruction = Run(op, used_blocks, None, tuple(latest.values()))
                 for touch in self._ops[op][1]:
                     versions[touch.number] += bool(touch.flags & Touched.WRITES)
-            elif held:
-                one = (CopyOut if out else CopyIn)(held[0], versions[block], (), link)
-            else:  # it had no memory any more when that was noticed
+            elif used_blocks:
+                instruction = (CopyOut if out else CopyIn)(used_blocks[0], versions[block], (), link)
+            else:  # the block's memory was released before the copy was logged
                 continue
-            lane = lane_of(one)
+            lane = lane_of(instruction)
             lanes[lane] += 1
             places[ran] = Wait(lane[0], lanes[lane], lane[1])
-            made.append(one)
-        kept = [i for i in order if i in places]
-        found = tuple(self._block(number, self._stays[stay][0], *used[number]) for stay, number in blocks.items())
-        timeline = Timeline(tuple(self._ran[i][0] for i in kept), tuple(self._ran[i][1] for i in kept), seconds)
-        return Program(tuple(made), found), timeline
+            instructions.append(instruction)
+        executed = [i for i in order if i in places]
+        placed = tuple(self._block(number, self._stays[stay][0], *spans[number]) for stay, number in blocks.items())
+        timeline = Timeline(tuple(self._ran[i][0] for i in executed), tuple(self._ran[i][1] for i in executed), seconds)
+        return Program(tuple(instructions), placed), timeline
 
     def _block(self, number: int, block: int, first: int, last: int) -> Block:
         return Block(number, self._numbers[block], self._bytes[block], first, last + 1)
@@ -427,44 +384,44 @@ class _Reader:
             if end is not None:
                 changes[kind][end] -= self._bytes[block]
         times = sorted({0.0, seconds}.union(*changes.values()))
-        held: dict[str, tuple[int, ...]] = {}
+        levels_by_kind: dict[str, tuple[int, ...]] = {}
         for kind in [*(kind.value for kind in StorageKind), WORKSPACE]:
             if kind not in changes:
                 continue
-            now, levels = 0, list[int]()
+            level, levels = 0, list[int]()
             for time in times:
-                now += changes[kind].get(time, 0)
-                levels.append(now)
+                level += changes[kind].get(time, 0)
+                levels.append(level)
             if any(levels):
-                held[kind] = tuple(levels)
-        return MemoryOverTime(tuple(times), held)
+                levels_by_kind[kind] = tuple(levels)
+        return MemoryOverTime(tuple(times), levels_by_kind)
 
     def decisions(self) -> tuple[Decision, ...]:
         """Return the decisions for gaps in which a storage was evicted."""
-        count = len(self._ops)
-        found: dict[Gap, Decision] = {}
-        for block, last, before in self._left:
+        op_count = len(self._ops)
+        by_gap: dict[Gap, Decision] = {}
+        for block, last, ops_before in self._left:
             uses = self._uses.get(block, [])
             if last < 0:
-                # It was used last in the step before, and that was as this one is.
+                # Its last use is in the step before; assume that this was the same as this step's.
                 if not uses or not self._lasts(block):
                     continue
-                gap = Gap(self._numbers[block], uses[-1], count + uses[0])
+                gap = Gap(self._numbers[block], uses[-1], op_count + uses[0])
                 release_by = uses[-1] + 1
             else:
-                later = bisect_right(uses, last)
-                if later < len(uses):
-                    end = uses[later]
+                next_use = bisect_right(uses, last)
+                if next_use < len(uses):
+                    end = uses[next_use]
                 elif self._lasts(block):
-                    end = count + uses[0]
-                else:  # it was freed there, or is used in another step
-                    end = max(self._freed.get(block, count), last + 1)
+                    end = op_count + uses[0]
+                else:  # it was freed, or is used in another step
+                    end = max(self._freed.get(block, op_count), last + 1)
                 gap = Gap(self._numbers[block], last, end)
-                release_by = max(before, last + 1)
+                release_by = max(ops_before, last + 1)
             release_by = min(release_by, gap.end)
             returns = [i for start in self._back[block] if release_by <= (i := self._begun(start)) <= gap.end]
-            found[gap] = Decision(gap, Residency.OFFLOAD, release_by, returns[0] if returns else gap.end, Link.AHEAD)
-        return tuple(found[gap] for gap in sorted(found))
+            by_gap[gap] = Decision(gap, Residency.OFFLOAD, release_by, returns[0] if returns else gap.end, Link.AHEAD)
+        return tuple(by_gap[gap] for gap in sorted(by_gap))
 
     def _begun(self, time: float) -> int:
         return bisect_right(self._starts, time)
@@ -476,8 +433,8 @@ def graph_name(name: str) -> str:
     >>> graph_name("aten::add.Tensor"), graph_name("aten::mm")
     ('aten.add.Tensor', 'aten.mm.default')
     """
-    space, _, rest = name.partition("::")
-    return f"{space}.{rest}" if "." in rest else f"{space}.{rest}.default"
+    space, _, operator = name.partition("::")
+    return f"{space}.{operator}" if "." in operator else f"{space}.{operator}.default"
 
 
 def _name(names: Sequence[str], number: int) -> str:
@@ -486,22 +443,22 @@ def _name(names: Sequence[str], number: int) -> str:
 
 def observed_notes(observed: Observed, plans: Sequence[PlanMade]) -> list[tuple[str, str]]:
     """Return a report's notes on a step, as pairs of name and text."""
-    graph, most = observed.graph, 20
-    told = f"{len(graph.ops)} ops on {len(graph.storages)} storages of 64 KiB and more"
+    graph, max_departures = observed.graph, 20
+    size = f"{len(graph.ops)} ops on {len(graph.storages)} storages of 64 KiB and more"
     notes = [
-        ("step", f"step {observed.step + 1} of the loop: {told}")
+        ("step", f"step {observed.step + 1} of the loop: {size}")
         if observed.complete
-        else ("so far", f"no step of an optimizer is complete; since the loop was started: {told}"),
+        else ("so far", f"no optimizer step is complete; since the loop was started: {size}"),
         ("ops", f"{observed.planned} by plan, {len(observed.on_demand)} on demand"),
-        ("copies", "ahead: beside the ops; late: while an op waited for them"),
+        ("copies", "ahead: overlapped with ops; late: while an op waited for them"),
     ]
     if observed.cut:
-        notes.append(("left out", f"the end of the step: {observed.cut} events more than are kept"))
-    notes += [("plan", plan.text) for plan in plans] or [("plan", "none was made so far")]
-    shown = observed.departures[-most:]
-    if observed.departures_ever > len(shown):
-        notes.append(("departures from plans", f"{observed.departures_ever} in all, of which the last are told"))
-    return [*notes, *((f"step {d.step + 1}, op {d.op} of the plan", d.text) for d in shown)]
+        notes.append(("left out", f"the last {observed.cut} events of the step"))
+    notes += [("plan", plan.text) for plan in plans] or [("plan", "no plan so far")]
+    listed = observed.departures[-max_departures:]
+    if observed.departures_ever > len(listed):
+        notes.append(("departures from plans", f"{observed.departures_ever} in total; the last are listed"))
+    return [*notes, *((f"step {d.step + 1}, op {d.op} of the plan", d.text) for d in listed)]
 
 
 def departure_marks(observed: Observed) -> tuple[tuple[float, str, str], ...]:

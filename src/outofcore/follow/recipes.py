@@ -1,9 +1,7 @@
-"""Tensors that autograd need not keep, since they can be made again: its part that is Python.
+"""Replace tensors that autograd saves by recipes to recompute them: the Python part of ``recipes.h``.
 
-``lineage.h`` and ``recipes.h`` know how the bytes of a storage came about. When an op has run of which an operand or a
-result is to be made again, its autograd node is looked at once, and each saved tensor that has a recipe gives way to
-it, by the hooks that PyTorch has for that. All other saved tensors stay as they are; those that somebody else has given
-hooks do, too.
+After an op that uses or creates a storage to recompute, its autograd node is inspected once. Saved tensors with a
+recipe are replaced by it through PyTorch's saved-tensor hooks, unless they have hooks already.
 """
 
 from __future__ import annotations
@@ -22,62 +20,57 @@ from outofcore.follow.space import Space
 
 
 class Recompute(enum.IntEnum):
-    """What autograd gets a recipe of in place of a saved tensor."""
+    """Which saved tensors autograd gets recipes for; mirrors the native code's modes."""
 
-    OFF = 0  # nothing
-    CHOSEN = 1  # the storages that were chosen
-    EVERYTHING = 2  # whatever can be made again, whether that pays or not
-    NOTING = 3  # nothing, but it is written down what could be made again
+    OFF = 0
+    CHOSEN = 1  # the chosen storages
+    EVERYTHING = 2  # every storage that can be recomputed, even if that does not pay off
+    NOTING = 3  # no storage; it is recorded how storages are computed
 
 
 class Recipes:
-    """Says of a followed loop which tensors autograd need not keep."""
+    """Controls which saved tensors of a loop are recomputed."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
         _listen(space.library)
 
     def off(self) -> None:
-        """From now on autograd keeps what it saves. Recipes that it has already stay good."""
+        """Stop recomputation of newly saved tensors. Recipes that autograd already has remain valid."""
         self._switch(Recompute.OFF)
 
     def everything(self) -> None:
-        """Whatever can be made again is: to try that it is exact, not to save anything."""
+        """Recompute every tensor that can be recomputed: a test of exactness that saves no memory."""
         self._switch(Recompute.EVERYTHING)
 
     def choose(self, storages: Iterable[int]) -> None:
-        """Make these again, and from the next step on what plays their part.
-
-        Args:
-            storages: ids of storages in the loop's history.
-        """
+        """Recompute these storages (ids in the loop's history), and storages with the same roles in later steps."""
         chosen = list(storages)
         ids = (ctypes.c_int64 * len(chosen))(*chosen)
         self._space.call("follow_recompute_set", ids, len(chosen))
         self._switch(Recompute.CHOSEN)
 
     def note(self) -> None:
-        """Write down from now on what could be made again; see ``noted``."""
         self._switch(Recompute.NOTING)
 
     def noted(self) -> tuple[Made, ...]:
-        """What was made since ``note`` was called, and what else autograd saved, in the order of their ids."""
+        """Return the storages computed or saved since ``start_noting``, in the order of their ids."""
         numbers = self._space.numbers("follow_notes")
-        found: list[Made] = []
-        at = 0
-        while at < len(numbers):
-            storage, size, nanoseconds, saved, inputs = numbers[at : at + 5]
-            at += 5 + inputs
+        notes: list[Made] = []
+        position = 0
+        while position < len(numbers):
+            storage, size, nanoseconds, saved, inputs = numbers[position : position + 5]
+            position += 5 + inputs
             seconds = None if nanoseconds < 0 else nanoseconds / 1e9
-            found.append(Made(storage, size, seconds, tuple(numbers[at - inputs : at]), bool(saved)))
-        return tuple(found)
+            notes.append(Made(storage, size, seconds, tuple(numbers[position - inputs : position]), bool(saved)))
+        return tuple(notes)
 
     def _switch(self, mode: Recompute) -> None:
         self._space.call("follow_recompute", int(mode))
 
 
 class _Packed:
-    """What autograd holds in place of a tensor: a reference to a recipe of the native code."""
+    """A reference to a native recipe, which autograd holds in place of a tensor."""
 
     __slots__ = ("_address", "_library")
 
@@ -88,10 +81,10 @@ class _Packed:
         self._library.follow_drop(self._address)
 
     def unpacked(self) -> torch.Tensor:
-        made = self._library.follow_unpack(self._address)
-        if made is None:
+        tensor = self._library.follow_unpack(self._address)
+        if tensor is None:
             raise RuntimeError(self._library.follow_failure().decode(errors="replace"))
-        return tensor_at(made)
+        return tensor_at(tensor)
 
 
 def _unpack(packed: _Packed) -> torch.Tensor:
@@ -99,9 +92,9 @@ def _unpack(packed: _Packed) -> torch.Tensor:
 
 
 def _replace_saved(result: torch.Tensor, library: ctypes.CDLL) -> None:
-    """Replace the saved tensors of an op's autograd node by recipes where they can be recomputed."""
+    """Replace the saved tensors of an op's autograd node that can be recomputed by recipes."""
     for saved in saved_tensors_of(result.grad_fn):
-        # An object that somebody may know again is not replaced by another one.
+        # Unpacking makes a new tensor object, so keep a tensor if its identity may matter.
         tensor = saved.tensor
         if type(tensor) is not torch.Tensor or (tensor.is_leaf and tensor.requires_grad) or vars(tensor):
             continue
@@ -109,7 +102,7 @@ def _replace_saved(result: torch.Tensor, library: ctypes.CDLL) -> None:
         if address is None:
             continue
         packed = _Packed(address, library)
-        # What was changed since it was saved stays as it is: PyTorch refuses it when it is needed.
+        # Keep a tensor that was changed since it was saved: PyTorch raises an error for it in the backward pass.
         if saved.is_unchanged():
             saved.replace(functools.partial(_instead, packed), _unpack)
 
@@ -120,7 +113,7 @@ def _instead(packed: _Packed, _: torch.Tensor) -> _Packed:
 
 @functools.cache
 def _listen(library: ctypes.CDLL) -> object:
-    """Have the native code offer results of ops. Returns what it calls, which must stay alive."""
+    """Register the callback for results of ops with the native code. Return the callback, which must stay alive."""
 
     def offered(address: int) -> int:
         with DisableTorchFunction():

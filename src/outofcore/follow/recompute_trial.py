@@ -1,9 +1,8 @@
-"""Whether a loop makes some of what autograd saves again, where copies are what its steps wait for: tried once.
+"""Try once whether recomputing some saved tensors makes a loop's steps faster.
 
-A plan of the step as it is tells how long copies hold it up. If they do, one step is noted, what is cheap to make again
-is chosen (``remaking.py``), and the step that comes of it is recorded and planned like any other. Recomputation stays
-if its plan takes less time by prediction. The two steps may be of different lengths, so each plan's time is divided by
-that of the step's own ops.
+If copies delay a planned step, the trial records how the storages of one step were computed, and chooses cheap ones
+(``remaking.py``). Recomputation stays on if the plan of a step with it is predicted to be faster. Steps may differ in
+length, so predictions are relative to the time of the step's own ops.
 """
 
 from __future__ import annotations
@@ -17,18 +16,16 @@ from outofcore.follow.remaking import Made, worth_making_again
 
 _log = logging.getLogger("outofcore")
 
-# Steps that copies hold up by less are left as they are, and so are those that it does not make so much quicker.
+# As shares of the step time: the delay by copies that starts a trial, and the speedup that keeps recomputation on.
 WORTH_TRYING = 0.03
 WORTH_KEEPING = 0.01
 
 
 class Phase(Enum):
-    """How far the trial is."""
-
-    UNTRIED = "untried"  # no plan has shown yet that copies hold steps up
-    NOTING = "noting"  # the step that runs is noted
-    TRYING = "trying"  # it is done, until a plan tells how quick that is
-    SETTLED = "settled"  # for good, one way or the other
+    UNTRIED = "untried"  # no plan so far has shown that copies delay steps
+    NOTING = "noting"  # the current step is recorded
+    TRYING = "trying"  # tensors are recomputed, until a plan predicts the time of that
+    SETTLED = "settled"  # recomputation stays on or off
 
 
 class _Recipes(Protocol):
@@ -39,14 +36,7 @@ class _Recipes(Protocol):
 
 
 class RecomputeTrial:
-    """Decides from plans of a loop's steps.
-
-    Args:
-        recipes: of the loop.
-
-    Attributes:
-        phase: how far it is.
-    """
+    """A trial of recomputation, driven by the plans of a loop's steps."""
 
     def __init__(self, recipes: _Recipes) -> None:
         self._recipes = recipes
@@ -57,49 +47,46 @@ class RecomputeTrial:
 
     @property
     def awaits_plan(self) -> bool:
-        """Whether steps run on demand until one with recomputation has a plan."""
+        """Whether steps run on demand until a step with recomputation has a plan."""
         return self.phase is Phase.TRYING
 
     def plan_made(
-        self, seconds: float, compute_seconds: float, bytes_per_second: float, rerun_seconds: float | None
+        self,
+        seconds: float,  # predicted for the step
+        compute_seconds: float,  # of all its ops
+        bytes_per_second: float,  # of the home, in one direction
+        rerun_seconds: float | None,  # of recomputed ops; None if the step recomputes no storage
     ) -> None:
-        """A step has a plan.
-
-        Args:
-            seconds: of the step, as predicted.
-            compute_seconds: of all its ops, recomputation included.
-            bytes_per_second: of the home, in one direction.
-            rerun_seconds: of the ops that ran again in the step that was planned; None: none did.
-        """
+        """Advance the trial with a new plan of a step."""
         slowdown = seconds / max(compute_seconds - (rerun_seconds or 0.0), 1e-9)
         if self.phase is Phase.UNTRIED and rerun_seconds is None:
-            held_up = seconds - compute_seconds
-            if held_up <= WORTH_TRYING * compute_seconds:
+            delay = seconds - compute_seconds
+            if delay <= WORTH_TRYING * compute_seconds:
                 return
             self._slowdown, self._rate = slowdown, bytes_per_second
-            self._enough = int(held_up * bytes_per_second)
+            self._enough = int(delay * bytes_per_second)
             self._recipes.note()
             self.phase = Phase.NOTING
         elif self.phase is Phase.TRYING and rerun_seconds is not None:
             self.phase = Phase.SETTLED
-            kept = slowdown < self._slowdown * (1 - WORTH_KEEPING)
+            is_faster = slowdown < self._slowdown * (1 - WORTH_KEEPING)
             _log.info(
                 "predicted slowdown with recomputation: %.3f, without: %.3f; recomputation is %s",
                 slowdown,
                 self._slowdown,
-                "on" if kept else "off",
+                "on" if is_faster else "off",
             )
-            if not kept:
+            if not is_faster:
                 self._recipes.off()
 
     def plan_failed(self) -> None:
-        """A step with recomputation has no plan."""
+        """End the trial if a step with recomputation got no plan."""
         if self.phase is Phase.TRYING:
             self._recipes.off()
             self.phase = Phase.SETTLED
 
     def step_ended(self) -> None:
-        """A step of the loop has ended."""
+        """Choose the storages to recompute, if a step was just recorded for that."""
         if self.phase is not Phase.NOTING:
             return
         chosen = worth_making_again(self._recipes.noted(), self._rate, enough=self._enough)

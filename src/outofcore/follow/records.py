@@ -1,9 +1,7 @@
 """Convert a recorded step of a loop to a graph that can be planned, and its plan to a schedule for the native code.
 
-The graph differs from that of a compiled step in two ways. A storage's role for the user is unknown: it is persistent,
-external, or made in the step. And a storage to which autograd or the loop refers exists, resident or at home, until it
-is freed, even if no op uses it any more. A pseudo-op that reads the storage when it is freed models that: it takes no
-time, never runs, and nothing is fetched for it alone.
+Unlike in the graph of a compiled step, a storage's role is unknown, and it exists until autograd or the loop frees it.
+A pseudo-op that reads the storage models the end: it takes no time, never runs, and causes no fetch.
 """
 
 from __future__ import annotations
@@ -20,49 +18,32 @@ from outofcore.plan import Plan, Residency
 from outofcore.program import Program, Run
 from outofcore.units import MIB
 
-# Of the ops that stand for the end of a storage.
+# The name of the pseudo-op that ends a storage.
 FREED = "freed"
-# A home as it is taken to be: copies both ways slow each other and the ops down by what nobody has measured.
+# The assumed home until enough bytes were copied; ``contention`` and ``compute_slowdown`` are guesses.
 _USUAL_HOME = Home("home", None, 1.5e9, 1.5e9, latency_s=1e-4, contention=0.5, compute_slowdown=0.1)
-# Once so many bytes were copied, the speed is known.
+# A measured speed is used once this many bytes were copied.
 _ENOUGH_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step as it was recorded.
-
-    Attributes:
-        anchor: its number among the size buckets that plans are made for.
-        graph: its ops, and a pseudo-op for the end of each storage.
-        places: for each op of the graph, the op of the record; for a pseudo-op the next one.
-        ops: of the record.
-    """
-
-    anchor: int
-    graph: StepGraph
+    anchor: int  # number of its size bucket; each size bucket has one plan
+    graph: StepGraph  # with a pseudo-op for the end of each storage
     costs: Costs
-    places: tuple[int, ...]
-    ops: int
+    places: tuple[int, ...]  # for each op of the graph its index in the record; for a pseudo-op that of the next op
+    ops: int  # in the record
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A plan by ops of the record, as ordered pairs of op and storage.
+    """A plan in terms of the record, as sorted pairs of op and storage."""
 
-    Attributes:
-        leave: when an op begins, the room of a storage may be reused.
-        fetch: when an op begins, the fetch of a storage begins.
-        write: when an op is done, a storage begins to be copied to its home.
-        offsets: (op, storage, offset): from this use on, the storage's offset in the arena, in bytes.
-        scratch: (op, offset) of scratch memory.
-    """
-
-    leave: tuple[tuple[int, int], ...]
-    fetch: tuple[tuple[int, int], ...]
-    write: tuple[tuple[int, int], ...]
-    offsets: tuple[tuple[int, int, int], ...] = ()
-    scratch: tuple[tuple[int, int], ...] = ()
+    leave: tuple[tuple[int, int], ...]  # when the op begins, the storage's memory may be reused
+    fetch: tuple[tuple[int, int], ...]  # when the op begins, the fetch begins
+    write: tuple[tuple[int, int], ...]  # when the op has finished, the copy to the home begins
+    offsets: tuple[tuple[int, int, int], ...] = ()  # (op, storage, arena offset in bytes from this use on)
+    scratch: tuple[tuple[int, int], ...] = ()  # (op, arena offset of its scratch memory)
 
     def numbers(self) -> list[int]:
         """Flatten the lists, each after its length.
@@ -87,9 +68,9 @@ class _Header(NamedTuple):
 
 class _Storage(NamedTuple):
     bytes: int
-    freed: int  # the ops that had begun then; -1: it was not freed
-    created: int  # whether the step made it
-    lasts: int  # whether it is there from step to step
+    freed: int  # number of ops begun when it was freed; -1 if it was not
+    created: int  # whether an op of the step created it
+    lasts: int  # whether it is persistent
 
 
 class _Op(NamedTuple):
@@ -109,39 +90,34 @@ class _Touch(NamedTuple):
 _T = TypeVar("_T", bound=NamedTuple)
 
 
-def take(rest: Iterator[int], kind: type[_T]) -> _T:
-    """Read the fields of a named tuple from the numbers that are left."""
-    return kind._make(islice(rest, len(kind._fields)))
+def take(numbers: Iterator[int], fields_type: type[_T]) -> _T:
+    """Read the fields of one named tuple from an iterator of numbers."""
+    return fields_type._make(islice(numbers, len(fields_type._fields)))
 
 
 def read_record(numbers: Sequence[int], names: Sequence[str]) -> StepRecord:
-    """Read a step from the native code's numbers.
-
-    Args:
-        numbers: a header, the storages, and each op with its touches; for each leftover the storage, and the ops of the
-            next step that had begun when it was freed.
-        names: of operators.
-    """
-    rest = iter(numbers)
-    header = take(rest, _Header)
-    storages = [take(rest, _Storage) for _ in range(header.storages)]
-    steps: list[tuple[_Op, list[_Touch]]] = []
+    """Parse a step from the native code's numbers."""
+    remaining = iter(numbers)
+    header = take(remaining, _Header)
+    storages = [take(remaining, _Storage) for _ in range(header.storages)]
+    ops: list[tuple[_Op, list[_Touch]]] = []
     for _ in range(header.ops):
-        op = take(rest, _Op)
-        steps.append((op, [take(rest, _Touch) for _ in range(op.touches)]))
-    left = {next(rest): next(rest) for _ in range(header.leftovers)}
+        op = take(remaining, _Op)
+        ops.append((op, [take(remaining, _Touch) for _ in range(op.touches)]))
+    # By storage: how many ops of the next step had begun when it was freed.
+    leftovers = {next(remaining): next(remaining) for _ in range(header.leftovers)}
 
     uses: list[list[int]] = [[] for _ in storages]
-    for index, (_, touches) in enumerate(steps):
+    for index, (_, touches) in enumerate(ops):
         for touch in touches:
             uses[touch.storage].append(index)
-    # What lives on into the next step, and ends there, is seen as lasting: made anew in each step.
+    # A storage that ends in the next step is modelled as persistent state that each step overwrites.
     carried = {
         s: freed
-        for s, freed in left.items()
+        for s, freed in leftovers.items()
         if storages[s].created and storages[s].freed < 0 and 0 < freed < uses[s][0]
     }
-    graph, costs, places = _graph(storages, steps, _ends(storages, uses, carried, header.ops), carried, names)
+    graph, costs, places = _graph(storages, ops, _ends(storages, uses, carried, header.ops), carried, names)
     home = replace(
         _USUAL_HOME,
         bytes_per_s_out=_rate(header.out_bytes, header.out_nanos, _USUAL_HOME.bytes_per_s_out),
@@ -168,31 +144,30 @@ def _ends(
 
 def _graph(
     storages: Sequence[_Storage],
-    steps: Sequence[tuple[_Op, Sequence[_Touch]]],
+    recorded_ops: Sequence[tuple[_Op, Sequence[_Touch]]],
     ends: Sequence[Sequence[int]],
     carried: Mapping[int, int],
     names: Sequence[str],
 ) -> tuple[StepGraph, list[OpCost], list[int]]:
-    """Return the graph, with the costs of its ops and their places in the record."""
-    made: list[Op] = []
+    ops: list[Op] = []
     costs: list[OpCost] = []
     places: list[int] = []
 
-    def add(place: int, cost: OpCost, name: str, *sets: Iterable[int]) -> None:
+    def add(position: int, cost: OpCost, name: str, *sets: Iterable[int]) -> None:
         reads, mutates, creates = (tuple(dict.fromkeys(s)) for s in sets)
-        made.append(Op(len(made), name, reads, mutates, creates, rerunnable=False))
+        ops.append(Op(len(ops), name, reads, mutates, creates, rerunnable=False))
         costs.append(cost)
-        places.append(place)
+        places.append(position)
 
-    for place, ending in enumerate(ends):
-        for storage in ending:
-            add(place, OpCost(0.0), FREED, (storage,), (), ())
-        if place == len(steps):
+    for position, ended in enumerate(ends):
+        for storage in ended:
+            add(position, OpCost(0.0), FREED, (storage,), (), ())
+        if position == len(recorded_ops):
             break
-        op, touches = steps[place]
+        op, touches = recorded_ops[position]
         new = {touch.storage for touch in touches if touch.creates}
         add(
-            place,
+            position,
             OpCost(op.nanos / 1e9, op.workspace),
             names[op.name],
             (t.storage for t in touches if t.storage not in new),
@@ -200,8 +175,8 @@ def _graph(
             (s for s in sorted(new) if s not in carried),
         )
     kinds = (_kind(storage, is_carried=number in carried) for number, storage in enumerate(storages))
-    found = tuple(Storage(number, storages[number].bytes, kind) for number, kind in enumerate(kinds))
-    return StepGraph(found, tuple(made)), costs, places
+    graph_storages = tuple(Storage(number, storages[number].bytes, kind) for number, kind in enumerate(kinds))
+    return StepGraph(graph_storages, tuple(ops)), costs, places
 
 
 def _kind(storage: _Storage, *, is_carried: bool) -> StorageKind:
@@ -211,8 +186,8 @@ def _kind(storage: _Storage, *, is_carried: bool) -> StorageKind:
 
 
 def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
-    """Derive the native code's schedule from a plan of a record and its placed program."""
-    count, ops = len(record.graph.ops), record.ops
+    """Convert a plan of a record and its placed program to the native code's schedule."""
+    op_count, record_ops = len(record.graph.ops), record.ops
     leave: list[tuple[int, int]] = []
     fetch: list[tuple[int, int]] = []
     write: list[tuple[int, int]] = []
@@ -221,13 +196,13 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
             continue
         gap = decision.gap
         if gap == final_gap(record.graph, gap.storage):
-            continue  # nobody sees it after the loop has freed it
+            continue  # freed before the next step
         if gap.start >= 0:
             start = record.places[gap.start] - (record.graph.ops[gap.start].name == FREED)
-            write.append((start % ops, gap.storage))
-            leave.append((record.places[decision.release_by % count] % ops, gap.storage))
-        if record.graph.ops[gap.end % count].name != FREED and gap.start >= 0:
-            fetch.append((record.places[decision.fetch_at % count] % ops, gap.storage))
+            write.append((start % record_ops, gap.storage))
+            leave.append((record.places[decision.release_by % op_count] % record_ops, gap.storage))
+        if record.graph.ops[gap.end % op_count].name != FREED and gap.start >= 0:
+            fetch.append((record.places[decision.fetch_at % op_count] % record_ops, gap.storage))
     offsets, scratch = _offsets(record, program)
     return Schedule(tuple(sorted(leave)), tuple(sorted(fetch)), tuple(sorted(write)), offsets, scratch)
 
@@ -235,20 +210,20 @@ def schedule_of(record: StepRecord, plan: Plan, program: Program) -> Schedule:
 def _offsets(
     record: StepRecord, program: Program
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-    last: dict[int, int] = {}
-    found: list[tuple[int, int, int]] = []
+    last_offsets: dict[int, int] = {}
+    offsets: list[tuple[int, int, int]] = []
     scratch: list[tuple[int, int]] = []
     for run in program.instructions:
         if not isinstance(run, Run) or record.graph.ops[run.op].name == FREED:
             continue
         for index in run.blocks:
             block = program.blocks[index]
-            if block.storage is not None and last.get(block.storage) != block.offset:
-                last[block.storage] = block.offset
-                found.append((record.places[run.op], block.storage, block.offset))
+            if block.storage is not None and last_offsets.get(block.storage) != block.offset:
+                last_offsets[block.storage] = block.offset
+                offsets.append((record.places[run.op], block.storage, block.offset))
         if run.workspace is not None:
             scratch.append((record.places[run.op], program.blocks[run.workspace].offset))
-    return tuple(found), tuple(scratch)
+    return tuple(offsets), tuple(scratch)
 
 
 def _rate(count: int, nanos: int, usual: float) -> float:

@@ -1,7 +1,4 @@
-"""The loops of this process, and what PyTorch reports to them: optimizer steps, backward passes, addresses.
-
-PyTorch is changed for that: the first loop does it, and the last one undoes it exactly.
-"""
+"""The loops of this process, and the patches by which PyTorch reports to them."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from outofcore.follow.user_tensors import alive
 if TYPE_CHECKING:
     from outofcore.follow.loop import Loop
 
-# Loops that were started, and perhaps stopped since, by their identities.
+# Loops that were started, even if they were stopped since, keyed by id().
 started: weakref.WeakValueDictionary[int, Loop] = weakref.WeakValueDictionary()
 
 
@@ -42,7 +39,7 @@ def running_loops() -> list[Loop]:
 
 
 def stop_loops() -> bool:
-    """End all loops of ``outofcore.budget`` that run or are paused, in any thread; return whether there was any."""
+    """End all running and paused loops of ``outofcore.budget``, in any thread; return whether there was any."""
     running = [loop for loop in alive(started) if loop.is_open()]
     for loop in running:
         loop.end()
@@ -59,29 +56,25 @@ sources = Sources(_running_models)
 
 @contextlib.contextmanager
 def _backward_passes_seen() -> Iterator[None]:
-    """Report the end of each complete backward pass.
+    """Report the end of each outermost backward pass, unless it fails or keeps its graph."""
 
-    A pass that keeps its graph is incomplete, since another one follows; a failed one does not count. A nested pass,
-    such as of a checkpoint, is a part of the outer one.
-    """
-
-    def seen(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *more: Any, **named: Any) -> Any:
+    def run_engine(engine: Any, outputs: Any, gradients: Any, keep_graph: Any, *args: Any, **kwargs: Any) -> Any:
         outermost, complete = current_autograd_node() is None, False
         try:
-            result = engine(outputs, gradients, keep_graph, *more, **named)
+            result = engine(outputs, gradients, keep_graph, *args, **kwargs)
             complete = not keep_graph
             return result
         finally:
             if outermost:
                 _after_backward(complete)
 
-    with around_engine(seen):
+    with around_engine(run_engine):
         yield
 
 
 def _after_backward(complete: bool) -> None:
     for library in loaded_pagings():
-        library.follow_leave_thread()  # a loop that has ended in backward
+        library.follow_leave_thread()  # a loop may have ended in the backward pass
     for loop in running_loops() if complete else ():
         loop.after_backward()
 
@@ -97,10 +90,7 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 class _OptimizerHooks:
-    """A context in which steps of optimizers are reported, in all threads.
-
-    PyTorch fails in a step of another thread if a hook is removed meanwhile, so the hooks stay while there are threads.
-    """
+    """A context in which optimizer steps are reported, in all threads."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -114,6 +104,7 @@ class _OptimizerHooks:
             OWN_OPTIMIZER_HOOKS.update(handle.id for handle in self._handles)
 
     def __exit__(self, *_: object) -> None:
+        # PyTorch fails if a hook is removed during a step in another thread.
         if len(sys._current_frames()) > 1:
             return
         for handle in self._handles:
@@ -130,26 +121,23 @@ def _fix(storage: torch.UntypedStorage, in_others: bool) -> None:
 @contextlib.contextmanager
 def _storage_held(storage: torch.UntypedStorage) -> Iterator[None]:
     library = loaded_paging(storage.device)
-    held = library is not None and call(library, "follow_hold", storage_address(storage)) == 1
+    is_held = library is not None and call(library, "follow_hold", storage_address(storage)) == 1
     try:
         yield
     finally:
-        if library is not None and held:
+        if library is not None and is_held:
             library.follow_unhold()
 
 
 class Overlapping:
-    """A context that may be open several times at once, and closed in any order and thread.
-
-    ``make`` returns the context that the first one enters and the last one exits.
-    """
+    """A context made by ``make`` that may be open several times, and be closed in any order and thread."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         self._make = make
         self._open = 0
         self._undo = contextlib.ExitStack()
-        self._lock = threading.RLock()  # garbage collection, which ends lost loops, may come while it is held
-        # Never collected: when Python ends with a context open, the generators in it would run without their modules.
+        self._lock = threading.RLock()  # reentrant: garbage collection under the lock may end a loop
+        # Never collected: at exit, the generators of an open context would run without their modules.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def __enter__(self) -> None:
@@ -175,5 +163,5 @@ def _reporting() -> Iterator[None]:
         yield
 
 
-# Open while any loop is: PyTorch reports to the loops.
+# Open while any loop is open.
 patches = Overlapping(_reporting)

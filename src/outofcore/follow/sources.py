@@ -1,7 +1,4 @@
-"""Where an op comes from in the user's program, for messages: its module, and the user's line.
-
-The native code asks for it while the order of ops is new, and keeps it for ops of backward (``sources.h``).
-"""
+"""Find where an op comes from in the user's program, for messages; ``sources.h`` asks while the order of ops is new."""
 
 from __future__ import annotations
 
@@ -17,19 +14,19 @@ from outofcore._torch_internals import BACKWARD_ENTRY_POINTS
 from outofcore.capture.provenance import graph_node, is_users_file, join
 from outofcore.compiling import native_callback
 
-# A frame, and which line it is at; the innermost first.
+# A frame and its current line.
 Place = tuple[FrameType, int]
 
 _INSTALLED = ("site-packages", "dist-packages")
 _MODULE_CALL = nn.Module.__call__.__code__
 _ENGINE = BACKWARD_ENTRY_POINTS[0][1]
 IN_BACKWARD = " in the backward pass of "
-# Where an op is in no module.
+# Stands for an op outside of any module.
 _AN_OP = "an op"
 
 
 def places_here() -> Iterator[Place]:
-    """Yield the frames on this thread's stack. Keeping them would keep their variables, and so tensors."""
+    """Yield the frames of this thread's stack. A caller must not keep them: they keep their variables alive."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame, frame.f_lineno
@@ -37,7 +34,7 @@ def places_here() -> Iterator[Place]:
 
 
 def places_of(trace: TracebackType | None) -> Iterator[Place]:
-    """Yield the frames in which an error was raised, and their callers."""
+    """Yield the frames of a traceback, innermost first, and then their callers."""
     raised: list[Place] = []
     callers = None if trace is None else trace.tb_frame.f_back
     while trace is not None:
@@ -50,7 +47,7 @@ def places_of(trace: TracebackType | None) -> Iterator[Place]:
 
 
 def forward_place(text: str) -> str:
-    """Return what ``Sources.of_backward`` says, of an op of forward.
+    """Convert a text of ``Sources.of_backward`` to the text for the op of the forward pass.
 
     >>> forward_place(" in the backward pass of 0 (Linear) at a.py:3")
     ' in 0 (Linear) at a.py:3'
@@ -64,7 +61,7 @@ def forward_place(text: str) -> str:
 
 
 class Sources:
-    """Names modules as the user knows them; ``models`` yields the running loops' models with their name prefixes."""
+    """Names modules by their paths; ``models`` yields the running loops' models with name prefixes."""
 
     def __init__(self, models: Callable[[], Iterable[tuple[str, nn.Module]]]) -> None:
         self._models = models
@@ -74,14 +71,14 @@ class Sources:
         self.ask = native_callback(self._answer, failed=ctypes.addressof(nowhere))
 
     def find(self, places: Iterable[Place], *, beyond_backward: bool = True) -> tuple[str, str]:
-        """Return an op's module by its path and class, and the nearest ``file:line`` of the user; or empty.
+        """Return an op's module (path and class) and the nearest ``file:line`` of the user; empty strings if unknown.
 
-        The path is that in a model, or else in the outermost running module; it ends in the node where that is a
-        ``torch.fx.GraphModule``. Lines of installed packages, to which models belong as well, count only where there is
-        no other. ``beyond_backward``: look beyond what the autograd engine has called.
+        The path starts at a loop's model, or else at the outermost running module. In a ``torch.fx.GraphModule`` it
+        ends with the node. Lines of installed packages count only if no other line is found. ``beyond_backward`` also
+        looks at frames beyond the autograd engine's calls.
         """
         innermost = outermost = None
-        own = package = node = ""
+        user_line = package_line = node = ""
         in_backward = False
         for frame, number in places:
             code = frame.f_code
@@ -96,23 +93,23 @@ class Sources:
             if is_users_file(code.co_filename):
                 line = f"{code.co_filename}:{number}"
                 if not any(folder in code.co_filename for folder in _INSTALLED):
-                    own = own or line
-                package = package or line
+                    user_line = user_line or line
+                package_line = package_line or line
         if innermost is None or outermost is None:
-            return node, own or package
+            return node, user_line or package_line
         path, kind = join(self._path(innermost, outermost), node), type(innermost).__name__
-        return f"{path} ({kind})" if path else kind, own or package
+        return f"{path} ({kind})" if path else kind, user_line or package_line
 
     def _path(self, module: nn.Module, outermost: nn.Module) -> str:
-        known = self._paths.get(module)
-        if known is None:
+        cached = self._paths.get(module)
+        if cached is None:
             roots = (*self._models(), ("", outermost))
-            paths = (prefix + path for prefix, root in roots for path, one in root.named_modules() if one is module)
-            known = self._paths[module] = next(paths, "")
-        return known
+            paths = (prefix + path for prefix, root in roots for path, child in root.named_modules() if child is module)
+            cached = self._paths[module] = next(paths, "")
+        return cached
 
     def of_backward(self) -> str:
-        """Return where the running op of backward comes from; or empty."""
+        """Describe where the running op of the backward pass comes from; empty if unknown."""
         module, line = self.find(places_here(), beyond_backward=False)
         if not module and not line:
             return ""
@@ -120,7 +117,7 @@ class Sources:
 
     def _answer(self) -> int:
         text = self.of_backward()
-        kept = self._kept.get(text)
-        if kept is None:
-            kept = self._kept[text] = ctypes.create_string_buffer(text.encode(errors="replace"))
-        return ctypes.addressof(kept)
+        buffer = self._kept.get(text)
+        if buffer is None:
+            buffer = self._kept[text] = ctypes.create_string_buffer(text.encode(errors="replace"))
+        return ctypes.addressof(buffer)

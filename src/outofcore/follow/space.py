@@ -1,4 +1,4 @@
-"""A loop's arena and homes as the native code has them: a thin layer over the functions of ``paging.cpp``."""
+"""A loop's arena and homes: a thin layer over the functions of ``paging.cpp``."""
 
 from __future__ import annotations
 
@@ -23,51 +23,43 @@ from outofcore.units import format_bytes
 
 _log = logging.getLogger("outofcore")
 
-# As ``follow_new`` in paging.cpp takes them.
+# The codes that ``follow_new`` in paging.cpp accepts.
 _VERIFIED = {Check.OFF: 0, Check.SAMPLED: 1, Check.FULL: 2}
 
 
 class Excess(enum.IntEnum):
-    """What happens where an op needs more than the budget."""
-
     REFUSED = 0  # the op is refused
     ALLOWED = 1  # the op may exceed the budget
-    MEASURED = 2  # likewise, and the need of each op is noted
+    MEASURED = 2  # the op may exceed the budget, and its need is recorded
 
 
 class Adopted(enum.IntEnum):
-    """What came of a storage, as ``follow_adopt`` returns it."""
-
     NO = 0
     YES = 1
-    HAS_ARRAY = 2  # it stays, since a NumPy array may show it
+    HAS_ARRAY = 2  # not adopted, because a NumPy array may share its memory
 
 
 class Space:
-    """The native part of one loop. ctypes passes it as the pointer that ``follow_new`` returned.
-
-    It exists until ``close``, however many tensors lie in it then; nothing may be called after that.
-    """
+    """The native part of one loop, which ctypes passes as a pointer; it must not be used after ``close``."""
 
     def __init__(self, device: LoopDevice, limit: int, check: Check, excess: Excess, *, is_planned: bool) -> None:
         self.device, self.library = device, device.library
-        self.beside = 0  # bytes of the budget that libraries keep, once it is divided
+        self.beside = 0  # bytes of the budget that libraries keep, set by reserve()
         index, verified = device.device.index or 0, _VERIFIED[check]
         self._as_parameter_ = call(self.library, "follow_new", limit, index, verified, int(is_planned), excess)
 
     def call(self, function: str, *arguments: object) -> int:
-        """Call a native function with this space; raises as ``native.call`` does."""
         return call(self.library, function, self, *arguments)
 
     def numbers(self, function: str) -> list[int]:
-        """Return all numbers that a native function writes, which returns how many there are."""
-        count = 0
-        while True:  # other threads may go on meanwhile
-            numbers = (ctypes.c_int64 * count)()
-            told = self.call(function, numbers, count)
-            if told <= count:
-                return numbers[:told]
-            count = told
+        """Return all numbers that a native function writes to a buffer; it returns their count."""
+        capacity = 0
+        while True:  # other threads may add numbers between two calls
+            numbers = (ctypes.c_int64 * capacity)()
+            needed = self.call(function, numbers, capacity)
+            if needed <= capacity:
+                return numbers[:needed]
+            capacity = needed
 
     def names(self, function: str) -> list[str]:
         """Return the lines of text that a native function returns."""
@@ -78,30 +70,26 @@ class Space:
         self.library.follow_close(self)
 
     def reserve(self, budget: int) -> int:
-        """Take the arena's memory, and return how many bytes of tensors it has room for.
-
-        Raises ``BudgetError`` if the budget leaves no arena, ``ArenaError`` if the device does not give it.
-        """
+        """Reserve the arena, and return its room for tensors; raises ``BudgetError`` or ``ArenaError``."""
         shares = self.device.shares(budget)
         self.beside = shares.beside
         if self.call("follow_reserve", shares.arena, shares.spare, shares.segments) == 0:
             raise ArenaError(
                 f"{self.device.device} does not give {format_bytes(shares.arena)} for the arena; lower the budget, or "
-                "free what else lies there"
+                "free other memory there"
             )
         return shares.room
 
     def adopt(self, tensors: Iterable[torch.Tensor], tell: Tell = silent, count: int = 0) -> None:
-        """Move tensors to the home, whoever owns their memory; ``count`` of them, where progress is to be told."""
+        """Move tensors to the home, regardless of the owner of their memory; ``count`` of them to report progress."""
         mapped = self.device.mapped_files()
         files: dict[FileMapping, int] = {}
-        left = 0
-        for done, tensor in enumerate(tensors, 1):
-            tell("move the model to its home", done - 1, count)
+        unmoved_bytes = 0
+        for position, tensor in enumerate(tensors, 1):
+            tell("move the model to its home", position - 1, count)
             if not self.device.has(tensor):
                 continue
-            # What a file of weights was read into belongs to somebody else, who has no use for it any more. What
-            # others see stays where they see it.
+            # A private mapping of a weights file can be adopted. A shared mapping must stay, since others see writes.
             if mapped is not None and mapped.is_shared(tensor):
                 continue
             storage = tensor.untyped_storage()
@@ -110,50 +98,52 @@ class Space:
             number = -1 if mapping is None else self._file_number(mapping, files)
             offset = 0 if mapping is None else mapping.offset + address - mapping.begin
             adopted = call(self.library, "follow_adopt", storage_address(storage), number, offset)
-            left += storage.nbytes() if adopted == Adopted.HAS_ARRAY else 0
+            unmoved_bytes += storage.nbytes() if adopted == Adopted.HAS_ARRAY else 0
         if count:
             tell("move the model to its home", count, count)
-        if left:
+        if unmoved_bytes:
             _log.warning(
-                "%s of parameters and buffers stay where they are, beside the budget: a NumPy array was taken of them, "
-                "and may still show them; take arrays of clones, as by .detach().clone().numpy()",
-                format_bytes(left),
+                "%s of parameters and buffers stay where they are, outside the budget: NumPy arrays may share their "
+                "memory; take arrays of clones, as by .detach().clone().numpy()",
+                format_bytes(unmoved_bytes),
             )
 
     def _file_number(self, mapping: FileMapping, files: dict[FileMapping, int]) -> int:
-        """Return the number by which the native code knows a file; -1 if it cannot be read."""
+        """Return the native code's number for a file; -1 if it cannot be read."""
         if mapping not in files:
             file = mapping.open()
             files[mapping] = -1 if file is None else self.call("follow_add_file", file)
         return files[mapping]
 
     def strangers(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those tensors of 64 KiB and more that are not in the arena or the homes."""
+        """Return the tensors of 64 KiB and more that are not in the arena or the homes."""
         addresses = [storage_address(tensor.untyped_storage()) for tensor in tensors]
-        found: list[torch.Tensor] = []
+        untracked: list[torch.Tensor] = []
         begin, count = 0, len(addresses)
         pointers = (ctypes.c_void_p * count)(*addresses)
         while begin < count:
-            rest = ctypes.byref(pointers, begin * ctypes.sizeof(ctypes.c_void_p))
-            begin += self.call("follow_strangers", rest, count - begin)
+            remaining = ctypes.byref(pointers, begin * ctypes.sizeof(ctypes.c_void_p))
+            begin += self.call("follow_strangers", remaining, count - begin)
             if begin < count:
-                found.append(tensors[begin])
+                untracked.append(tensors[begin])
             begin += 1
-        return found
+        return untracked
 
     def need(self) -> tuple[int, str] | None:
-        """Return the most bytes of tensors that an op needs at once, with the op; None if no need was noted."""
+        """Return the most bytes of tensors that an op needs at once, and the op; None if no need was recorded."""
         numbers = Refusal()
-        told: bytes | None = self.library.follow_need(self, ctypes.byref(numbers))
-        if told is None:
+        text: bytes | None = self.library.follow_need(self, ctypes.byref(numbers))
+        if text is None:
             return None
-        op, _, place = told.decode(errors="replace").partition("\n")
+        op, _, place = text.decode(errors="replace").partition("\n")
         return numbers.asked + numbers.used + numbers.kept + numbers.small, op + forward_place(place)
 
     def stats(self, *, steps: int, plans: int) -> LoopStats:
-        expected = len(fields(LoopStats)) - 6  # Python knows steps, plans, the budget and the memory of the process
+        expected = (
+            len(fields(LoopStats)) - 6
+        )  # Python counts steps and plans, and has the budget and the memory of the process
         counts = (ctypes.c_int64 * expected)()
-        told = self.library.follow_counters(self, counts, expected)
-        if told != expected:
-            raise StateError(f"the native code has {told} counters, and {expected} are expected: please report it")
+        actual = self.library.follow_counters(self, counts, expected)
+        if actual != expected:
+            raise StateError(f"the native code has {actual} counters, and {expected} are expected: please report it")
         return LoopStats(*counts, steps=steps, plans=plans)

@@ -1,4 +1,4 @@
-"""What a followed loop did, in a few numbers."""
+"""The counters of an eager loop."""
 
 from __future__ import annotations
 
@@ -10,53 +10,55 @@ from outofcore.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class LoopStats:
-    """What happened in a loop since it was started. Storages of 64 KiB and more count, unless another size is named.
+    """The counters of a loop since it was started.
+
+    They count storages of 64 KiB and more, unless another size is named.
 
     Attributes:
-        ops: that touched such a storage.
-        expected_ops: of these, the ones that came in the same order as before.
+        ops: ops that used such a storage.
+        expected_ops: of these, ops that came in the same order as before.
         fetches: storages that were fetched into the arena.
         fetched_bytes: their bytes.
-        fetches_ahead: of the fetches, those that were begun before an op needed them.
-        evictions: storages that left the arena.
-        writes: of these, the ones whose bytes had changed, or that had no copy at home yet.
+        fetches_ahead: fetches that began before an op needed them.
+        evictions: storages that were evicted from the arena.
+        writes: of these, storages that were changed or had no copy at home yet.
         written_bytes: their bytes.
-        unseen_writes: evicted storages that had been changed without a visible op.
+        unseen_writes: evicted storages that were changed without a visible op.
         adoptions: storages from outside that were taken over, such as parameters and batches.
         adopted_bytes: their bytes.
-        bytes_in_use: of the arena, now.
-        peak_bytes: of the arena; above the budget only where ``exceedances`` are.
-        away_bytes: of storages that are at a home now.
-        fixed: storages that keep their address because somebody took it, such as by ``numpy()``.
-        outside_bytes: that unfollowed threads hold now, in requests of 64 KiB and more.
+        bytes_in_use: bytes of the arena in use now.
+        peak_bytes: the peak of these; above the budget only if there were ``exceedances``.
+        away_bytes: bytes of storages that are evicted now.
+        fixed: storages that stay in place because code outside PyTorch has their address, such as by ``numpy()``.
+        outside_bytes: bytes that other threads have allocated now, in requests of 64 KiB and more.
         peak_outside_bytes: the peak of these.
-        foreign: times an op used memory in place, outside of the budget: memory that is not PyTorch's own, or whose
-            address a NumPy array or somebody else has; and data from before the loop that it uses in part, such as by
-            index, or that is too large to move (see ``is_worth_adopting`` in storages.h).
-        at_home_bytes: of operands that ops used at home, since no hole in the arena was large enough, or another thread
-            used them as well. A GPU reads and writes them over its link.
-        transfer_microseconds: spent waiting for fetches and evictions.
+        foreign: times an op used memory in place, outside of the budget: memory that is not PyTorch's own or whose
+            address other code has, and data from before the loop that it uses in part, such as by index, or that is
+            too large to move (see ``is_worth_adopting`` in storages.h).
+        at_home_bytes: bytes of operands that ops used at home, because no hole in the arena was large enough or
+            another thread used them too. A GPU reads and writes them over its link.
+        transfer_microseconds: time spent waiting for fetches and evictions.
         peak_home_bytes: the peak of the homes' bytes.
-        planned_ops: ops that came where a plan has them.
-        unplanned_evictions: of the evictions, those that were not in the followed plan.
+        planned_ops: ops that ran by plan.
+        unplanned_evictions: evictions that were not in the plan.
         departures: times the loop left its plan.
-        recipes: storages that autograd does not keep, since they can be recomputed.
-        reruns: times that one of them was recomputed.
-        unkept_bytes: of storages that were freed because of that.
-        rerun_microseconds: spent on recomputing them.
-        file_bytes: of storages whose home is the file that they were mapped from, such as weights of a checkpoint.
-        small_bytes: of storages below 64 KiB, now, on a CPU: those of the models, and those that the loop's ops
-            requested. They cannot be moved; the arena has the rest of the budget.
+        recipes: storages that autograd does not keep, because they can be recomputed.
+        reruns: times such a storage was recomputed.
+        unkept_bytes: bytes of storages that were freed because of that.
+        rerun_microseconds: time spent on recomputing them.
+        file_bytes: bytes of storages that have the file as home from which they were mapped, such as a checkpoint.
+        small_bytes: bytes of storages below 64 KiB now, on a CPU: of the models, and requested by the loop's ops.
+            They cannot be moved; the arena has the rest of the budget.
         peak_small_bytes: the peak of these.
-        peak_total_bytes: of all storages, resident and evicted, at the most: about what plain PyTorch takes for them.
-        exceedances: times that an op was allowed more than the budget, with ``grow`` or ``measure``.
-        arena_bytes: memory of the arena now: ``bytes_in_use``, and free memory that the system has not got back.
-        steps: times an optimizer was stepped; in loops without one, backward passes, or calls without gradients.
-        plans: that were made of steps of the loop.
+        peak_total_bytes: the peak of all storages, resident and evicted: about the peak of plain PyTorch.
+        exceedances: times an op was allowed more than the budget, with ``grow`` or ``measure``.
+        arena_bytes: memory of the arena now: ``bytes_in_use``, and free memory not yet returned to the system.
+        steps: optimizer steps; in loops without an optimizer, backward passes, or calls without gradients.
+        plans: number of plans that were made.
         budget_bytes: the budget.
-        resident_bytes: physical memory of the process (RSS), now; 0 where the system does not say.
+        resident_bytes: physical memory of the process (RSS) now; 0 if the system does not report it.
         file_pages_bytes: of these, pages of files: the code of libraries, and mapped checkpoints.
-        other_bytes: the rest, without shared memory and, on a CPU, without the tensors that are counted above: Python's
+        other_bytes: the rest, without shared memory and, on a CPU, without the tensors counted above: Python's
             objects, autograd's graphs, scratch memory of ops, and memory from before the loop.
 
     >>> import torch
@@ -138,8 +140,8 @@ def _percent(part: int, whole: int) -> str:
 
 
 def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
-    """Return the facts that people look for first, by name."""
-    waited, again = (micros / 1e6 for micros in (stats.transfer_microseconds, stats.rerun_microseconds))
+    """Return the most important counters as pairs of name and text."""
+    waited, rerun = (micros / 1e6 for micros in (stats.transfer_microseconds, stats.rerun_microseconds))
     moved = f"{format_bytes(stats.written_bytes)} evicted, {format_bytes(stats.fetched_bytes)} fetched"
     facts = [
         ("steps", str(stats.steps)),
@@ -154,18 +156,18 @@ def loop_facts(stats: LoopStats) -> list[tuple[str, str]]:
         ),
     ]
     if stats.peak_small_bytes:
-        now, most = format_bytes(stats.small_bytes), format_bytes(stats.peak_small_bytes)
-        facts.append(("tensors below 64 KiB", f"{now}, peak {most}"))
+        now, peak = format_bytes(stats.small_bytes), format_bytes(stats.peak_small_bytes)
+        facts.append(("tensors below 64 KiB", f"{now}, peak {peak}"))
     if stats.resident_bytes:
         parts = {"arena": stats.arena_bytes, "pages of files": stats.file_pages_bytes, "others": stats.other_bytes}
-        told = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
-        facts.append(("memory of the process", f"{format_bytes(stats.resident_bytes)}: {told}"))
+        text = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
+        facts.append(("memory of the process", f"{format_bytes(stats.resident_bytes)}: {text}"))
     if stats.exceedances:
         facts.append(("exceeded the budget", f"{stats.exceedances} times"))
     if stats.file_bytes:
         facts.append(("mapped from files", format_bytes(stats.file_bytes)))
     if stats.reruns:
-        facts.append(("recomputed", f"{stats.reruns} times, {format_seconds(again)}"))
+        facts.append(("recomputed", f"{stats.reruns} times, {format_seconds(rerun)}"))
     if stats.departures:
         facts.append(("left a plan", f"{stats.departures} times"))
     if stats.at_home_bytes:

@@ -1,4 +1,4 @@
-"""The tensors of the user's models and optimizers, and what they are called."""
+"""The tensors of the user's models and optimizers, and their names."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ from outofcore.graph import StorageKind
 _T = TypeVar("_T")
 _UNINITIALIZED = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 
-# By identity.
+# Keyed by id().
 Optimizers = weakref.WeakValueDictionary[int, Optimizer]
-# Those that have stepped in threads that no loop follows.
+# Optimizers that have stepped in threads outside of any loop.
 others_optimizers: Optimizers = weakref.WeakValueDictionary()
 
 
-def alive(those: weakref.WeakValueDictionary[int, _T]) -> list[_T]:
-    """List the objects that still exist, at once: other threads may add objects meanwhile."""
-    return [found for reference in those.valuerefs() if (found := reference()) is not None]
+def alive(references: weakref.WeakValueDictionary[int, _T]) -> list[_T]:
+    """List the objects that still exist, as a snapshot: other threads may add objects meanwhile."""
+    return [target for reference in references.valuerefs() if (target := reference()) is not None]
 
 
 def _trained_elsewhere() -> set[int]:
-    """Return the ids of parameters that another thread trains.
-
-    PyTorch crashes where one thread reads the gradient of a parameter while another one sets it to None.
-    """
+    """Return the ids of parameters that another thread trains."""
+    # PyTorch crashes if one thread reads the gradient of a parameter while another one sets it to None.
     return {id(parameter) for optimizer in alive(others_optimizers) for parameter in parameters_of(optimizer)}
 
 
@@ -42,11 +40,11 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield parameters, buffers and gradients with memory, except gradients that another thread may change."""
-    elsewhere = _trained_elsewhere()
+    ids_trained_elsewhere = _trained_elsewhere()
     for parameter in model.parameters():
         if not isinstance(parameter, _UNINITIALIZED):
             yield from parts_of(parameter)
-            if id(parameter) not in elsewhere and parameter.grad is not None:
+            if id(parameter) not in ids_trained_elsewhere and parameter.grad is not None:
                 yield from parts_of(parameter.grad)
     for buffer in model.buffers():
         if not isinstance(buffer, _UNINITIALIZED):
@@ -54,7 +52,6 @@ def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def state_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an optimizer's state."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
@@ -62,10 +59,7 @@ def state_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a tensor consists of, such as integers and scales of a quantised one; else itself.
-
-    Tensors that consist of others have no memory, and list them by PyTorch's protocol.
-    """
+    """Yield the inner tensors of a wrapper subclass, such as a quantised tensor, or else the tensor itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
@@ -77,10 +71,10 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def names_of_storages(
     space: Space, models: Iterable[tuple[str, nn.Module]], optimizers: Iterable[Optimizer]
 ) -> dict[int, tuple[str, StorageKind]]:
-    """Return what the storages of models (with prefixes) and optimizers are called, and are, by their numbers."""
-    found: dict[int, tuple[str, StorageKind]] = {}
+    """Return the names and kinds of the storages of models (with name prefixes) and optimizers, by number."""
+    names_and_kinds: dict[int, tuple[str, StorageKind]] = {}
     elsewhere = _trained_elsewhere()
-    named: dict[int, str] = {}  # parameters, by identity
+    parameter_names: dict[int, str] = {}  # by id() of the parameter
 
     def note(tensor: object, name: str, kind: StorageKind) -> None:
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _UNINITIALIZED):
@@ -89,21 +83,21 @@ def names_of_storages(
             if space.device.has(part):
                 number = space.library.follow_number(space, storage_address(part.untyped_storage()))
                 if number >= 0:
-                    found.setdefault(number, (name, kind))
+                    names_and_kinds.setdefault(number, (name, kind))
         if kind is StorageKind.PARAMETER and id(tensor) not in elsewhere:
             note(tensor.grad, f"gradient of {name}", StorageKind.GRADIENT)
 
     for prefix, model in models:
         for name, parameter in model.named_parameters():
-            named[id(parameter)] = prefix + name
+            parameter_names[id(parameter)] = prefix + name
             note(parameter, prefix + name, StorageKind.PARAMETER)
         for name, buffer in model.named_buffers():
             note(buffer, prefix + name, StorageKind.BUFFER)
     for optimizer in optimizers:
-        for place, parameter in enumerate(parameters_of(optimizer)):
-            name = named.get(id(parameter), f"parameter {place}")
+        for index, parameter in enumerate(parameters_of(optimizer)):
+            name = parameter_names.get(id(parameter), f"parameter {index}")
             note(parameter, name, StorageKind.PARAMETER)
             state = optimizer.state.get(parameter)
             for key, value in state.items() if isinstance(state, dict) else ():
                 note(value, f"{key} of {name}", StorageKind.OPTIMIZER_STATE)
-    return found
+    return names_and_kinds

@@ -1,1 +1,1 @@
-"""What both ways to run a step share: memory, homes, copies, checks, and the native code."""
+"""The runtime of eager loops and compiled steps: memory, homes, copies, checks, and the native code."""

@@ -1,4 +1,4 @@
-"""Budgets that are shares of the memory that a device can give now."""
+"""Compute budgets from shares of a device's available memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from outofcore.errors import InputError
 from outofcore.report.machine import available_memory_bytes
 from outofcore.units import MIB, format_bytes, parse_bytes, share_of
 
-# The share of the available memory that a loop without a budget takes on a CPU. The rest is for Python, libraries, the
-# page cache and other programs.
+# The default budget on a CPU, as a share of the available memory. The rest is for Python, libraries, the page cache and
+# other programs.
 _HOST_SHARE = 0.7
-# On a GPU it takes all but a reserve, for the context's growth and kernels that are loaded later: a share, and a least.
+# On a GPU it is all memory but a reserve for the context's growth and later kernels: a share, and a minimum.
 _DEVICE_RESERVE_SHARE, _LEAST_DEVICE_RESERVE = 0.05, 512 * MIB
 
 
 def default_budget(available: int, *, on_host: bool) -> int:
-    """Return the budget of a loop without one, of so many available bytes.
+    """Return the default budget of a loop, given the available bytes.
 
     >>> default_budget(10 << 30, on_host=True) / (1 << 30)
     7.0
@@ -30,15 +30,13 @@ def default_budget(available: int, *, on_host: bool) -> int:
 
 
 def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> int:
-    """Return what tensors can take on a device now; raises ``InputError``.
-
-    On a GPU that includes what ``models`` take there, since they leave it before a loop takes its memory.
-    """
+    """Return the bytes that tensors, ``models`` included, can take on a device; raises ``InputError``."""
     if device.type == "cpu":
-        found = available_memory_bytes()
-        if found is None:
+        available = available_memory_bytes()
+        if available is None:
             raise InputError("this system does not say how much memory is available; name a budget in bytes")
-        return found
+        return available
+    # The models leave the device before a loop reserves its memory.
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
@@ -47,24 +45,21 @@ def available_bytes(device: torch.device, models: Iterable[nn.Module] = ()) -> i
 
 
 def budget_of(limit: int | str | None, device: torch.device, models: Iterable[nn.Module] = ()) -> tuple[int, str]:
-    """Return a budget in bytes, and in words how much it is; without words if it was given in bytes.
+    """Return a budget in bytes, and a text about its share of the available memory; empty if it was given in bytes.
 
-    Args:
-        limit: bytes, text such as "6GiB", a share of what is available such as "70%", or None for what a loop takes
-            without a budget.
-
-    Raises ``UnitError`` for another ``limit``, ``InputError`` where the system does not say what is available.
+    ``limit`` is bytes, text such as "6GiB", a share of the available memory such as "70%", or None for the default.
+    Raises ``UnitError`` for any other ``limit``, ``InputError`` if the available memory is unknown.
     """
     share = share_of(limit)
     if limit is not None and share is None:
         return parse_bytes(limit), ""
     available = available_bytes(device, models)
     on_host = device.type == "cpu"
-    count = default_budget(available, on_host=on_host) if share is None else int(available * share)
-    where = "of memory" if on_host else f"on {device}"
-    if count <= 0:
+    budget = default_budget(available, on_host=on_host) if share is None else int(available * share)
+    location = "of memory" if on_host else f"on {device}"
+    if budget <= 0:
         raise InputError(
-            f"only {format_bytes(available)} {where} are available, too little for a budget; end other programs, or "
+            f"only {format_bytes(available)} {location} are available, too little for a budget; end other programs, or "
             "name a budget in bytes"
         )
-    return count, f"{format_bytes(count)}, of the {format_bytes(available)} {where} that are available"
+    return budget, f"{format_bytes(budget)}, of the {format_bytes(available)} {location} that are available"

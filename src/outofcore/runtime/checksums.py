@@ -1,9 +1,7 @@
-"""Checksums of 64 bits (``checksum.h``): whether bytes are unchanged, wherever they have been and whoever may write.
+"""Checksums of 64 bits (``checksum.h``), for writes that PyTorch does not count, such as through ``tensor.data``.
 
-PyTorch counts writes to a tensor (``_version``), but not those through ``tensor.data``, NumPy, or a pointer. So what is
-both in the arena and at home between two steps is read once when a step starts. Different bytes have the same checksum
-with a chance of about 2^-64. The keys of the checksum are constants: this guards against faults and oversights, and not
-against somebody who makes up bytes with a checksum that they know.
+Different bytes have the same checksum with a probability of about 2^-64. The keys are constants: the checksum detects
+faults and oversights, not deliberate collisions.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from outofcore.runtime.native import Flavor, load_unlocked
 def checksum(memory: memoryview, before: int = 0) -> int:
     """Return the checksum of bytes, at memory speed.
 
-    Checksums of parts add up, modulo 2^64, to that of the whole: ``before`` is how many bytes come before the part, a
-    multiple of 1024.
+    Checksums of parts add up, modulo 2^64; ``before`` is the offset of a part in bytes, a multiple of 1024.
     """
     return int(load_unlocked(Flavor.CPU).outofcore_sum(address_of(memory), memory.nbytes, before))
 

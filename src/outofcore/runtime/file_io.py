@@ -1,8 +1,6 @@
-"""Bytes between memory and where they are stored, by native code (``file_io.h``): past the page cache or through it.
+"""Copy bytes between memory and a store in native code (``file_io.h``), past the page cache or through it.
 
-Direct I/O goes straight between the disk and the caller's pages. It requires an address, a file offset and a length in
-whole pages; anything else (a small tensor, the tail of a large one, a range of somebody else's file) goes through a
-page-aligned buffer.
+Direct I/O requires an address, a file offset and a length in whole pages. Other transfers go through a buffer.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from outofcore.runtime.memory import Region, address_of, map_anonymous
 from outofcore.runtime.native import Flavor, load_unlocked
 from outofcore.units import MIB, PAGE_BYTES, format_bytes
 
-# One native call moves at most this much: a copy can then be stopped. Each call takes the processor from ops.
+# Limit of one native call. A copy can stop only between calls; each call costs ops processor time.
 CHUNK_BYTES = 64 * MIB
-BUFFER_BYTES = 2 * MIB  # ``kBounce`` in file_io.h: stays in the processor's cache
+BUFFER_BYTES = 2 * MIB  # ``kBounce`` in file_io.h: fits the processor's cache
 
 MEMORY = -1  # in place of a descriptor; ``kMemory`` in file_io.h
 
@@ -31,15 +29,15 @@ _buffers = threading.local()
 
 
 class Cache(IntEnum):
-    """What becomes of a file's pages in the system's cache; as ``Cache`` in file_io.h."""
+    """The fate of a file's pages in the page cache; mirrors ``Cache`` in file_io.h."""
 
-    PAST = 0  # direct I/O
-    DROPPED = 1  # they are not needed any more
+    PAST = 0  # direct I/O bypasses the cache
+    DROPPED = 1  # dropped after the copy
     KEPT = 2
 
 
 class Transfer(ctypes.Structure):
-    """As ``Transfer`` in file_io.h; must be kept until it has run."""
+    """Mirrors ``Transfer`` in file_io.h; must be kept alive until it has run."""
 
     _fields_ = (
         ("address", ctypes.c_int64),
@@ -56,67 +54,47 @@ class Transfer(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where native code finds a slot.
-
-    Attributes:
-        descriptor: of an open file, or ``MEMORY``.
-        start: the offset in the file, or the address.
-        bytes: that are there: fewer than those asked for, by less than a page, at the end of a range of a file.
-        owner: keeps the memory or the file alive.
-        cache: of the file's pages.
-    """
-
-    descriptor: int
-    start: int
-    bytes: int
-    owner: object
+    descriptor: int  # of an open file, or ``MEMORY``
+    start: int  # the offset in the file, or the address
+    bytes: int  # at the end of a range of a file, up to a page less than requested
+    owner: object  # keeps the memory or the file alive
     cache: Cache = Cache.KEPT
 
 
 class ByteStore(ABC):
-    """Memory or a file of which any bytes are read, and whole pages written; several threads may do so at once.
-
-    A write starts on a page, and owns its last page whole: the page's bytes after its end are lost.
-    """
+    """Memory or a file that is read in bytes and written in whole pages; threads may do so at once."""
 
     @abstractmethod
     def locate(self, offset: int, count: int) -> Location:
-        """Return where native code finds bytes.
-
-        Raises ``TransferError`` if they are not there, ``StateError`` if the storage is closed.
-        """
+        """Locate bytes; raises ``TransferError`` if they do not exist, ``StateError`` if the store is closed."""
 
     @abstractmethod
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        """Build the error for bytes that were not moved; ``failure`` is the system's, or less: the file ended."""
+        """Build the error for a failed transfer; ``failure`` is an errno, or negative at the end of the file."""
 
     def write(self, offset: int, source: memoryview) -> None:
-        """Store all of ``source`` at ``offset``, the start of a page; raises ``TransferError``."""
+        """Write ``source`` to the start of a page; the rest of its last page is lost. Raises ``TransferError``."""
         self._move(offset, source, writes=True)
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``offset`` on, as far as there are bytes; raises ``TransferError``."""
+        """Fill ``target`` from byte ``offset`` on, as far as bytes exist; raises ``TransferError``."""
         self._move(offset, target, writes=False)
 
     def _move(self, offset: int, memory: memoryview, *, writes: bool) -> None:
-        place = self.locate(offset, len(memory))
-        done, failure = transfer(place, memory[: place.bytes], writes=writes)
+        location = self.locate(offset, len(memory))
+        moved, failure = transfer(location, memory[: location.bytes], writes=writes)
         if failure:
-            raise self.failed(offset + done, place.bytes - done, failure, writes=writes)
+            raise self.failed(offset + moved, location.bytes - moved, failure, writes=writes)
 
 
-def transfer(place: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
-    """Move ``memory`` to or from a place, with the GIL released.
-
-    Returns the bytes moved, and 0, or what failed as ``ByteStore.failed`` takes it. Raises ``TransferError`` if there
-    is no memory for a buffer.
-    """
+def transfer(location: Location, memory: memoryview, *, writes: bool) -> tuple[int, int]:
+    """Copy ``memory`` to or from a location; return the bytes copied, and 0 or a failure for ``transfer_error``."""
     count, address = memory.nbytes, address_of(memory)
-    in_place = place.cache is not Cache.PAST or (address | place.start | count) % PAGE_BYTES == 0
+    in_place = location.cache is not Cache.PAST or (address | location.start | count) % PAGE_BYTES == 0
     bounce = None if in_place else address_of(_buffer())
     for start in range(0, count, CHUNK_BYTES):
-        piece, at = min(CHUNK_BYTES, count - start), place.start + start
-        work = Transfer(address + start, piece, at, place.descriptor, writes, place.cache, bounce=bounce)
+        piece, position = min(CHUNK_BYTES, count - start), location.start + start
+        work = Transfer(address + start, piece, position, location.descriptor, writes, location.cache, bounce=bounce)
         load_unlocked(Flavor.CPU).outofcore_transfer(ctypes.byref(work))
         if work.failure:
             return start + work.done, work.failure
@@ -128,16 +106,15 @@ def copy_buffer() -> memoryview:
     try:
         return Region(map_anonymous(BUFFER_BYTES), BUFFER_BYTES).memory(0, BUFFER_BYTES)
     except OSError as error:
-        failed = TransferError(
+        transfer_error = TransferError(
             f"the system does not give {format_bytes(BUFFER_BYTES)} for a buffer of copies ({error.strerror}); end "
             "other programs, or lift the limit on address space (ulimit -v)"
         )
-        failed.errno = error.errno
-        raise failed from error
+        transfer_error.errno = error.errno
+        raise transfer_error from error
 
 
 def _buffer() -> memoryview:
-    """Return this thread's buffer."""
     memory: memoryview | None = getattr(_buffers, "memory", None)
     if memory is None:
         memory = _buffers.memory = copy_buffer()
@@ -145,28 +122,25 @@ def _buffer() -> memoryview:
 
 
 def open_direct(descriptor: int, *, writes: bool = False) -> int | None:
-    """Open a file anew for direct I/O; None where the file system refuses it, or does not let it be read.
-
-    ``writes``: the first page of the file may be written. Raises ``OSError`` if it cannot be, for another reason.
-    """
+    """Open a file again for direct I/O; None if refused. With ``writes``, its first page may be overwritten."""
     try:
-        # A file without a name can still be opened again by way of /proc.
+        # /proc can reopen a file without a name.
         flags = (os.O_RDWR if writes else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC
-        found = os.open(f"/proc/self/fd/{descriptor}", flags)
+        direct = os.open(f"/proc/self/fd/{descriptor}", flags)
     except OSError:
         return None
-    with contextlib.ExitStack() as undone:
-        undone.callback(os.close, found)
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, direct)
         page = _buffer()[:PAGE_BYTES]
         # Some file systems accept the flag and refuse the I/O.
         for writing in (True, False) if writes else (False,):
-            _, failure = transfer(Location(found, 0, PAGE_BYTES, None, Cache.PAST), page, writes=writing)
+            _, failure = transfer(Location(direct, 0, PAGE_BYTES, None, Cache.PAST), page, writes=writing)
             if failure > 0 and (failure == errno.EINVAL or not writes):
                 return None
             if failure > 0:
                 raise OSError(failure, os.strerror(failure))
-        undone.pop_all()
-    return found
+        undo.pop_all()
+    return direct
 
 
 def close_files(*descriptors: int | None) -> None:

@@ -1,9 +1,8 @@
-"""Slots in somebody else's file: a checkpoint's, which is read in place and never written.
+"""Slots in another file, such as a checkpoint, which is read in place and never written.
 
-A range is the bytes of one tensor in such a file. It counts as a slot of a home, at an offset that no page of the home
-itself has. Between steps the user sees pages of the file, mapped privately (copy on write): they are read on demand,
-and writes never reach the file. The kernel tells which pages were written (``/proc/self/pagemap``); a written range
-moves, at the same addresses, to pages of the home's own before the next step reads it.
+A range is the bytes of one tensor in such a file, at an offset beyond all pages of the home itself. The user sees a
+private mapping of the file (copy on write). If ``/proc/self/pagemap`` reports a written page, the range moves to pages
+of the home, at the same addresses, before the next step reads it.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from outofcore.runtime.native import Flavor, load_unlocked
 from outofcore.runtime.spill import SpillFile
 from outofcore.units import PAGE_BYTES, round_up
 
-# From here on offsets name ranges of files; no home has so many bytes of its own.
+# Offsets from here on refer to ranges of files; every home is smaller than this.
 FIRST_RANGE = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The identity of a file's contents; ``changed_ns`` is when it was last written, since 1970."""
+    """The identity of a file's contents; ``changed_ns`` is its modification time since 1970."""
 
     device: int
     inode: int
@@ -43,15 +42,12 @@ class Stamp:
 
     @staticmethod
     def of(descriptor: int) -> Stamp:
-        found = os.fstat(descriptor)
-        return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        status = os.fstat(descriptor)
+        return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class ReadFile(ByteStore):
-    """A file that is read past the page cache, at any byte; it is closed once nothing refers to it.
-
-    It stays the same file if it is renamed. Raises ``InputError`` if it cannot be opened, or does not match ``stamp``.
-    """
+    """A file that is read past the page cache; raises ``InputError`` if it does not match ``stamp``."""
 
     def __init__(self, path: Path, stamp: Stamp) -> None:
         self.path, self.stamp = path, stamp
@@ -60,20 +56,21 @@ class ReadFile(ByteStore):
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}") from error
         self._direct: int | None = None
-        with contextlib.suppress(TransferError):  # there is no memory to try it
+        with contextlib.suppress(TransferError):  # no memory for a test of direct I/O
             self._direct = open_direct(self.descriptor)
         weakref.finalize(self, close_files, self.descriptor, self._direct).atexit = False
         if Stamp.of(self.descriptor) != stamp:
             raise InputError(f"{path} was changed while it was being read; wait until it is complete, and try again")
 
     def check(self) -> None:
-        """Raise ``TransferError`` if the file was changed since its header was read."""
         now = Stamp.of(self.descriptor)
         if now != self.stamp:
-            how = f"has {now.bytes} bytes, and had {self.stamp.bytes}" if now.bytes != self.stamp.bytes else "is newer"
+            change = (
+                f"has {now.bytes} bytes, and had {self.stamp.bytes}" if now.bytes != self.stamp.bytes else "is newer"
+            )
             raise TransferError(
-                f"{self.path} was changed while weights were read from it in place (it {how}): the model is no longer "
-                "what it was; put the file back and start again, and write new checkpoints under other names"
+                f"{self.path} was changed while weights were read from it in place (it {change}): the model is no "
+                "longer valid; restore the file and start again, and write new checkpoints under other names"
             )
 
     def locate(self, offset: int, count: int) -> Location:
@@ -82,58 +79,50 @@ class ReadFile(ByteStore):
         return Location(self._direct, offset, count, self, Cache.PAST)
 
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        why = os.strerror(failure) if failure > 0 else "the file ends there"
+        reason = os.strerror(failure) if failure > 0 else "the file ends there"
         error = TransferError(
-            f"could not read {self.path} at byte {offset}: {why}; check that disk, and that nobody writes to the file"
+            f"could not read {self.path} at byte {offset}: {reason}; check that disk, and that no program writes to it"
         )
         error.errno = failure if failure > 0 else errno.EIO
         return error
 
     def map(self, offset: int, count: int) -> Region:
-        """Map bytes from a page on; writes to them stay in this process."""
+        """Map bytes from a page boundary on; writes to them stay in this process."""
         return map_file(self.descriptor, offset, count, private=True)
 
     def forget(self, offset: int, count: int) -> None:
-        """Tell the kernel that pages of the file need not stay in its cache."""
         os.posix_fadvise(self.descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
 @dataclass(eq=False)
 class _Range:
-    """The bytes of a tensor in a file.
-
-    ``file`` is the home's own once they are in ``pages`` (offset, bytes) of it; ``shown`` are the pages that show it,
-    as long as anything refers to them.
-    """
-
     begin: int
     bytes: int
-    file: ReadFile | SpillFile
-    pages: tuple[int, int] | None = None
-    shown: Watched | None = None
+    file: ReadFile | SpillFile  # the spill file after a move
+    pages: tuple[int, int] | None = None  # (offset, bytes) in the spill file after a move
+    shown: Watched | None = None  # the mapped pages that show the range
 
     @property
     def alive(self) -> Watched | None:
-        """The pages that show it, if there are any."""
+        """The mapped pages that show the range, if they still exist."""
         return self.shown if self.shown is not None and self.shown.is_alive else None
 
     @property
     def within(self) -> int:
-        """Its offset in its first page."""
         return self.begin % PAGE_BYTES
 
 
 class FileRanges:
     def __init__(self) -> None:
         self._ranges: dict[int, _Range] = {}
-        self._starts: list[int] = []  # of all that ever were, in order
-        self._by_address: dict[int, int] = {}  # of what shows one
+        self._starts: list[int] = []  # starts of all ranges, removed ones included, in order
+        self._by_address: dict[int, int] = {}  # offsets of ranges, by the address of their face
         self._next = FIRST_RANGE
 
     @property
     def bytes(self) -> int:
-        """Bytes in files: the home itself needs no room for them."""
-        return sum(one.bytes for one in self._ranges.values() if one.pages is None)
+        """Bytes in other files, for which the home needs no room."""
+        return sum(file_range.bytes for file_range in self._ranges.values() if file_range.pages is None)
 
     def adopt(self, file: ReadFile, begin: int, count: int) -> int:
         """Make a slot of ``count`` bytes of a file from ``begin`` on, and return its offset."""
@@ -144,114 +133,108 @@ class FileRanges:
         return offset
 
     def has(self, offset: int) -> bool:
-        """Return whether a slot was made as a range, even if it has moved to the home."""
+        """Return whether a slot was created as a range, even if it has moved to the home."""
         return offset >= FIRST_RANGE
 
     def release(self, offset: int) -> tuple[int, int] | None:
-        """Forget a range; returns its pages (offset, bytes) of the home's own, which are then free."""
+        """Remove a range; return its pages (offset, bytes) in the home, which are then free."""
         return self._ranges.pop(offset).pages
 
     def needed(self, offset: int) -> int:
-        """Return the bytes of the home's own that a range takes if it moves there."""
-        one = self._ranges[offset]
-        return one.within + one.bytes
+        """Return the bytes of the home that a range takes if it moves there."""
+        file_range = self._ranges[offset]
+        return file_range.within + file_range.bytes
 
     def is_in_file(self, offset: int) -> bool:
-        """Return whether a slot is a range that is still in somebody else's file."""
+        """Return whether a slot is a range that is still in another file."""
         return offset >= FIRST_RANGE and self._ranges[offset].pages is None
 
     def check(self) -> None:
-        """Raise ``TransferError`` if a file was changed."""
-        for file in {one.file for one in self._ranges.values()}:
+        for file in {file_range.file for file_range in self._ranges.values()}:
             if isinstance(file, ReadFile):
                 file.check()
 
     def locate(self, offset: int, count: int) -> Location:
-        """Return where bytes are read from an offset in a range on, which may end before them by less than a page."""
-        one, into = self._at(offset)
-        return one.file.locate(one.begin + into, min(count, max(one.bytes - into, 0)))
+        """Locate bytes at an offset in a range; the range may end up to a page before the end of the bytes."""
+        file_range, within = self._at(offset)
+        return file_range.file.locate(file_range.begin + within, min(count, max(file_range.bytes - within, 0)))
 
     def failed(self, offset: int, count: int, failure: int) -> TransferError:
-        """Build the error for bytes from an offset in a range on that were not read."""
-        one, into = self._at(offset)
-        return one.file.failed(one.begin + into, count, failure, writes=False)
+        file_range, within = self._at(offset)
+        return file_range.file.failed(file_range.begin + within, count, failure, writes=False)
 
     def _at(self, offset: int) -> tuple[_Range, int]:
-        """Return the range at an offset, and how far the offset is in it."""
         start = self._starts[bisect_right(self._starts, offset) - 1]
         return self._ranges[start], offset - start
 
     def face(self, offset: int) -> torch.Tensor:
         """Map a range as a uint8 tensor for the user; raises ``OSError`` if that fails."""
-        one = self._ranges[offset]
-        memory = None if one.shown is None else one.shown.memory(one.within, one.bytes)
+        file_range = self._ranges[offset]
+        memory = None if file_range.shown is None else file_range.shown.memory(file_range.within, file_range.bytes)
         if memory is None:
-            region = one.file.map(one.begin - one.within, one.within + one.bytes)
-            one.shown, memory = region.watch(), region.memory(one.within, one.bytes)
+            region = file_range.file.map(file_range.begin - file_range.within, file_range.within + file_range.bytes)
+            file_range.shown, memory = region.watch(), region.memory(file_range.within, file_range.bytes)
         face = tensor_over(memory)
         self._by_address[face.data_ptr()] = offset
         return face
 
     def written(self, offset: int) -> bool:
-        """Return whether somebody has written to the face of a range that is still in its file."""
-        one = self._ranges[offset]
-        shown = one.alive
-        return one.pages is None and shown is not None and any_written(shown.address, shown.bytes)
+        """Return whether the user has written to the face of a range that is still in its file."""
+        file_range = self._ranges[offset]
+        view = file_range.alive
+        return file_range.pages is None and view is not None and any_written(view.address, view.bytes)
 
     def restore(self, offset: int) -> None:
-        """Discard what was written to the face of a range that is still in its file."""
-        one = self._ranges.get(offset)
-        if one is not None and one.pages is None and one.alive is not None:
-            advise_pages(one.alive.address, one.alive.bytes, mmap.MADV_DONTNEED)
+        """Discard writes to the face of a range that is still in its file."""
+        file_range = self._ranges.get(offset)
+        if file_range is not None and file_range.pages is None and file_range.alive is not None:
+            advise_pages(file_range.alive.address, file_range.alive.bytes, mmap.MADV_DONTNEED)
 
     def move(self, offset: int, pages: tuple[int, int], spill: SpillFile) -> None:
-        """Move a range and what was written to it to pages of the home's own, at the same addresses."""
-        one = self._ranges[offset]
-        shown = self.face(offset)  # held until all is done
-        if one.shown is None or shown.data_ptr() != one.shown.address + one.within:
-            raise TransferError("what shows a range of a file is not where it was mapped: please report it")
-        memory = one.shown.memory(0, one.shown.bytes)
+        """Move a range, with the user's writes, to pages of the home, at the same addresses."""
+        file_range = self._ranges[offset]
+        face = self.face(offset)  # keeps the mapping alive until the end
+        if file_range.shown is None or face.data_ptr() != file_range.shown.address + file_range.within:
+            raise TransferError("the mapping of a file's range has moved: please report it")
+        memory = file_range.shown.memory(0, file_range.shown.bytes)
         if memory is not None:
             spill.write(pages[0], memory)
-            spill.map_over(one.shown, pages[0])
-        one.begin, one.file, one.pages = pages[0] + one.within, spill, pages
+            spill.map_over(file_range.shown, pages[0])
+        file_range.begin, file_range.file, file_range.pages = pages[0] + file_range.within, spill, pages
 
     def drop_cache(self, face: torch.Tensor) -> bool:
-        """Drop the pages that show a range, except written ones; returns False if the face shows none."""
+        """Drop the pages that show a range, except written ones; return False if the face shows no range."""
         offset = self._by_address.get(face.untyped_storage().data_ptr())
-        one = None if offset is None else self._ranges.get(offset)
-        shown = None if one is None else one.alive
-        if offset is None or one is None or shown is None:
+        file_range = None if offset is None else self._ranges.get(offset)
+        view = None if file_range is None else file_range.alive
+        if offset is None or file_range is None or view is None:
             return False
         if not self.written(offset):
-            advise_pages(shown.address, shown.bytes, mmap.MADV_DONTNEED)
-            one.file.forget(one.begin - one.within, one.within + one.bytes)
+            advise_pages(view.address, view.bytes, mmap.MADV_DONTNEED)
+            file_range.file.forget(file_range.begin - file_range.within, file_range.within + file_range.bytes)
         return True
 
 
 def any_written(address: int, count: int) -> bool:
-    """Return whether a page of a private mapping of a file was written, swapped out or not.
-
-    Raises ``OSError`` if the system does not tell.
-    """
-    found = load_unlocked(Flavor.CPU).outofcore_any_written(address, count)
-    if found < 0:
+    """Return whether a page of a private mapping was written; raises ``OSError`` if that is unknown."""
+    written = load_unlocked(Flavor.CPU).outofcore_any_written(address, count)
+    if written < 0:
         raise OSError(errno.EACCES, "/proc/self/pagemap cannot be read")
-    return bool(found)
+    return bool(written)
 
 
 @functools.cache
 def writes_are_seen() -> bool:
-    """Return whether the kernel tells which pages of a private mapping were written, found by writing to one."""
+    """Return whether the kernel reports written pages of a private mapping, by writing to one."""
     try:
         with tempfile.TemporaryFile() as file:
             file.write(b"\1" * 2 * PAGE_BYTES)
             file.flush()
             region = map_file(file.fileno(), 0, 2 * PAGE_BYTES, private=True)
             memory = region.memory(0, 2 * PAGE_BYTES)
-            read = memory[0]
-            before = any_written(region.address, region.bytes)
-            memory[PAGE_BYTES] = read + 1
-            return not before and any_written(region.address, region.bytes)
+            first_byte = memory[0]
+            was_written = any_written(region.address, region.bytes)
+            memory[PAGE_BYTES] = first_byte + 1
+            return not was_written and any_written(region.address, region.bytes)
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""Where files of a run go: a folder's file system, and the default spill folder."""
+"""Find the file system of a folder, and the default spill folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from outofcore.capture.provenance import stacklevel_of_user
 from outofcore.compiling import private_folder, user_cache_folder
 
-# File systems whose "disk" is memory: spilling there frees nothing.
+# File systems in memory: spilling there frees no memory.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
@@ -35,10 +35,7 @@ def in_memory(path: Path) -> bool:
 
 
 def default_spill_directory() -> Path:
-    """Return a folder on a real disk: the system's temporary folder, the user's cache, or ``/var/tmp``.
-
-    If all of these are in memory it is the temporary folder, with a warning.
-    """
+    """Return a folder on a real disk, or else the temporary folder, with a warning."""
     temporary = Path(tempfile.gettempdir())
     if not in_memory(temporary):
         return temporary
@@ -47,7 +44,7 @@ def default_spill_directory() -> Path:
         if not in_memory(cache):
             return cache
     except OSError:
-        pass  # no usable home folder, as in some containers: the next candidate may do
+        pass  # no usable home folder, as in some containers: try the next candidate
     fallback = Path("/var/tmp")
     if fallback.is_dir() and os.access(fallback, os.W_OK | os.X_OK) and not in_memory(fallback):
         return fallback

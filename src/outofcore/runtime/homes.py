@@ -1,7 +1,7 @@
-"""Homes, the backing stores for bytes that are not on the device: host memory, pinned for a GPU or not, or a disk.
+"""Homes, the backing stores of evicted bytes: host memory, pinned for a GPU or not, or a disk.
 
-A home is one stretch of bytes; each storage has a slot of whole pages in it at a planned offset. Between steps a slot
-has a face: a tensor over its bytes, through which the user sees and changes them.
+A home is one range of bytes, in which each storage has a slot of whole pages. Between steps a slot has a face: a tensor
+over its bytes, through which the user reads and changes them.
 """
 
 from __future__ import annotations
@@ -36,65 +36,57 @@ from outofcore.units import GIB, MIB, PAGE_BYTES, format_bytes, round_up
 
 
 class HomeStore(ByteStore):
-    """What the executor needs of a home, with what holds for memory. Offsets of slots are multiples of the page size.
+    """The interface of a home; the caller orders transfers of one slot, and the use of its face."""
 
-    The caller orders transfers of one slot, and the use of its face.
-
-    Attributes:
-        sums: of what was written in this step, which are compared when it is read. None: nothing is compared.
-    """
-
-    sums: Sums | None = None
+    sums: Sums | None = None  # of the slots written in this step; None: reads are not checked
 
     @property
     @abstractmethod
-    def name(self) -> str:
-        """The name in costs and reports: "host", "disk"."""
+    def name(self) -> str: ...
 
     @property
     @abstractmethod
     def identity(self) -> str:
-        """The name of the link: homes of one identity are equally fast."""
+        """The name of the link: homes with the same identity are equally fast."""
 
     @property
     @abstractmethod
     def in_memory(self) -> bool:
-        """Whether slots are memory, so that bytes move within the home without any I/O."""
+        """Whether slots are memory, so that moving bytes within the home needs no I/O."""
 
     @property
     @abstractmethod
-    def bytes(self) -> int:
-        """Bytes that slots may occupy now."""
+    def bytes(self) -> int: ...
 
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """Bytes that slots could occupy at most, as far as is known."""
+        """Maximum bytes that slots could occupy, as far as it can be determined."""
 
     @property
     def edges(self) -> Sequence[int]:
-        """Ordered offsets that no slot may cross; the end is one of them if added room is not contiguous to it."""
+        """Sorted offsets that no slot may cross; the end is one of them if added room is not contiguous to it."""
         return ()
 
     @property
     def files(self) -> FileRanges | None:
-        """Ranges of others' files that count as slots here; None if the home takes none."""
+        """Ranges of other files that count as slots here; None if the home does not support them."""
         return None
 
     def move_range(self, offset: int, pages: tuple[int, int]) -> None:
-        """Move a range of ``files`` to pages of the home's own, given as offset and bytes."""
+        """Move a range of ``files`` to pages (offset, bytes) of the home itself."""
         raise StateError(f"the {self.name} home has no ranges of files; please report it")
 
     @abstractmethod
     def check(self, count: int) -> None:
-        """Raise ``SpillError`` if the home cannot hold a total of ``count`` bytes, without allocating anything."""
+        """Raise ``SpillError`` if the home cannot hold a total of ``count`` bytes; allocates no memory."""
 
     @abstractmethod
     def ensure(self, count: int) -> None:
-        """Make room for a total of ``count`` bytes, or raise ``SpillError``; existing slots and faces are unchanged."""
+        """Make room for a total of ``count`` bytes, or raise ``SpillError``; slots and faces are unchanged."""
 
     def grow(self, count: int) -> None:
-        """Do what ``ensure`` does, with more room at once where growing is expensive."""
+        """Make room as ``ensure`` does, and more if growing is expensive."""
         self.ensure(count)
 
     def reserve(self, count: int) -> int:
@@ -114,83 +106,71 @@ class HomeStore(ByteStore):
             raise damaged(self.name, offset, len(target))
 
     def read_back(self, offset: int) -> None:
-        """With full checks, compare a slot with what was last written to it; raises ``TransferError`` if it differs."""
+        """With full checks, compare a slot with the last write to it; raises ``TransferError`` if it differs."""
         if self.sums is None or not self.sums.full or offset not in self.sums.known:
             return
-        count, known = self.sums.known[offset]
-        buffer, found = copy_buffer(), 0
+        count, expected = self.sums.known[offset]
+        buffer, actual = copy_buffer(), 0
         for start in range(0, count, BUFFER_BYTES):
             piece = buffer[: min(BUFFER_BYTES, count - start)]
             super().read(offset + start, piece)
-            found += checksum(piece, start)
-        if found % 2**64 != known:
+            actual += checksum(piece, start)
+        if actual % 2**64 != expected:
             raise damaged(self.name, offset, count)
 
     @abstractmethod
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """Return the slot's bytes as a uint8 tensor with a storage of its own of ``count`` bytes.
-
-        It shows what was last written, and what is stored through it is what is next read. It stays valid when the home
-        is closed.
-        """
+        """Return the slot's bytes as a uint8 tensor with its own storage, which outlives the home."""
 
     def drop_cache(self, face: torch.Tensor) -> None:
-        """Give back physical memory that a face occupies for caching alone; its contents stay."""
+        """Free physical memory that only caches a face; its contents stay."""
 
     def discard(self, offset: int, count: int) -> None:
-        """Give back memory that a slot occupies; its contents are lost."""
+        """Free the memory of a slot; its contents are lost."""
         if self.sums is not None:
             self.sums.known.pop(offset, None)
 
     def start(self) -> None:
-        """Begin a step: between steps the user may have changed what is here.
-
-        Raises ``TransferError`` if something is missing.
-        """
+        """Begin a step, after the user may have changed contents; raises ``TransferError`` if some are missing."""
         if self.sums is not None:
             self.sums.known.clear()
 
     def sibling(self, count: int) -> HomeStore:
-        """Make an empty home on the same link, with room for ``count`` bytes and the same checks, to measure on."""
-        found = self._sibling(count)
+        """Make an empty home on the same link, with the same checks, for measurements of ``count`` bytes."""
+        home = self._sibling(count)
         if self.sums is not None:
-            found.sums = Sums(self.sums.full)
-        return found
+            home.sums = Sums(self.sums.full)
+        return home
 
     @abstractmethod
     def _sibling(self, count: int) -> HomeStore: ...
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back to the system, apart from faces in use. May be called again."""
+        """Return everything to the system, except faces in use. May be called again."""
 
 
 def check_copies(home: HomeStore, check: Check) -> HomeStore:
-    """Have a home's copies checked, and return it."""
     if check is Check.FULL or (check is Check.SAMPLED and not home.in_memory):
         home.sums = Sums(check is Check.FULL)
     return home
 
 
 def check_slot(offset: int, count: int, total: int) -> None:
-    """Raise ``TransferError`` unless the slot is in a home of ``total`` bytes and aligned."""
     if offset < 0 or offset % PAGE_BYTES or offset + count > total:
         raise TransferError(
-            f"bytes [{offset}, {offset + count}) are not a slot in a home of {total} bytes: slots lie within it and "
+            f"bytes [{offset}, {offset + count}) are not a slot in a home of {total} bytes: slots are inside it and "
             f"start on a multiple of {PAGE_BYTES}; this is a fault of the plan: please report it"
         )
 
 
 class HostHome(HomeStore):
-    """Slots in one slab of host memory.
-
-    Its addresses are reserved at once and for good, so that slots never move; memory is taken up only as ``ensure``
-    makes room and slots are written.
+    """Slots in one range of host memory; its addresses are reserved at the start, so that slots never move.
 
     Args:
-        limit: bytes that slots may take, in whole pages; by default all physical memory.
-        release: gives address and bytes back to the system when nothing refers to them any more.
-        shared: whether the child of a fork has the same memory, and not a copy of its own.
+        limit: maximum bytes of slots, in whole pages; by default all physical memory.
+        release: returns address and bytes to the system after the last reference is gone.
+        shared: whether a forked child shares the memory instead of getting a copy.
     """
 
     def __init__(
@@ -200,8 +180,8 @@ class HostHome(HomeStore):
         *,
         shared: bool = False,
     ) -> None:
-        given = limit if limit is not None else _physical_bytes()
-        self._limit = max(given // PAGE_BYTES, 1) * PAGE_BYTES
+        limit_bytes = limit if limit is not None else _physical_bytes()
+        self._limit = max(limit_bytes // PAGE_BYTES, 1) * PAGE_BYTES
         self._bytes = 0
         try:
             address = map_anonymous(self._limit, accessible=False, shared=shared)
@@ -230,7 +210,6 @@ class HostHome(HomeStore):
 
     @property
     def capacity(self) -> int:
-        """The limit, or the slots' current bytes and the memory available."""
         return min(self._limit, self._bytes + self._available())
 
     def check(self, count: int) -> None:
@@ -247,24 +226,23 @@ class HostHome(HomeStore):
             )
 
     def _available(self) -> int:
-        """Return the bytes of memory that can be taken beyond what slots may occupy now."""
         available = available_memory_bytes()
         return _physical_bytes() if available is None else available
 
     def ensure(self, count: int) -> None:
         region = self._opened()
-        wanted = round_up(count, PAGE_BYTES)
-        if wanted <= self._bytes:
+        total = round_up(count, PAGE_BYTES)
+        if total <= self._bytes:
             return
-        self.check(wanted)
+        self.check(total)
         try:
-            region.make_accessible(self._bytes, wanted - self._bytes)
+            region.make_accessible(self._bytes, total - self._bytes)
         except OSError as error:
             raise SpillError(
-                f"the system does not give {format_bytes(wanted - self._bytes)} more of host memory "
+                f"the system does not give {format_bytes(total - self._bytes)} more of host memory "
                 f"({error.strerror}); raise the budget or use a disk home"
             ) from error
-        self._bytes = wanted
+        self._bytes = total
 
     def locate(self, offset: int, count: int) -> Location:
         region = self._opened()
@@ -272,20 +250,18 @@ class HostHome(HomeStore):
         return Location(MEMORY, region.address + offset, count, region)
 
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        """Build an error that should not occur: copying memory returns none."""
-        verb, why = "write" if writes else "read", os.strerror(failure) if failure > 0 else "no reason was given"
+        verb, reason = "write" if writes else "read", os.strerror(failure) if failure > 0 else "no reason was given"
         return TransferError(
-            f"could not {verb} {format_bytes(count)} at byte {offset} of host memory: {why}; please report it"
+            f"could not {verb} {format_bytes(count)} at byte {offset} of host memory: {reason}; please report it"
         )
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """Return the slot itself."""
         region = self._opened()
         check_slot(offset, count, self._bytes)
         return tensor_over(region.memory(offset, count))
 
     def discard(self, offset: int, count: int) -> None:
-        """Give the pages back; they come back empty when they are next used."""
+        """Free the pages; they are zero when they are next used."""
         super().discard(offset, count)
         advise_pages(self._opened().address + offset, round_up(count, PAGE_BYTES), mmap.MADV_DONTNEED)
 
@@ -305,28 +281,23 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# What is pinned at once: as much again as a fourth of what there is, and within these bounds. Pinning has a price for
-# each call, and no copy may lie across two stretches that were pinned apart.
+# Each stretch is a fourth of the pinned memory so far, within these bounds: pinning is expensive per call, and no copy
+# may cross two stretches.
 _LEAST_GROWTH, _MOST_GROWTH = 16 * MIB, GIB
 
 
 class PinnedHome(HostHome):
-    """Slots in one slab of host memory that is pinned in place, in a few large stretches.
+    """Slots in one range of host memory that is pinned in place, in a few large stretches.
 
-    There is no allocator of pinned memory, which would round sizes up to powers of two. Where the system pins no more,
-    later slots are pageable, with a warning: copies to and from them are slower, and the host waits for them.
-
-    A copy between a device and host memory, a step's or the user's own, must not cross two stretches (CUDA refuses it
-    with cudaErrorInvalidValue). So their ends are ``edges``, and no slot crosses one.
-
-    The slab is shared memory: a fork would copy all private pages that are pinned for a device. The child of a fork
-    sees the model as it is, and as it changes.
+    An allocator of pinned memory would round sizes up to powers of two. If the system refuses to pin more, later slots
+    are pageable, with a warning. A copy between a device and host memory must not cross two stretches (CUDA returns
+    cudaErrorInvalidValue), so the ends of stretches are ``edges``.
 
     Args:
-        pin: pins whole pages from an address on; returns False if it could not.
-        unpin: undoes that, by the address.
-        limit: as for ``HostHome``. An explicit one is trusted: some virtual machines have more memory than their
-            system says, and get it as it is used.
+        pin: pins whole pages from an address on; returns False on failure.
+        unpin: undoes that, given the address.
+        limit: as for ``HostHome``. An explicit limit is trusted: some virtual machines get more memory than their
+            system reports.
     """
 
     def __init__(
@@ -339,12 +310,13 @@ class PinnedHome(HostHome):
                 unpin(piece)
             unmap(address, count)
 
+        # Shared, because a fork would copy all private pages that are pinned for a device.
         super().__init__(limit, release, shared=True)
         self._pin = pin
         self._unpin = unpin
         self._believed = limit is not None
         self._addresses = pinned
-        self._seams: list[int] = []  # offsets where one stretch ends and the next one begins
+        self._seams: list[int] = []  # offsets of the borders between stretches
         self._refused = False
 
     @property
@@ -353,32 +325,31 @@ class PinnedHome(HostHome):
 
     @property
     def pinned(self) -> bool:
-        """Whether all slots so far are pinned."""
         return not self._refused
 
     @property
     def edges(self) -> Sequence[int]:
-        """The ends of stretches. Pageable memory is one stretch, however often it grew."""
+        """The ends of stretches. Pageable memory is one stretch, even after it has grown."""
         return self._seams if self._refused else [*self._seams, self.bytes]
 
     def _available(self) -> int:
         return self._limit - self.bytes if self._believed else super()._available()
 
     def ensure(self, count: int) -> None:
-        """Add one stretch, its pages touched by several threads: the device's driver would use one."""
-        before = self.bytes
+        """Add one stretch; several threads touch its pages first, because the device's driver would use one."""
+        start = self.bytes
         super().ensure(count)
-        added = self.bytes - before
+        added = self.bytes - start
         if not added or self._refused:
             return
-        address = self._opened().address + before
-        if before:
-            self._seams.append(before)
+        address = self._opened().address + start
+        if start:
+            self._seams.append(start)
         try:
             populate(address, added)
         except OSError as error:
-            self._bytes = before
-            if before:
+            self._bytes = start
+            if start:
                 self._seams.pop()
             raise SpillError(
                 f"the system does not give {format_bytes(added)} more of host memory ({error.strerror}); lower "
@@ -389,47 +360,42 @@ class PinnedHome(HostHome):
             return
         self._refused = True
         warnings.warn(
-            f"the system does not pin {format_bytes(added)} of host memory beyond {format_bytes(before)}; copies will "
+            f"the system does not pin {format_bytes(added)} of host memory beyond {format_bytes(start)}; copies will "
             "be slower and make the host wait: raise the limit on locked memory (ulimit -l), or lower host_budget",
             stacklevel=stacklevel_of_user(),
         )
 
     def grow(self, count: int) -> None:
-        """Grow in large stretches, as far as there is room for them."""
-        wanted = round_up(count, PAGE_BYTES)
-        if wanted <= self.bytes:
+        total = round_up(count, PAGE_BYTES)
+        if total <= self.bytes:
             return
-        ahead = min(max(self.bytes // 4, _LEAST_GROWTH), _MOST_GROWTH)
-        # A machine is not to run short of memory for what may never be needed.
-        spare = self._limit if self._believed else min(self._limit, self.bytes + self._available() // 2)
+        extra = min(max(self.bytes // 4, _LEAST_GROWTH), _MOST_GROWTH)
+        # Leave memory for other programs: the extra room may never be needed.
+        max_bytes = self._limit if self._believed else min(self._limit, self.bytes + self._available() // 2)
         try:
-            self.ensure(max(wanted, min(self.bytes + ahead, spare)))
+            self.ensure(max(total, min(self.bytes + extra, max_bytes)))
         except SpillError:
-            self.ensure(wanted)
+            self.ensure(total)
 
     def discard(self, offset: int, count: int) -> None:
-        """Do nothing: pinned pages stay in place, since the device knows their addresses."""
+        """Do nothing: pinned pages stay in place, because the device has their addresses."""
 
     def _sibling(self, count: int) -> PinnedHome:
         return PinnedHome(self._pin, self._unpin, count)
 
 
 class DiskHome(HomeStore):
-    """Slots in one spill file without a name, by direct I/O where the file system allows it.
+    """Slots in one spill file, which the first ``ensure`` creates, by direct I/O if the file system allows it.
 
-    Nothing is opened before the first ``ensure``.
-
-    Args:
-        directory: where the file goes; by default a folder on a real disk (``default_spill_directory``). Raises
-            ``SpillError`` if it is missing, not a directory, or read-only.
-        limit: bytes that the file may take; by default the free space.
+    Raises ``SpillError`` if ``directory`` (by default ``default_spill_directory()``) is missing or read-only. ``limit``
+    is the maximum bytes of the file; by default the free space.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, limit: int | None = None) -> None:
         self.directory = default_spill_directory() if directory is None else Path(directory)
         self._limit = limit
         self._file: SpillFile | None = None
-        self._faces: dict[int, int] = {}  # slot of the last face at each address; a face that is gone does no harm
+        self._faces: dict[int, int] = {}  # slot of the last face at each address; stale entries do no harm
         self._closed = False
         self._ranges = FileRanges()
         check_directory(self.directory)
@@ -460,7 +426,6 @@ class DiskHome(HomeStore):
 
     @property
     def capacity(self) -> int:
-        """The limit, or the slots' current bytes and the free space; plus bytes in files."""
         room = self.bytes + free_bytes(self.directory)
         return self._ranges.bytes + (room if self._limit is None else min(self._limit, room))
 
@@ -491,7 +456,6 @@ class DiskHome(HomeStore):
         self._file.grow(count)
 
     def locate(self, offset: int, count: int) -> Location:
-        """Return a location in the spill file, or in somebody else's file, which is only read."""
         if offset >= FIRST_RANGE:
             return self._ranges.locate(offset, count)
         file = self._opened()
@@ -504,10 +468,7 @@ class DiskHome(HomeStore):
         return self._opened().failed(offset, count, failure, writes=writes)
 
     def face(self, offset: int, count: int) -> torch.Tensor:
-        """Map pages of the file as shared memory, coherent with direct I/O on Linux.
-
-        Those of somebody else's file are mapped privately (see ``runtime.file_ranges``).
-        """
+        """Map pages of the file as shared memory, coherent with direct I/O on Linux."""
         if offset >= FIRST_RANGE:
             return self._face_in_file(offset)
         file = self._opened()
@@ -541,19 +502,19 @@ class DiskHome(HomeStore):
         offset = self._faces.get(storage.data_ptr())
         if offset is None or not storage.nbytes():
             return
-        # A face starts on a page and its mapping has whole pages, so that rounding up stays within it.
+        # A face's mapping has whole pages, so rounding up stays within it.
         advise_pages(storage.data_ptr(), round_up(storage.nbytes(), PAGE_BYTES), mmap.MADV_DONTNEED)
         if self._file is not None:
             self._file.forget(offset, storage.nbytes())
 
     def discard(self, offset: int, count: int) -> None:
-        """Drop the slot from the page cache; the pages of the file are for the next slot."""
+        """Drop the slot from the page cache; its pages in the file are reused by the next slot."""
         super().discard(offset, count)
         if offset < FIRST_RANGE:
             self._opened().forget(offset, count)
 
     def start(self) -> None:
-        """Check that the spill file has its length, and that others' files are unchanged."""
+        """Check the length of the spill file, and that other files are unchanged."""
         super().start()
         self._ranges.check()
         if self._file is not None and not self._closed:
@@ -562,7 +523,7 @@ class DiskHome(HomeStore):
     def _sibling(self, count: int) -> DiskHome:
         check_directory(self.directory, count)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is to be said of the directory was said before
+            warnings.simplefilter("ignore")  # this home has warned about the directory already
             return DiskHome(self.directory)
 
     def close(self) -> None:

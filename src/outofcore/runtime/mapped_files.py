@@ -1,9 +1,7 @@
-"""Which memory of this process is mapped from a file, or shared with other processes.
+"""Find the memory of this process that is mapped from a file, or shared with other processes (``/proc/self/maps``).
 
-Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately: writes stay in this process, and unwritten
-pages are the file's, so they need no copy when they are evicted. Shared mappings, such as of ``np.memmap(mode="r+")``
-or ``share_memory()``, must stay in place, since the file and other processes see writes to them. The kernel lists all
-mappings in ``/proc/self/maps`` (proc(5)).
+Safetensors and ``torch.load(..., mmap=True)`` map checkpoints privately, and evicting unwritten pages needs no copy.
+Shared mappings, such as of ``np.memmap(mode="r+")``, must stay in place, because others see writes to them.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class FileMapping:
-    """Addresses from ``begin`` to before ``end`` that show a file from ``offset`` on; ``path`` when it was mapped."""
+    """Addresses [begin, end) that show a file from ``offset`` on; ``path`` as of the time of mapping."""
 
     begin: int
     end: int
@@ -41,7 +39,7 @@ class FileMapping:
     path: str
 
     def read_file(self) -> ReadFile | None:
-        """Open the file past the page cache; None as for ``open``."""
+        """Open the file for reading past the page cache; None under the conditions of ``open``."""
         file = self.open()
         if file is None:
             return None
@@ -73,42 +71,41 @@ def private_mappings(lines: Iterable[str]) -> list[FileMapping]:
     return [mapping for line in lines if (mapping := _private_mapping(line)) is not None]
 
 
-@lru_cache(8192)  # of the thousand lines that a process has, few change from one look to the next
+@lru_cache(8192)  # a process has about a thousand lines, of which few change between two reads
 def _private_mapping(line: str) -> FileMapping | None:
-    told = _LINE.fullmatch(line.rstrip("\n"))
-    if told is None:
+    match = _LINE.fullmatch(line.rstrip("\n"))
+    if match is None:
         return None
-    path = _ESCAPED.sub(lambda escaped: chr(int(escaped[1], 8)), told["path"])
-    begin, end, offset = (int(told[name], 16) for name in ("begin", "end", "offset"))
-    return FileMapping(begin, end, offset, int(told["inode"]), path)
+    path = _ESCAPED.sub(lambda escaped: chr(int(escaped[1], 8)), match["path"])
+    begin, end, offset = (int(match[name], 16) for name in ("begin", "end", "offset"))
+    return FileMapping(begin, end, offset, int(match["inode"]), path)
 
 
 def shared_mappings(lines: Iterable[str]) -> list[tuple[int, int]]:
-    """Return the begins and ends of shared mappings in lines of ``/proc/self/maps``, in their order.
+    """Return (begin, end) of the shared mappings in lines of ``/proc/self/maps``, in their order.
 
     >>> shared_mappings(["7f00-8000 rw-p 00002000 08:01 77   /data/a", "8000-9000 r--s 00000000 08:01 78   /data/b"])
     [(32768, 36864)]
     """
-    found = [told for line in lines if (told := _SHARED.match(line)) is not None]
-    return [(int(told["begin"], 16), int(told["end"], 16)) for told in found]
+    matches = [match for line in lines if (match := _SHARED.match(line)) is not None]
+    return [(int(match["begin"], 16), int(match["end"], 16)) for match in matches]
 
 
-# Tell of storages whether they lie in a home of a kind that this module does not know.
+# Predicates of other modules for storages that are in a home.
 OWNERS: list[Callable[[torch.UntypedStorage], bool]] = []
 
 
 class MappedFiles:
-    """Looks up where memory was mapped from, as of construction or the last ``look``."""
+    """The mappings of this process, as of construction or the last ``refresh``."""
 
     def __init__(self) -> None:
         self._opened: dict[tuple[str, int], ReadFile | None] = {}
         self.look()
 
     def look(self) -> None:
-        """Read the current mappings."""
         try:
-            with Path("/proc/self/maps").open(errors="surrogateescape") as told:
-                lines = list(told)
+            with Path("/proc/self/maps").open(errors="surrogateescape") as file:
+                lines = list(file)
         except OSError:
             lines = []
         self._mappings, self._shared = private_mappings(lines), shared_mappings(lines)
@@ -116,33 +113,27 @@ class MappedFiles:
         self._shared_begins = [begin for begin, _ in self._shared]
 
     def find(self, address: int, count: int) -> FileMapping | None:
-        """Return the mapping that contains ``count`` bytes from an address on, or None."""
-        place = bisect_right(self._begins, address) - 1
-        if place < 0 or address + count > self._mappings[place].end:
+        index = bisect_right(self._begins, address) - 1
+        if index < 0 or address + count > self._mappings[index].end:
             return None
-        return self._mappings[place]
+        return self._mappings[index]
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """Return whether others see writes to a tensor's storage: a file, or other processes.
-
-        This library's own mappings do not count.
-        """
+        """Return whether a file or other processes see writes to a tensor's storage."""
         if not is_in_host_memory(tensor):
             return False
         storage = tensor.untyped_storage()
         address, count = storage.data_ptr(), storage.nbytes()
-        place = bisect_left(self._shared_begins, address + count) - 1
-        seen = place >= 0 and self._shared[place][1] > address
-        # Where the system tells nothing, PyTorch knows what it has shared itself.
-        if count == 0 or not (seen or storage.is_shared()):
+        index = bisect_left(self._shared_begins, address + count) - 1
+        is_mapped_shared = index >= 0 and self._shared[index][1] > address
+        # If /proc is not readable, PyTorch at least reports the storages that it has shared.
+        if count == 0 or not (is_mapped_shared or storage.is_shared()):
             return False
+        # This library's own mappings do not count.
         return not is_in_region(address) and not any(owns(storage) for owns in OWNERS)
 
     def unwritten(self, address: int, count: int) -> tuple[ReadFile, int] | None:
-        """Return the file whose bytes are still unchanged at an address, and their offset in it.
-
-        None if there is no such file, it cannot be read any more, or its path names another one.
-        """
+        """Return the file with the same bytes as at an address, and their offset; None if there is no such file."""
         mapping = self.find(address, count)
         if mapping is None:
             return None

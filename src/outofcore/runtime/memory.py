@@ -1,8 +1,7 @@
-"""Mapped pages that live exactly as long as something refers to them.
+"""Mapped pages that live as long as an object refers to them.
 
-The standard ``mmap`` module will not do: it keeps a file descriptor for each mapped piece of a file
-(a thousand slots would use up the usual limit), cannot align to huge pages and cannot reserve addresses
-without memory.
+The ``mmap`` module keeps a file descriptor for each mapping, and a thousand slots would exceed the usual limit. It also
+cannot align to huge pages, or reserve addresses without memory.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from outofcore.units import MIB, PAGE_BYTES, round_up
 
 
 class _Linux(IntEnum):
-    """Numbers of Linux that the mmap module lacks before Python 3.13, or altogether."""
+    """Linux constants that the mmap module lacks, at least before Python 3.13."""
 
     MAP_FIXED = 0x10
     MAP_NORESERVE = 0x4000
@@ -35,7 +34,7 @@ class _Linux(IntEnum):
 
 _NORESERVE = _Linux.MAP_NORESERVE if sys.platform == "linux" else 0
 _HUGE_PAGE = 2 * MIB
-# Pages are made in runs of so many bytes, by so many threads at most: more of them wait for each other.
+# Bytes per call, and the maximum number of threads: more threads would wait for each other.
 _RUN_BYTES, _MAKERS = 128 * MIB, 8
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -58,8 +57,8 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def trim_heap() -> None:
-    """Give free memory that the C library keeps back to the system, where it can."""
-    trim = getattr(_libc, "malloc_trim", None)  # glibc's alone
+    """Return free memory of the C library to the system, if the library supports that."""
+    trim = getattr(_libc, "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
 
@@ -67,7 +66,7 @@ def trim_heap() -> None:
 @contextlib.contextmanager
 def new_garbage_collected() -> Iterator[None]:
     """Collect only the garbage made within the context: a full collection can take half a second."""
-    is_outermost = not gc.get_freeze_count()  # objects that the user has frozen stay so
+    is_outermost = not gc.get_freeze_count()  # do not unfreeze the user's frozen objects
     if is_outermost:
         gc.freeze()
     try:
@@ -90,13 +89,13 @@ def advise_pages(address: int, count: int, advice: int) -> None:
         _checked(_libc.madvise(first, last - first, advice), "madvise failed")
 
 
-def _checked(status: int, what: str) -> None:
+def _checked(status: int, message: str) -> None:
     if status != 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{message}: {os.strerror(code)}")
 
 
-# What all regions are made of that there are, by their first addresses.
+# The buffers of all live regions, by their first addresses.
 _regions: weakref.WeakValueDictionary[int, ctypes.Array[ctypes.c_ubyte]] = weakref.WeakValueDictionary()
 
 
@@ -107,35 +106,29 @@ def is_in_region(address: int) -> bool:
 
 
 class Region:
-    """Mapped pages at ``address``, ``bytes`` long, released once nothing refers to them any more.
-
-    Every ``memory(...)``, and every tensor made over one, refers to them.
-    """
+    """Mapped pages, released after the last reference to them is gone, by ``memory(...)`` or a tensor over it."""
 
     def __init__(self, address: int, count: int, release: Callable[[int, int], object] = unmap) -> None:
         self.address = address
         self.bytes = count
         self._buffer = _regions[address] = (ctypes.c_ubyte * count).from_address(address)
-        # Not at exit: tensors over the region may be used until the very end of the process.
+        # Not at exit: tensors over the region may be used until the process ends.
         weakref.finalize(self._buffer, release, address, count).atexit = False
 
     def memory(self, offset: int, count: int) -> memoryview:
-        """Return the bytes [offset, offset + count), writable; raises ``ValueError`` if they are not in the region."""
+        """Return the bytes [offset, offset + count), writable; raises ``ValueError`` if they are out of range."""
         if offset < 0 or count < 0 or offset + count > self.bytes:
-            raise ValueError(f"bytes [{offset}, {offset + count}) do not lie in a region of {self.bytes} bytes")
+            raise ValueError(f"bytes [{offset}, {offset + count}) are not in a region of {self.bytes} bytes")
         return memoryview(self._buffer).cast("B")[offset : offset + count]
 
     def watch(self) -> Watched:
-        """Return a weak reference to the region."""
         return Watched(self.address, self.bytes, weakref.ref(self._buffer))
 
     def make_accessible(self, offset: int, count: int) -> None:
-        """Make pages of a region that was only reserved readable and writable."""
         status = _libc.mprotect(self.address + offset, count, mmap.PROT_READ | mmap.PROT_WRITE)
         _checked(status, "mprotect failed")
 
     def resident_bytes(self) -> int:
-        """Return the bytes of the region that are in physical memory."""
         pages = round_up(self.bytes, mmap.PAGESIZE) // mmap.PAGESIZE
         flags = np.empty(pages, np.uint8)
         _checked(_libc.mincore(self.address, self.bytes, flags.ctypes.data), "mincore failed")
@@ -143,8 +136,6 @@ class Region:
 
 
 class Watched:
-    """A weak reference to a region."""
-
     def __init__(self, address: int, count: int, buffer: Callable[[], ctypes.Array[ctypes.c_ubyte] | None]) -> None:
         self.address, self.bytes, self._buffer = address, count, buffer
 
@@ -153,26 +144,23 @@ class Watched:
         return self._buffer() is not None
 
     def memory(self, offset: int, count: int) -> memoryview | None:
-        """Do what ``Region.memory`` does, which keeps the region alive; None if it is gone."""
+        """Return the same as ``Region.memory``, which keeps the region alive; None if it is gone."""
         buffer = self._buffer()
         return None if buffer is None else memoryview(buffer).cast("B")[offset : offset + count]
 
 
 def populate(address: int, count: int) -> None:
-    """Make whole pages resident with several threads: the system makes them one by one for each.
-
-    Before Linux 5.14 it does nothing, and pages come as they are touched.
-    """
-    runs = [(address + at, min(_RUN_BYTES, count - at)) for at in range(0, count, _RUN_BYTES)]
+    """Make whole pages resident with several threads; before Linux 5.14 without effect."""
+    runs = [(address + offset, min(_RUN_BYTES, count - offset)) for offset in range(0, count, _RUN_BYTES)]
 
     def make(run: tuple[int, int]) -> int:
-        # By ctypes, which lets go of the GIL.
+        # ctypes releases the GIL.
         return ctypes.get_errno() if _libc.madvise(*run, _Linux.MADV_POPULATE_WRITE) else 0
 
     workers = min(len(runs), os.cpu_count() or 1, _MAKERS)
     codes: Iterable[int] = map(make, runs)
     if workers > 1:
-        # RuntimeError: the system gives no more threads; the calling thread makes all pages.
+        # RuntimeError: no more threads are available, so the calling thread makes all pages.
         with (
             contextlib.suppress(RuntimeError),
             ThreadPoolExecutor(workers, thread_name_prefix="outofcore-pages") as pool,
@@ -184,10 +172,10 @@ def populate(address: int, count: int) -> None:
 
 
 def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) -> int:
-    """Map ``count`` bytes (whole pages) of fresh zeroed memory, physical only where it is touched; return the address.
+    """Map ``count`` bytes (whole pages) of zeroed memory, and return the address.
 
-    From 2 MiB on it is aligned to huge pages and asks for them: a hundredth of the page faults. ``accessible`` False
-    reserves addresses only, for ``Region.make_accessible``; ``shared`` memory is shared with the children of forks.
+    From 2 MiB on, it uses huge pages, for a hundredth of the page faults. ``accessible`` False only reserves addresses,
+    for ``Region.make_accessible``. ``shared`` memory is shared with forked children.
     """
     slack = _HUGE_PAGE if count >= _HUGE_PAGE else 0
     protection = mmap.PROT_READ | mmap.PROT_WRITE if accessible else 0
@@ -199,23 +187,20 @@ def map_anonymous(count: int, *, accessible: bool = True, shared: bool = False) 
     if start + slack > address:
         unmap(address + count, start + slack - address)
     if slack and hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without huge pages refuses the advice; the memory works as well, more slowly.
+        # A kernel without huge pages refuses the advice; the memory is then only slower.
         _libc.madvise(address, count, mmap.MADV_HUGEPAGE)
     return address
 
 
 def map_file(descriptor: int, offset: int, count: int, *, private: bool = False) -> Region:
-    """Map ``count`` bytes of a file from a page boundary on, which keeps the file alive without the descriptor.
-
-    Writes go to the file, or stay in this process where ``private``.
-    """
+    """Map bytes of a file from a page boundary on; writes go to the file, or with ``private`` stay in this process."""
     whole = round_up(count, PAGE_BYTES)
     flags = mmap.MAP_PRIVATE | _NORESERVE if private else mmap.MAP_SHARED
     return Region(_map(whole, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset), whole)
 
 
 def map_over(region: Watched, descriptor: int, offset: int) -> None:
-    """Map bytes of a file, shared, over a region; nothing has changed if it raises ``OSError``."""
+    """Map bytes of a file, shared, over a region; without effect if it raises ``OSError``."""
     flags = mmap.MAP_SHARED | _Linux.MAP_FIXED
     _map(region.bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset, region.address)
 
@@ -241,8 +226,8 @@ def tensor_over(memory: memoryview) -> torch.Tensor:
 
 
 def lasting_tensor(address: int, count: int, release: Callable[[], object]) -> torch.Tensor:
-    """Return a uint8 tensor over memory that ``release`` gives back when nothing refers to its storage any more."""
+    """Return a uint8 tensor over memory, and call ``release`` after the last reference to its storage is gone."""
     buffer = (ctypes.c_ubyte * count).from_address(address)
-    # Not at exit: tensors may be used until the very end of the process.
+    # Not at exit: tensors may be used until the process ends.
     weakref.finalize(buffer, release).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8)

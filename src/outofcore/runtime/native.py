@@ -1,8 +1,7 @@
-"""Build and load the native code that uses PyTorch (``csrc``) on first use: one library for the CPU, one for CUDA.
+"""Build and load the native code that uses PyTorch (``csrc``) on first use: one library for CPU, one for CUDA.
 
-The build takes half a minute on one processor, and needs only a C++ compiler, and for CUDA the headers of its runtime,
-which PyTorch's own packages bring along. It is kept in the user's cache for each version of PyTorch. A wheel that was
-built where PyTorch is has the library for the CPU, for that version of PyTorch.
+The build takes half a minute on one core, and is cached for each version of PyTorch. It needs a C++ compiler, and for
+CUDA the headers in PyTorch's own packages. A wheel contains the CPU library for the PyTorch that it was built with.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _Library = TypeVar("_Library", bound=ctypes.CDLL)
 
 CSRC = Path(__file__).parent / "csrc"
 _TORCH = Path(torch.__file__).resolve().parent
-# Of the files whose flags are not those of all; the first takes the longest.
+# Extra flags by source file; these files are compiled first, because they take the longest.
 _OWN_FLAGS = {"paging.cpp": ("-O3",)}
 _ONLY_CUDA = "issue.cpp"
 
 _POINTER = ctypes.c_void_p
 _COUNT = ctypes.c_int64
-# Result and arguments by name. No arguments declared (None): ctypes then passes a plain int and a ready-made c_void_p
-# with no conversion, in half the time, which counts only for what every op calls.
+# Result and argument types by name. Without argument types (None), ctypes passes an int or a c_void_p unconverted, in
+# half the time. That matters only for functions that every op calls.
 _PROTOTYPES: Mapping[str, tuple[type | None, tuple[type, ...] | None]] = {
     "outofcore_borders": (ctypes.c_char_p, ()),
     "outofcore_install": (ctypes.c_int, ()),
@@ -157,17 +156,14 @@ _CUDA_PROTOTYPES: Mapping[str, tuple[type | None, tuple[type, ...] | None]] = {
 
 
 class Flavor(Enum):
-    """Which of PyTorch's allocators is wrapped."""
+    """The allocator of PyTorch that a library wraps."""
 
     CPU = "cpu"
     CUDA = "cuda"  # the caching allocator
 
 
 def load_native(flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
-    """Load the library of this process, building it if needed; raises ``StateError`` if that fails.
-
-    Its calls keep Python's lock: they take well under a microsecond, and releasing it would cost more than that.
-    """
+    """Load this process's library, building it if needed, with calls that keep the GIL; raises ``StateError``."""
     return _loaded(flavor)
 
 
@@ -191,18 +187,18 @@ def _loaded(flavor: Flavor) -> ctypes.PyDLL:
 
 
 def _versions_of(library: Path) -> str:
-    """Return, of a library's name, ``torch-2.13.0-cpython-311-x86_64``."""
+    """Return the versions in a library's name, such as ``torch-2.13.0-cpython-311-x86_64``."""
     return library.name.split("-", 2)[2].rpartition("-")[0]
 
 
 @functools.cache
 def load_unlocked(flavor: Flavor) -> ctypes.CDLL:
-    """Return the library of ``load_native`` with calls that release Python's lock: some move much data, or wait."""
+    """Return the library of ``load_native`` with calls that release the GIL: some copy much data, or wait."""
     return _declared(ctypes.CDLL(None, handle=load_native(flavor)._handle), flavor)
 
 
 def library_file(flavor: Flavor = Flavor.CPU) -> Path:
-    """Return where a wheel has the library; its name covers PyTorch, Python, machine, flags and sources."""
+    """Return the path of a wheel's library; its name covers PyTorch, Python, machine, flags and sources."""
     hashed = hashlib.sha256()
     for path in sorted((*CSRC.rglob("*.cpp"), *CSRC.rglob("*.h"))):
         hashed.update(path.read_bytes())
@@ -215,19 +211,20 @@ def library_file(flavor: Flavor = Flavor.CPU) -> Path:
 def build(target: Path, compilers: Sequence[str] = COMPILERS, flavor: Flavor = Flavor.CPU) -> Path:
     """Build the library; raises ``BuildError`` if no compiler works, ``OSError`` for the folder."""
     if flavor is Flavor.CUDA and cuda_headers() is None:
-        raise BuildError("the headers of the CUDA runtime (cuda_runtime_api.h) are not here; install them")
+        raise BuildError("the headers of the CUDA runtime (cuda_runtime_api.h) are missing; install them")
     sources = [path for path in sorted(CSRC.rglob("*.cpp")) if flavor is Flavor.CUDA or path.name != _ONLY_CUDA]
     sources.sort(key=lambda path: path.name not in _OWN_FLAGS)
     units = {path: _OWN_FLAGS.get(path.name, ()) for path in sources}
     flags = [*_defines(flavor), *_includes(flavor)]
     cuda = ["-lc10_cuda", "-ldl"] if flavor is Flavor.CUDA else []
-    # PyTorch's own libraries are found by their names at run time, since it is loaded before this one.
+    # No run path is needed: PyTorch's libraries are loaded before this one.
     link = [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10", *cuda, "-pthread"]
     return compile_library(units, target, flags, link, compilers=compilers)
 
 
 def load_library(path: Path, flavor: Flavor = Flavor.CPU) -> ctypes.PyDLL:
     """Load a build and declare its functions; raises ``OSError`` if that fails."""
+    # PyDLL keeps the GIL: most calls take well under a microsecond, less than releasing it.
     return _declared(ctypes.PyDLL(str(path)), flavor)
 
 
@@ -244,12 +241,12 @@ def _declared(library: _Library, flavor: Flavor) -> _Library:
 
 
 def cuda_headers() -> Path | None:
-    """Return the folder with the CUDA runtime's headers: of PyTorch's packages, of conda, or of the system."""
+    """Return the folder with the CUDA runtime's headers: of PyTorch's packages, conda, or the system."""
     packages = sorted(_TORCH.parent.glob("nvidia/*/include"))
-    named = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
+    configured = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if home]
     conda = [Path(sys.prefix) / "include", *sorted(Path(sys.prefix).glob("targets/*/include"))]
     system = [Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include"), reverse=True)]
-    for folder in (*packages, *named, *conda, *system):
+    for folder in (*packages, *configured, *conda, *system):
         if (folder / "cuda_runtime_api.h").is_file():
             return folder
     return None
@@ -257,7 +254,7 @@ def cuda_headers() -> Path | None:
 
 def _defines(flavor: Flavor) -> list[str]:
     return [
-        "-DNDEBUG",  # as PyTorch itself is built: some of its classes have other members without it
+        "-DNDEBUG",  # as in PyTorch's own build: without it, some of its classes have other members
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(["-DOUTOFCORE_CUDA"] if flavor is Flavor.CUDA else []),
     ]
@@ -265,7 +262,7 @@ def _defines(flavor: Flavor) -> list[str]:
 
 def _includes(flavor: Flavor) -> list[str]:
     headers = cuda_headers() if flavor is Flavor.CUDA else None
-    # The packages of CUDA's runtime lack two headers that it includes, and that say nothing to a plain compiler.
+    # The packages of CUDA's runtime lack two headers that it includes; the replacements suffice for a C++ compiler.
     return [
         f"-I{_TORCH / 'include'}",
         *([f"-I{headers}", f"-idirafter{CSRC / 'shim'}"] if headers else []),

@@ -1,4 +1,4 @@
-"""Allocation of a home's pages."""
+"""Allocate the pages of a home."""
 
 from __future__ import annotations
 
@@ -16,52 +16,48 @@ from outofcore.lowering.slots import Turn, lasting, slot_bytes, turns
 from outofcore.program import Program
 from outofcore.units import PAGE_BYTES, round_up
 
-if TYPE_CHECKING:  # what is here needs no PyTorch, homes do
+if TYPE_CHECKING:  # homes need PyTorch, but this module does not
     from outofcore.runtime.homes import HomeStore
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive whole pages of a home."""
-
     offset: int
     bytes: int
 
 
-def meet(some: Sequence[Piece], others: Sequence[Piece]) -> bool:
-    """Return whether two slots have a page in common."""
-    return any(a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes for a in some for b in others)
+def meet(first: Sequence[Piece], second: Sequence[Piece]) -> bool:
+    return any(a.offset < b.offset + b.bytes and b.offset < a.offset + a.bytes for a in first for b in second)
 
 
 class Slots:
-    """Allocates the pages of one home, the lowest first, and frees them.
+    """Allocates and frees the pages of one home, the lowest first; no slot crosses an edge of the home.
 
-    What the user sees between steps gets consecutive pages. What never outlives a step may be in several pieces, so
-    that a home of limited size can be filled to the last page. Nothing crosses one of the ``edges`` of the home.
+    A slot that the user sees between steps has consecutive pages. Other slots may be in several pieces, so that a home
+    of limited size can be filled to the last page.
     """
 
     def __init__(self, home: HomeStore) -> None:
         self.home = home
-        # Start and end of what is free, in order; two touch each other at an edge of the home alone.
+        # Sorted (start, end) of free pages; two entries are adjacent only at an edge of the home.
         self._free: list[tuple[int, int]] = []
         self._end = 0
 
     @property
     def end(self) -> int:
-        """The first page that has never been allocated: pages from here on read as zeros."""
+        """The first page that was never allocated; from here on, pages read as zeros."""
         return self._end
 
     @property
     def taken(self) -> int:
-        """Bytes that are allocated now."""
         return self._end - sum(end - start for start, end in self._free)
 
     def take(self, count: int) -> int:
         """Allocate a slot of ``count`` consecutive bytes and return its offset; raises ``SpillError``."""
         count = round_up(count, PAGE_BYTES)
-        for at, (start, end) in enumerate(self._free):
+        for index, (start, end) in enumerate(self._free):
             if end - start >= count:
-                self._free[at : at + 1] = [(start + count, end)] if end - start > count else []
+                self._free[index : index + 1] = [(start + count, end)] if end - start > count else []
                 return start
         return self._extend(count)
 
@@ -77,34 +73,31 @@ class Slots:
                 self._leave_out(self.home.bytes)
             if not self._free:
                 raise
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         while count and self._free:
             start, end = self._free.pop(0)
             used = min(count, end - start)
-            found.append(Piece(start, used))
+            pieces.append(Piece(start, used))
             if used < end - start:
                 self._free.insert(0, (start + used, end))
             count -= used
         try:
             if count:
-                found.append(Piece(self._extend(count), count))
+                pieces.append(Piece(self._extend(count), count))
         except SpillError:
-            for piece in found:
+            for piece in pieces:
                 self.give(piece.offset, piece.bytes)
             raise
-        return tuple(found)
+        return tuple(pieces)
 
     def expect(self, count: int) -> None:
-        """Grow at once for ``count`` bytes in all, where growing bit by bit is not contiguous.
-
-        Without room for that it does nothing: taking a slot will raise the error.
-        """
+        """Grow to ``count`` bytes in all at once, if later growth would not be contiguous."""
         if self.home.edges:
-            with contextlib.suppress(SpillError):
+            with contextlib.suppress(SpillError):  # an allocation will raise it
                 self.home.ensure(max(self._end, count))
 
     def _extend(self, count: int) -> int:
-        """Allocate at the end, joined with free pages there, or behind an edge that is in the way."""
+        """Allocate at the end, joined with free pages there, or beyond an edge that is in the way."""
         edges = self.home.edges
         tail = bool(self._free) and self._free[-1][1] == self._end and self._end not in edges
         first = start = self._free[-1][0] if tail else self._end
@@ -120,29 +113,29 @@ class Slots:
         return first
 
     def _leave_out(self, first: int) -> None:
-        """Free the pages between the end and a slot behind an edge."""
+        """Free the pages between the end and a slot beyond an edge."""
         cuts = [edge for edge in self.home.edges if self._end < edge < first]
         for start, end in pairwise([self._end, *cuts, first]):
             self._end = end
             self.give(start, end - start)
 
     def is_range(self, offset: int) -> bool:
-        """Return whether a slot was made for somebody else's file, even if it has moved: it is only read."""
+        """Return whether a slot was created in another file, even if it has moved since; it is only read."""
         files = self.home.files
         return files is not None and files.has(offset)
 
     def is_in_file(self, offset: int) -> bool:
-        """Return whether a slot is in somebody else's file: nothing is written there."""
+        """Return whether a slot is in another file, which is never written."""
         files = self.home.files
         return files is not None and files.is_in_file(offset)
 
     def was_written(self, offset: int) -> bool:
-        """Return whether the user has written to the face of a slot in somebody else's file, which is then outdated."""
+        """Return whether the user has written to the face of a slot in another file, which is then outdated."""
         files = self.home.files
         return files is not None and files.is_in_file(offset) and files.written(offset)
 
     def own(self, offset: int) -> None:
-        """Move a slot in somebody else's file to pages of the home's own; its faces stay in place."""
+        """Move a slot in another file to pages of the home; its faces stay in place."""
         files = self.home.files
         if files is None or not files.is_in_file(offset):
             return
@@ -154,7 +147,6 @@ class Slots:
             undo.pop_all()
 
     def give(self, offset: int, count: int) -> None:
-        """Free a slot or a piece."""
         files = self.home.files
         if files is not None and files.has(offset):
             pages = files.release(offset)
@@ -162,36 +154,33 @@ class Slots:
                 return
             offset, count = pages
         start, end, edges = offset, offset + round_up(count, PAGE_BYTES), self.home.edges
-        at = bisect_left(self._free, (start, end))
-        if at < len(self._free) and self._free[at][0] == end and end not in edges:
-            end = self._free.pop(at)[1]
-        if at and self._free[at - 1][1] == start and start not in edges:
-            at -= 1
-            start = self._free.pop(at)[0]
-        self._free.insert(at, (start, end))
+        index = bisect_left(self._free, (start, end))
+        if index < len(self._free) and self._free[index][0] == end and end not in edges:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == start and start not in edges:
+            index -= 1
+            start = self._free.pop(index)[0]
+        self._free.insert(index, (start, end))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The home pages of a program's temporary copies: ``pieces`` by copy index, ``held`` all pages by home."""
+    """The home pages of a program's temporary copies: ``pieces`` by copy index, and all ``pages`` by home."""
 
     pieces: Mapping[int, tuple[Piece, ...]]
     held: tuple[tuple[Piece, ...], ...]
 
     def give_back(self, slots: Sequence[Slots]) -> None:
-        for mine, home in zip(self.held, slots, strict=True):
-            for piece in mine:
+        for pieces, home in zip(self.held, slots, strict=True):
+            for piece in pieces:
                 home.give(piece.offset, piece.bytes)
 
 
 def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Slots]) -> Layout:
-    """Allocate pages for each temporary slot; ``lowering.slots.turns`` tells when they change hands.
-
-    Raises ``SpillError`` if a home has no room, and ``GraphError`` if the plan exceeds a home's capacity.
-    """
-    # Pages that have changed hands within the step are kept apart from those of the homes, which are still taken.
+    """Allocate pages for each temporary slot; raises ``SpillError`` without room, or ``GraphError``."""
+    # Pages that were freed within the step; the homes still count them as allocated.
     spare: list[list[Piece]] = [[] for _ in slots]
-    held: list[list[Piece]] = [[] for _ in slots]
+    allocated: list[list[Piece]] = [[] for _ in slots]
     pieces: dict[int, tuple[Piece, ...]] = {}
     order = _turns(graph, costs, program)
     try:
@@ -199,48 +188,44 @@ def lay_out(graph: StepGraph, costs: Costs, program: Program, slots: Sequence[Sl
             home, count = turn.slot.home, slot_bytes(graph.storages[turn.slot.storage].bytes)
             for slot in turn.vacated:
                 spare[home] += pieces[slot.taken]
-            mine: list[Piece] = []
+            own_pieces: list[Piece] = []
             while count and spare[home]:
-                # What is as large is taken first, so that slots stay whole.
-                at = next((i for i, piece in enumerate(spare[home]) if piece.bytes >= count), 0)
-                piece = spare[home].pop(at)
+                # Prefer a piece that is large enough, so that slots stay whole.
+                place = next((i for i, piece in enumerate(spare[home]) if piece.bytes >= count), 0)
+                piece = spare[home].pop(place)
                 used = min(count, piece.bytes)
-                mine.append(Piece(piece.offset, used))
+                own_pieces.append(Piece(piece.offset, used))
                 if used < piece.bytes:
                     spare[home].append(Piece(piece.offset + used, piece.bytes - used))
                 count -= used
             if count:
                 fresh = slots[home].take_pieces(count)
-                held[home] += fresh
-                mine += fresh
-            pieces[turn.slot.taken] = tuple(mine)
+                allocated[home] += fresh
+                own_pieces += fresh
+            pieces[turn.slot.taken] = tuple(own_pieces)
     except SpillError:
-        Layout({}, tuple(map(tuple, held))).give_back(slots)
+        Layout({}, tuple(map(tuple, allocated))).give_back(slots)
         raise
     by_copy = {index: pieces[turn.slot.taken] for turn in order for index in turn.slot.copies}
-    return Layout(by_copy, tuple(map(tuple, held)))
+    return Layout(by_copy, tuple(map(tuple, allocated)))
 
 
 def needed_bytes(graph: StepGraph, costs: Costs, program: Program) -> list[int]:
-    """Return the bytes of slots that a program needs at each home, persistent and temporary ones.
-
-    Slots in the caller's memory, inputs and small outputs, count as well. Raises ``GraphError`` if the plan exceeds a
-    home's capacity.
-    """
-    found = [0] * max(len(costs.homes), 1)
+    """Return the bytes of slots that a program needs at each home; raises ``GraphError`` above its capacity."""
+    needed = [0] * max(len(costs.homes), 1)
     for storage, home in lasting(graph, program).items():
-        found[home] += slot_bytes(graph.storages[storage].bytes)
-    spare = [0] * len(found)
+        needed[home] += slot_bytes(graph.storages[storage].bytes)
+    spare = [0] * len(needed)
     for turn in _turns(graph, costs, program):
         home, size = turn.slot.home, slot_bytes(graph.storages[turn.slot.storage].bytes)
         spare[home] += sum(slot_bytes(graph.storages[slot.storage].bytes) for slot in turn.vacated)
-        found[home] += max(size - spare[home], 0)
+        needed[home] += max(size - spare[home], 0)
         spare[home] -= min(size, spare[home])
-    return found
+    return needed
 
 
 def _turns(graph: StepGraph, costs: Costs, program: Program) -> list[Turn]:
-    found = turns(graph, costs, program)
-    if found is None:
+    order = turns(graph, costs, program)
+    if order is None:
         raise GraphError("the program copies more to a home than it holds; send less there, or give it more bytes")
-    return found
+    return order

@@ -1,4 +1,4 @@
-"""The spill file: one preallocated file without a name, written and read past the page cache."""
+"""The spill file: a preallocated file without a name, accessed past the page cache."""
 
 from __future__ import annotations
 
@@ -35,21 +35,16 @@ def check_directory(directory: Path, count: int = 0) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the bytes that an ordinary user may still write in a directory's file system."""
     return shutil.disk_usage(directory).free
 
 
 class SpillFile(ByteStore):
-    """A file without a name in ``directory``: when the process ends, however it ends, the file is gone.
-
-    ``direct`` tells whether the page cache is bypassed. If the file system refuses that, I/O is buffered and the kernel
-    is told to drop the pages. ``bytes`` is what has been allocated so far.
-    """
+    """A file without a name in ``directory``; it vanishes with the process, even in a crash."""
 
     def __init__(self, directory: Path) -> None:
         check_directory(directory)
         self.directory = directory
-        self.bytes = 0
+        self.bytes = 0  # allocated
         self._closed = False
         try:
             self._descriptor = _open_unnamed(directory)
@@ -58,8 +53,10 @@ class SpillFile(ByteStore):
                 f"no file can be created in the spill directory {directory} ({error.strerror}); name another one"
             ) from error
         self._direct_descriptor = self._open_direct()
-        self.direct = self._direct_descriptor is not None
-        # A step that nobody closes gives its file back as well, once it is garbage.
+        self.direct = (
+            self._direct_descriptor is not None
+        )  # else I/O is buffered, and the kernel drops the pages after it
+        # A step that is not closed frees its file when it is garbage-collected.
         self._release = weakref.finalize(self, close_files, self._descriptor, self._direct_descriptor)
         self._release.atexit = False
 
@@ -70,47 +67,44 @@ class SpillFile(ByteStore):
         return Location(self._direct_descriptor, offset, count, self, Cache.PAST)
 
     def duplicate(self) -> tuple[int, int]:
-        """Return new descriptors of the file, the second past the page cache or the same; the caller closes them."""
-        made: list[int] = []
+        """Return new descriptors of the file for buffered and direct I/O; the caller closes them."""
+        descriptors: list[int] = []
         try:
-            made += [os.dup(self._descriptor)]
-            made += [os.dup(self.locate(0, 0).descriptor)]
+            descriptors += [os.dup(self._descriptor)]
+            descriptors += [os.dup(self.locate(0, 0).descriptor)]
         except OSError as error:
-            close_files(*made)
+            close_files(*descriptors)
             raise SpillError(
                 f"the spill file in {self.directory} cannot be opened again ({error.strerror}); lift the limit on open "
                 "files (ulimit -n)"
             ) from error
-        return made[0], made[1]
+        return descriptors[0], descriptors[1]
 
     def close(self) -> None:
-        """Give the file back to the system, once nothing is mapped from it. May be called again."""
+        """Close the file; the system frees it after its last mapping is gone. May be called again."""
         self._closed = True
         self._release()
 
     def grow(self, count: int) -> None:
-        """Allocate the file up to ``count`` bytes (never less than before), so that no later write lacks room.
-
-        If it raises ``SpillError`` for lack of space, the file is as before.
-        """
+        """Allocate the file up to ``count`` bytes, so that no later write lacks room; without effect on error."""
         self._check_open()
-        wanted = round_up(count, PAGE_BYTES)
-        if wanted <= self.bytes:
+        total = round_up(count, PAGE_BYTES)
+        if total <= self.bytes:
             return
-        check_directory(self.directory, wanted - self.bytes)
+        check_directory(self.directory, total - self.bytes)
         try:
-            os.posix_fallocate(self._descriptor, self.bytes, wanted - self.bytes)
+            os.posix_fallocate(self._descriptor, self.bytes, total - self.bytes)
         except OSError as error:
-            with contextlib.suppress(OSError):  # a file that stays too long does no harm
+            with contextlib.suppress(OSError):  # a file that remains too long does no harm
                 os.ftruncate(self._descriptor, self.bytes)
             raise SpillError(
-                f"{format_bytes(wanted - self.bytes)} could not be allocated in the spill directory {self.directory} "
+                f"{format_bytes(total - self.bytes)} could not be allocated in the spill directory {self.directory} "
                 f"({error.strerror}); make room, lift the limit, or name a directory on another disk"
             ) from error
-        self.bytes = wanted
+        self.bytes = total
 
     def check_length(self) -> None:
-        """Raise ``TransferError`` for a truncated file: the missing bytes would read as zeros once it grows again."""
+        """Raise ``TransferError`` for a truncated file: once it grows, the missing bytes would read as zeros."""
         self._check_open()
         length = os.fstat(self._descriptor).st_size
         if length < self.bytes:
@@ -120,23 +114,23 @@ class SpillFile(ByteStore):
             )
 
     def map(self, offset: int, count: int) -> Region:
-        """Map bytes of the file as shared memory, which stays usable after ``close``."""
+        """Map bytes of the file as shared memory, which remains usable after ``close``."""
         self._check_open()
         return map_file(self._descriptor, offset, count)
 
     def map_over(self, region: Watched, offset: int) -> None:
-        """Do what ``map`` does at the addresses of a region; nothing has changed if it raises ``OSError``."""
+        """Map bytes of the file at the addresses of a region; without effect if it raises ``OSError``."""
         self._check_open()
         map_over(region, self._descriptor, offset)
 
     def forget(self, offset: int, count: int) -> None:
-        """Tell the kernel that pages of the file need not stay in its cache, unless it is closed."""
+        """Let the kernel drop pages of the file from its cache, unless the file is closed."""
         if not self._closed:
             os.posix_fadvise(self._descriptor, offset, round_up(count, PAGE_BYTES), os.POSIX_FADV_DONTNEED)
 
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        nothing = "the system wrote nothing" if writes else "the file ends there"
-        why = os.strerror(failure) if failure > 0 else nothing
+        at_end = "the system wrote nothing" if writes else "the file ends there"
+        reason = os.strerror(failure) if failure > 0 else at_end
         advice = {
             errno.ENOSPC: "make room on that disk",
             errno.EDQUOT: "raise the quota or name another spill directory",
@@ -144,7 +138,7 @@ class SpillFile(ByteStore):
         }.get(failure, "check that disk, or name another spill directory")
         error = TransferError(
             f"could not {'write' if writes else 'read'} {format_bytes(count)} at byte {offset} of the spill file in "
-            f"{self.directory}: {why}; {advice}"
+            f"{self.directory}: {reason}; {advice}"
         )
         error.errno = failure if failure > 0 else errno.EIO
         return error
@@ -154,7 +148,7 @@ class SpillFile(ByteStore):
             raise StateError("the spill file is closed; compile the step again to go on")
 
     def _open_direct(self) -> int | None:
-        """Open a second descriptor for direct I/O; None where the file system refuses."""
+        """Open a second descriptor for direct I/O; None if the file system refuses."""
         try:
             return open_direct(self._descriptor, writes=True)
         except OSError as error:
@@ -171,7 +165,7 @@ def _open_unnamed(directory: Path) -> int:
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        # What file systems and kernels without O_TMPFILE say.
+        # The errors of file systems and kernels without O_TMPFILE.
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
             raise
     descriptor, name = tempfile.mkstemp(dir=directory, prefix="outofcore-")
