@@ -292,9 +292,9 @@ class CtcLoss:
         *positional: Any,
         **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        loss, alpha = self.func(log_probs, targets, input_lengths, *more, **named)
+        loss, alpha = self.func(log_probs, targets, input_lengths, *positional, **named)
         batch, frames, width = alpha.shape
-        longest = _longest_target(targets, more[0] if more else named["target_lengths"])
+        longest = _longest_target(targets, positional[0] if positional else named["target_lengths"])
         padded = alpha.new_full((batch, frames, 2 * longest + 1), -math.inf)
         padded[..., :width] = alpha
         return loss, padded
