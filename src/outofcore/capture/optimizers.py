@@ -138,7 +138,7 @@ def updates_each_alone(optimizer: Optimizer) -> bool:
 
 
 def updates_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether updates are elementwise: they depend on the same element of each tensor, and on counts.
+    """Return whether updates depend only on the same element of each tensor, and on counts.
 
     A range of a parameter is then updated like the whole. Classes outside of ``torch.optim`` declare it with an
     attribute ``outofcore_elementwise = True``.
