@@ -251,9 +251,9 @@ WITH_LINE = [
     (formatted, "formatting a tensor", "return the tensor"),
     (in_model, ".item()", "keep the arithmetic in tensors"),
     (undeclared, "float32 tensor of shape (3,) from outside", "pass it as an argument"),
-    (undeclared_module, "from outside", "add the module that it belongs to"),
+    (undeclared_module, "from outside", "add its module to the list of models"),
     (undeclared_optimizer, "an optimizer (SGD) that was not given", "add it to the list"),
-    (kept_step, "by a name kept from before", "write optimizer.step()"),
+    (kept_step, "by a name kept from before", "call optimizer.step()"),
     (mask, "depends on the values", "torch.where"),
     (from_array, "NumPy array", "pass it as an argument"),
     (tensor_of_array, "NumPy array", "pass it as an argument"),
@@ -266,7 +266,7 @@ WITH_LINE = [
     (scaler, "GradScaler", "bfloat16"),
     (sparse, "sparse", "dense"),
     (swallowed, ".item()", "return the tensor"),
-    (resized, "size of a tensor's memory", "make a new tensor"),
+    (resized, "size of a tensor's memory", "create a new tensor"),
     (seeded, "state from outside", "before the step"),
 ]
 

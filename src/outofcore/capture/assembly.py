@@ -34,7 +34,7 @@ _NAMING_STORAGES = ("reads", "mutates", "creates", "discards")
 class Ending:
     """The state in which a step ends.
 
-    A STATE leaf has its index in ``Mirror.states`` followed by the mirror's gradients. Other indices are those of
+    A STATE leaf has its index in ``Mirror.states`` followed by the mirror's gradients. Other indices refer to
     ``Tables``.
     """
 
@@ -134,8 +134,8 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
         constants={storage[old]: tensor for old, tensor in captured.constants.items() if old in storage},
         exact={storage[old]: count for old, count in captured.exact.items() if old in storage},
         ranges={
-            storage[old]: replace(found, whole=storage[found.whole])
-            for old, found in captured.ranges.items()
+            storage[old]: replace(state_range, whole=storage[state_range.whole])
+            for old, state_range in captured.ranges.items()
             if old in storage
         },
         outputs=tuple(
@@ -145,7 +145,7 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
 
 
 def _wanted(ops: Sequence[tuple[Op, Call]], outputs: Sequence[int], optional: Collection[int]) -> list[tuple[Op, Call]]:
-    """Drop PyTorch's ops and optional ops whose results are unused."""
+    """Drop PyTorch's ops and optional ops if their results are unused."""
     used = set(outputs)
     wanted_ops: list[tuple[Op, Call]] = []
     for op, call in reversed(ops):

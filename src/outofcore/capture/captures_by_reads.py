@@ -14,7 +14,7 @@ from outofcore.capture.snapshot import Snapshot
 
 # Captures per input signature.
 _MOST_CAPTURES = 4
-# Of the last 8 calls of an input signature, so many with changed values make another capture pointless.
+# If values changed in 3 of the last 8 calls of an input signature, another capture is pointless.
 _LAST_CALLS, _TOO_OFTEN = 8, 3
 
 

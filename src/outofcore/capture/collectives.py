@@ -45,7 +45,7 @@ class Collective:
     group: ProcessGroup = field(compare=False)
     bytes: int  # of the largest tensor
     dtype: torch.dtype
-    reduction: str = ""  # such as "sum"; empty if the collective has none
+    reduction: str = ""  # such as "sum", or empty
     root: int = 0  # rank in the group, for a broadcast
 
     def __call__(self, *tensors: torch.Tensor) -> None:

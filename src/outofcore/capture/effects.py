@@ -24,7 +24,7 @@ from outofcore._torch_internals import FakeTensor
 from outofcore.capture.provenance import codes_of, is_installed
 from outofcore.capture.reads import Origin, origin_of
 
-# Larger lists and dicts of the user's are not searched, nor are further containers: that would take too long.
+# Larger lists and dicts, and further containers, are not searched, because that would take too long.
 LOOK_THROUGH = 4096
 _MOST_CONTAINERS = 100_000
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, collections.Counter)
@@ -105,9 +105,9 @@ def _position(iterator: Iterator[Any]) -> Any:
 Effect = Callable[[], None]
 
 
-def effect_of(kept: Kept, without: Iterable[Any] = ()) -> Effect | None:
+def effect_of(container: Kept, without: Iterable[Any] = ()) -> Effect | None:
     """Return a function that repeats a container's change since it was copied; None if there is no change."""
-    live, before, after = kept.live, kept.before, _copy(kept.live)
+    live, before, after = container.live, container.before, _copy(container.live)
     if isinstance(live, dict):
         gone = set(before).difference(after, without)
         new = {
@@ -124,7 +124,7 @@ def effect_of(kept: Kept, without: Iterable[Any] = ()) -> Effect | None:
             live.update(new)
 
         return apply
-    if not kept.has_changed():
+    if not container.has_changed():
         return None
     begins_alike = isinstance(live, list | deque) and all(a is b for a, b in zip(before, after, strict=False))
     if begins_alike and len(after) > len(before):
@@ -290,12 +290,12 @@ class Outside:
 
 
 def slots_of(kind: type) -> Iterator[str]:
-    """Yield the names in a class's ``__slots__``, including those of its bases."""
+    """Yield the names in the ``__slots__`` of a class and its bases."""
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         yield from (slots,) if isinstance(slots, str) else slots
 
 
 def _is_own(module: str) -> bool:
-    """Return whether a module is neither of an installed package nor of the standard library."""
+    """Return whether a module is outside of installed packages and the standard library."""
     return origin_of(module) is Origin.USER and not is_installed(module)

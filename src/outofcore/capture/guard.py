@@ -66,7 +66,7 @@ def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> N
 
 
 def check_shapes(path: str, module: nn.Module) -> None:
-    """Raise ``InputError`` for a lazy module whose own parameters or buffers have no shapes yet."""
+    """Raise ``InputError`` for a lazy module with parameters or buffers that have no shapes yet."""
     tensors = chain(module._parameters.values(), module._buffers.values())
     if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
         raise InputError(
@@ -106,15 +106,17 @@ class Guard:
         self._tables = [[Kept.of(name, m.__dict__[name]) for name in _OWN_TABLES] for m in self._modules]
         self._optimizers = list(optimizers)
         self._groups = [[Kept.of("", group) for group in optimizer.param_groups] for optimizer in optimizers]
-        self._others = [Kept.of("", held) for o in optimizers for held in (o.param_groups, o.state)]
-        self._others += [Kept.of("", own) for o in optimizers for own in o.state.values() if isinstance(own, dict)]
+        self._others = [Kept.of("", container) for o in optimizers for container in (o.param_groups, o.state)]
+        self._others += [
+            Kept.of("", state) for o in optimizers for state in o.state.values() if isinstance(state, dict)
+        ]
         self._own = [Kept.of(type(o).__name__, vars(o)) for o in optimizers]
         outside = Outside()
         outside.skip([group for o in optimizers for group in o.param_groups])
-        outside.skip([held for o in optimizers for held in (o.param_groups, o.state)])
+        outside.skip([container for o in optimizers for container in (o.param_groups, o.state)])
         outside.reach([(getattr(step, "__qualname__", type(step).__name__), step)])
-        for kept in (*self._attributes, *self._own):
-            outside.reach([(f"{kept.label}.{name}", v) for name, v in kept.before.items() if name not in _OWN_TABLES])
+        for saved in (*self._attributes, *self._own):
+            outside.reach([(f"{saved.label}.{name}", v) for name, v in saved.before.items() if name not in _OWN_TABLES])
         outside.reach([(type(model).__name__, type(model)) for model in self._modules])
         self._variables, self._containers, self._sources = outside.variables, outside.containers, outside.sources
 
@@ -134,9 +136,9 @@ class Guard:
         for variable in self._variables:
             if variable.read() is not variable.before:
                 variable.write(variable.before)
-        saved = (self._attributes, *self._tables, self._own, self._containers, *self._groups, self._others)
-        for kept in chain.from_iterable(saved):
-            kept.put_back()
+        all_saved = (self._attributes, *self._tables, self._own, self._containers, *self._groups, self._others)
+        for container in chain.from_iterable(all_saved):
+            container.put_back()
         for source in self._sources:
             source.put_back()
 
@@ -158,14 +160,14 @@ class Guard:
         self._source = source
         effects = [
             effect
-            for module, kept, tables in zip(self._modules, self._attributes, self._tables, strict=True)
-            for effect in self._check_module(module, kept, tables)
+            for module, container, tables in zip(self._modules, self._attributes, self._tables, strict=True)
+            for effect in self._check_module(module, container, tables)
         ]
-        for kept in (*self._own, *self._containers):
-            effect = effect_of(kept)
+        for container in (*self._own, *self._containers):
+            effect = effect_of(container)
             if effect is not None:
-                for name, new in _items_of(kept.live):
-                    self._check_left(kept.label if name is None else f"{kept.label}.{name}", new)
+                for name, new in _items_of(container.live):
+                    self._check_left(container.label if name is None else f"{container.label}.{name}", new)
                 effects.append(effect)
         for variable in self._variables:
             new = variable.read()
@@ -179,8 +181,8 @@ class Guard:
                     "one; add it before the step",
                     "add_param_group",
                 )
-            for group, kept in zip(optimizer.param_groups, groups, strict=True):
-                before = kept.before
+            for group, container in zip(optimizer.param_groups, groups, strict=True):
+                before = container.before
                 if group.keys() != before.keys() or not all(_same(group[key], before[key]) for key in before):
                     raise self._refusal(
                         f"the step changes the settings of {type(optimizer).__name__}: the change would happen once, "
@@ -202,20 +204,20 @@ class Guard:
             )
         return tuple(effects)
 
-    def _check_module(self, module: nn.Module, kept: Kept, tables: list[Kept]) -> tuple[Effect, ...]:
+    def _check_module(self, module: nn.Module, container: Kept, tables: list[Kept]) -> tuple[Effect, ...]:
         parameters, buffers, children = tables
         if parameters.has_changed() or children.has_changed():
             both = [(t.live, t.before, name) for t in (parameters, children) for name in (*t.before, *t.live)]
             name = next((name for live, before, name in both if live.get(name) is not before.get(name)), "")
             raise self._refusal(
-                f"the step replaces a parameter or a submodule of {kept.label}: the graph would go on using the old "
-                "one; change the parameter in place, under torch.no_grad()",
+                f"the step replaces a parameter or a submodule of {container.label}: the graph would go on using the "
+                "old one; change the parameter in place, under torch.no_grad()",
                 name,
                 module,
             )
         if buffers.live.keys() != buffers.before.keys():
             raise self._refusal(
-                f"the step adds or removes a buffer of {kept.label}: register it before the step",
+                f"the step adds or removes a buffer of {container.label}: register it before the step",
                 "register_buffer",
                 module,
             )
@@ -223,10 +225,10 @@ class Guard:
             getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values()
         }
         # Hooks such as weight normalisation set these attributes before each forward pass.
-        for name, new in kept.live.items():
-            if name not in recomputed and kept.before.get(name, kept) is not new:
-                self._check_left(f"{kept.label}.{name}", new, module)
-        effect = effect_of(kept, recomputed)
+        for name, new in container.live.items():
+            if name not in recomputed and container.before.get(name, container) is not new:
+                self._check_left(f"{container.label}.{name}", new, module)
+        effect = effect_of(container, recomputed)
         return () if effect is None else (effect,)
 
     def _check_left(self, label: str, new: Any, module: nn.Module | None = None) -> None:

@@ -28,7 +28,7 @@ def _operator(name: str, overload: str) -> OpOverload:
 
 
 def packed(work: Any, threads: int | None = None) -> bytes:
-    """Pickle work and PyTorch's settings; raises what ``pickle`` raises."""
+    """Pickle work and PyTorch's settings; raises PicklingError, AttributeError or TypeError."""
     target = BytesIO()
     _Pickler(target).dump((work, threads or torch.get_num_threads(), _settings()))
     return target.getvalue()

@@ -25,7 +25,7 @@ from outofcore._torch_internals import (
 from outofcore.capture.device_traits import traits_of
 from outofcore.capture.tables import leaves_in, map_leaves
 
-# Slow kernels whose fakes matched in every layout that was tested.
+# Slow kernels that matched their fakes in every layout that was tested.
 _TRUSTED = frozenset(
     (
         *("aten::convolution", "aten::convolution_backward", "aten::_scaled_dot_product_flash_attention_for_cpu"),
@@ -33,7 +33,7 @@ _TRUSTED = frozenset(
         "aten::baddbmm",
     )
 )
-# Operators whose fakes are wrong even for contiguous arguments.
+# Operators with wrong fakes even for contiguous arguments.
 _ALWAYS_RUN = frozenset(
     (
         "aten::mkldnn_rnn_layer_backward",  # with bfloat16 inputs, PyTorch 2.11 returns float32 gradients
@@ -77,7 +77,7 @@ class KernelLayouts:
         kwargs: dict[str, Any],
         result: Any,
     ) -> Any:
-        """Replace the fake results whose layout differs from the kernel's; ``family`` returns the cache key."""
+        """Replace fake results if the kernel returns another layout; ``family`` returns the cache key."""
         arguments = leaves_in((args, kwargs))
         results = [result] if isinstance(result, torch.Tensor) else result
         if not isinstance(results, list | tuple) or not _may_differ(func, arguments, results):
@@ -110,7 +110,7 @@ def _may_differ(func: OpOverload, arguments: list[torch.Tensor], results: list[A
 
 
 def has_default_strides(tensor: torch.Tensor) -> bool:
-    """Return whether strides are those of a new tensor; unlike ``is_contiguous``, for size 1 too."""
+    """Return whether strides match a new tensor's; unlike ``is_contiguous``, for size 1 too."""
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != step:

@@ -31,7 +31,7 @@ _BY_SHAPE = frozenset(
         *("aten::new_ones", "aten::new_zeros", "aten::new_full", "aten::new_empty", "aten::new_empty_strided"),
     )
 )
-# Operators whose results are undefined until they are completely written.
+# Operators with results that are undefined until they are completely written.
 _EMPTY = ("aten::empty", "aten::new_empty")
 _OTHER_MEMORY = ("aten::resize", "aten::set_")
 

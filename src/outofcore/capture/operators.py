@@ -44,7 +44,7 @@ _HIDDEN_WRITES = {
     "aten::mkldnn_rnn_layer_backward": (("workspace",), ""),
     "aten::_cudnn_rnn_backward": (("reserve",), ""),
 }
-# Operators that update statistics, and whose other results do not depend on them.
+# Operators that update statistics without using them in other results.
 _UPDATES_STATISTICS = frozenset(
     (
         *("aten::native_batch_norm", "aten::_native_batch_norm_legit", "aten::_batch_norm_with_update"),
@@ -64,7 +64,7 @@ class Traits:
     overwritten: frozenset[str]  # arguments that are written completely, if at all, and not read
     hidden: frozenset[str]  # arguments that are written although the schema omits it, if ``flag`` is set or empty
     flag: str
-    statistics: frozenset[str]  # arguments whose old contents affect no other result
+    statistics: frozenset[str]  # arguments with old contents that affect no other result
     random: bool
     reshapes: bool  # it changes the metadata of its first argument
     reads_values: bool  # it returns plain numbers or truth values, and no tensor
@@ -96,30 +96,30 @@ def by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return dict(zip(traits(func).names, args, strict=False)) | kwargs
 
 
-def placed(func: OpOverload, call: Call, given: Given) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def placed(func: OpOverload, call: Call, arguments: Given) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arrange named arguments by position and keyword, as in a call of the operator."""
-    args = tuple([given[name] for name in traits(func).names[: len(call.args)]])
-    return args, {name: given[name] for name in call.kwargs}
+    args = tuple([arguments[name] for name in traits(func).names[: len(call.args)]])
+    return args, {name: arguments[name] for name in call.kwargs}
 
 
-def written_arguments(func: OpOverload, given: Given) -> frozenset[str]:
+def written_arguments(func: OpOverload, arguments: Given) -> frozenset[str]:
     """Return the arguments that this call may write in place."""
     facts = traits(func)
-    return facts.written if facts.flag and not given.get(facts.flag) else facts.written | facts.hidden
+    return facts.written if facts.flag and not arguments.get(facts.flag) else facts.written | facts.hidden
 
 
-def is_random(func: OpOverload, given: Given) -> bool:
+def is_random(func: OpOverload, arguments: Given) -> bool:
     """Return whether this call uses a random generator; attention without dropout does not."""
     facts = traits(func)
-    return facts.random and not ("dropout_p" in facts.names and given.get("dropout_p", 0.0) == 0.0)
+    return facts.random and not ("dropout_p" in facts.names and arguments.get("dropout_p", 0.0) == 0.0)
 
 
-def splits(func: OpOverload, given: Given) -> frozenset[str]:
+def splits(func: OpOverload, arguments: Given) -> frozenset[str]:
     """Return the arguments of a ``_foreach_`` operator that have one entry per tensor."""
-    lists = [a.name for a in func._schema.arguments if isinstance(given.get(a.name), list | tuple)]
+    lists = [a.name for a in func._schema.arguments if isinstance(arguments.get(a.name), list | tuple)]
     typed = {a.name for a in func._schema.arguments if str(a.type) in _SPLIT_TYPES}
-    length = len(given[traits(func).names[0]])
-    return frozenset(name for name in lists if name in typed and len(given[name]) == length)
+    length = len(arguments[traits(func).names[0]])
+    return frozenset(name for name in lists if name in typed and len(arguments[name]) == length)
 
 
 def family_text(name: str, args: Any, kwargs: dict[str, Any], values: list[Value]) -> str:
@@ -146,28 +146,28 @@ def value_text(value: Value) -> str:
     return f"{dtype}[{shape}]{{{stride}}}{'*' * value.conjugate}{'-' * value.negated}"
 
 
-def fake_result(func: OpOverload, given: Given, run: Callable[[], Any]) -> Any:
+def fake_result(func: OpOverload, arguments: Given, run: Callable[[], Any]) -> Any:
     """Return fake results with the kernel's metadata; raises ``RuntimeError`` if the kernel would fail."""
-    built = _made_up(func, given)
-    return _repaired(func, given, run()) if built is None else built
+    built = _made_up(func, arguments)
+    return _repaired(func, arguments, run()) if built is None else built
 
 
 Repair = Callable[[Given, list[Any]], list[Any]]
 
 
-def _repaired(func: OpOverload, given: Given, result: Any) -> Any:
-    tensors = [item for item in given.values() if isinstance(item, torch.Tensor)]
+def _repaired(func: OpOverload, arguments: Given, result: Any) -> Any:
+    tensors = [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     if not tensors:
         return result
     repairs = _REPAIRS if are_alike(tensors[0].device, CPU) else _CUDA_REPAIRS
     repair = repairs.get(func._schema.name)
     # The kernel leaves masked results undefined, even where the fake returns them.
-    mask = given.get(_mask_argument(func), ())
+    mask = arguments.get(_mask_argument(func), ())
     if repair is None and all(mask):
         return result
     results: list[Any] = [result] if isinstance(result, torch.Tensor) else list(result)
     if repair is not None:
-        results = repair(given, results)
+        results = repair(arguments, results)
     for index, is_selected in enumerate(mask):
         if not is_selected and not isinstance(results[index], list):
             results[index] = None
@@ -176,7 +176,7 @@ def _repaired(func: OpOverload, given: Given, result: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _mask_argument(func: OpOverload) -> str:
-    """Return the name of the argument that selects results; empty if there is none."""
+    """Return the name of the argument that selects results, or an empty string."""
     returns = func._schema.returns
     if len(returns) < 2 or any(item.alias_info is not None for item in returns):
         return ""
@@ -184,36 +184,36 @@ def _mask_argument(func: OpOverload) -> str:
     return masks[0] if len(masks) == 1 else ""
 
 
-def _made_up(func: OpOverload, given: Given) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:
-    """Build the results of an operator whose fake is slow or fails on valid arguments; else None."""
-    if func._schema.name == "aten::_conj" and not isinstance(given["self"], torch.Tensor):
+def _made_up(func: OpOverload, arguments: Given) -> torch.Tensor | tuple[torch.Tensor | None, ...] | None:
+    """Build the results of an operator with a slow or failing fake; None for other operators."""
+    if func._schema.name == "aten::_conj" and not isinstance(arguments["self"], torch.Tensor):
         # The kernel turns a number into a tensor and returns its lazy conjugate. The fake omits the conjugate.
         return torch.empty((), dtype=torch.complex128).conj()
-    if func._schema.name == "aten::_grouped_mm" and given["self"].dtype != torch.bfloat16:
-        return _grouped_product(given)
+    if func._schema.name == "aten::_grouped_mm" and arguments["self"].dtype != torch.bfloat16:
+        return _grouped_product(arguments)
     if func._schema.name == "aten::_ctc_loss":
-        frames, batch, _ = given["log_probs"].shape
-        width = 2 * _longest_target(given["targets"], given["target_lengths"]) + 1
-        return given["log_probs"].new_empty((batch,)), given["log_probs"].new_empty((batch, frames, width))
+        frames, batch, _ = arguments["log_probs"].shape
+        width = 2 * _longest_target(arguments["targets"], arguments["target_lengths"]) + 1
+        return arguments["log_probs"].new_empty((batch,)), arguments["log_probs"].new_empty((batch, frames, width))
     if func._schema.name in ("aten::native_batch_norm", "aten::native_batch_norm_backward"):
-        return _batch_norm(given)
+        return _batch_norm(arguments)
     return None
 
 
-def _batch_norm(given: Given) -> tuple[torch.Tensor | None, ...] | None:
+def _batch_norm(arguments: Given) -> tuple[torch.Tensor | None, ...] | None:
     """Build the results of batch normalization in training, or of its backward; None unless contiguous.
 
     The fakes are decomposed into dozens of ops, which takes fifty times as long.
     """
-    data, tensors = given["input"], [item for item in given.values() if isinstance(item, torch.Tensor)]
+    data, tensors = arguments["input"], [item for item in arguments.values() if isinstance(item, torch.Tensor)]
     channels = data.shape[1:2]
-    if not given.get("training", given.get("train")) or data.dtype not in (torch.float32, torch.float64):
+    if not arguments.get("training", arguments.get("train")) or data.dtype not in (torch.float32, torch.float64):
         return None
     if not all(t.dtype == data.dtype and t.shape in (data.shape, channels) for t in tensors) or not data.numel():
         return None
     if not all(map(has_default_strides, tensors)):
         return None
-    shapes = zip((data.shape, channels, channels), given.get("output_mask", (True, True, True)), strict=True)
+    shapes = zip((data.shape, channels, channels), arguments.get("output_mask", (True, True, True)), strict=True)
     return tuple(data.new_empty(shape) if is_selected else None for shape, is_selected in shapes)
 
 
@@ -224,12 +224,12 @@ def _longest_target(targets: torch.Tensor, lengths: Sequence[int] | torch.Tensor
     return max(lengths, default=0)
 
 
-def _grouped_product(given: Given) -> torch.Tensor:
+def _grouped_product(arguments: Given) -> torch.Tensor:
     """Build the result of a ragged grouped matrix product (mixtures of experts).
 
     See ``create_grouped_gemm_output_tensor`` of ATen/native/GroupedMMUtils.h; the fake accepts bfloat16 only.
     """
-    left, right, offsets = given["self"], given["mat2"], given.get("offs")
+    left, right, offsets = arguments["self"], arguments["mat2"], arguments.get("offs")
     if left.dtype != right.dtype or left.shape[-1] != right.shape[-2]:
         raise RuntimeError(
             f"_grouped_mm cannot multiply {left.dtype} of shape {tuple(left.shape)} with {right.dtype} of shape "
@@ -243,7 +243,7 @@ def _grouped_product(given: Given) -> torch.Tensor:
     shape = [left.shape[-2], right.shape[-1]]
     if left.ndim == right.ndim:
         shape.insert(0, groups[0])
-    dtype = given.get("out_dtype") or left.dtype
+    dtype = arguments.get("out_dtype") or left.dtype
     # PyTorch with CUDA aligns each row to 16 bytes.
     alignment = 16 // dtype.itemsize if torch.version.cuda else 1
     row = -(-shape[-1] // alignment) * alignment
@@ -252,7 +252,7 @@ def _grouped_product(given: Given) -> torch.Tensor:
 
 
 def faithful(func: OpOverload, autocast: tuple[str, torch.dtype] | None) -> Callable[..., Any]:
-    """Wrap an operator so that below autograd and autocast it computes what it does above them."""
+    """Wrap an operator so that it computes the same below autograd and autocast as above them."""
     # Some kernels check whether gradients are enabled, others call operators that autocast changes. No tensor of a
     # replay requires a gradient, so enabling them creates no autograd graph.
     if func._schema.name == "aten::mkldnn_rnn_layer" and torch.is_grad_enabled():
@@ -318,10 +318,10 @@ def _like(tensor: torch.Tensor, dtype: torch.dtype, stride: tuple[int, ...]) -> 
     return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
 
 
-def _statistics_in_full(given: Given, results: list[Any]) -> list[Any]:
+def _statistics_in_full(arguments: Given, results: list[Any]) -> list[Any]:
     """Return full-precision statistics for half-precision inputs with float32 parameters."""
-    parameters = (given.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
-    if given["input"].dtype in (torch.bfloat16, torch.float16) and any(
+    parameters = (arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
+    if arguments["input"].dtype in (torch.bfloat16, torch.float16) and any(
         parameter is not None and parameter.dtype == torch.float32 for parameter in parameters
     ):
         results[1:3] = [_like(saved, torch.float32, saved.stride()) for saved in results[1:3]]
@@ -331,25 +331,25 @@ def _statistics_in_full(given: Given, results: list[Any]) -> list[Any]:
 def _in_memory_of(count: Callable[[Given], int], *indices: int) -> Repair:
     """Return a repair for results that keep a larger buffer of ``count`` elements as their memory."""
 
-    def repair(given: Given, results: list[Any]) -> list[Any]:
+    def repair(arguments: Given, results: list[Any]) -> list[Any]:
         for index in indices:
             item = results[index]
-            if count(given) > item.numel() > 0:
-                results[index] = torch.empty(count(given), dtype=item.dtype, device=item.device).resize_(item.shape)
+            if count(arguments) > item.numel() > 0:
+                results[index] = torch.empty(count(arguments), dtype=item.dtype, device=item.device).resize_(item.shape)
         return results
 
     return repair
 
 
-def _loss_elements(given: Given) -> int:
-    """Return the number of unreduced values, in whose memory the kernel reduces a loss."""
-    if given.get("reduction", 1) == 0:
+def _loss_elements(arguments: Given) -> int:
+    """Return the number of unreduced values; the kernel reduces a loss in their memory."""
+    if arguments.get("reduction", 1) == 0:
         return 0
-    target = given["target"]
-    return int(torch.broadcast_shapes(given["self"].shape, target.shape).numel())
+    target = arguments["target"]
+    return int(torch.broadcast_shapes(arguments["self"].shape, target.shape).numel())
 
 
-def _lstm_workspace(given: Given, results: list[Any]) -> list[Any]:
+def _lstm_workspace(arguments: Given, results: list[Any]) -> list[Any]:
     """Find the workspace size by running the kernel once on zeros."""
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
@@ -357,36 +357,36 @@ def _lstm_workspace(given: Given, results: list[Any]) -> list[Any]:
 
     enabled = torch.is_grad_enabled()
     with real_tensors(), DisableTorchFunction(), torch.set_grad_enabled(enabled):
-        real = torch.ops.aten.mkldnn_rnn_layer.default(**map_leaves(given, zeros))
+        real = torch.ops.aten.mkldnn_rnn_layer.default(**map_leaves(arguments, zeros))
     workspace = real[3] if len(real) > 3 else None
     results[3] = None if workspace is None else torch.empty(workspace.numel(), dtype=workspace.dtype)
     return results
 
 
-def _cudnn_reserve(given: Given, results: list[Any]) -> list[Any]:
+def _cudnn_reserve(arguments: Given, results: list[Any]) -> list[Any]:
     """Find the sizes of cuDNN's reserve and weight copy by running the kernel once on zeros."""
     if not torch.cuda.is_available():
         return results
-    device = given["input"].device
+    device = arguments["input"].device
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     with real_tensors(), DisableTorchFunction(), torch.no_grad():
-        real = torch.ops.aten._cudnn_rnn.default(**map_leaves(given, zeros))
+        real = torch.ops.aten._cudnn_rnn.default(**map_leaves(arguments, zeros))
     results[3] = torch.empty(real[3].shape, dtype=real[3].dtype, device=device)
     if results[4] is None and real[4] is not None:
         results[4] = torch.empty(real[4].shape, dtype=real[4].dtype, device=device)
     return results
 
 
-def _state_of_generator(given: Given, results: list[Any]) -> list[Any]:
+def _state_of_generator(arguments: Given, results: list[Any]) -> list[Any]:
     """Correct the device of the generator state that the backward pass reads.
 
     Outside of CUDA graphs it is the CPU if there is dropout, else it depends on PyTorch's version. See
     ``_efficient_attention_forward`` of ATen/native/transformers/cuda/attention.cu.
     """
-    device = torch.device("cpu") if given.get("dropout_p") else _device_without_dropout(given["query"].device)
+    device = torch.device("cpu") if arguments.get("dropout_p") else _device_without_dropout(arguments["query"].device)
     results[2:4] = [torch.empty((), dtype=torch.int64, device=device) for _ in results[2:4]]
     return results
 
@@ -408,7 +408,7 @@ _REPAIRS: dict[str, Repair] = {
     "aten::smooth_l1_loss": _in_memory_of(_loss_elements, 0),
     "aten::soft_margin_loss": _in_memory_of(_loss_elements, 0),
     "aten::binary_cross_entropy": _in_memory_of(_loss_elements, 0),
-    "aten::col2im": _in_memory_of(lambda given: given["self"].numel(), 0),
+    "aten::col2im": _in_memory_of(lambda arguments: arguments["self"].numel(), 0),
     "aten::mkldnn_rnn_layer": _lstm_workspace,
 }
 

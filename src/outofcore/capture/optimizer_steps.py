@@ -97,7 +97,7 @@ class StateLayout:
 
     tensors: dict[str, TensorShape]  # planned state
     order: tuple[str, ...]  # all names, in the order in which the optimizer creates them
-    place: int  # of the parameter among those with state
+    place: int  # index of the parameter among all with state
 
 
 class StateLayouts:
@@ -117,8 +117,7 @@ class StateLayouts:
         """Return the state that two steps create for each member (group index, the user's parameter).
 
         Existing state is reused; state on another device than the parameter is left out. ``ranges`` are the updated
-        shapes, by default those of the parameters. Raises ``CaptureError`` for hidden state, or if the step fails on
-        fakes.
+        shapes, by default the parameters'. Raises ``CaptureError`` for hidden state, or if the step fails on fakes.
         """
         entries = [self._optimizer.state.get(parameter, {}) for _, parameter in members]
         shapes = ranges or [shape_of(parameter) for _, parameter in members]
@@ -221,7 +220,7 @@ _Member = tuple[int, Mirrored, int | None]  # group, parameter, value of its gra
 
 @dataclass
 class _Pending:
-    """An update recorded in the trace whose state is not yet known."""
+    """An update recorded in the trace before its state is known."""
 
     place: int  # index in ``Tables.ops``
     optimizer: int
@@ -281,7 +280,7 @@ class StepRecorder:
             if closure is not None:
                 raise refusal(
                     "optimizer.step is called with a closure",
-                    "the capture cannot know how often it runs the closure",
+                    "the number of its calls depends on values",
                     "call loss.backward() and then optimizer.step() without arguments",
                 )
             written(self._record(index))
@@ -469,8 +468,8 @@ def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, 
         for p, g, states in zip(*args, strict=True)
     )
     first = "first; " if update.is_first() else ""
-    others = "" if all(member.is_last for member in update.members) else "others follow; "
-    return f"{name}({_settings(update)}; {first}{others}{texts})"
+    more = "" if all(member.is_last for member in update.members) else "others follow; "
+    return f"{name}({_settings(update)}; {first}{more}{texts})"
 
 
 def _settings(update: OptimizerUpdate) -> str:

@@ -1,7 +1,7 @@
 """Optimizer updates as opaque ops that run the optimizer's own code on a few parameters at a time.
 
-Each op steps a shadow of the user's optimizer that has only the op's parameters, so it computes what eager PyTorch
-computes. Each call reads the group settings again, so a scheduler's changes take effect.
+Each op steps a shadow of the user's optimizer that has only the op's parameters, with the same arithmetic as eager
+PyTorch. Each call reads the group settings again, so a scheduler's changes take effect.
 """
 
 from __future__ import annotations
@@ -257,14 +257,14 @@ class OptimizerUpdate:
 
     def _own_entries(self, member: Member) -> dict[str, Any]:
         entries = self.optimizer.state.get(member.parameter, {})
-        own = {n: v for n, v in entries.items() if n not in member.names or not isinstance(v, torch.Tensor)}
-        return own if member.is_last else copy.deepcopy(own)
+        unplaced = {n: v for n, v in entries.items() if n not in member.names or not isinstance(v, torch.Tensor)}
+        return unplaced if member.is_last else copy.deepcopy(unplaced)
 
     def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
         """Update ``params`` and ``states`` in place; raises ``StateError`` for unknown state of a range."""
         present = [self._present(member) for member in self.members]
-        own = [self._own_entries(member) for member in self.members]
-        shadow, remaining = self._run(params, grads, states, present, own)
+        entries_of_members = [self._own_entries(member) for member in self.members]
+        shadow, remaining = self._run(params, grads, states, present, entries_of_members)
         for member, entries in zip(self.members, remaining, strict=True):
             self._created.update(member.key(name) for name in member.names if name not in entries)
             unplaced = _without_unmade(entries)
@@ -279,12 +279,12 @@ class OptimizerUpdate:
         grads: Sequence[torch.Tensor | None],
         states: States,
         present: list[list[bool]],
-        own: list[dict[str, Any]],
+        unplaced_entries: list[dict[str, Any]],
     ) -> tuple[Optimizer, list[dict[str, Any]]]:
         """Step once, and return the shadow and the state that has no tensor in ``states``."""
         pieces: list[Piece] = []
-        given = zip(self.members, params, grads, states, present, own, strict=True)
-        for index, (member, param, grad, tensors, has_state, entries) in enumerate(given):
+        rows = zip(self.members, params, grads, states, present, unplaced_entries, strict=True)
+        for index, (member, param, grad, tensors, has_state, entries) in enumerate(rows):
             # Counts must change with the last range only.
             given_states = [tensor if tensor.ndim or member.is_last else tensor.clone() for tensor in tensors]
             whole = Piece(index, param, grad, tuple(given_states), dict(entries))
@@ -317,7 +317,12 @@ class OptimizerUpdate:
         return shadow
 
     def _adopt(
-        self, member: Member, entries: dict[str, Any], tensors: Tensors, device: torch.device, own: dict[str, Any]
+        self,
+        member: Member,
+        entries: dict[str, Any],
+        tensors: Tensors,
+        device: torch.device,
+        user_state: dict[str, Any],
     ) -> dict[str, Any]:
         """Copy created or replaced state into the tensors given, and return the remaining state.
 
@@ -335,7 +340,7 @@ class OptimizerUpdate:
                 tensor.copy_(created)
             del entries[name]
         for name, created in entries.items():
-            if isinstance(created, torch.Tensor) and created.device == device and created is not own.get(name):
+            if isinstance(created, torch.Tensor) and created.device == device and created is not user_state.get(name):
                 self._outgrow(member, name)
         return entries
 
@@ -384,7 +389,7 @@ class StateOrder:
             m.parameter not in o.state for o, members in self._members.values() for m in members.values()
         ):
             self._before = {
-                number: {key: list(own) if isinstance(own, dict) else [] for key, own in optimizer.state.items()}
+                number: {key: list(entry) if isinstance(entry, dict) else [] for key, entry in optimizer.state.items()}
                 for number, (optimizer, _) in self._members.items()
             }
 
@@ -397,10 +402,10 @@ class StateOrder:
             ranks = {parameter: member.rank for parameter, member in members.items()}
             _order(optimizer.state, before, lambda key, ranks=ranks: ranks.get(id(key)))
             for member in members.values():
-                own = optimizer.state.get(member.parameter)
-                if isinstance(own, dict):
+                entry = optimizer.state.get(member.parameter)
+                if isinstance(entry, dict):
                     places = {name: (0, place) for place, name in enumerate(member.order)}
-                    _order(own, before.get(member.parameter, ()), places.get)
+                    _order(entry, before.get(member.parameter, ()), places.get)
         self._before = None
 
 
@@ -433,14 +438,14 @@ class Rehearsal:
         # Uninitialised counts could overflow in the optimizer's arithmetic.
         for tensor in (tensor for tensors in states for tensor in tensors if tensor.ndim == 0):
             tensor.fill_(1)
-        left = self._left if self._left is not None else [self._update._own_entries(member) for member in members]
+        unplaced = self._left if self._left is not None else [self._update._own_entries(member) for member in members]
         present = [[True] * len(member.names) for member in members]
-        self._run(params, grads, states, present, [copy.deepcopy(entries) for entries in left])
+        self._run(params, grads, states, present, [copy.deepcopy(entries) for entries in unplaced])
 
     def _run(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States, *given: Any) -> Any:
         before = self._update.is_outgrown
         try:
-            return [_without_unmade(left) for left in self._update._run(params, grads, states, *given)[1]]
+            return [_without_unmade(entry) for entry in self._update._run(params, grads, states, *given)[1]]
         finally:
             self._update.is_outgrown = before  # a rehearsal must not change it
 
@@ -458,7 +463,7 @@ class UpdateOn:
         self._update = update
         self.name, self.kept_by_optimizer = update.name, update.kept_by_optimizer
         self._params, self._grads, self._states = tuple(params), tuple(grads), tuple(map(tuple, states))
-        self._placed = [dict(zip(m.names, own, strict=True)) for m, own in zip(update.members, states, strict=True)]
+        self._placed = [dict(zip(m.names, rows, strict=True)) for m, rows in zip(update.members, states, strict=True)]
         self._kept = self._may_be_kept()
         self._shadow: Optimizer | None = None  # set when all state exists
         self._leaves: list[torch.nn.Parameter] = []
@@ -485,12 +490,12 @@ class UpdateOn:
 
     def _may_be_kept(self) -> bool:
         update, groups = self._update, self._update.optimizer.param_groups
-        given = zip(update.members, self._params, self._grads, self._states, strict=True)
+        rows = zip(update.members, self._params, self._grads, self._states, strict=True)
         if not all(member.is_last for member in update.members):
             return False
         return is_torchs_own(update.optimizer) and not any(
             _can_be_cut(update.optimizer, groups[member.group], Piece(place, param, grad, states, {}))
-            for place, (member, param, grad, states) in enumerate(given)
+            for place, (member, param, grad, states) in enumerate(rows)
         )
 
     def _keep(self) -> None:
@@ -508,9 +513,9 @@ class UpdateOn:
     def _step(self, shadow: Optimizer) -> None:
         update = self._update
         optimizer, state = update.optimizer, shadow.state
-        own = [optimizer.state.get(member.parameter) or _NOTHING for member in update.members]
-        if not self._is_as_seen(own):
-            self._look_at(own, state)
+        entries = [optimizer.state.get(member.parameter) or _NOTHING for member in update.members]
+        if not self._is_as_seen(entries):
+            self._look_at(entries, state)
         self._own = []  # an error during the step must not leave it valid
         shadow.__dict__.update(optimizer.__dict__)
         shadow.__dict__.pop("step", None)
@@ -523,33 +528,33 @@ class UpdateOn:
             plain_optimizer_step(type(optimizer))(shadow)
             pointers = [leaf.data_ptr() for leaf in self._leaves]
             if pointers != self._addresses or not _are(list(_values_of(state)), self._values):
-                self._bring_back(pointers, own, state)
+                self._bring_back(pointers, entries, state)
                 return
-        self._own = own
+        self._own = entries
 
-    def _is_as_seen(self, own: list[dict[str, Any]]) -> bool:
+    def _is_as_seen(self, current: list[dict[str, Any]]) -> bool:
         """Return whether the user's optimizer state is unchanged since ``_look_at``."""
         return (
-            _are(own, self._own)
-            and list(map(len, own)) == self._lengths
+            _are(current, self._own)
+            and list(map(len, current)) == self._lengths
             and _are([entries.get(name) for entries, name in self._others], self._other_values)
         )
 
-    def _look_at(self, own: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        for leaf, entries, placed in zip(self._leaves, own, self._placed, strict=True):
+    def _look_at(self, current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
+        for leaf, entries, placed in zip(self._leaves, current, self._placed, strict=True):
             state[leaf] = {**entries, **placed}
-        self._lengths = list(map(len, own))
-        pairs = list(zip(own, self._placed, strict=True))
+        self._lengths = list(map(len, current))
+        pairs = list(zip(current, self._placed, strict=True))
         self._others = [(entries, name) for entries, placed in pairs for name in entries if name not in placed]
         self._other_values = [entries[name] for entries, name in self._others]
         self._values = list(_values_of(state))
 
-    def _bring_back(self, pointers: list[int], own: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
+    def _bring_back(self, pointers: list[int], current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
         for index, leaf in enumerate(self._leaves):
             if pointers[index] != self._addresses[index]:
                 self._params[index].copy_(leaf)
                 self._shadow = None  # the leaf no longer uses the bound memory
-            created, placed, entries = state[leaf], self._placed[index], own[index]
+            created, placed, entries = state[leaf], self._placed[index], current[index]
             for name, value in created.items():
                 if value is not placed.get(name) and value is not entries.get(name):
                     self._take_over(index, created)
@@ -575,9 +580,9 @@ def _values_of(state: dict[Any, dict[str, Any]]) -> Iterator[Any]:
     return chain.from_iterable([entries.values() for entries in state.values()])
 
 
-def _are(left: list[Any], right: list[Any]) -> bool:
+def _are(first: list[Any], second: list[Any]) -> bool:
     """Return whether two lists contain the same objects."""
-    return len(left) == len(right) and all(map(is_, left, right))
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
 def as_leaf(tensor: torch.Tensor, grad: torch.Tensor | None) -> torch.nn.Parameter:

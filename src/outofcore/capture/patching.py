@@ -21,7 +21,7 @@ def capturing_thread() -> Callable[[], bool]:
 
 
 def class_method(owner: type, name: str) -> Callable[..., Any]:
-    """Return a class method as a function whose first argument is the class."""
+    """Return a class method as a function that takes the class as first argument."""
     method = inspect.getattr_static(owner, name)
     return lambda cls, *args, **kwargs: method.__get__(None, cls)(*args, **kwargs)
 

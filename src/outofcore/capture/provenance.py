@@ -249,7 +249,7 @@ class Provenance:
 
     @contextlib.contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Distinguish autograd's ops from those of modules that checkpointing runs again."""
+        """Distinguish autograd's ops from modules that checkpointing runs again."""
         self._outside_backward.append(len(self._running))
         try:
             yield

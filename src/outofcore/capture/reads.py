@@ -1,8 +1,8 @@
 """Find which Python values a step can read, from the code that runs during its capture.
 
-Python does not report attribute reads. But each running code object lists the names that it loads, and a value under
-none of these names is not read. TorchDynamo interprets bytecode and guards each load; this module runs the code
-unchanged, and every value under a loaded name counts as read.
+Python does not report attribute reads. But each running code object lists the names that it loads, and a value without
+such a name is not read. TorchDynamo interprets bytecode and guards each load; this module runs the code unchanged, and
+every value under a loaded name counts as read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Origin(Enum):
     OTHER = "other"  # below PyTorch's operators, in the standard library or here; reads no user values
 
 
-# Packages of PyTorch whose code reads attributes of modules. Its other code handles only tensors.
+# Packages of PyTorch with code that reads attributes of modules. Its other code handles only tensors.
 _TORCH_MODULES = (
     "torch.nn.",
     "torch.ao.",
@@ -76,7 +76,7 @@ class Names:
 
 @functools.lru_cache(maxsize=65536)
 def names_of(code: CodeType) -> Names:
-    """Return the names that code loads, without those of nested functions."""
+    """Return the names that code loads, without nested functions."""
     attributes, globals_, text, imports, matches = set[str](), set[str](), set[str](), set[str](), False
     for instruction in dis.get_instructions(code):
         name = instruction.argval
@@ -143,7 +143,7 @@ def origin_of(module: str) -> Origin:
 
 
 def _nothing() -> None:
-    """Default of ``pause`` and ``go_on`` while nothing is recorded."""
+    """Default of ``pause`` and ``go_on`` outside of recordings."""
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Reads:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Record the code that this thread runs; garbage collection, whose callbacks would count, is off."""
+        """Record the code that this thread runs, without garbage collection and its callbacks."""
         previous, collects = sys.getprofile(), gc.isenabled()
         library, record_frame = load_comparing(), self._note
         library.outofcore_forget_code()

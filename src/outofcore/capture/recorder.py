@@ -1,7 +1,7 @@
 """Record every ATen operator that a step runs on fake tensors, and its changes of random generators.
 
 Activation checkpointing saves and restores the generator's state. Generators do not advance during a capture, so the
-saved state is a token, and ops save and restore the real state when the step runs.
+saved state is a token. Ops save and restore the real state when the step runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors for steps that cannot become one graph: what happened, why, what to write instead."""
+"""Errors for steps that cannot become one graph: the event, the reason and the advice."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Capture models wrapped in ``DistributedDataParallel``, with the wrapper's collectives as ops.
 
 This module replaces the wrapper's ``forward``; its reducer is not involved. Buffers are broadcast from rank 0 before a
-forward pass. In the backward pass final gradients are divided by the number of processes and copied into buckets, and
-each full bucket is summed over all processes. Buckets are those of ``DistributedDataParallel``, since a ring sums parts
-of a bucket in different orders: one per dtype in the first step, then by the order in which gradients arrived (Li et
-al., "PyTorch Distributed", VLDB 2020, section 3.2). With two processes the order makes no difference, so the later
-buckets are used from the start.
+forward pass. In the backward pass final gradients are divided by the number of processes and copied into buckets. Each
+full bucket is summed over all processes.
+
+The buckets match ``DistributedDataParallel``, since a ring sums parts of a bucket in different orders. There is one per
+dtype in the first step; later ones follow the order in which gradients arrived (Li et al., "PyTorch Distributed", VLDB
+2020, section 3.2). With two processes the order makes no difference, so the later buckets are used from the start.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def phase(model: DistributedDataParallel) -> tuple[bool, bool, bool]:
 
 
 def check_supported(models: Sequence[nn.Module]) -> None:
-    """Refuse wrappers whose reduction is not that of a plain ``DistributedDataParallel``."""
+    """Refuse wrappers that do not reduce gradients like a plain ``DistributedDataParallel``."""
     for model in parallel_models(models):
         require(Feature.PARALLEL)
         for setting, path, plain in PARALLEL_SETTINGS:
@@ -222,9 +223,9 @@ class _Replica:
             names = {id(parameter): name for name, parameter in self._model.module.named_parameters()}
             paths = [names.get(id(self._parameters[index]), str(index)) for index in missing]
             raise CaptureError(
-                f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''} got no gradient in the "
-                "backward pass, and DistributedDataParallel waits for those of all parameters: use every parameter in "
-                "the loss, or freeze unused ones with requires_grad_(False) before the model is wrapped"
+                f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''} got no gradient in "
+                "the backward pass, and DistributedDataParallel waits for those of all parameters: use every parameter "
+                "in the loss, or freeze unused ones with requires_grad_(False) before the model is wrapped"
             )
         with torch.no_grad():
             for bucket in self._buckets:

@@ -4,8 +4,8 @@ A parameter is gathered from all processes right before its first use; a plan ma
 gradient is divided by the number of processes, exchanged, and added up in the order of the processes. Small parameters,
 which every process has whole, are reduced together. The optimizer updates this process's range.
 
-With two processes the bits are those of ``DistributedDataParallel``, if the optimizer's kernels round alike at range
-ends (see ``analysis.chunks``). With more they are those of a sum in the order of the processes.
+With two processes the bits match ``DistributedDataParallel``, if the optimizer's kernels round alike at range ends (see
+``analysis.chunks``). With more they match a sum in the order of the processes.
 """
 
 from __future__ import annotations

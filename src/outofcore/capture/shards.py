@@ -1,4 +1,4 @@
-"""A model whose parameters, gradients and optimizer state are sharded by ranges over processes.
+"""Shard a model's parameters, gradients and optimizer state by ranges over processes.
 
 This is ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
 section 5). Large parameters are split by elements in memory order into ranges of one length (``analysis.chunks``).
@@ -255,24 +255,24 @@ class Shards:
             torch.distributed.recv(part, group=self.group, group_src=rank)
         return part.cpu()
 
-    def settle(self, error: BaseException | None, what: str) -> None:
+    def settle(self, error: BaseException | None, action: str) -> None:
         """Raise this process's error, or ``StateError`` if another process failed."""
-        self.exchange(error, what)
+        self.exchange(error, action)
         if error is not None:
             raise error
 
-    def together(self, what: str) -> _Together:
+    def together(self, action: str) -> _Together:
         """Return a context that all processes leave together; it raises like ``exchange``."""
-        return _Together(self, what)
+        return _Together(self, action)
 
-    def exchange(self, error: BaseException | None, what: str) -> None:
-        """Send an error to all processes; raises ``StateError`` for another one's if none is here."""
+    def exchange(self, error: BaseException | None, action: str) -> None:
+        """Send an error to all processes; without one, raise ``StateError`` for another process's error."""
         texts: list[Any] = [None] * self.group.size()
         with talking():
             torch.distributed.all_gather_object(texts, "" if error is None else str(error), group=self.group)
         for rank, text in enumerate(texts):
             if text and error is None:
-                raise StateError(f"rank {rank} could not {what}: {text}")
+                raise StateError(f"rank {rank} could not {action}: {text}")
 
     @property
     def _wire(self) -> torch.device:
@@ -354,8 +354,8 @@ class Shards:
 
 
 class _Together:
-    def __init__(self, shards: Shards, what: str) -> None:
-        self._shards, self._what = shards, what
+    def __init__(self, shards: Shards, action: str) -> None:
+        self._shards, self._what = shards, action
 
     def __enter__(self) -> None:
         """See ``Shards.together``."""

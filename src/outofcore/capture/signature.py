@@ -1,4 +1,4 @@
-"""Compute a cheap key that tells whether a captured step still fits a call."""
+"""Compute a cheap key that decides whether a captured step still fits a call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Signature(NamedTuple):
     grad_strides: tuple[tuple[int, ...] | None, ...]  # kernels depend on them
     settings: tuple[Any, ...]  # of the optimizers, if they affect state or kernels
     surroundings: tuple[Any, ...]  # modes of PyTorch
-    phases: tuple[Any, ...]  # of wrappers whose work differs between steps
+    phases: tuple[Any, ...]  # of wrappers that work differently in some steps
     capture: int = 0  # distinguishes captures that differ only in the Python values that they have read
 
 
@@ -50,8 +50,10 @@ def has_other_sizes(new: Signature, known: Iterable[Signature]) -> bool:
         return tuple([leaf[0] for leaf in tensors]), remaining
 
     sizes, remaining = parts(new)
-    known_parts = [parts(one) for one in known if one.spec == new.spec]
-    return any(other == remaining for _, other in known_parts) and all(other != sizes for other, _ in known_parts)
+    known_parts = [parts(entry) for entry in known if entry.spec == new.spec]
+    return any(known_part == remaining for _, known_part in known_parts) and all(
+        known_part != sizes for known_part, _ in known_parts
+    )
 
 
 class Signer:

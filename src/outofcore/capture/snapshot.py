@@ -115,7 +115,7 @@ class Snapshot:
         return len(self._entries)
 
     def change(self) -> str | None:
-        """Describe the first relevant change; None if there is none."""
+        """Describe the first relevant change, or return None."""
         if not self._is_whole:
             return f"the step can read more than {_MOST.entries} values, so that not all of them are compared"
         library, start, count = load_comparing(), self._alone, len(self._entries)
@@ -225,7 +225,7 @@ class _Walk:
         self._keys: frozenset[str] = frozenset().union(*(names.keys for names in of_user))
         self._user_keys = self._keys | self._user  # some objects expose their items as attributes
         self._seen: dict[int, Any] = {}
-        self._functions: set[int] = set()  # ids of code whose functions were found
+        self._functions: set[int] = set()  # ids of code with a function that was found
         self._classes: set[type] = set()
         self._stack: list[tuple[Any, str, bool]] = []
 

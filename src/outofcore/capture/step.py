@@ -108,9 +108,11 @@ def gradients_from_now_on(captured: Captured) -> dict[int, Value | None]:
     steady-state step.
     """
     states = captured.states
-    new_values = {states[left.parameter].tensor: captured.values[left.value] for left in captured.gradients_left}
+    leftover = {
+        states[leftover.parameter].tensor: captured.values[leftover.value] for leftover in captured.gradients_left
+    }
     gradients: dict[int, Value | None] = {
-        id(p): value for p, value in new_values.items() if p is not None and p.grad is None
+        id(p): value for p, value in leftover.items() if p is not None and p.grad is None
     }
     cleared = [states[place].tensor for place in captured.gradients_cleared]
     return gradients | {id(p): None for p in cleared if p is not None and p.grad is not None}
@@ -211,7 +213,7 @@ def _check_learning(
     added_to = any(tables.values[gradient.value].storage in written for gradient in mirror.gradients.values())
     if optimizers and not steps.called and not ending.gradients and not added_to:
         raise CaptureError(
-            "optimizers were given, but the step neither updates a parameter nor leaves a gradient: it would learn "
-            "nothing; call loss.backward() and optimizer.step() inside the step, or pass no optimizer",
+            "optimizers were given, but the step neither updates a parameter nor leaves a gradient: the model "
+            "would not learn; call loss.backward() and optimizer.step() inside the step, or pass no optimizer",
             is_loop=False,
         )

@@ -99,11 +99,11 @@ class Tables:
         reads: tuple[int, ...] = (),
         mutates: tuple[int, ...] = (),
         creates: tuple[int, ...] = (),
-        **other: Any,
+        **fields: Any,
     ) -> int:
         """Record an op and return its index; ``other`` are fields of ``Op``."""
-        kind = self.classes.get(other.get("module", ""), "")
-        self.ops.append((Op(len(self.ops), name, reads, mutates, creates, module_class=kind, **other), call))
+        kind = self.classes.get(fields.get("module", ""), "")
+        self.ops.append((Op(len(self.ops), name, reads, mutates, creates, module_class=kind, **fields), call))
         for storage in creates:
             self.storages[storage].created = True
         return len(self.ops) - 1

@@ -1,7 +1,7 @@
 """Addresses of words in memory that change whenever a value that a step has read does.
 
-Comparing words is faster than looking up thousands of values: a dict's version stands for all its items. Layouts are
-those of 64-bit CPython with the global interpreter lock. Dict versions are used up to Python 3.12, since in 3.13
+Comparing words is faster than looking up thousands of values: a dict's version stands for all its items. The offsets
+are valid for 64-bit CPython with the global interpreter lock. Dict versions are used up to Python 3.12, since in 3.13
 setting an attribute leaves them unchanged.
 """
 
@@ -44,7 +44,7 @@ def word_at(address: int) -> int:
 
 
 def word_of(kind: Kind, owner: Any, key: Any) -> int | None:
-    """Return the address of a word that changes with an entry's value; None if there is none."""
+    """Return the address of a word that changes with an entry's value, or None."""
     if not _IS_KNOWN:
         return None
     # The address is valid while ``owner`` lives. The word may also change while the value stays the same.
