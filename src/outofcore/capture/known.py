@@ -58,7 +58,7 @@ class _Pending:
     """An operator on known tensors that has not been run."""
 
     func: OpOverload
-    args: tuple[Any, ...]  # with a ``_Place`` for each known tensor
+    args: tuple[Any, ...]  # with a ``_KnownRef`` for each known tensor
     kwargs: dict[str, Any]
     results: tuple[int | None, ...]  # keys in ``KnownValues._values``
     reads: frozenset[int]  # keys of storages

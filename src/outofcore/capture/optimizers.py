@@ -326,7 +326,7 @@ class OptimizerUpdate:
     ) -> dict[str, Any]:
         """Copy created or replaced state into the tensors given, and return the remaining state.
 
-        In the latter, None or ``_UNMADE`` marks missing state. Raises ``StateError`` for state of a range that has no
+        In the latter, None or ``_MISSING`` marks missing state. Raises ``StateError`` for state of a range that has no
         tensor.
         """
         for name, tensor in zip(member.names, tensors, strict=True):
@@ -383,7 +383,7 @@ class StateOrder:
         self._is_made = False
 
     def begin(self, *, is_made: bool) -> None:
-        """Record the state before a step; ``is_made`` means that the step will create state tensors."""
+        """Record the state before a step; ``creates_state`` means that the step will create state tensors."""
         self._before, self._is_made = None, is_made
         if is_made or any(
             m.parameter not in o.state for o, members in self._members.values() for m in members.values()
@@ -533,7 +533,7 @@ class UpdateOn:
         self._own = entries
 
     def _is_as_seen(self, current: list[dict[str, Any]]) -> bool:
-        """Return whether the user's optimizer state is unchanged since ``_look_at``."""
+        """Return whether the user's optimizer state is unchanged since ``_store_entries``."""
         return (
             _are(current, self._own)
             and list(map(len, current)) == self._lengths

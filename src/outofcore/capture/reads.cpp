@@ -28,8 +28,8 @@ void PyEval_SetProfile(Py_tracefunc, PyObject*);
 
 namespace {
 
-// Equals ``Kind`` in words.py.
-enum Kind : int64_t {
+// Equals ``EntryKind`` in words.py.
+enum EntryKind : int64_t {
   kItem = 0,
   kAttribute = 1,
   kCell = 2,

@@ -143,12 +143,12 @@ def origin_of(module: str) -> Origin:
 
 
 def _nothing() -> None:
-    """Default of ``pause`` and ``go_on`` outside of recordings."""
+    """Default of ``pause`` and ``resume`` outside of recordings."""
 
 
 @dataclass
 class Reads:
-    """The code that has run; ``pause`` and ``go_on`` exclude code that runs between them."""
+    """The code that has run; ``pause`` and ``resume`` exclude code that runs between them."""
 
     # Code of the user and of PyTorch's modules, with its globals.
     codes: dict[int, tuple[CodeType, dict[str, Any], Origin]] = field(

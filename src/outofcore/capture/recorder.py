@@ -217,7 +217,7 @@ class Recorder(TorchDispatchMode):
         return tuple(creates), tuple(results)
 
     def _ignored(self, func: OpOverload, before: list[tuple[str, int]], creates: tuple[int, ...]) -> int | None:
-        """Return the mask of ignored targets if the op sums a loss's target weights (``SumOfCounted``)."""
+        """Return the mask of ignored targets if the op sums a loss's target weights (``MaskedSum``)."""
         if "cross_entropy" not in self._user.calling():
             return None
         storages = [self._tables.values[index].storage for _, index in before]

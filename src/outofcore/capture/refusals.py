@@ -117,7 +117,7 @@ def gradient_of_zeros() -> CaptureError:
             f"the step differentiates forward ({transform_running() or 'torch.autograd.forward_ad'}) and meets a "
             "derivative that is zero throughout",
             reason,
-            "use reverse mode: torch.func.vjp, jacrev or grad, or torch.autograd.grad",
+            "use reverse mode, with torch.func.vjp, jacrev or grad, or torch.autograd.grad",
         )
     return refusal(
         "the step takes a gradient that is zero throughout",

@@ -182,7 +182,7 @@ class Sharding:
         self.append(Kind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
 
     def listen(self, fake: torch.Tensor, shard: Shard | None, *, at_once: bool) -> None:
-        """Hook a parameter's final gradient; ``at_once`` if other hooks must find it reduced."""
+        """Hook a parameter's final gradient; ``reduce_at_once`` if other hooks must find it reduced."""
         if not fake.requires_grad or not fake.is_leaf:
             return
 

@@ -262,7 +262,7 @@ class Shards:
             raise error
 
     def together(self, action: str) -> _Together:
-        """Return a context that all processes leave together; it raises like ``exchange``."""
+        """Return a context that all processes leave together; it raises like ``exchange_error``."""
         return _Together(self, action)
 
     def exchange(self, error: BaseException | None, action: str) -> None:
@@ -358,7 +358,7 @@ class _Together:
         self._shards, self._what = shards, action
 
     def __enter__(self) -> None:
-        """See ``Shards.together``."""
+        """See ``Shards.finish_together``."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -106,7 +106,7 @@ class Substitute(TorchFunctionMode):
         """Replace real tensors in a tree by fakes; raises ``CaptureError`` for undeclared tensors."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
-            # Wrappers contain fakes, see ``everywhere``.
+            # Wrappers contain fakes, see ``cover_entry_points``.
             is_fake = isinstance(tensor, FakeTensor) or is_wrapper(tensor)
             replacement = tensor if is_fake else self._fakes.get(id(tensor))
             if replacement is None:

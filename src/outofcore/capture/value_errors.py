@@ -44,7 +44,7 @@ def ops_that_may_raise(captured: Captured) -> frozenset[int]:
     op_ids: set[int] = set()
     for op, call in zip(captured.graph.ops, captured.calls, strict=True):
         func = getattr(call.func, "run", call.func)  # unwrap an op that writes its result over an argument
-        func = getattr(func, "func", func)  # unwrap an operator from ``operators.faithful``
+        func = getattr(func, "func", func)  # unwrap an operator from ``operators.wrap_exact``
         if isinstance(func, Check):
             op_ids.add(op.id)
         elif isinstance(func, OpOverload):

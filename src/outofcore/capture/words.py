@@ -19,7 +19,7 @@ from torch import nn
 
 
 class Kind(IntEnum):
-    """The comparison that an entry makes; equals ``Kind`` in reads.cpp."""
+    """The comparison that an entry makes; equals ``EntryKind`` in reads.cpp."""
 
     ITEM = 0  # of a dict
     ATTRIBUTE = 1  # of an object
