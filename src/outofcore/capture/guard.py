@@ -153,7 +153,7 @@ class Guard:
         return rebound
 
     def check(self, source: Callable[[torch.Tensor], str]) -> tuple[Effect, ...]:
-        """Refuse a step that leaves tensors or random draws behind, and return its other effects.
+        """Refuse leftover tensors and random draws, and return the step's other effects.
 
         The effects are repeated in each step. Raises ``CaptureError``.
         """
@@ -177,8 +177,8 @@ class Guard:
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             if len(optimizer.param_groups) != len(groups):
                 raise self._refusal(
-                    f"the step gives {type(optimizer).__name__} another group of parameters: each step would add "
-                    "one; add it before the step",
+                    f"the step adds a parameter group to {type(optimizer).__name__}: each call would add another one; "
+                    "add it before the step",
                     "add_param_group",
                 )
             for group, container in zip(optimizer.param_groups, groups, strict=True):

@@ -110,7 +110,7 @@ def _may_differ(func: OpOverload, arguments: list[torch.Tensor], results: list[A
 
 
 def has_default_strides(tensor: torch.Tensor) -> bool:
-    """Return whether strides match a new tensor's; unlike ``is_contiguous``, for size 1 too."""
+    """Return whether strides match a new tensor's, also in dimensions of size 1."""
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != step:

@@ -258,7 +258,7 @@ class StepRecorder:
             name = type(optimizer).__name__
             if id(optimizer) in known_ids:
                 raise refusal(
-                    f"{name}.step is called by a name kept from before",
+                    f"{name}.step is called through a saved reference",
                     "the capture does not see such a call",
                     "call optimizer.step()",
                 )

@@ -118,8 +118,8 @@ class Member:
     group: int
     names: tuple[str, ...]  # of its state
     start: int = 0  # first element of the range
-    # The last range in the step. Counts and other shared state change with it alone, since all ranges must read the old
-    # ones.
+    # The last range in the step. Only it changes counts and other shared state, because all ranges must read the old
+    # values.
     is_last: bool = True
     rank: tuple[int, int] = (0, 0)  # order in which the optimizer's step creates the state of parameters
     order: tuple[str, ...] = ()  # order in which it creates the entries of one state
@@ -168,7 +168,7 @@ def run_shadow(
         if not isinstance(key, torch.Tensor):
             shadow.state[key] = value
     for (_, leaf), entry in zip(leaves, entries, strict=True):
-        if entry:
+        if entry:  # else the optimizer initialises the state
             shadow.state[leaf] = entry
     with torch.no_grad():
         plain_optimizer_step(kind)(shadow)
@@ -442,10 +442,10 @@ class Rehearsal:
         present = [[True] * len(member.names) for member in members]
         self._run(params, grads, states, present, [copy.deepcopy(entries) for entries in unplaced])
 
-    def _run(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States, *given: Any) -> Any:
+    def _run(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States, *state_args: Any) -> Any:
         before = self._update.is_outgrown
         try:
-            return [_without_unmade(entry) for entry in self._update._run(params, grads, states, *given)[1]]
+            return [_without_unmade(entry) for entry in self._update._run(params, grads, states, *state_args)[1]]
         finally:
             self._update.is_outgrown = before  # a rehearsal must not change it
 

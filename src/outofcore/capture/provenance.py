@@ -147,7 +147,7 @@ def users_part(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def where_set(name: str, functions: Iterable[Any]) -> str:
-    """Return the ``file:line`` where a function sets a variable, else where one names it, or empty."""
+    """Return the ``file:line`` where functions set a variable, else use it; empty if none do."""
     first_use = ""
     for code in [code for function in functions for code in codes_of(function)]:
         for instruction in dis.get_instructions(code):
@@ -176,7 +176,7 @@ def codes_of(function: Any) -> Iterator[CodeType]:
 
 
 def name_on_the_stack(tensor: torch.Tensor) -> str:
-    """Return the running code's name for a tensor, such as ``average.n_averaged``, or empty."""
+    """Return the running code's name for a tensor, such as ``average.n_averaged``; empty if none."""
     path = ""
     for frame in _frames():
         if frame.f_code.co_filename.startswith(_PACKAGE):

@@ -83,7 +83,7 @@ def value_read(function: str) -> CaptureError:
 def gradient_by_values(function: str) -> CaptureError:
     instead = "write torch.cumprod(x, dim).select(dim, -1)" if function == "prod" else "use real numbers"
     return refusal(
-        f"the gradient of {function} is computed in one way or another, depending on whether there are zeros",
+        f"the gradient formula of {function} depends on whether there are zeros",
         NO_VALUES,
         f"{instead}, whose gradient has one formula in PyTorch 2.13 and newer, or detach() x if it needs no gradient",
     )
@@ -173,7 +173,7 @@ def translated(error: Exception, function: str) -> CaptureError | None:
             )
         case UnsupportedOperatorException():
             return refusal(
-                f"the operator {error.func} does not say what shape its result has",
+                f"the operator {error.func} does not define the shape of its result",
                 "it has no meta implementation",
                 "register one with torch.library.register_fake, or use another operator",
             )

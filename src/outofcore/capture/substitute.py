@@ -92,7 +92,7 @@ class Substitute(TorchFunctionMode):
         self.known = KnownValues()  # values that the step may read
 
     def calling(self) -> str:
-        """Return the name of the PyTorch function that the user's code has called, or empty."""
+        """Return the name of the PyTorch function that the user's code has called; empty if none."""
         return self._functions[-1][0] if self._functions else ""
 
     def autocast(self) -> tuple[str, torch.dtype] | None:
@@ -263,6 +263,8 @@ class Substitute(TorchFunctionMode):
 
 def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
     """Return the number of models that each ``AveragedModel`` has averaged, by its count's id."""
+    # The first model is copied and others are averaged, so the ops depend on whether the count is zero. A meta count is
+    # assumed to be one.
     return {
         id(module.n_averaged): 1 if module.n_averaged.is_meta else int(module.n_averaged)
         for model in models

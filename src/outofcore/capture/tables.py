@@ -52,9 +52,9 @@ class Tables:
         storage = self.known(tensor)
         if storage is None:
             raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)} came into the step by a way that the capture does not see: "
-                "an extension created it without a registered operator; create it before the step and pass it as an "
-                "argument"
+                f"a tensor of shape {tuple(tensor.shape)} was created without a registered operator: the capture "
+                "cannot trace it; create it before the step and pass it as an argument, or register the operator with "
+                "torch.library"
             )
         return storage
 
@@ -101,7 +101,7 @@ class Tables:
         creates: tuple[int, ...] = (),
         **fields: Any,
     ) -> int:
-        """Record an op and return its index; ``other`` are fields of ``Op``."""
+        """Record an op and return its index; ``fields`` are further fields of ``Op``."""
         kind = self.classes.get(fields.get("module", ""), "")
         self.ops.append((Op(len(self.ops), name, reads, mutates, creates, module_class=kind, **fields), call))
         for storage in creates:
