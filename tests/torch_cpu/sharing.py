@@ -231,7 +231,7 @@ def states(rank: int) -> None:
     refused(StateError, "hidden.0.weight was changed between two steps", lambda: step(*other))
     step.load(Path(sys.argv[4]).parent / "saved")
     refused(RuntimeError, "broadcast", optimizer.step)  # a range of a moment, and a parameter without contents
-    refused(StateError, "(optimizer.step() belongs into the step as well.)", lambda: step(*other))
+    refused(StateError, "(optimizer.step() belongs in the step too.)", lambda: step(*other))
     step.load(Path(sys.argv[4]).parent / "saved")
     weight.grad.zero_()
     refused(StateError, "the gradient of hidden.0.weight was changed between two steps", lambda: step(*other))
@@ -255,10 +255,12 @@ def states(rank: int) -> None:
         return outofcore.compile(step, model, optimizer, budget="64MiB", home="host", **settings)
 
     for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
-        text = f"the optimizer {kind.__name__} updates first.weight, which is to be spread"
+        text = f"the optimizer {kind.__name__} updates first.weight, which is spread over"
         refused(InputError, text, lambda kind=kind: compiled(model, kind(model.parameters()), shard=True))
     refused(
-        InputError, "give the module that is inside", lambda: compiled(DistributedDataParallel(model), None, shard=True)
+        InputError,
+        "pass and call the wrapped module",
+        lambda: compiled(DistributedDataParallel(model), None, shard=True),
     )
     refused(InputError, "leave 'dynamic'", lambda: compiled(model, None, shard=True, dynamic=True))
     refused(InputError, "must be a process group", lambda: compiled(model, None, shard="all"))

@@ -20,7 +20,7 @@ def freed() -> torch.Tensor:
 
 BAD: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
     "meta": (lambda: torch.ones(4, 4, device="meta"), InputError, "argument x is on the device meta"),
-    "freed": (freed, InputError, "the memory of argument x has been given back"),
+    "freed": (freed, InputError, "the memory of argument x has been released"),
     "sparse": (lambda: torch.eye(4).to_sparse(), CaptureError, "argument x is a sparse"),
     "compressed": (lambda: torch.eye(4).to_sparse_csr(), CaptureError, "argument x is a sparse"),
     "onednn": (lambda: torch.eye(4).to_mkldnn(), CaptureError, "argument x is a sparse"),

@@ -58,7 +58,7 @@ def test_a_loop_that_is_refused_runs_as_the_message_says(name: str) -> None:
         outofcore.smallest_budget(getattr(world, name), world.model, world.optimizer, inputs=(x,))
     message = str(caught.value)
     assert message.count(HINT) == 1
-    assert message.endswith(f". As it is, the loop runs within {HINT}.")
+    assert message.endswith(f". Or run the unchanged loop within {HINT}.")
     assert ".." not in message
     with outofcore.budget("1MiB", world.model):
         for _ in range(2):

@@ -90,8 +90,8 @@ def test_what_does_not_matter_is_not_seen(name: str) -> None:
         ((torch.ones(3, 2).t(),), {}, "argument 0 changed strides (3, 1) -> (1, 2)"),
         ((torch.ones(2, 3).double(),), {}, "argument 0 changed dtype torch.float32 -> torch.float64"),
         ((torch.ones(2, 3).requires_grad_(),), {}, "argument 0 changed requires_grad False -> True"),
-        ((torch.ones(2, 3), 1), {}, "nested otherwise"),
-        (([torch.ones(2, 3)],), {}, "nested otherwise"),
+        ((torch.ones(2, 3), 1), {}, "structure of the arguments changed"),
+        (([torch.ones(2, 3)],), {}, "structure of the arguments changed"),
         ((5,), {}, "argument 0 changed from a tensor to 5"),
     ],
 )

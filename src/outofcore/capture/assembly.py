@@ -1,4 +1,4 @@
-"""Build a ``Captured`` from what a trace has recorded and from how the step ended."""
+"""Build a ``Captured`` from a trace and from the state in which the step ended."""
 
 from __future__ import annotations
 
@@ -32,37 +32,32 @@ _NAMING_STORAGES = ("reads", "mutates", "creates", "discards")
 
 @dataclass
 class Ending:
-    """How the step ends, in the trace's own numbers.
+    """The state in which a step ends.
 
-    The index of a STATE leaf is its place in ``Mirror.states`` followed by the mirror's gradients in order.
-    ``gradients`` maps a parameter (place in ``Mirror.states``) to the value left in ``.grad``; ``cleared`` lists those
-    without one.
+    A STATE leaf has its index in ``Mirror.states`` followed by the mirror's gradients. Other indices refer to
+    ``Tables``.
     """
 
     leaves: list[OutputLeaf] = field(default_factory=list)
     spec: Any = None
-    gradients: dict[int, int] = field(default_factory=dict)
-    cleared: list[int] = field(default_factory=list)
+    gradients: dict[int, int] = field(default_factory=dict)  # values of ``.grad``, by parameter's index in ``states``
+    cleared: list[int] = field(default_factory=list)  # parameters without a gradient
 
 
 def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBinding], ending: Ending) -> Captured:
-    """Build the capture without storages and values that no op and no result uses.
-
-    Raises ``CaptureError`` if the step uses a gradient from before it and leaves another.
-    """
+    """Build the capture from the ops and values that its results need; raises ``CaptureError``."""
     outputs = [tables.values[leaf.index].storage for leaf in ending.leaves if leaf.kind is LeafKind.VALUE]
     outputs += [tables.values[value].storage for value in ending.gradients.values()]
     traced = _wanted(tables.ops, outputs, tables.optional)
     touched = {s for op, _ in traced for s in op.touched} | set(outputs)
-    kept, places = _states(tables, mirror, optimizer_states, ending, touched)
-    keys = {binding.key for binding in kept}
-    for key in (kept[places[parameter]].key for parameter in ending.gradients):
-        # One name cannot be both.
+    bindings, places = _states(tables, mirror, optimizer_states, ending, touched)
+    keys = {binding.key for binding in bindings}
+    for key in (bindings[places[parameter]].key for parameter in ending.gradients):
+        # The old and the new gradient would have the same name.
         if f"{key}.grad" in keys:
             raise CaptureError(
                 f"the step uses the gradient that {key} had before it, and leaves another one in its place: clear "
-                "gradients at the end of the step (optimizer.zero_grad()), or give what you need of the old ones to "
-                "the step as an argument"
+                "gradients at the end of the step (optimizer.zero_grad()), or pass the old ones as an argument"
             )
     watched = PERSISTENT_KINDS if traits_of(tables.device).watches_state else frozenset()
     storages = tuple(
@@ -78,7 +73,7 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
                 for entry in mirror.inputs
                 if tables.values[entry.value].storage in touched
             ),
-            states=tuple(kept),
+            states=tuple(bindings),
             gradients_left=tuple(GradientLeft(places[p], value) for p, value in ending.gradients.items()),
             gradients_cleared=tuple(places[p] for p in ending.cleared if p in places),
             constants=tables.constants,
@@ -93,8 +88,8 @@ def assemble(tables: Tables, mirror: Mirror, optimizer_states: Sequence[StateBin
 
 
 def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> Captured:
-    """Drop unused storages and values and renumber the rest; ``instead`` maps a dropped storage to its replacement."""
-    graph, instead = captured.graph, instead or {}
+    """Drop unused storages and values, and renumber the others."""
+    graph, instead = captured.graph, instead or {}  # replacements of dropped storages
     named = {binding.value for binding in (*captured.inputs, *captured.states, *captured.gradients_left)}
     named |= {leaf.index for leaf in captured.outputs if leaf.kind is LeafKind.VALUE}
     for call in captured.calls:
@@ -105,42 +100,42 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
     used |= {captured.values[old].storage for old in value}
     used |= {captured.ranges[s].whole for s in used if s in captured.ranges}
     storage = {old: new for new, old in enumerate(sorted({instead.get(s, s) for s in used}))}
-    left = (graph.storages[old] for old in storage)
-    left = tuple(entry if entry.id == new else replace(entry, id=new) for new, entry in enumerate(left))
+    new_storages = (graph.storages[old] for old in storage)
+    new_storages = tuple(entry if entry.id == new else replace(entry, id=new) for new, entry in enumerate(new_storages))
     storage |= {old: storage[instead[old]] for old in used if old in instead}
 
-    def numbers(old: Iterable[int]) -> tuple[int, ...]:
+    def renumber(old: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(storage[s] for s in old))
 
-    def renumbered(call: Call) -> Call:
+    def renumber_call(call: Call) -> Call:
         args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: Ref(value[ref.value]), Ref)
         results = tuple(None if result is None else value[result] for result in call.results)
         return replace(call, args=args, kwargs=kwargs, results=results)
 
-    def moved(value: Value) -> Value:
+    def move(value: Value) -> Value:
         new = storage[value.storage]
         return value if new == value.storage else replace(value, storage=new)
 
     ops = tuple(
-        replace(op, id=index, **{field: numbers(getattr(op, field)) for field in _NAMING_STORAGES})
+        replace(op, id=index, **{field: renumber(getattr(op, field)) for field in _NAMING_STORAGES})
         for index, op in enumerate(graph.ops)
     )
-    compact = StepGraph(left, ops, numbers(graph.outputs))
+    compact = StepGraph(new_storages, ops, renumber(graph.outputs))
     compact.check()
     return replace(
         captured,
         graph=compact,
-        # Where all values stay, they keep their numbers.
-        calls=captured.calls if len(value) == len(captured.values) else tuple(map(renumbered, captured.calls)),
-        values=tuple(moved(captured.values[old]) for old in value),
+        # If no value is dropped, their numbers are unchanged.
+        calls=captured.calls if len(value) == len(captured.values) else tuple(map(renumber_call, captured.calls)),
+        values=tuple(move(captured.values[old]) for old in value),
         inputs=tuple(replace(binding, value=value[binding.value]) for binding in captured.inputs),
         states=tuple(replace(binding, value=value[binding.value]) for binding in captured.states),
         gradients_left=tuple(replace(binding, value=value[binding.value]) for binding in captured.gradients_left),
         constants={storage[old]: tensor for old, tensor in captured.constants.items() if old in storage},
         exact={storage[old]: count for old, count in captured.exact.items() if old in storage},
         ranges={
-            storage[old]: replace(found, whole=storage[found.whole])
-            for old, found in captured.ranges.items()
+            storage[old]: replace(state_range, whole=storage[state_range.whole])
+            for old, state_range in captured.ranges.items()
             if old in storage
         },
         outputs=tuple(
@@ -150,17 +145,17 @@ def compacted(captured: Captured, instead: Mapping[int, int] | None = None) -> C
 
 
 def _wanted(ops: Sequence[tuple[Op, Call]], outputs: Sequence[int], optional: Collection[int]) -> list[tuple[Op, Call]]:
-    """Drop PyTorch's own and optional ops that only create results that nobody uses."""
-    seen = set(outputs)
-    kept: list[tuple[Op, Call]] = []
+    """Drop PyTorch's ops and optional ops if their results are unused."""
+    used = set(outputs)
+    wanted_ops: list[tuple[Op, Call]] = []
     for op, call in reversed(ops):
         idle = op.name.startswith("aten.") and op.creates and not op.mutates and not op.random
         if op.id in optional:
             idle = True
-        if not idle or not seen.isdisjoint(op.creates + op.mutates):
-            kept.append((op, call))
-            seen.update(op.reads, op.mutates)
-    return kept[::-1]
+        if not idle or not used.isdisjoint(op.creates + op.mutates):
+            wanted_ops.append((op, call))
+            used.update(op.reads, op.mutates)
+    return wanted_ops[::-1]
 
 
 def _states(
@@ -170,31 +165,27 @@ def _states(
     ending: Ending,
     touched: set[int],
 ) -> tuple[list[StateBinding], dict[int, int]]:
-    """Return the bindings of the states that the step uses, and their places by the mirror's numbers."""
+    """Return the bindings of the states that the step uses, and their positions by the mirror's numbers."""
     returned = {leaf.index for leaf in ending.leaves if leaf.kind is LeafKind.STATE}
-    # A parameter that no op touches is there all the same if its gradient comes or goes.
+    # A parameter that no op touches is needed if the step sets or clears its gradient.
     changed = set(ending.gradients) | {p for p in ending.cleared if p in mirror.gradients}
     bindings: list[StateBinding] = []
-    places: dict[int, int] = {}
+    positions: dict[int, int] = {}
     numbered = [*enumerate(mirror.states)]
     numbered += [(len(mirror.states) + i, m) for i, m in enumerate(mirror.gradients.values())]
     for number, entry in numbered:
         tensor, value = entry.lasting
         if tables.values[value].storage in touched or number in returned or number in changed:
-            places[number] = len(bindings)
+            positions[number] = len(bindings)
             bindings.append(StateBinding(entry.key, entry.kind, tensor, value))
-    return bindings + list(optimizer_states), places
+    return bindings + list(optimizer_states), positions
 
 
 RunOp = Callable[..., torch.Tensor]
 
 
 def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> Ending:
-    """Read how the step ended, and record the ops that copy results into a form that a graph can return.
-
-    ``run(func, *args)`` runs an ATen operator on fakes and records it. Raises ``CaptureError`` if state would be left
-    in a form that the next step could not start from.
-    """
+    """Read the step's final state, and record ops that copy results which a graph cannot return."""
     _check_flags(mirror)
     _put_back_state(mirror, tables, guard, run)
     if mirror.sharding is not None:
@@ -207,19 +198,18 @@ def read_ending(result: Any, mirror: Mirror, tables: Tables, guard: Guard, run: 
 
 
 def check_inputs(mirror: Mirror, tables: Tables) -> None:
-    """Refuse a step that writes into an argument whose memory another argument or state shares."""
     written = {storage for op, _ in tables.ops for storage in op.mutates}
     for storage, entry in mirror.sharing_inputs().items():
         if storage in written:
             raise CaptureError(
                 f"the step writes into argument {entry.name}, whose memory another argument, parameter or buffer "
-                "shares: the other one would not see it; pass a clone(), or do not write in place"
+                "shares: the write would not reach the other one; pass a clone(), or do not write in place"
             )
     for entry in mirror.inputs:
         if entry.fake.grad is not None:
             raise CaptureError(
-                f"the step leaves a gradient in argument {entry.name}: it could not be found there after the next "
-                "step; use torch.autograd.grad and return the gradient"
+                f"the step leaves a gradient in argument {entry.name}: later steps could not put one there; use "
+                "torch.autograd.grad and return the gradient"
             )
 
 
@@ -227,20 +217,19 @@ def _check_flags(mirror: Mirror) -> None:
     for state in mirror.states:
         if state.fake.requires_grad != state.requires_grad:
             raise CaptureError(
-                f"the step leaves requires_grad of {state.name} at {state.fake.requires_grad}, not as it was: the "
-                "next step would be another one; set it back at the end of the step, or set it before the step"
+                f"the step leaves requires_grad of {state.name} at {state.fake.requires_grad}: the next step would "
+                "compute something else; set it back at the end of the step, or set it before the step"
             )
 
 
 def _put_back_state(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) -> None:
-    """Copy the new values of parameters and buffers into the storages that they had before the step."""
     moved: list[tuple[Mirrored, torch.Tensor]] = []
     for path, old, bound in guard.rebound_buffers():
         state, new = mirror.by_real.get(id(old)), mirror.fakes.get(id(bound), bound)
         if state is None or not isinstance(new, FakeTensor):
             raise CaptureError(
-                f"the step replaces the buffer {path} by {'nothing' if new is None else 'a tensor from outside'}: the "
-                "graph would go on with the old one; copy_() into it instead"
+                f"the step replaces the buffer {path} by {'None' if new is None else 'a tensor from outside'}: the "
+                "graph would go on using the old one; copy_() into it instead"
             )
         moved.append((state, new))
     replaced = {id(state) for state, _ in moved}
@@ -250,13 +239,13 @@ def _put_back_state(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) ->
         if now.shape != state.alias.shape or now.dtype != state.alias.dtype or now.device != state.alias.device:
             raise CaptureError(
                 f"the step replaces {state.name} by a {now.dtype} tensor of shape {tuple(now.shape)}; it was "
-                f"{state.alias.dtype} of shape {tuple(state.alias.shape)}: the next step would be another one; keep "
-                "the shape and dtype, or return the new tensor"
+                f"{state.alias.dtype} of shape {tuple(state.alias.shape)}: the next step would compute something "
+                "else; keep the shape and dtype, or return the new tensor"
             )
-    # Where states change places, all are read before any is written.
-    own = {tables.values[state.value].storage for state, _ in changed}
+    # If states swap storages, all of them must be read before any is written.
+    shared = {tables.values[state.value].storage for state, _ in changed}
     sources = [
-        run(torch.ops.aten.clone.default, now.detach()) if tables.storage_of(now) in own else now.detach()
+        run(torch.ops.aten.clone.default, now.detach()) if tables.storage_of(now) in shared else now.detach()
         for _, now in changed
     ]
     for (state, _), source in zip(changed, sources, strict=True):
@@ -264,39 +253,39 @@ def _put_back_state(mirror: Mirror, tables: Tables, guard: Guard, run: RunOp) ->
 
 
 def _read_gradients(ending: Ending, mirror: Mirror, tables: Tables, run: RunOp) -> None:
-    taken: set[int] = set()
-    for place, state in enumerate(mirror.states):
+    claimed: set[int] = set()
+    for index, state in enumerate(mirror.states):
         if state.kind is not StorageKind.PARAMETER or not state.fake.is_leaf:
             continue
         grad = state.fake.grad
         if grad is None:
-            ending.cleared.append(place)
+            ending.cleared.append(index)
             continue
         if state.traced is not None:
-            own = state.traced.end_gradient(grad, run)
-            if own is not None:
-                ending.gradients[place] = own
+            traced_value = state.traced.end_gradient(grad, run)
+            if traced_value is not None:
+                ending.gradients[index] = traced_value
             continue
         storage = tables.storage_of(grad)
-        before = mirror.gradients.get(place)
+        before = mirror.gradients.get(index)
         if before is not None and tables.values[before.value].storage == storage:
             continue
         value = tables.value_of(grad)
         entry = tables.storages[storage]
-        if not entry.created or storage in taken or not covers(tables.values[value], entry.bytes):
+        if not entry.created or storage in claimed or not covers(tables.values[value], entry.bytes):
             value = tables.value_of(run(torch.ops.aten.clone.default, grad.detach()))
             storage = tables.values[value].storage
             entry = tables.storages[storage]
-        taken.add(storage)
+        claimed.add(storage)
         entry.kind, entry.name = StorageKind.GRADIENT, f"{state.name}.grad"
-        ending.gradients[place] = value
+        ending.gradients[index] = value
 
 
 def _leaf(leaf: Any, mirror: Mirror, tables: Tables, run: RunOp) -> OutputLeaf:
     if not isinstance(leaf, torch.Tensor):
         if any(isinstance(item, FakeTensor) for item in getattr(leaf, "__dict__", {}).values()):
             raise CaptureError(
-                f"the step returns a {type(leaf).__name__} with tensors inside, which cannot be taken apart: return "
+                f"the step returns a {type(leaf).__name__} with tensors inside, which the capture cannot find: return "
                 "the tensors in a tuple, list or dict, or register the class with torch.utils._pytree"
             )
         return OutputLeaf(LeafKind.CONSTANT, constant=leaf)
@@ -307,14 +296,14 @@ def _leaf(leaf: Any, mirror: Mirror, tables: Tables, run: RunOp) -> OutputLeaf:
     for entry in mirror.inputs:
         if entry.fake is fake:
             return OutputLeaf(LeafKind.INPUT, entry.leaf)
-    for place, state in enumerate((*mirror.states, *mirror.gradients.values())):
+    for index, state in enumerate((*mirror.states, *mirror.gradients.values())):
         if state.value == value and state.kept is not None:
             raise CaptureError(
                 f"the step returns {state.name}, whose bytes are spread over the processes between two steps; return "
-                "a clone() of it"
+                "a clone()"
             )
         if state.value == value:
-            return OutputLeaf(LeafKind.STATE, place)
+            return OutputLeaf(LeafKind.STATE, index)
     if not tables.storages[storage].created:
         value = tables.value_of(run(torch.ops.aten.clone.default, fake.detach()))
         storage = tables.values[value].storage

@@ -1,4 +1,4 @@
-"""The result of a capture: the graph, and what is needed to run its ops again."""
+"""The result of a capture: the graph, and the calls and bindings that run its ops."""
 
 from __future__ import annotations
 
@@ -24,39 +24,37 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor as a window onto a storage: everything but the bytes."""
+    """A tensor without its bytes: dtype, shape and strides on a storage."""
 
     storage: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements
     offset: int = 0  # in elements, from the start of the storage
-    foreign: bool = False  # on the CPU, in a step that runs on another device
-    conjugate: bool = False  # the bytes are those of the complex conjugate: a lazy ``conj()``
-    negated: bool = False  # the bytes are those of the negative: such as the ``imag`` of a lazy conjugate
+    foreign: bool = False  # on the CPU, while the step runs on another device
+    conjugate: bool = False  # the bytes hold the complex conjugate: a lazy ``conj()``
+    negated: bool = False  # the bytes hold the negative, as for the ``imag`` of a lazy conjugate
 
     def layout(self) -> tuple[object, ...]:
-        """Return the layout within its storage, whichever storage that is."""
         return self.shape, self.stride, self.offset, self.conjugate, self.negated
 
     def window(self) -> Window:
         return Window(self.shape, self.stride, self.offset)
 
     def is_laid_like(self, other: Value) -> bool:
-        """Return whether two values differ only in their place."""
+        """Return whether two values have the same dtype, shape and strides."""
         return (self.dtype, self.shape, self.stride) == (other.dtype, other.shape, other.stride)
 
     def merged(self, dims: tuple[int, int]) -> Value | None:
-        """Merge the dimensions ``dims[0]`` to before ``dims[1]`` into one; None if they do not follow each other."""
+        """Merge dimensions ``dims[0]`` to ``dims[1] - 1`` into one; None if their strides do not allow it."""
         first, end = dims
-        kept = [d for d in range(first, end) if self.shape[d] != 1] or [end - 1]
-        if any(self.stride[a] != self.stride[b] * self.shape[b] for a, b in pairwise(kept)):
+        long_dims = [d for d in range(first, end) if self.shape[d] != 1] or [end - 1]
+        if any(self.stride[a] != self.stride[b] * self.shape[b] for a, b in pairwise(long_dims)):
             return None
         shape = (*self.shape[:first], prod(self.shape[first:end]), *self.shape[end:])
-        return replace(self, shape=shape, stride=(*self.stride[:first], self.stride[kept[-1]], *self.stride[end:]))
+        return replace(self, shape=shape, stride=(*self.stride[:first], self.stride[long_dims[-1]], *self.stride[end:]))
 
     def narrowed(self, dim: int, low: int, high: int) -> Value:
-        """Return the slice ``low:high`` along a dimension."""
         shape = (*self.shape[:dim], high - low, *self.shape[dim + 1 :])
         return replace(self, shape=shape, offset=self.offset + low * self.stride[dim])
 
@@ -70,21 +68,18 @@ class Ref:
 
 @dataclass(frozen=True)
 class Call:
-    """How to run one op of the graph.
+    """The call that runs one op of the graph.
 
-    ``func`` is called as ``func(*args, **kwargs)`` with tensors in place of each ``Ref``, also inside lists and tuples.
-    ``results`` has an entry for each flattened leaf that ``func`` returns: the index of its value if the op creates the
-    leaf's storage, else None (an alias of an argument, undefined, or no tensor). ``rehearse`` replaces ``func`` when
-    the op is only measured on scratch tensors; ``rehearse_first`` does so if its first run allocates differently from
-    later ones.
+    ``func(*args, **kwargs)`` gets a tensor in place of each ``Ref``, also inside lists and tuples. ``results`` has one
+    entry per flattened result: the index of its value if the op creates the storage, else None.
     """
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[int | None, ...]
-    rehearse: Callable[..., Any] | None = None
-    rehearse_first: Callable[..., Any] | None = None
+    rehearse: Callable[..., Any] | None = None  # replaces ``func`` when the op is measured on scratch tensors
+    rehearse_first: Callable[..., Any] | None = None  # its first run, if that allocates differently
 
 
 @dataclass(frozen=True)
@@ -95,25 +90,20 @@ class InputBinding:
 
 @dataclass(frozen=True)
 class StateBinding:
-    """A tensor that persists across steps, and where the user sees it.
+    """A tensor that persists across steps, and its place in the user's objects."""
 
-    ``key`` is unique and stable across captures of the same step, such as "optimizer.0.state.model.0.weight.exp_avg".
-    ``tensor`` is the user's own object, or None before it exists (optimizer state before its first step). ``owner``
-    names the parameter of optimizer state; see ``capture.optimizers``.
-    """
-
-    key: str
+    key: str  # unique and stable across captures, such as "optimizer.0.state.model.0.weight.exp_avg"
     kind: StorageKind
-    tensor: torch.Tensor | None
+    tensor: torch.Tensor | None  # the user's object; None for optimizer state before the first step
     value: int
-    owner: Any = None
+    owner: Any = None  # the ``StateOwner`` of optimizer state
 
 
 class LeafKind(Enum):
-    VALUE = "value"  # a tensor computed in the step: ``index`` is its value
-    STATE = "state"  # a tensor of the user's own state: ``index`` is its place in ``Captured.states``
-    INPUT = "input"  # an input handed through: ``index`` is the leaf of the inputs
-    CONSTANT = "constant"  # not a tensor: ``constant`` is returned as it is
+    VALUE = "value"  # a tensor computed in the step; ``index`` is its value
+    STATE = "state"  # a tensor of the user's state; ``index`` is its index in ``Captured.states``
+    INPUT = "input"  # an input, returned unchanged; ``index`` is its leaf in the inputs
+    CONSTANT = "constant"  # no tensor; ``constant`` is returned
 
 
 @dataclass(frozen=True)
@@ -125,17 +115,17 @@ class OutputLeaf:
 
 @dataclass(frozen=True)
 class GradientLeft:
-    """A gradient that the step creates and leaves in ``.grad`` when it ends (kind GRADIENT, in graph.outputs)."""
+    """A gradient that the step creates and leaves in ``.grad`` (kind GRADIENT, in ``graph.outputs``)."""
 
-    parameter: int  # place in ``Captured.states``
+    parameter: int  # index in ``Captured.states``
     value: int
 
 
 @dataclass(frozen=True)
 class StateRange:
-    """The place of a STATE_RANGE storage: an offset in bytes into the storage ``whole``."""
+    """The position of a STATE_RANGE storage within the storage ``whole``."""
 
-    whole: int  # its storage, which no op of the step touches
+    whole: int  # a storage that no op of the step touches
     offset: int  # in bytes
 
 
@@ -143,15 +133,7 @@ class StateRange:
 class Captured:
     """One training step, captured for one signature of inputs and state.
 
-    ``graph.outputs`` holds the storages of VALUE leaves and of ``gradients_left``. ``gradients_cleared`` holds places
-    in ``states`` of parameters whose ``.grad`` is None after the step.
-
-    Attributes:
-        constants: real tensors baked into the step, by storage id.
-        alignment: of blocks below 64 KiB, and of scratch memory, in bytes.
-        exact: bytes of the storages that have been rounded up in ``graph``.
-        ranges: where storages of kind STATE_RANGE lie; ranges begin and end at pages, or with the whole storage.
-        effects: changes of Python objects, to be made again after each run of the step.
+    ``graph.outputs`` holds the storages of VALUE leaves and of ``gradients_left``.
     """
 
     graph: StepGraph
@@ -160,38 +142,37 @@ class Captured:
     inputs: tuple[InputBinding, ...]
     states: tuple[StateBinding, ...]
     gradients_left: tuple[GradientLeft, ...]
-    gradients_cleared: tuple[int, ...]
-    constants: dict[int, torch.Tensor]
+    gradients_cleared: tuple[int, ...]  # parameters without ``.grad`` after the step, by index in ``states``
+    constants: dict[int, torch.Tensor]  # real tensors, by storage
     outputs: tuple[OutputLeaf, ...]
     output_spec: Any
     device: torch.device = CPU
-    alignment: int = SMALL_ALIGNMENT
+    alignment: int = SMALL_ALIGNMENT  # in bytes, of scratch memory and blocks below 64 KiB
+    # Unrounded bytes of the storages that ``graph`` rounds up.
     exact: Mapping[int, int] = field(default_factory=dict[int, int])
+    # Positions of STATE_RANGE storages. Ranges begin and end at page boundaries, or with the whole storage.
     ranges: Mapping[int, StateRange] = field(default_factory=dict[int, StateRange])
     replicas: tuple[ReplicaEnd, ...] = ()
     reads: Reads = field(default_factory=Reads)
-    effects: tuple[Effect, ...] = ()
+    effects: tuple[Effect, ...] = ()  # changes of Python objects, to repeat after each run
 
     def is_alike(self, other: Captured) -> bool:
-        """Return whether the captures differ only in numbers that ops are given, so that one plan can run both."""
+        """Return whether one plan can run both captures: they differ only in numbers passed to ops."""
 
-        def told(captured: Captured) -> tuple[object, ...]:
+        def facts(captured: Captured) -> tuple[object, ...]:
             ops = [replace(op, source="", family="") for op in captured.graph.ops]
             states = [(binding.key, binding.value) for binding in captured.states]
-            rest = (captured.inputs, captured.gradients_left, captured.gradients_cleared, captured.alignment)
-            return captured.graph.storages, ops, captured.graph.outputs, captured.values, states, rest
+            bindings = (captured.inputs, captured.gradients_left, captured.gradients_cleared, captured.alignment)
+            return captured.graph.storages, ops, captured.graph.outputs, captured.values, states, bindings
 
-        return len(self.graph.ops) == len(other.graph.ops) and told(self) == told(other)
+        return len(self.graph.ops) == len(other.graph.ops) and facts(self) == facts(other)
 
     def own_bytes(self, storage: int) -> int:
-        """Return the exact bytes of a storage, without rounding for the arena."""
         return self.exact.get(storage, self.graph.storages[storage].bytes)
 
     def aligned(self, alignment: int) -> Captured:
-        """Round storages below 64 KiB up, so that blocks begin at multiples of ``alignment``.
-
-        Kernels may be chosen by how pointers are aligned, and another kernel may give other bits.
-        """
+        """Round storages below 64 KiB up, so that blocks begin at multiples of ``alignment``."""
+        # Kernels may depend on pointer alignment, and another kernel may give other bits.
         exact = {s.id: s.bytes for s in self.graph.storages if not is_large(round_up(s.bytes, alignment))}
         storages = tuple(
             replace(s, bytes=round_up(s.bytes, alignment)) if s.id in exact else s for s in self.graph.storages
@@ -201,10 +182,10 @@ class Captured:
 
 
 def with_ops(captured: Captured, pairs: Iterable[tuple[Op, Call]]) -> Captured:
-    """Return the capture with other ops, numbered in their order."""
-    found = list(pairs)
+    """Replace the ops and calls of a capture, and number the ops in their order."""
+    op_calls = list(pairs)
     graph = captured.graph
-    ops = tuple(op if op.id == index else replace(op, id=index) for index, (op, _) in enumerate(found))
+    ops = tuple(op if op.id == index else replace(op, id=index) for index, (op, _) in enumerate(op_calls))
     return replace(
-        captured, graph=StepGraph(graph.storages, ops, graph.outputs), calls=tuple(call for _, call in found)
+        captured, graph=StepGraph(graph.storages, ops, graph.outputs), calls=tuple(call for _, call in op_calls)
     )

@@ -12,64 +12,56 @@ from collections.abc import Iterable, Iterator
 from outofcore.capture.signature import Signature
 from outofcore.capture.snapshot import Snapshot
 
-# Captures that are kept for one input signature.
+# Captures per input signature.
 _MOST_CAPTURES = 4
-# Calls of one input signature that are remembered. Where values have changed in so many of them, it is no use to
-# capture the step again.
+# If values changed in 3 of the last 8 calls of an input signature, another capture is pointless.
 _LAST_CALLS, _TOO_OFTEN = 8, 3
 
 
 class CapturesByReads:
-    """The captures of each input signature, told apart by the values that they have read."""
-
     def __init__(self) -> None:
         self._known: dict[Signature, dict[int, Snapshot]] = {}
         self._changes: dict[Signature, deque[bool]] = {}
         self._count = 0
 
     def find(self, signature: Signature) -> tuple[Signature, str]:
-        """Return the signature of the capture that fits now, and what has changed since the latest one.
-
-        If none fits, the signature has the number of a new one. The change is empty if there is none.
-        """
-        known = self._known.get(signature)
-        if not known:
+        """Return the signature of a capture that fits, or a new signature and the change that requires it."""
+        snapshots = self._known.get(signature)
+        if not snapshots:
             return signature, ""
-        told = ""
-        for number in reversed(known):  # the one used last comes first
-            change = known[number].change()
+        first_change = ""
+        for number in reversed(snapshots):  # most recently used first
+            change = snapshots[number].change()
             if change is None:
-                known[number] = known.pop(number)
+                snapshots[number] = snapshots.pop(number)
                 self._changes[signature].append(False)
                 return signature._replace(capture=number), ""
-            told = told or change
+            first_change = first_change or change
         self._changes[signature].append(True)
         self._count += 1
-        return signature._replace(capture=self._count), told
+        return signature._replace(capture=self._count), first_change
 
     def add(self, signature: Signature, snapshot: Snapshot) -> Iterator[Signature]:
-        """Add a capture by the values that it has read; yields the signatures of captures to be forgotten."""
+        """Add a capture, and yield the signatures of captures to forget."""
         of_inputs = signature._replace(capture=0)
-        known = self._known.setdefault(of_inputs, {})
+        snapshots = self._known.setdefault(of_inputs, {})
         self._changes.setdefault(of_inputs, deque(maxlen=_LAST_CALLS))
-        known[signature.capture] = snapshot
-        while len(known) > _MOST_CAPTURES:
-            number = next(iter(known))
-            del known[number]
+        snapshots[signature.capture] = snapshot
+        while len(snapshots) > _MOST_CAPTURES:
+            number = next(iter(snapshots))
+            del snapshots[number]
             yield of_inputs._replace(capture=number)
 
     def others(self, signature: Signature) -> Iterable[Signature]:
-        """Return the signatures of the other captures for the same inputs, the one used last first."""
+        """Return signatures of other captures for the same inputs, most recently used first."""
         of_inputs = signature._replace(capture=0)
         numbers = reversed(self._known.get(of_inputs, {}))
         return [of_inputs._replace(capture=number) for number in numbers if number != signature.capture]
 
     def changes_too_often(self, signature: Signature) -> bool:
-        """Return whether the values that calls with this signature read have changed in most recent calls."""
         return sum(self._changes.get(signature._replace(capture=0), ())) >= _TOO_OFTEN
 
     def forget(self, signature: Signature | None = None) -> None:
-        """Forget one capture, or all."""
         if signature is None:
             self._known.clear()
         else:

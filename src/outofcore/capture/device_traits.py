@@ -1,7 +1,4 @@
-"""How devices differ, as far as captures, their transforms and measurements must know.
-
-``traits_of`` describes a device; what runs steps on it is ``execution.backend``.
-"""
+"""How devices differ for captures, transforms and measurements."""
 
 from __future__ import annotations
 
@@ -14,46 +11,29 @@ from outofcore.units import KIB, MIB
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """How many bytes of parameters one op of an optimizer updates.
+    """Sizes, in bytes of parameters, that decide how optimizer updates are grouped into ops."""
 
-    Attributes:
-        alone: a parameter of so many is updated by itself; the overhead of an op would outweigh the work on less.
-        chunk: smaller parameters are updated together up to so many: no burden to the plan.
-        joined: consecutive updates become one op of at most so many. More have no overhead to speak of.
-        delayed: where memory is short, updates wait for others up to so many. With gradients and state that is about
-            four times as much (`benchmarks/updates.py` compares others).
-    """
-
-    alone: int
-    chunk: int
-    joined: int
+    alone: int  # parameters of at least this size are updated by an op of their own
+    chunk: int  # smaller parameters are updated together, up to this size
+    joined: int  # consecutive updates are merged into one op up to this size; beyond it, op overhead is negligible
+    # If memory is short, updates are delayed and grouped up to this size. Gradients and state then take about four
+    # times as much (benchmarks/updates.py).
     delayed: int
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
-    """What a step may rely on where it runs.
+    """Properties of a device that a step may rely on."""
 
-    Attributes:
-        computes_in_capture: kernels run while a step is captured, and compute what they will compute in the step.
-        is_done_when_called: an op has run when its call returns, so it may raise an error by a tensor's value.
-        watches_state: the library notices what the user writes to parameters and state between two steps.
-        updates_ranges: parameters and optimizer state may come range by range.
-        updates_all_at_once: optimizers go over all parameters at once unless told otherwise, with scratch memory for
-            as many, and gain by it.
-        knows_faster_kernels: it was measured which of PyTorch's kernels are faster than Inductor's, and which slower.
-        survives_bad_indices: an index out of range raises an error; elsewhere it ends the process.
-        runs_loops: ``outofcore.budget`` can be advised.
-    """
-
-    computes_in_capture: bool
-    is_done_when_called: bool
-    watches_state: bool
-    updates_ranges: bool
+    computes_in_capture: bool  # kernels can run during a capture, with the results that they have in the step
+    is_done_when_called: bool  # an op has run when its call returns, so it can raise an error about a value
+    watches_state: bool  # the library detects the user's writes to parameters and state between two steps
+    updates_ranges: bool  # parameters and optimizer state can be updated range by range
+    # By default optimizers update all parameters in one call. That is faster, but needs scratch memory for all of them.
     updates_all_at_once: bool
-    knows_faster_kernels: bool
-    survives_bad_indices: bool
-    runs_loops: bool
+    knows_faster_kernels: bool  # measurements show where PyTorch's kernels are faster than Inductor's
+    survives_bad_indices: bool  # an index out of range raises an error; elsewhere it ends the process
+    runs_loops: bool  # ``outofcore.budget`` supports the device
     update_bytes: UpdateBytes
 
 
@@ -68,7 +48,7 @@ _HOST = DeviceTraits(
     runs_loops=True,
     update_bytes=UpdateBytes(alone=256 * KIB, chunk=MIB, joined=4 * MIB, delayed=16 * MIB),
 )
-# A GPU does the same work sooner, while the host takes as long to issue an op: so its ops update more at once.
+# A GPU is faster, but issuing an op takes as long as on the CPU. So its ops update more bytes each.
 _GPU = DeviceTraits(
     computes_in_capture=False,
     is_done_when_called=False,
@@ -86,13 +66,11 @@ def traits_of(device: torch.device) -> DeviceTraits:
     return _HOST if device.type == "cpu" else _GPU
 
 
-def are_alike(one: torch.device, other: torch.device) -> bool:
-    """Return whether devices are of one type, whichever of that type they are."""
-    return one.type == other.type
+def are_alike(first: torch.device, second: torch.device) -> bool:
+    return first.type == second.type
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return PyTorch's own random generator of a device."""
     if traits_of(device) is _HOST:
         return torch.default_generator
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -100,6 +78,5 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when all that was issued to a device is done."""
     if not traits_of(device).is_done_when_called:
         torch.cuda.synchronize(device)

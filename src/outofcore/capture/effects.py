@@ -1,8 +1,7 @@
-"""What a step changes in the user's Python objects: recorded at capture, and repeated after each run of the step.
+"""Changes that a step makes to Python objects, recorded at capture and repeated after each run.
 
-A captured step runs no Python, so changes outside of tensors (a count, an item of a dict, an attribute) are recorded.
-Repeating them is right as long as the code reads the same values (``capture.snapshot``): a count that a step reads and
-raises differs in the next call, which captures again.
+A captured step runs no Python. Repeating its changes is right while the code reads the same values
+(``capture.snapshot``).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from outofcore._torch_internals import FakeTensor
 from outofcore.capture.provenance import codes_of, is_installed
 from outofcore.capture.reads import Origin, origin_of
 
-# Lists and dicts of the user's with more items are not looked through, and no more containers: it would take long.
+# Larger lists and dicts, and further containers, are not searched, because that would take too long.
 LOOK_THROUGH = 4096
 _MOST_CONTAINERS = 100_000
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, collections.Counter)
@@ -34,7 +33,7 @@ _LEAVES = (int, float, complex, bool, str, bytes, type(None), torch.Tensor, torc
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable outside of the step function that a function names, or an attribute of a class."""
+    """A global, a closure variable or a class attribute that a function of the step names."""
 
     label: str
     read: Callable[[], Any]
@@ -71,21 +70,17 @@ class Kept:
 
 @dataclass(frozen=True)
 class Source:
-    """A random generator of Python's or NumPy's, or an iterator, with its earlier position.
-
-    ``read`` returns the position, ``write`` restores one; None if it cannot be restored.
-    """
+    """A random generator of Python or NumPy, or an iterator, with its earlier position."""
 
     label: str
     read: Callable[[], Any]
-    write: Callable[[Any], Any] | None
+    write: Callable[[Any], Any] | None  # None if the position cannot be restored
     before: Any
 
     def has_moved(self) -> bool:
         return bool(self.read() != self.before)
 
     def put_back(self) -> None:
-        """Restore the earlier position if that is possible."""
         if self.write is not None and self.has_moved():
             self.write(self.before)
 
@@ -106,13 +101,13 @@ def _position(iterator: Iterator[Any]) -> Any:
     return repr(iterator) if hint is None else hint()
 
 
-# Makes a change of one container or variable.
+# Changes one container or variable.
 Effect = Callable[[], None]
 
 
-def effect_of(kept: Kept, without: Iterable[Any] = ()) -> Effect | None:
-    """Return the change of a container since it was copied, ignoring some keys of a dict; None if there is none."""
-    live, before, after = kept.live, kept.before, _copy(kept.live)
+def effect_of(container: Kept, without: Iterable[Any] = ()) -> Effect | None:
+    """Return a function that repeats a container's change since it was copied; None if there is no change."""
+    live, before, after = container.live, container.before, _copy(container.live)
     if isinstance(live, dict):
         gone = set(before).difference(after, without)
         new = {
@@ -123,13 +118,13 @@ def effect_of(kept: Kept, without: Iterable[Any] = ()) -> Effect | None:
         if not gone and not new:
             return None
 
-        def change() -> None:
+        def apply() -> None:
             for key in gone:
                 live.pop(key, None)
             live.update(new)
 
-        return change
-    if not kept.has_changed():
+        return apply
+    if not container.has_changed():
         return None
     begins_alike = isinstance(live, list | deque) and all(a is b for a, b in zip(before, after, strict=False))
     if begins_alike and len(after) > len(before):
@@ -139,7 +134,7 @@ def effect_of(kept: Kept, without: Iterable[Any] = ()) -> Effect | None:
 
 
 def _copy(live: Any) -> Any:
-    # The copy of a subclass is one, and may look at what is in it.
+    # A subclass may override copy() and read its items.
     return dict(live) if isinstance(live, dict) else live.copy()
 
 
@@ -155,7 +150,7 @@ def _fill(live: Any, items: Any) -> None:
 
 
 def holds_fake(value: Any, depth: int = 4) -> bool:
-    """Return whether a value contains a fake tensor, as far as a bounded search finds one."""
+    """Return whether a bounded search finds a fake tensor in a value."""
     if isinstance(value, FakeTensor):
         return True
     if depth == 0 or isinstance(value, (*_LEAVES, nn.Module, type, types.ModuleType)):
@@ -165,22 +160,19 @@ def holds_fake(value: Any, depth: int = 4) -> bool:
 
 
 def _inside(value: Any) -> list[Any]:
-    found: list[Any] = []
+    children: list[Any] = []
     if isinstance(value, dict):
-        found += dict.values(value)
+        children += dict.values(value)
     elif isinstance(value, list | tuple | set | frozenset | deque):
-        found += value
-    held = getattr(value, "__dict__", None)
-    if isinstance(held, dict):
-        found += held.values()
-    return found
+        children += value
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        children += attributes.values()
+    return children
 
 
 class Outside:
-    """The containers and variables that a step can change, as far as its own code can reach them.
-
-    Functions of installed packages are not searched.
-    """
+    """The containers and variables that a step's own code can reach, without installed packages."""
 
     def __init__(self) -> None:
         self.variables: list[Variable] = []
@@ -189,12 +181,10 @@ class Outside:
         self._seen: dict[int, Any] = {}
         self._stack: list[tuple[str, Any]] = []
 
-    def skip(self, held: Iterable[Any]) -> None:
-        """Ignore objects that are restored elsewhere."""
-        self._seen.update((id(one), one) for one in held)
+    def skip(self, objects: Iterable[Any]) -> None:
+        self._seen.update((id(obj), obj) for obj in objects)
 
     def reach(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Record the containers and variables that named values can reach."""
         self._stack += values
         while self._stack and len(self.containers) < _MOST_CONTAINERS:
             label, value = self._stack.pop()
@@ -242,19 +232,19 @@ class Outside:
         kind = type(value)
         if origin_of(str(kind.__module__)) is Origin.OTHER:
             return
-        held = getattr(value, "__dict__", None)
-        if isinstance(held, dict):
-            self._seen[id(held)] = held
-            self.containers.append(Kept.of(label, held))
-            yield from ((f"{label}.{name}", item) for name, item in held.items() if not isinstance(item, _LEAVES))
-        for each in kind.__mro__:
-            yield each.__qualname__, each
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._seen[id(attributes)] = attributes
+            self.containers.append(Kept.of(label, attributes))
+            yield from ((f"{label}.{name}", item) for name, item in attributes.items() if not isinstance(item, _LEAVES))
+        for base in kind.__mro__:
+            yield base.__qualname__, base
         for name in slots_of(kind):
             if not name.startswith("__") and hasattr(value, name):
                 yield from self._variable(
                     f"{label}.{name}", functools.partial(getattr, value, name), functools.partial(setattr, value, name)
                 )
-        if isinstance(value, dict) and len(value) <= LOOK_THROUGH:  # of a class of its own
+        if isinstance(value, dict) and len(value) <= LOOK_THROUGH:  # a subclass of dict
             yield from ((f"{label}[{key!r}]", item) for key, item in dict.items(value))
 
     def _of_class(self, kind: type) -> Iterator[tuple[str, Any]]:
@@ -276,7 +266,7 @@ class Outside:
         code, module = function.__code__, function.__globals__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
-                cell.cell_contents  # noqa: B018 - reading is how an empty cell shows
+                cell.cell_contents  # noqa: B018 - an empty cell raises when it is read
             except ValueError:
                 continue
             read = functools.partial(getattr, cell, "cell_contents")
@@ -288,7 +278,7 @@ class Outside:
             yield f"a default of {function.__qualname__}", item
         if not _is_own(str(module.get("__name__", ""))):
             return
-        for name in dict.fromkeys(name for each in codes_of(code) for name in each.co_names):
+        for name in dict.fromkeys(name for nested in codes_of(code) for name in nested.co_names):
             if name in module:
                 read, write = functools.partial(module.get, name), functools.partial(module.__setitem__, name)
                 yield from self._variable(name, read, write)
@@ -300,12 +290,12 @@ class Outside:
 
 
 def slots_of(kind: type) -> Iterator[str]:
-    """Yield the names of a class's attributes that are not kept in a dict."""
-    for each in kind.__mro__:
-        slots = vars(each).get("__slots__", ())
+    """Yield the names in the ``__slots__`` of a class and its bases."""
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
         yield from (slots,) if isinstance(slots, str) else slots
 
 
 def _is_own(module: str) -> bool:
-    """Return whether a module is neither of an installed package nor of the standard library."""
+    """Return whether a module is outside of installed packages and the standard library."""
     return origin_of(module) is Origin.USER and not is_installed(module)

@@ -1,4 +1,4 @@
-"""Calls of the autograd engine from Python, and what captures and followed loops put around them."""
+"""Wrap calls of the autograd engine from Python in layers of captures and eager loops."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from outofcore._torch_internals import BACKWARD_ENTRY_POINTS, not_compiled
 
-# Takes the call that is below it, and its arguments.
+# Called with the wrapped call and its arguments.
 Layer = Callable[..., Any]
 
 
 class _Layers:
-    """Layers around the engine's entry points, the outermost last; they can be removed in any order."""
+    """Layers around the engine's entry points, outermost last, which can be removed in any order."""
 
     def __init__(self) -> None:
         self._plain = [(owner, name, getattr(owner, name)) for owner, name in BACKWARD_ENTRY_POINTS]
@@ -39,24 +39,21 @@ class _Layers:
 
     def remove(self, layer: Layer) -> bool:
         """Remove a layer and return whether it was the last one."""
-        self._layers = tuple(other for other in self._layers if other is not layer)
+        self._layers = tuple(added for added in self._layers if added is not layer)
         if not self._layers:
             for owner, name, plain in self._plain:
-                if getattr(owner, name) is self._run:  # else another library has wrapped it since
+                if getattr(owner, name) is self._run:  # else another library has wrapped it in the meantime
                     setattr(owner, name, plain)
         return not self._layers
 
 
 _installed: list[_Layers] = []
-_lock = threading.RLock()  # garbage collection, which ends lost loops, may come while it is held
+_lock = threading.RLock()  # reentrant: garbage collection may end an abandoned loop while this thread holds it
 
 
 @contextlib.contextmanager
 def around_engine(layer: Layer) -> Iterator[None]:
-    """While this context is open, calls of the engine go through ``layer``; its first argument is the call below it.
-
-    Contexts may end in any order and in any thread: a loop may end while a step is captured.
-    """
+    """Route calls of the engine through ``layer``; contexts may end in any order and in any thread."""
     with _lock:
         if not _installed:
             _installed.append(_Layers())

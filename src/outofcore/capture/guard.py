@@ -1,4 +1,4 @@
-"""Restore the user's modules, optimizers and variables after a capture, and detect what a step would leave behind."""
+"""Restore the user's modules, optimizers and variables after a capture, and refuse leftover tensors."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ def functions_of(step: Any) -> Iterator[FunctionType]:
 
 
 def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> None:
-    """Refuse modules whose parameters, buffers and submodules are not in the tables of an ``nn.Module``, or are lazy.
+    """Refuse modules that are lazy, not initialised, or keep tensors outside of ``nn.Module``'s tables.
 
-    Raises ``InputError`` if a constructor has not called ``nn.Module.__init__``, or a lazy module to be captured has
-    not been called yet; and ``CaptureError`` for TorchScript and other storage. ``is_captured`` False means that the
-    step is followed op by op.
+    Raises ``InputError`` or ``CaptureError``. An eager loop (``is_captured`` False) accepts lazy modules and
+    TorchScript.
     """
     for index, model in enumerate(models):
         for path, module in _modules_of(model, prefix(index, len(models)), set()):
@@ -49,27 +48,27 @@ def check_modules(models: Sequence[nn.Module], *, is_captured: bool = True) -> N
                 if is_captured:
                     check_shapes(path, module)
                 continue
-            what = f"{path or 'the model'} ({type(module).__name__})"
+            label = f"{path or 'the model'} ({type(module).__name__})"
             if not isinstance(module, torch.jit.ScriptModule) and not any(name in vars(module) for name in _OWN_TABLES):
-                raise InputError(f"{what} is not initialised: its __init__ has to call super().__init__() first")
+                raise InputError(f"{label} is not initialised: its __init__ must call super().__init__() first")
             if is_captured and isinstance(module, torch.jit.ScriptModule):
                 raise CaptureError(
-                    f"{what} is TorchScript: it keeps its parameters and runs its operators where Python does not see "
-                    "them; use the module that it was made from by torch.jit.script or torch.jit.trace, or run the "
-                    "loop as it is within outofcore.budget",
+                    f"{label} is TorchScript: its parameters and operators are invisible to Python; use the module "
+                    "that torch.jit.script or torch.jit.trace was called on, or run the unchanged loop within "
+                    "outofcore.budget",
                     is_loop=False,
                 )
             if is_captured:
                 raise CaptureError(
-                    f"{what} keeps its parameters, buffers or submodules otherwise than torch.nn.Module does: what the "
-                    "step does with them would go unnoticed; keep them as torch.nn.Module does"
+                    f"{label} keeps its parameters, buffers or submodules otherwise than torch.nn.Module does: the "
+                    "capture would miss changes to them; keep them as torch.nn.Module does"
                 )
 
 
 def check_shapes(path: str, module: nn.Module) -> None:
-    """Raise ``InputError`` for a lazy module whose own parameters or buffers have no shapes yet."""
-    own = chain(module._parameters.values(), module._buffers.values())
-    if any(tensor is not None and is_lazy(tensor) for tensor in own):
+    """Raise ``InputError`` for a lazy module with parameters or buffers that have no shapes yet."""
+    tensors = chain(module._parameters.values(), module._buffers.values())
+    if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
         raise InputError(
             f"{path or 'the model'} ({type(module).__name__}) has no shapes yet: a lazy module gets them in its first "
             "forward pass; run one on a sample batch first, as in 'with torch.no_grad(): model(batch)', then create "
@@ -77,15 +76,14 @@ def check_shapes(path: str, module: nn.Module) -> None:
         )
 
 
-def _modules_of(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and its submodules in plain tables, each once, with their paths."""
-    if id(module) in seen:
+def _modules_of(module: nn.Module, path: str, visited: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in visited:
         return
-    seen.add(id(module))
+    visited.add(id(module))
     yield path, module
     for name, child in (vars(module).get("_modules") or {}).items():
         if child is not None:
-            yield from _modules_of(child, join(path, name), seen)
+            yield from _modules_of(child, join(path, name), visited)
 
 
 _PLAIN = (int, float, bool, str)
@@ -93,7 +91,7 @@ _OWN_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Guard:
-    """Context manager that saves all state that a step may touch, random generators included, and restores it."""
+    """Context manager that saves all state that a step may touch, and restores it."""
 
     def __init__(
         self,
@@ -108,15 +106,17 @@ class Guard:
         self._tables = [[Kept.of(name, m.__dict__[name]) for name in _OWN_TABLES] for m in self._modules]
         self._optimizers = list(optimizers)
         self._groups = [[Kept.of("", group) for group in optimizer.param_groups] for optimizer in optimizers]
-        self._others = [Kept.of("", held) for o in optimizers for held in (o.param_groups, o.state)]
-        self._others += [Kept.of("", own) for o in optimizers for own in o.state.values() if isinstance(own, dict)]
+        self._others = [Kept.of("", container) for o in optimizers for container in (o.param_groups, o.state)]
+        self._others += [
+            Kept.of("", state) for o in optimizers for state in o.state.values() if isinstance(state, dict)
+        ]
         self._own = [Kept.of(type(o).__name__, vars(o)) for o in optimizers]
         outside = Outside()
         outside.skip([group for o in optimizers for group in o.param_groups])
-        outside.skip([held for o in optimizers for held in (o.param_groups, o.state)])
+        outside.skip([container for o in optimizers for container in (o.param_groups, o.state)])
         outside.reach([(getattr(step, "__qualname__", type(step).__name__), step)])
-        for kept in (*self._attributes, *self._own):
-            outside.reach([(f"{kept.label}.{name}", v) for name, v in kept.before.items() if name not in _OWN_TABLES])
+        for saved in (*self._attributes, *self._own):
+            outside.reach([(f"{saved.label}.{name}", v) for name, v in saved.before.items() if name not in _OWN_TABLES])
         outside.reach([(type(model).__name__, type(model)) for model in self._modules])
         self._variables, self._containers, self._sources = outside.variables, outside.containers, outside.sources
 
@@ -136,39 +136,38 @@ class Guard:
         for variable in self._variables:
             if variable.read() is not variable.before:
                 variable.write(variable.before)
-        everything = (self._attributes, *self._tables, self._own, self._containers, *self._groups, self._others)
-        for kept in chain.from_iterable(everything):
-            kept.put_back()
+        all_saved = (self._attributes, *self._tables, self._own, self._containers, *self._groups, self._others)
+        for container in chain.from_iterable(all_saved):
+            container.put_back()
         for source in self._sources:
             source.put_back()
 
     def rebound_buffers(self) -> list[tuple[str, torch.Tensor, Any]]:
-        """Return the buffers that the step replaced by other objects: path, the old tensor, and the new object."""
-        found: list[tuple[str, torch.Tensor, Any]] = []
+        """Return buffers that the step replaced: path, old tensor, new object."""
+        rebound: list[tuple[str, torch.Tensor, Any]] = []
         for module, (_, buffers, _) in zip(self._modules, self._tables, strict=True):
             for name, old in buffers.before.items():
                 new = module._buffers.get(name)
                 if new is not old:
-                    found.append((join(self._paths[id(module)], name), old, new))
-        return found
+                    rebound.append((join(self._paths[id(module)], name), old, new))
+        return rebound
 
     def check(self, source: Callable[[torch.Tensor], str]) -> tuple[Effect, ...]:
-        """Refuse a step that leaves something behind that the captured graph could not; return its other effects.
+        """Refuse leftover tensors and random draws, and return the step's other effects.
 
-        The effects are to be repeated in each step. Raises ``CaptureError`` if a module, variable or container would
-        hold a tensor of the capture, or if random numbers were drawn that the graph cannot draw again.
+        The effects are repeated in each step. Raises ``CaptureError``.
         """
         self._source = source
         effects = [
             effect
-            for module, kept, tables in zip(self._modules, self._attributes, self._tables, strict=True)
-            for effect in self._check_module(module, kept, tables)
+            for module, container, tables in zip(self._modules, self._attributes, self._tables, strict=True)
+            for effect in self._check_module(module, container, tables)
         ]
-        for kept in (*self._own, *self._containers):
-            effect = effect_of(kept)
+        for container in (*self._own, *self._containers):
+            effect = effect_of(container)
             if effect is not None:
-                for name, new in _items_of(kept.live):
-                    self._check_left(kept.label if name is None else f"{kept.label}.{name}", new)
+                for name, new in _items_of(container.live):
+                    self._check_left(container.label if name is None else f"{container.label}.{name}", new)
                 effects.append(effect)
         for variable in self._variables:
             new = variable.read()
@@ -178,16 +177,16 @@ class Guard:
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             if len(optimizer.param_groups) != len(groups):
                 raise self._refusal(
-                    f"the step gives {type(optimizer).__name__} another group of parameters: it would get one in each "
-                    "step; add it before the step",
+                    f"the step adds a parameter group to {type(optimizer).__name__}: each call would add another one; "
+                    "add it before the step",
                     "add_param_group",
                 )
-            for group, kept in zip(optimizer.param_groups, groups, strict=True):
-                before = kept.before
+            for group, container in zip(optimizer.param_groups, groups, strict=True):
+                before = container.before
                 if group.keys() != before.keys() or not all(_same(group[key], before[key]) for key in before):
                     raise self._refusal(
-                        f"the step changes the settings of {type(optimizer).__name__}: the change would happen once "
-                        "and not in each step; change them, or call the scheduler, after the step",
+                        f"the step changes the settings of {type(optimizer).__name__}: the change would happen once, "
+                        "not in each step; change them, or call the scheduler, after the step",
                         "param_groups",
                     )
         if random.getstate() != self._python or not _same_numpy(self._numpy, _numpy_state()):
@@ -197,7 +196,7 @@ class Guard:
                 "random",
             )
         for moved in filter(Source.has_moved, self._sources):
-            lost = "; the capture has taken from it what cannot be put back" if moved.write is None else ""
+            lost = "; the capture has advanced it and cannot rewind it" if moved.write is None else ""
             raise self._refusal(
                 f"the step takes numbers or items from {moved.label}: they would be frozen into the step; take them "
                 f"before the step and pass them as arguments{lost}",
@@ -205,59 +204,59 @@ class Guard:
             )
         return tuple(effects)
 
-    def _check_module(self, module: nn.Module, kept: Kept, tables: list[Kept]) -> tuple[Effect, ...]:
+    def _check_module(self, module: nn.Module, container: Kept, tables: list[Kept]) -> tuple[Effect, ...]:
         parameters, buffers, children = tables
         if parameters.has_changed() or children.has_changed():
             both = [(t.live, t.before, name) for t in (parameters, children) for name in (*t.before, *t.live)]
             name = next((name for live, before, name in both if live.get(name) is not before.get(name)), "")
             raise self._refusal(
-                f"the step replaces a parameter or a submodule of {kept.label}: the graph would go on with the old "
-                "one; change the parameter in place, under torch.no_grad()",
+                f"the step replaces a parameter or a submodule of {container.label}: the graph would go on using the "
+                "old one; change the parameter in place, under torch.no_grad()",
                 name,
                 module,
             )
         if buffers.live.keys() != buffers.before.keys():
             raise self._refusal(
-                f"the step adds or removes a buffer of {kept.label}: register it before the step",
+                f"the step adds or removes a buffer of {container.label}: register it before the step",
                 "register_buffer",
                 module,
             )
         recomputed = {
             getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in module._forward_pre_hooks.values()
         }
-        # What a hook sets before each forward, as weight normalisation does, is not kept across steps.
-        for name, new in kept.live.items():
-            if name not in recomputed and kept.before.get(name, kept) is not new:
-                self._check_left(f"{kept.label}.{name}", new, module)
-        effect = effect_of(kept, recomputed)
+        # Hooks such as weight normalisation set these attributes before each forward pass.
+        for name, new in container.live.items():
+            if name not in recomputed and container.before.get(name, container) is not new:
+                self._check_left(f"{container.label}.{name}", new, module)
+        effect = effect_of(container, recomputed)
         return () if effect is None else (effect,)
 
     def _check_left(self, label: str, new: Any, module: nn.Module | None = None) -> None:
         if not holds_fake(new):
             return
-        made = next((line for tensor in leaves_in(new) if (line := self._source(tensor))), "")
+        source_line = next((line for tensor in leaves_in(new) if (line := self._source(tensor))), "")
         raise self._refusal(
             f"the step leaves something behind in {label}, a tensor that the step stores: it would be out of date "
             "after the next step; register it as a buffer of the model, or return it from the step",
             label.rpartition(".")[2],
             module,
-            made,
+            source_line,
         )
 
-    def _refusal(self, text: str, name: str, module: nn.Module | None = None, made: str = "") -> CaptureError:
+    def _refusal(self, text: str, name: str, module: nn.Module | None = None, source_line: str = "") -> CaptureError:
         functions = list(functions_of(self._step))
         if module is not None:
             functions += [value for kind in type(module).__mro__ for value in vars(kind).values()]
-        where = where_set(name, functions) or made or where_defined(next(iter(functions), None))
-        return CaptureError(f"{where}: {text}" if where else text, where)
+        location = where_set(name, functions) or source_line or where_defined(next(iter(functions), None))
+        return CaptureError(f"{location}: {text}" if location else text, location)
 
 
-def _items_of(held: Any) -> list[tuple[Any, Any]]:
-    return list(dict.items(held)) if isinstance(held, dict) else [(None, item) for item in held]
+def _items_of(container: Any) -> list[tuple[Any, Any]]:
+    return list(dict.items(container)) if isinstance(container, dict) else [(None, item) for item in container]
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, (*_PLAIN, tuple)) and one == other)
+def _same(first: Any, second: Any) -> bool:
+    return first is second or (type(first) is type(second) and isinstance(first, (*_PLAIN, tuple)) and first == second)
 
 
 def _numpy_state() -> Any:
@@ -265,7 +264,7 @@ def _numpy_state() -> Any:
     return None if numpy is None else numpy.random.get_state()
 
 
-def _same_numpy(one: Any, other: Any) -> bool:
-    if one is None or other is None:
+def _same_numpy(first: Any, second: Any) -> bool:
+    if first is None or second is None:
         return True
-    return one[0] == other[0] and bool((one[1] == other[1]).all()) and one[2:] == other[2:]
+    return first[0] == second[0] and bool((first[1] == second[1]).all()) and first[2:] == second[2:]

@@ -1,7 +1,4 @@
-"""Helpers: fresh Python processes that do a piece of work with the same PyTorch settings as this one.
-
-Their work is pickled, operators by name.
-"""
+"""Run pickled work in fresh Python processes with this process's PyTorch settings."""
 
 from __future__ import annotations
 
@@ -31,17 +28,14 @@ def _operator(name: str, overload: str) -> OpOverload:
 
 
 def packed(work: Any, threads: int | None = None) -> bytes:
-    """Pickle a piece of work and PyTorch's settings; ``threads`` None means as many as here.
-
-    Raises what ``pickle`` raises if the work cannot be pickled: PicklingError, AttributeError or TypeError.
-    """
+    """Pickle work and PyTorch's settings; raises PicklingError, AttributeError or TypeError."""
     target = BytesIO()
     _Pickler(target).dump((work, threads or torch.get_num_threads(), _settings()))
     return target.getvalue()
 
 
 def received() -> Any:
-    """In a helper: return its piece of work, and apply the PyTorch settings that came with it."""
+    """Unpickle this process's work from stdin, and apply the PyTorch settings that came with it."""
     work, threads, settings = pickle.load(sys.stdin.buffer)
     torch.set_num_threads(threads)
     _set(settings)

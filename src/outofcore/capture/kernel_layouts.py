@@ -1,11 +1,8 @@
-"""Shapes, strides and dtypes of results, taken from the kernels where PyTorch's fake tensors may be wrong.
+"""Correct the layouts of results where PyTorch's fake tensors differ from its CPU kernels.
 
-For many operators the fake implementation and the kernel disagree when an argument is not contiguous. For example,
-the backward of ``mse_loss`` returns a contiguous gradient for a channels-last input, but its fake is channels-last.
-Strides decide which kernels run next, and so the last bits of their results. During capture, such an operator
-therefore runs once on zeros, and the captured result takes the layout that the kernel returned.
-
-GPU kernels are not run: on a GPU the capture trusts the fakes.
+They may disagree when an argument is not contiguous: the backward of ``mse_loss`` returns a contiguous gradient for a
+channels-last input, but its fake is channels-last. Strides decide which kernels run next, and so the last bits of
+results. During capture, such an operator therefore runs once on zeros. On a GPU the capture trusts the fakes.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from outofcore._torch_internals import (
 from outofcore.capture.device_traits import traits_of
 from outofcore.capture.tables import leaves_in, map_leaves
 
-# Slow kernels whose fakes matched them in every layout that was compared.
+# Slow kernels that matched their fakes in every layout that was tested.
 _TRUSTED = frozenset(
     (
         *("aten::convolution", "aten::convolution_backward", "aten::_scaled_dot_product_flash_attention_for_cpu"),
@@ -36,7 +33,7 @@ _TRUSTED = frozenset(
         "aten::baddbmm",
     )
 )
-# Operators whose fakes are wrong for contiguous arguments too.
+# Operators with wrong fakes even for contiguous arguments.
 _ALWAYS_RUN = frozenset(
     (
         "aten::mkldnn_rnn_layer_backward",  # with bfloat16 inputs, PyTorch 2.11 returns float32 gradients
@@ -48,7 +45,7 @@ _ALWAYS_RUN = frozenset(
 
 @dataclass(frozen=True)
 class Layout:
-    """Metadata of a tensor; ``elements`` is the size of its storage."""
+    """Dtype, shape and strides of a tensor, and the size of its storage in elements."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,13 +59,12 @@ class Layout:
         return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), count)
 
     def allocate(self) -> torch.Tensor:
-        """Return a new tensor with this layout and a storage of its own."""
         return torch.empty(self.elements, dtype=self.dtype).as_strided_(self.shape, self.stride, self.offset)
 
 
 @dataclass
 class KernelLayouts:
-    """Cache of the layouts that CPU kernels return; each operator runs once per combination of argument layouts."""
+    """A cache of the layouts that CPU kernels return, by operator and argument layouts."""
 
     _layouts: dict[str, tuple[Layout | None, ...] | None] = field(default_factory=dict)
 
@@ -81,14 +77,10 @@ class KernelLayouts:
         kwargs: dict[str, Any],
         result: Any,
     ) -> Any:
-        """Return ``result`` with each fake tensor replaced whose layout the kernel would not return.
-
-        ``family`` returns a key for the operator and the metadata of its arguments; ``call`` runs the operator as the
-        captured step does. Arguments are fake.
-        """
-        given = leaves_in((args, kwargs))
+        """Replace fake results if the kernel returns another layout; ``family`` returns the cache key."""
+        arguments = leaves_in((args, kwargs))
         results = [result] if isinstance(result, torch.Tensor) else result
-        if not isinstance(results, list | tuple) or not _may_differ(func, given, results):
+        if not isinstance(results, list | tuple) or not _may_differ(func, arguments, results):
             return result
         key = f"{type(call).__name__} {family()}"
         if key not in self._layouts:
@@ -103,22 +95,22 @@ class KernelLayouts:
         return corrected[0] if isinstance(result, torch.Tensor) else type(results)(corrected)
 
 
-def _may_differ(func: OpOverload, given: list[torch.Tensor], results: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether the kernel may return layouts other than the fakes', and can run during capture."""
+def _may_differ(func: OpOverload, arguments: list[torch.Tensor], results: list[Any] | tuple[Any, ...]) -> bool:
+    """Return whether the kernel may return other layouts than the fakes have, and can run now."""
     name = func._schema.name
-    if name in _TRUSTED or not all(traits_of(tensor.device).computes_in_capture for tensor in given):
+    if name in _TRUSTED or not all(traits_of(tensor.device).computes_in_capture for tensor in arguments):
         return False
     if not all(item is None or isinstance(item, torch.Tensor) for item in results):
         return False
-    storages = {storage_key(tensor) for tensor in given}
+    storages = {storage_key(tensor) for tensor in arguments}
     if any(item is not None and storage_key(item) in storages for item in results):
         return False  # the result is an argument or a view of one
-    # Other kernels may be written in Python and would be captured themselves: PyTorch's functions are patched here.
-    return func.namespace == "aten" and (name in _ALWAYS_RUN or not all(map(has_default_strides, given)))
+    # Other kernels may be written in Python. They would be captured here, where PyTorch's functions are patched.
+    return func.namespace == "aten" and (name in _ALWAYS_RUN or not all(map(has_default_strides, arguments)))
 
 
 def has_default_strides(tensor: torch.Tensor) -> bool:
-    """Return whether the strides are those of a new tensor; unlike ``is_contiguous``, check dimensions of size 1."""
+    """Return whether strides match a new tensor's, also in dimensions of size 1."""
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != step:
@@ -130,12 +122,12 @@ def has_default_strides(tensor: torch.Tensor) -> bool:
 def _run_on_zeros(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Layout | None, ...] | None:
-    """Run a kernel on zeros in place of the arguments and return the layouts of its results; None if it fails."""
+    """Return the layouts of a kernel's results on zeros; None if it fails."""
     if leaves_in((args, kwargs), torch.Generator):
         return None
     fakes = {id(tensor): tensor for tensor in leaves_in((args, kwargs))}
     enabled = torch.is_grad_enabled()
-    # Not torch.get_rng_state: the capture would record that call.
+    # The capture would record torch.get_rng_state.
     state = torch.default_generator.get_state()
     try:
         with real_tensors(), DisableTorchFunction(), torch.set_grad_enabled(enabled):
@@ -144,20 +136,19 @@ def _run_on_zeros(
             results = result_leaves(call(*real_args, **real_kwargs))
             tensors = [*zeros.values(), *(item for item in results if isinstance(item, torch.Tensor))]
             owners = Counter(map(storage_key, tensors))
-            # A shared storage would be counted once for each result, so the fakes are kept there.
+            # Results that share a storage keep their fakes, since separate layouts would count it repeatedly.
             return tuple(
                 Layout.of(item) if isinstance(item, torch.Tensor) and owners[storage_key(item)] == 1 else None
                 for item in results
             )
     except Exception:
-        # Zeros are not valid for every operator. If the real arguments are invalid too, the step itself will raise.
+        # Some operators refuse zeros. If the real arguments are invalid too, the step itself will raise.
         return None
     finally:
         torch.default_generator.set_state(state)
 
 
 def _make_zeros(fake: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of zeros with the layout of a fake tensor."""
     storage = torch.zeros(fake.untyped_storage().nbytes() // fake.dtype.itemsize, dtype=fake.dtype)
     tensor = storage.as_strided(fake.shape, fake.stride(), fake.storage_offset())
     tensor = tensor.conj() if fake.is_conj() else tensor

@@ -1,11 +1,9 @@
-"""Tensors of a captured step whose values are known because they depend on no data (constant propagation).
+"""Values of captured tensors that depend on no data (constant propagation).
 
-Positions of tokens, masks of ones, axes and rates follow from shapes and constants alone. In plain PyTorch a step may
-branch on such a value, and always takes the same branch. When the step asks for one, the operators that produce it run
-in their order. A value that depends on an argument, a parameter or a random number is unknown: reading it is refused.
-
-Floating-point values are known on the CPU only, where the same kernels compute them; another device may round
-differently.
+Positions of tokens, masks of ones and learning rates follow from shapes and constants, and eager steps may branch on
+them. If the step reads such a value, the operators that produce it run then. A value that depends on an argument, a
+parameter or a random number is unknown, and reading it is refused. Floating-point values are known on the CPU only,
+because another device may round differently.
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ from outofcore.capture.provenance import user_line
 from outofcore.capture.refusals import refusal
 from outofcore.capture.tables import leaves_in, map_leaves
 
-# Larger ones are no bookkeeping, and would take long to compute.
+# Larger tensors are unlikely to be bookkeeping, and slow to compute.
 MAX_ELEMENTS = 1 << 20
-# Operators of whose tensors the shapes alone matter.
+# Operators that use only the shapes of their arguments.
 _BY_SHAPE = frozenset(
     (
         *("aten::ones_like", "aten::zeros_like", "aten::full_like", "aten::empty_like"),
         *("aten::new_ones", "aten::new_zeros", "aten::new_full", "aten::new_empty", "aten::new_empty_strided"),
     )
 )
-# What they make holds nothing in particular, until all of it is written.
+# Operators with results that are undefined until they are completely written.
 _EMPTY = ("aten::empty", "aten::new_empty")
 _OTHER_MEMORY = ("aten::resize", "aten::set_")
 
@@ -47,31 +45,24 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A known tensor, held so that its id and that of its storage are not reused.
-
-    ``key`` identifies its storage; ``place`` is the index of its value in ``KnownValues._values``.
-    """
+    """A tensor with a known value, kept alive so that its id is not reused."""
 
     tensor: torch.Tensor
-    key: int
+    key: int  # of its storage
     layout: tuple[Any, ...]
-    place: int
+    place: int  # key in ``KnownValues._values``
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """An operator that has not been run yet.
-
-    ``args`` and ``results`` have places in ``KnownValues._values`` for known tensors; ``reads`` and ``writes`` are keys
-    of storages, ``writes`` including those that it makes.
-    """
+    """An operator on known tensors that has not been run."""
 
     func: OpOverload
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # with a ``_KnownRef`` for each known tensor
     kwargs: dict[str, Any]
-    results: tuple[int | None, ...]
-    reads: frozenset[int]
-    writes: frozenset[int]
+    results: tuple[int | None, ...]  # keys in ``KnownValues._values``
+    reads: frozenset[int]  # keys of storages
+    writes: frozenset[int]  # keys of storages, including created ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +83,15 @@ class _Lent:
 class KnownValues:
     def __init__(self) -> None:
         self._found: dict[int, _Known] = {}  # by the id of the tensor
-        self._empty: set[int] = set()  # keys of storages that hold nothing in particular
+        self._empty: set[int] = set()  # keys of storages with undefined contents
         self._pending: list[_Pending] = []
         self._values: dict[int, torch.Tensor] = {}
         self._places = 0
         self._lent: list[_Lent] = []
 
     def __contains__(self, tensor: object) -> bool:
-        found = self._find(tensor)
-        return found is not None and found.key not in self._empty
+        entry = self._find(tensor)
+        return entry is not None and entry.key not in self._empty
 
     def learn(
         self,
@@ -111,67 +102,66 @@ class KnownValues:
         written: Sequence[torch.Tensor] = (),
         overwritten: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Record what an operator has returned, and which arguments it has written, or overwritten without reading."""
+        """Record an operator's results, and the arguments it has written or completely overwritten."""
         keys = frozenset(map(storage_key, written))
         for lent in self._lent:
             if lent.key in keys:
                 raise _changed_array(lent.source)
-        made = [item for item in results if isinstance(item, torch.Tensor) and self._counts(item)]
-        given, name, traits = leaves_in((args, kwargs)), func._schema.name, operators.traits(func)
-        follows = all(map(self._find, given)) or (name in _BY_SHAPE and not written)
+        created = [item for item in results if isinstance(item, torch.Tensor) and self._counts(item)]
+        tensors, name, traits = leaves_in((args, kwargs)), func._schema.name, operators.traits(func)
+        follows = all(map(self._find, tensors)) or (name in _BY_SHAPE and not written)
         unclear = traits.random or traits.reshapes or name.startswith(_OTHER_MEMORY) or not _is_torchs_own(func)
-        if unclear or not follows or not (made or written):
+        if unclear or not follows or not (created or written):
             self.forget(written)
             return
-        stands = {id(tensor): self._stands_for(tensor) for tensor in given}
-        old_args, old_kwargs = map_leaves((args, kwargs), lambda tensor: stands[id(tensor)])
-        places = [self._add(item) if any(item is one for one in made) else None for item in results]
-        new = frozenset(storage_key(item) for item in made)
+        placeholders = {id(tensor): self._stands_for(tensor) for tensor in tensors}
+        old_args, old_kwargs = map_leaves((args, kwargs), lambda tensor: placeholders[id(tensor)])
+        places = [self._add(item) if any(item is result for result in created) else None for item in results]
+        new = frozenset(storage_key(item) for item in created)
         self._pending.append(
-            _Pending(func, old_args, old_kwargs, tuple(places), frozenset(map(storage_key, given)), keys | new)
+            _Pending(func, old_args, old_kwargs, tuple(places), frozenset(map(storage_key, tensors)), keys | new)
         )
         replaced = set(map(id, overwritten))
-        read = {storage_key(tensor) for tensor in given if id(tensor) not in replaced}
+        read = {storage_key(tensor) for tensor in tensors if id(tensor) not in replaced}
         if name.startswith(_EMPTY) or read & self._empty:
             self._empty |= new | keys
         else:
             self._empty -= {storage_key(tensor) for tensor in overwritten if _is_whole(tensor)}
 
     def learn_value(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Record a tensor made of Python data."""
         if self._counts(tensor):
             with without_modes(), below_autograd():
                 self._values[self._add(tensor)] = value.clone()
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that tensors, and all that share memory with them, were written with unknown values."""
+        """Mark tensors, and all that share memory with them, as unknown."""
         keys = set(map(storage_key, tensors))
         if self._found and keys:
-            self._found = {number: found for number, found in self._found.items() if found.key not in keys}
+            self._found = {number: entry for number, entry in self._found.items() if entry.key not in keys}
             self._empty -= keys
 
     def value(self, tensor: object) -> torch.Tensor | None:
         """Return the read-only value of a tensor; None if it is not known."""
-        found = self._find(tensor)
-        if found is None or found.key in self._empty:
+        entry = self._find(tensor)
+        if entry is None or entry.key in self._empty:
             return None
-        self._run_up_to(found.key)
-        return self._values[found.place]
+        self._run_up_to(entry.key)
+        return self._values[entry.place]
 
     def lend(self, tensor: torch.Tensor, array: Any) -> Any:
-        """Return a NumPy array with the value of a tensor; the step must not write to either."""
-        own = array.copy()
-        self._lent.append(_Lent(storage_key(tensor), own, array.copy(), user_line()))
-        return own
+        """Return a NumPy array with a tensor's value; the step must not write to either."""
+        copy = array.copy()
+        self._lent.append(_Lent(storage_key(tensor), copy, array.copy(), user_line()))
+        return copy
 
     def check(self) -> None:
-        """Refuse a step that has written to a lent array: its operators would not see the change."""
+        """Refuse a step that has written to a lent array."""
         for lent in self._lent:
             if lent.array.tobytes() != lent.before.tobytes():
                 raise _changed_array(lent.source)
 
     def results(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the results of an operator without side effects for known tensors; None if one is not known."""
+        """Return an operator's results for known tensors; None if one is unknown."""
         values = [(tensor, self.value(tensor)) for tensor in leaves_in((args, kwargs))]
         if operators.traits(func).random or not _is_torchs_own(func) or any(value is None for _, value in values):
             return None
@@ -185,37 +175,37 @@ class KnownValues:
         return exact and tensor.layout is torch.strided and tensor.numel() <= MAX_ELEMENTS
 
     def _find(self, tensor: object) -> _Known | None:
-        found = self._found.get(id(tensor))
-        if found is None or not isinstance(tensor, torch.Tensor):
+        entry = self._found.get(id(tensor))
+        if entry is None or not isinstance(tensor, torch.Tensor):
             return None
-        # It may have been given other memory, by ``tensor.data = ...``.
-        return found if (storage_key(tensor), _layout(tensor)) == (found.key, found.layout) else None
+        # ``tensor.data = ...`` may have given it other memory.
+        return entry if (storage_key(tensor), _layout(tensor)) == (entry.key, entry.layout) else None
 
     def _add(self, tensor: torch.Tensor) -> int:
-        found = self._find(tensor)
-        if found is None:
-            found = _Known(tensor, storage_key(tensor), _layout(tensor), self._places)
-            self._found[id(tensor)] = found
+        entry = self._find(tensor)
+        if entry is None:
+            entry = _Known(tensor, storage_key(tensor), _layout(tensor), self._places)
+            self._found[id(tensor)] = entry
             self._places += 1
-        return found.place
+        return entry.place
 
     def _stands_for(self, tensor: torch.Tensor) -> _Place | _Shape:
-        found = self._find(tensor)
-        if found is None:
+        entry = self._find(tensor)
+        if entry is None:
             return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        return _Place(found.place)
+        return _Place(entry.place)
 
     def _run_up_to(self, key: int) -> None:
-        """Run the pending operators that produce a storage's contents, and pending readers of what they overwrite."""
-        wanted, changed, chosen, rest = {key}, set[int](), list[_Pending](), list[_Pending]()
+        """Run the pending operators that a storage's contents depend on, in their order."""
+        needed, overwritten, chosen, remaining = {key}, set[int](), list[_Pending](), list[_Pending]()
         for pending in reversed(self._pending):
-            if not (pending.writes & wanted or pending.reads & changed):
-                rest.append(pending)
+            if not (pending.writes & needed or pending.reads & overwritten):
+                remaining.append(pending)
                 continue
             chosen.append(pending)
-            wanted |= pending.reads | pending.writes
-            changed |= pending.writes
-        self._pending = rest[::-1]
+            needed |= pending.reads | pending.writes
+            overwritten |= pending.writes
+        self._pending = remaining[::-1]
         for pending in reversed(chosen):
             args, kwargs = map_leaves((pending.args, pending.kwargs), lambda p: self._values[p.number], _Place)
             leaves = result_leaves(_run(pending.func, args, kwargs))
@@ -225,7 +215,7 @@ class KnownValues:
 
 
 def _is_torchs_own(func: OpOverload) -> bool:
-    """Return whether an operator is PyTorch's: any other may count its runs, or draw random numbers of its own."""
+    """Return whether an operator is PyTorch's; others may have side effects or be random."""
     return func.namespace in ("aten", "prims")
 
 
@@ -239,7 +229,6 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on the CPU, below autograd."""
     cpu = torch.device("cpu")
     kwargs = {name: item for name, item in kwargs.items() if name != "pin_memory"}
     if func._schema.name in _BY_SHAPE:
@@ -255,7 +244,7 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _changed_array(source: str) -> Exception:
     return refusal(
         "the step changes a tensor, or the NumPy array that it has got of it",
-        "they share memory, and the operators of the step would not see that",
-        "let .numpy() be of tensor.clone()",
+        "they share memory, and the captured operators would not see the change",
+        "call tensor.clone().numpy()",
         source,
     )

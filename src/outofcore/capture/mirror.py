@@ -1,4 +1,4 @@
-"""Fakes for everything that exists before the step: parameters, buffers, gradients and arguments."""
+"""Fakes of parameters, buffers, gradients and arguments."""
 
 from __future__ import annotations
 
@@ -32,32 +32,28 @@ if TYPE_CHECKING:
     from outofcore.capture.sharding import Sharding, Traced
     from outofcore.capture.shards import Shard
 
-# Leaves of the arguments that are part of the signature: equal ones give the same graph.
+# Argument leaves that a signature compares by value.
 PLAIN_LEAVES = (int, float, complex, bool, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format)
 
 
 @dataclass
 class Mirrored:
-    """A tensor of the user's that persists across steps, and its fake.
-
-    ``alias`` is a fake on the real tensor's original storage, even if ``fake`` is rebound. ``kept`` is set where the
-    tensor is sharded over processes: this process's own tensor and its value. So is ``traced`` of a parameter.
-    """
+    """A persistent tensor of the user's, and its fake."""
 
     key: str
     name: str
     kind: StorageKind
     real: torch.Tensor
     fake: torch.Tensor
-    alias: torch.Tensor
+    alias: torch.Tensor  # on the original storage, even if ``fake`` is rebound
     value: int
     requires_grad: bool
-    kept: tuple[torch.Tensor, int] | None = None
-    traced: Traced | None = None
+    kept: tuple[torch.Tensor, int] | None = None  # of a sharded tensor: this process's tensor and its value
+    traced: Traced | None = None  # of a sharded parameter
 
     @property
     def lasting(self) -> tuple[torch.Tensor, int]:
-        """The tensor that lasts from step to step, and its value."""
+        """The tensor that persists in this process, and its value."""
         return self.kept or (self.real, self.value)
 
 
@@ -71,16 +67,12 @@ class MirroredInput:
 
 
 def is_plain_leaf(leaf: Any) -> bool:
-    """Return whether a leaf of the arguments is a constant that a signature can compare."""
+    """Return whether an argument leaf is a constant that a signature can compare."""
     return isinstance(leaf, PLAIN_LEAVES) or (type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 1) == 0)
 
 
 class Mirror:
-    """All fakes of one capture.
-
-    ``states`` holds parameters and buffers of the models, then parameters that only an optimizer has. ``gradients``
-    holds their ``.grad`` from before the step by place in ``states``. ``fakes`` is keyed by the id of the real tensor.
-    """
+    """All fakes of one capture."""
 
     def __init__(
         self,
@@ -92,22 +84,22 @@ class Mirror:
         self._mode = mode
         self.sharding = sharding
         self._rows: dict[int, torch.Tensor] = {}
-        self._storages: dict[int, torch.Tensor] = {}  # by the storage of a real tensor that is on meta
+        self._storages: dict[int, torch.Tensor] = {}  # by the storage of a real meta tensor
         self._tables = tables
         self._assumed = gradients
-        self.states: list[Mirrored] = []
-        self.gradients: dict[int, Mirrored] = {}
+        self.states: list[Mirrored] = []  # of models, then of optimizers
+        self.gradients: dict[int, Mirrored] = {}  # from before the step, by index in ``states``
         self.inputs: list[MirroredInput] = []
-        self.fakes: dict[int, torch.Tensor] = {}
+        self.fakes: dict[int, torch.Tensor] = {}  # by the id of the real tensor
         self.names: dict[int, str] = {}  # of states, by the id of their fakes
         self.by_real: dict[int, Mirrored] = {}  # states, by the id of the user's tensors
 
     def add_states(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Mirror every parameter and buffer once, and parameters that an optimizer updates but no model holds."""
-        found: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
+        """Mirror parameters and buffers of models, and parameters that only an optimizer has."""
+        entries: dict[int, tuple[str, str, StorageKind, torch.Tensor]] = {}
         for entry in states_of(models, optimizers):
-            found.setdefault(id(entry[3]), entry)
-        for _, name, _, real in found.values():
+            entries.setdefault(id(entry[3]), entry)
+        for _, name, _, real in entries.values():
             _check_kind(name, real)
             shard = None if self.sharding is None else self.sharding.of(real)
             if self.sharding is not None and shard is not None:
@@ -117,12 +109,12 @@ class Mirror:
             if id(real) in self._assumed:
                 gradient = self._assumed[id(real)]
                 fake.grad = None if gradient is None else self._empty(gradient)
-        # A fake storage grows as tensors that share it are mirrored, so its size is known only now.
-        for key, name, kind, real in found.values():
+        # A fake storage grows while tensors that share it are mirrored, so its size is final only here.
+        for key, name, kind, real in entries.values():
             self._add_state(key, name, kind, real)
 
     def _fake(self, name: str, real: torch.Tensor) -> torch.Tensor:
-        """Return a fake on the step's device, wherever the real tensor is now."""
+        """Return a fake on the step's device, for a real tensor on any device."""
         device = self._tables.device
         if real.is_meta:
             return self._without_contents(real)
@@ -131,8 +123,8 @@ class Mirror:
             return fake
         if real.untyped_storage().nbytes() > real.numel() * real.element_size():
             raise CaptureError(
-                f"{name} is a part of a larger tensor on {real.device}, and the step runs on {device}: what shares "
-                f"memory there would not share it here; move the model first: model.to({str(device)!r})"
+                f"{name} is a view of a larger tensor on {real.device}, and the step runs on {device}: after the "
+                f"copy it would share no memory; move the model first: model.to({str(device)!r})"
             )
         moved = self._empty(real)
         if isinstance(real, nn.Parameter):
@@ -142,9 +134,9 @@ class Mirror:
         return moved
 
     def _without_contents(self, real: torch.Tensor) -> torch.Tensor:
-        """Return a fake on the step's device of a meta tensor; fakes share memory where their meta tensors do."""
+        """Return a fake of a meta tensor; fakes share memory where their meta tensors do."""
         with torch.no_grad():
-            # Not the user's own storage: a fake marks its storage as one that nobody may look into.
+            # A fake marks its storage as unreadable, so the user's storage must not be used.
             storage = self._storages.setdefault(
                 storage_key(real), torch.empty(real.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
             ).untyped_storage()
@@ -193,7 +185,6 @@ class Mirror:
     def _add_shard(
         self, key: str, name: str, kind: StorageKind, real: torch.Tensor, sharding: Sharding, shard: Shard
     ) -> None:
-        """Add a sharded parameter: an op of the step makes its fake."""
         fake = self.fakes[id(real)]
         traced = sharding.begin(shard, self._rows[id(real)])
         state = self._mirrored(key, name, kind, real, fake)
@@ -225,10 +216,9 @@ class Mirror:
         return Mirrored(key, name, kind, real, fake, alias, self._tables.value_of(fake), real.requires_grad)
 
     def add_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with a fake for each tensor; refuse other leaves that are no constants.
+        """Replace the tensors in the arguments by fakes; raises ``CaptureError`` for unsupported leaves.
 
-        A parameter or buffer gets its existing fake. Any other tensor gets a storage of its own, just large enough for
-        its strides, whatever it shared with others.
+        A parameter or buffer gets its existing fake. Other tensors get separate storages, even if they share memory.
         """
         leaves, spec = tree_flatten((args, kwargs))
         names = leaf_names(args, kwargs)
@@ -238,9 +228,9 @@ class Mirror:
         if not isinstance(leaf, torch.Tensor):
             if not is_plain_leaf(leaf):
                 raise CaptureError(
-                    f"argument {name} holds a {type(leaf).__name__}: two of them cannot be told apart by value, so a "
-                    "change of it would go unnoticed; pass tensors and plain numbers, text or enums, in lists, tuples, "
-                    "dicts or registered pytree classes"
+                    f"argument {name} holds a {type(leaf).__name__}: it cannot be compared by value, so a change would "
+                    "go unnoticed; pass tensors and plain numbers, text or enums, in lists, tuples, dicts or "
+                    "registered pytree classes"
                 )
             return leaf
         if id(leaf) in self.by_real:
@@ -248,8 +238,8 @@ class Mirror:
         _check_kind(f"argument {name}", leaf)
         if leaf.grad_fn is not None:
             raise CaptureError(
-                f"argument {name} has been computed with gradients outside of the step: backward would have to leave "
-                "the step; detach() it, or compute it inside the step"
+                f"argument {name} has been computed with gradients outside of the step: backward would have to "
+                "leave the step; detach() it, or compute it inside the step"
             )
         fake = self._empty(leaf).requires_grad_(leaf.requires_grad)
         self._tables.add(fake, StorageKind.INPUT, f"input {name}")
@@ -260,7 +250,7 @@ class Mirror:
         return [m.real for m in (*self.states, *self.gradients.values())]
 
     def sharing_inputs(self) -> dict[int, MirroredInput]:
-        """Return the inputs whose memory another input or a state shares, by the storage of their fake."""
+        """Return the inputs that share memory with another input or a state, by fake storage."""
         owners = Counter(storage_key(t) for t in (*self.reals(), *(entry.real for entry in self.inputs)))
         return {
             self._tables.storage_of(entry.fake): entry
@@ -272,7 +262,7 @@ class Mirror:
 def states_of(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, str, StorageKind, torch.Tensor]]:
-    """Yield key, name, kind and tensor of every parameter and buffer; tied ones more than once."""
+    """Yield key, name, kind and tensor of every parameter and buffer; tied ones repeatedly."""
     starts = [prefix(index, len(models)) for index in range(len(models))]
     for start, model in zip(starts, models, strict=True):
         for path, parameter in model.named_parameters():
@@ -288,20 +278,16 @@ def states_of(
 
 
 def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Name each leaf of the arguments: ``0`` for the first, ``x`` for a keyword, followed by the path into it."""
+    """Name each argument leaf by position or keyword, followed by the path into it."""
     try:
         paths = [path for path, _ in tree_flatten_with_path((args, kwargs))[0]]
-    except ValueError:  # a class registered without names for its children
+    except ValueError:  # a class registered without names of its children
         return [str(index) for index in range(len(tree_flatten((args, kwargs))[0]))]
     return [f"{getattr(path[1], 'idx', getattr(path[1], 'key', ''))}{keystr(path[2:])}" for path in paths]
 
 
 def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuse an argument that a step on the device cannot read.
-
-    Raises ``CaptureError`` if it is not a plain dense tensor, and ``InputError`` if it has no memory or is on a device
-    from which it is not copied automatically.
-    """
+    """Raise ``CaptureError`` or ``InputError`` for an argument that a step on the device cannot read."""
     _check_kind(f"argument {name}", tensor)
     if tensor.is_meta:
         raise InputError(
@@ -310,12 +296,12 @@ def check_argument(name: str, tensor: torch.Tensor, device: torch.device) -> Non
         )
     if not are_alike(tensor.device, CPU) and tensor.device != device:
         raise InputError(
-            f"argument {name} is on {tensor.device} and the step is to run on {device}; move it there first: "
+            f"argument {name} is on {tensor.device} and the step runs on {device}; move it there first: "
             f".to({str(device)!r})"
         )
     if tensor.numel() and not tensor.data_ptr():
         raise InputError(
-            f"the memory of argument {name} has been given back: its storage was resized to nothing; pass a tensor "
+            f"the memory of argument {name} has been released: its storage was resized to 0 bytes; pass a tensor "
             "that has its contents"
         )
 
@@ -328,15 +314,15 @@ def _check_kind(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise CaptureError(
-            f"{name} is a sparse, quantised, conjugate or negated tensor: its bytes alone do not say what it holds; "
+            f"{name} is a sparse, quantised, conjugate or negated tensor: its bytes alone do not define its values; "
             "make it dense, with resolve_conj() if it is complex"
         )
 
 
 def _copy_hooks(real: torch.Tensor, fake: torch.Tensor) -> None:
-    """Run hooks on a gradient in the step: they belong to the real tensor, and autograd sees the fake."""
+    # Hooks are registered on the real tensor, but autograd runs on the fake.
     for hook in (getattr(real, "_backward_hooks", None) or {}).values():
         fake.register_hook(hook)
     for hook in (getattr(real, "_post_accumulate_grad_hooks", None) or {}).values():
-        # The hook looks the tensor up among its own, so it is handed the user's object.
+        # The hook looks the tensor up among the user's, so it must get the user's object.
         fake.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(real))

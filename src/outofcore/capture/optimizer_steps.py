@@ -1,6 +1,6 @@
-"""Turn each ``optimizer.step()`` of the step into update ops on the state that the optimizer keeps.
+"""Record each ``optimizer.step()`` of the step as update ops on the optimizer's state.
 
-The optimizer steps on fakes once to show which state tensors it makes, without memory.
+The optimizer steps on fakes to find the state tensors that it creates, without memory.
 """
 
 from __future__ import annotations
@@ -49,15 +49,13 @@ from outofcore.graph import StorageKind
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A tensor's metadata."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """The size of the smallest storage that can hold it."""
+        """The size of the smallest storage that can hold the tensor."""
         return extent(self.shape, self.stride) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> torch.Tensor:
@@ -70,9 +68,9 @@ def shape_of(tensor: torch.Tensor | Value) -> TensorShape:
 
 
 class _PretendValues(TorchDispatchMode):
-    """Answer every read of a fake tensor's value with some number, and skip fused updates, which only write.
+    """Answer every read of a fake tensor's value with some number, and skip fused updates.
 
-    An optimizer reads its step count to compute factors, which do not affect what state it keeps.
+    An optimizer reads its step count only to compute factors, which do not affect its state's layout.
     """
 
     supports_higher_order_operators = True
@@ -95,19 +93,15 @@ class _PretendValues(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The state of one parameter.
+    """The layout of one parameter's optimizer state."""
 
-    ``tensors`` are those to be planned, ``order`` all names in the order in which the optimizer makes them, ``place``
-    the index of the parameter among those with state.
-    """
-
-    tensors: dict[str, TensorShape]
-    order: tuple[str, ...]
-    place: int
+    tensors: dict[str, TensorShape]  # planned state
+    order: tuple[str, ...]  # all names, in the order in which the optimizer creates them
+    place: int  # index of the parameter among all with state
 
 
 class StateLayouts:
-    """Finds the state layouts of one optimizer, once for all parameters that are alike."""
+    """Finds the state layouts of one optimizer, once for all parameters of the same layout."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device = CPU) -> None:
         self._optimizer = optimizer
@@ -120,17 +114,16 @@ class StateLayouts:
         grads: Sequence[TensorShape | None],
         ranges: Sequence[TensorShape] | None = None,
     ) -> list[StateLayout]:
-        """Return the state that two steps leave for each member (group index, the user's parameter).
+        """Return the state that two steps create for each member (group index, the user's parameter).
 
-        State that already exists is taken as it is. State on another device than the parameter is left out. ``ranges``
-        are the shapes of what is updated, by default those of the parameters. Raises ``CaptureError`` if the optimizer
-        keeps tensors where the graph cannot see them, or its step fails on fakes.
+        Existing state is reused; state on another device than the parameter is left out. ``ranges`` are the updated
+        shapes, by default the parameters'. Raises ``CaptureError`` for hidden state, or if the step fails on fakes.
         """
         entries = [self._optimizer.state.get(parameter, {}) for _, parameter in members]
         shapes = ranges or [shape_of(parameter) for _, parameter in members]
         alike = tuple(
-            (group, shape, parameter.device, grad, tuple((n, _plain(v)) for n, v in own.items()))
-            for (group, parameter), shape, grad, own in zip(members, shapes, grads, entries, strict=True)
+            (group, shape, parameter.device, grad, tuple((n, _plain(v)) for n, v in entry.items()))
+            for (group, parameter), shape, grad, entry in zip(members, shapes, grads, entries, strict=True)
         )
         if alike not in self._known:
             self._known[alike] = self._rehearse(members, grads, shapes, entries)
@@ -150,13 +143,13 @@ class StateLayouts:
                 fake = shape.empty(self._device)
                 leaves.append((group, as_leaf(fake, grad.empty(self._device) if grad else None)))
             state = [
-                {name: self._faked(value, mode, parameter, group) for name, value in own.items()}
-                for own, (group, parameter) in zip(entries, members, strict=True)
+                {name: self._faked(value, mode, parameter, group) for name, value in entry.items()}
+                for entry, (group, parameter) in zip(entries, members, strict=True)
             ]
             shadow = optimizer
             places: dict[int, int] = {}
             try:
-                # State may be made at the first step or, by some, at the second.
+                # Some optimizers create state at the second step.
                 for _ in range(2):
                     shadow = run_shadow(optimizer, leaves, state)
                     state = [dict(shadow.state.get(leaf) or {}) for _, leaf in leaves]
@@ -167,18 +160,18 @@ class StateLayouts:
             except Exception as error:
                 raise CaptureError(
                     f"the step of {type(optimizer).__name__} cannot be tried on tensors without contents: {error}; use "
-                    "an optimizer of torch.optim, or let it take one step before the training step is compiled"
+                    "an optimizer of torch.optim, or call its step() once before the training step is compiled"
                 ) from error
         self._check_hidden(shadow, [leaf for _, leaf in leaves])
         return [
-            StateLayout(self._tensors(own), tuple(own), places.get(id(leaf), 0))
-            for own, (_, leaf) in zip(state, leaves, strict=True)
+            StateLayout(self._tensors(entry), tuple(entry), places.get(id(leaf), 0))
+            for entry, (_, leaf) in zip(state, leaves, strict=True)
         ]
 
     def _faked(self, value: Any, mode: FakeTensorMode, parameter: torch.Tensor, group: int) -> Any:
         if isinstance(value, torch.Tensor):
-            # Moments go where their parameter goes, be one of the two at home now and the other not. So does a step
-            # count, unless the optimizer wants it on the CPU.
+            # Moments move with their parameter, even if only one of the two is on the device now. So does a step count,
+            # unless the optimizer keeps it on the CPU.
             settings = self._optimizer.param_groups[group]
             follows = value.ndim > 0 or bool(settings.get("fused") or settings.get("capturable"))
             moves = value.device == self._device or (follows and value.device in (parameter.device, CPU))
@@ -187,30 +180,32 @@ class StateLayouts:
         return copy.deepcopy(value)
 
     def _tensors(self, entries: dict[str, Any]) -> dict[str, TensorShape]:
-        found: dict[str, TensorShape] = {}
+        tensors: dict[str, TensorShape] = {}
         for name, value in entries.items():
             if isinstance(value, torch.Tensor):
                 if not isinstance(name, str):
                     raise self._hidden(f"under the key {name!r}, which is not text,")
                 if value.device == self._device:
-                    found[name] = shape_of(value)
+                    tensors[name] = shape_of(value)
             elif leaves_in(value):
                 raise self._hidden(f"inside a {type(value).__name__} in its state {name!r}")
-        return found
+        return tensors
 
     def _check_hidden(self, shadow: Optimizer, leaves: Sequence[torch.Tensor]) -> None:
-        known = {"state", "param_groups", *map(id, leaves)}
-        found = [(f"in its attribute {name!r}", value) for name, value in vars(shadow).items() if name not in known]
+        allowed = {"state", "param_groups", *map(id, leaves)}
+        candidates = [
+            (f"in its attribute {name!r}", value) for name, value in vars(shadow).items() if name not in allowed
+        ]
         for group in shadow.param_groups:
-            found += [(f"in its setting {name!r}", value) for name, value in group.items() if name != "params"]
-        others = [value for key, value in shadow.state.items() if id(key) not in known]
-        for where, value in (*found, ("in its state, but not of one of its parameters", others)):
+            candidates += [(f"in its setting {name!r}", value) for name, value in group.items() if name != "params"]
+        unassigned = [value for key, value in shadow.state.items() if id(key) not in allowed]
+        for description, value in (*candidates, ("in its state, but not of one of its parameters", unassigned)):
             if leaves_in(value, FakeTensor):
-                raise self._hidden(where)
+                raise self._hidden(description)
 
-    def _hidden(self, where: str) -> CaptureError:
+    def _hidden(self, location: str) -> CaptureError:
         return CaptureError(
-            f"{type(self._optimizer).__name__} keeps a tensor {where} where its bytes cannot be planned: state has to "
+            f"{type(self._optimizer).__name__} keeps a tensor {location} where its bytes cannot be planned: state must "
             "be in optimizer.state[parameter][name]; keep it there, or use another optimizer"
         )
 
@@ -225,16 +220,16 @@ _Member = tuple[int, Mirrored, int | None]  # group, parameter, value of its gra
 
 @dataclass
 class _Pending:
-    """An update recorded in the trace whose state is not yet known."""
+    """An update recorded in the trace before its state is known."""
 
-    place: int  # in ``Tables.ops``
+    place: int  # index in ``Tables.ops``
     optimizer: int
-    call: int  # the number of the call of its ``step``
+    call: int  # number of the ``step`` call
     members: Sequence[_Member]
 
 
 class StepRecorder:
-    """Replaces the ``step`` of every optimizer while a training step is captured."""
+    """Replaces the ``step`` of every optimizer during a capture."""
 
     def __init__(self, optimizers: Sequence[Optimizer], mirror: Mirror, tables: Tables, provenance: Provenance) -> None:
         for optimizer in optimizers:
@@ -254,21 +249,18 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def standing_in(self, written: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-        """Record each ``optimizer.step()``, and refuse that of an undeclared optimizer.
-
-        ``written`` receives the fakes that an update may have written.
-        """
-        ours, here = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
+        """Record each ``optimizer.step()``; ``written`` receives the fakes that it may write."""
+        known_ids, is_capturing = {id(optimizer) for optimizer in self._optimizers}, capturing_thread()
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
-            if not here():
+            if not is_capturing():
                 return
             name = type(optimizer).__name__
-            if id(optimizer) in ours:
+            if id(optimizer) in known_ids:
                 raise refusal(
-                    f"{name}.step is called by a name kept from before",
-                    "it goes past the capture",
-                    "write optimizer.step()",
+                    f"{name}.step is called through a saved reference",
+                    "the capture does not see such a call",
+                    "call optimizer.step()",
                 )
             raise refusal(
                 f"the step uses an optimizer ({name}) that was not given",
@@ -288,12 +280,12 @@ class StepRecorder:
             if closure is not None:
                 raise refusal(
                     "optimizer.step is called with a closure",
-                    "how often it runs the closure is not known beforehand",
+                    "the number of its calls depends on values",
                     "call loss.backward() and then optimizer.step() without arguments",
                 )
             written(self._record(index))
 
-        # A scheduler made inside of the step looks for this before it wraps the method.
+        # A scheduler created inside of the step checks this before it wraps the method.
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         return step
 
@@ -301,21 +293,21 @@ class StepRecorder:
         """Record an update and return the fakes that it may write."""
         optimizer = self._optimizers[index]
         self._calls += 1
-        found: list[_Member] = [
+        members: list[_Member] = [
             (number, state, self._gradient(state))
             for number, group in enumerate(optimizer.param_groups)
             for state in [self._by_real[id(p)] for p in group["params"]]
         ]
         with DisableTorchFunction():
-            touched = [t for _, state, _ in found for t in (state.fake, state.fake.grad) if t is not None]
+            touched = [t for _, state, _ in members for t in (state.fake, state.fake.grad) if t is not None]
         if not updates_each_alone(optimizer):
-            if any(grad is not None for _, _, grad in found):
-                self._append(index, found)
+            if any(grad is not None for _, _, grad in members):
+                self._append(index, members)
             return touched
-        # Apart by whether they have yet to make their state, for which they ask for other memory.
+        # Updates that create state allocate differently, so they are grouped separately.
         small: dict[tuple[int, bool], list[_Member]] = {}
         sizes = traits_of(self._tables.device).update_bytes
-        for group, state, grad in found:
+        for group, state, grad in members:
             if grad is None:
                 continue
             if self._bytes(state) >= sizes.alone:
@@ -323,7 +315,7 @@ class StepRecorder:
                 continue
             key = group, bool(optimizer.state.get(state.real))
             chunk = small.setdefault(key, [])
-            if sum(self._bytes(other) for _, other, _ in chunk) + self._bytes(state) > sizes.chunk:
+            if sum(self._bytes(queued) for _, queued, _ in chunk) + self._bytes(state) > sizes.chunk:
                 self._append(index, chunk)
                 chunk = small[key] = []
             chunk.append((group, state, grad))
@@ -332,7 +324,7 @@ class StepRecorder:
         return touched
 
     def _bytes(self, state: Mirrored) -> int:
-        """Return the bytes of what is updated, the same in all processes."""
+        """Return the bytes that are updated, the same in all processes."""
         traced = state.traced
         return state.real.numel() * state.real.element_size() if traced is None else traced.shard.chunk_bytes
 
@@ -345,7 +337,7 @@ class StepRecorder:
             raise refusal(
                 f"the gradient of {state.name} is sparse",
                 "its size depends on values",
-                "make the embedding with sparse=False",
+                "create the embedding with sparse=False",
             )
         if state.traced is not None:
             state.traced.sync()
@@ -371,58 +363,55 @@ class StepRecorder:
                 state.traced.updated()
 
     def finish(self) -> None:
-        """Find the state of every recorded update and complete its op; to be called outside of all modes.
-
-        Raises ``CaptureError`` if an optimizer keeps state where it cannot be planned.
-        """
+        """Find the state of every recorded update and complete its op, outside of all modes."""
         layouts = [StateLayouts(optimizer, self._tables.device) for optimizer in self._optimizers]
         created: list[set[tuple[int, str, int]]] = [set() for _ in self._optimizers]
-        known: dict[tuple[int, int, str], int] = {}
+        values_by_state: dict[tuple[int, int, str], int] = {}
         for pending in self._pending:
-            members, values = self._states_of(pending, layouts[pending.optimizer], known)
+            members, values = self._states_of(pending, layouts[pending.optimizer], values_by_state)
             update = OptimizerUpdate(self._optimizers[pending.optimizer], members, created[pending.optimizer])
             self._complete(pending, update, values)
 
     def _states_of(
-        self, pending: _Pending, layouts: StateLayouts, known: dict[tuple[int, int, str], int]
+        self, pending: _Pending, layouts: StateLayouts, values_by_state: dict[tuple[int, int, str], int]
     ) -> tuple[list[Member], list[list[int]]]:
         optimizer = self._optimizers[pending.optimizer]
         reals = [(group, state.real) for group, state, _ in pending.members]
         grads = [None if g is None else shape_of(self._tables.values[g]) for _, _, g in pending.members]
         shapes = [shape_of(self._tables.values[state.lasting[1]]) for _, state, _ in pending.members]
         if updates_each_alone(optimizer):
-            alone = zip(reals, grads, shapes, strict=True)
-            found = [layouts.learn([real], [grad], [shape])[0] for real, grad, shape in alone]
+            rows = zip(reals, grads, shapes, strict=True)
+            state_layouts = [layouts.learn([real], [grad], [shape])[0] for real, grad, shape in rows]
         else:
-            found = layouts.learn(reals, grads, shapes)
+            state_layouts = layouts.learn(reals, grads, shapes)
         members: list[Member] = []
         values: list[list[int]] = []
-        # Where each is updated alone, each was rehearsed alone: their order is that of the groups.
+        # Parameters that are updated separately were rehearsed separately; the groups define their order.
         places = {
             id(p): place for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
         }
-        for (group, state, _), layout in zip(pending.members, found, strict=True):
-            own: list[int] = []
-            for name, learnt in layout.tensors.items():
+        for (group, state, _), layout in zip(pending.members, state_layouts, strict=True):
+            state_values: list[int] = []
+            for name, planned in layout.tensors.items():
                 key = (pending.optimizer, id(state.real), name)
                 real = optimizer.state.get(state.real, {}).get(name)
-                # It may grow yet; then the step is captured again.
+                # If it still grows, the step is captured again.
                 is_real = isinstance(real, torch.Tensor) and not self._is_sharded
-                shape = shape_of(real) if is_real else learnt
-                if key not in known:
-                    known[key] = self._bind(pending.optimizer, state, name, shape)
-                own.append(known[key])
+                shape = shape_of(real) if is_real else planned
+                if key not in values_by_state:
+                    values_by_state[key] = self._bind(pending.optimizer, state, name, shape)
+                state_values.append(values_by_state[key])
             place = places[id(state.real)] if updates_each_alone(optimizer) else layout.place
             rank = pending.call, place
             members.append(Member(state.real, group, tuple(layout.tensors), rank=rank, order=layout.order))
-            values.append(own)
+            values.append(state_values)
         return members, values
 
     def _bind(self, index: int, state: Mirrored, name: str, shape: TensorShape) -> int:
         optimizer = self._optimizers[index]
         count, traced = shape.bytes, state.traced
         if traced is not None and shape.shape == (traced.shard.count,):
-            count = traced.shard.chunks.each * shape.dtype.itemsize  # as many in all processes
+            count = traced.shard.chunks.each * shape.dtype.itemsize  # the same in all processes
         storage = self._tables.add_plain(count, StorageKind.OPTIMIZER_STATE, f"{state.name}.{name}")
         value = self._tables.value(Value(storage, shape.dtype, shape.shape, shape.stride))
         real = optimizer.state.get(state.real, {}).get(name)
@@ -441,11 +430,15 @@ class StepRecorder:
         values = self._tables.values
         params = [state.lasting[1] for _, state, _ in pending.members]
         grads = [None if grad is None else Ref(grad) for _, _, grad in pending.members]
-        args = ([Ref(value) for value in params], grads, [[Ref(value) for value in own] for own in states])
-        written = [*params, *(value for own in states for value in own)]
+        args = (
+            [Ref(value) for value in params],
+            grads,
+            [[Ref(value) for value in row] for row in states],
+        )
+        written = [*params, *(value for row in states for value in row)]
         read = [*written, *(grad.value for grad in grads if grad is not None)]
         if not is_torchs_own(update.optimizer):
-            # Nothing is known of the class: it may well add weight decay to the gradient in place.
+            # An unknown class may add weight decay to the gradient in place.
             written = read
         op, _ = self._tables.ops[pending.place]
         op = replace(
@@ -457,9 +450,9 @@ class StepRecorder:
         self._tables.ops[pending.place] = op, call_of_update(update, args)
 
 
-# Learning rates may be 0 while they warm up; the same kernels run then.
+# Learning rates may be 0 during warm-up, with the same kernels.
 _RATES = ("lr", "initial_lr")
-# The arguments of an update: parameters, gradients, and the state of each.
+# The arguments of an update: parameters, gradients, and state tensors per parameter.
 UpdateArguments = tuple[Sequence[Ref], Sequence[Ref | None], Sequence[Sequence[Ref]]]
 
 
@@ -471,19 +464,18 @@ def call_of_update(update: OptimizerUpdate, args: UpdateArguments) -> Call:
 def family_of_update(name: str, update: OptimizerUpdate, args: UpdateArguments, values: Sequence[Value]) -> str:
     texts = ",".join(
         f"{value_text(values[p.value])}:{'-' if g is None else value_text(values[g.value])}:"
-        + "+".join(value_text(values[ref.value]) for ref in own)
-        for p, g, own in zip(*args, strict=True)
+        + "+".join(value_text(values[ref.value]) for ref in states)
+        for p, g, states in zip(*args, strict=True)
     )
     first = "first; " if update.is_first() else ""
-    rest = "" if all(member.is_last for member in update.members) else "others follow; "
-    return f"{name}({_settings(update)}; {first}{rest}{texts})"
+    more = "" if all(member.is_last for member in update.members) else "others follow; "
+    return f"{name}({_settings(update)}; {first}{more}{texts})"
 
 
 def _settings(update: OptimizerUpdate) -> str:
-    """Return the group settings that affect which kernels run.
+    """Format the group settings that affect which kernels run.
 
-    Of a number only whether it is 0 counts: without weight decay, say, an op is left out. Otherwise its value may
-    change from step to step, and the same kernels run.
+    Numbers count only as zero or nonzero: their other values may change between steps without other kernels.
     """
     groups = dict.fromkeys(member.group for member in update.members)
     parts: list[str] = []
@@ -501,7 +493,7 @@ def _setting(value: object) -> str | None:
         case int() | float():
             return "0" if value == 0 else "number"
         case (int() | float(), *_):
-            return " ".join(str(_setting(each)) for each in value)
+            return " ".join(str(_setting(item)) for item in value)
         case _:
             return None
 
@@ -511,14 +503,10 @@ def _unfinished(*_: Any) -> None:
 
 
 def check_supported(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose step is not a fixed function of gradients and state.
-
-    Raises ``CaptureError`` for LBFGS, SparseAdam, differentiable or wrapping optimizers, and those with hooks or with a
-    ``step`` that is not their class's own.
-    """
-    for applies, why, advice in _UNSUPPORTED:
+    """Raise ``CaptureError`` unless an optimizer's step is a fixed function of gradients and state."""
+    for applies, reason, advice in _UNSUPPORTED:
         if applies(optimizer):
-            raise CaptureError(f"the optimizer {type(optimizer).__name__} cannot be used: {why}; {advice}.")
+            raise CaptureError(f"the optimizer {type(optimizer).__name__} cannot be used: {reason}; {advice}.")
 
 
 _UNSUPPORTED: tuple[tuple[Callable[[Any], Any], str, str], ...] = (
@@ -535,7 +523,7 @@ _UNSUPPORTED: tuple[tuple[Callable[[Any], Any], str, str], ...] = (
     (
         lambda o: o.defaults.get("differentiable"),
         "its updates are part of an autograd graph",
-        "make it with differentiable=False",
+        "create it with differentiable=False",
     ),
     (
         lambda o: o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks or global_optimizer_hooks(),
@@ -545,12 +533,12 @@ _UNSUPPORTED: tuple[tuple[Callable[[Any], Any], str, str], ...] = (
     (
         lambda o: "step" in vars(o) and not hasattr(o.step, "_wrapped_by_lr_sched"),
         "its step method has been replaced",
-        "give the optimizer without its wrapper",
+        "pass the optimizer without its wrapper",
     ),
     (
         lambda o: any(isinstance(value, Optimizer | nn.Module) for value in vars(o).values()),
         "it wraps another optimizer or a module",
-        "give the inner optimizer and write the rest in the step",
+        "pass the inner optimizer and write the remaining code in the step",
     ),
     (
         lambda o: getattr(o, "grad_scale", None) is not None or getattr(o, "found_inf", None) is not None,

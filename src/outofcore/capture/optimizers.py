@@ -1,8 +1,7 @@
-"""The update of an optimizer as opaque ops: the optimizer's own code, on the tensors of a few parameters at a time.
+"""Optimizer updates as opaque ops that run the optimizer's own code on a few parameters at a time.
 
-The arithmetic of ``optimizer.step()`` is not traced. Each op runs the user's optimizer class on a shadow of the user's
-optimizer that has only the op's parameters. So an op computes what plain PyTorch computes. Settings that change between
-steps (a learning rate set by a scheduler) take effect, for each call reads the groups again.
+Each op steps a shadow of the user's optimizer that has only the op's parameters, with the same arithmetic as eager
+PyTorch. Each call reads the group settings again, so a scheduler's changes take effect.
 """
 
 from __future__ import annotations
@@ -26,39 +25,32 @@ from outofcore.errors import StateError
 # Elements of a piece: 1 MiB of each tensor in float32.
 PIECE_ELEMENTS = 1 << 18
 
-# What these compute for an element depends on nothing but that element of each tensor, and on counts.
+# These update an element from the same element of each tensor, and from counts.
 _ELEMENTWISE = frozenset({SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop})
-# In narrower ones PyTorch rounds otherwise where a range ends than within it, so where ranges end has to stay.
+# With narrower dtypes PyTorch rounds differently at the end of a range, so ranges would change the bits.
 _DTYPES = frozenset({torch.float32, torch.float64})
-# Settings with which all parameters are gone over at once, or in native code that needs no help.
+# Settings that update all parameters in one call, or in native code that needs no pieces.
 _AT_ONCE = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter of an update, or a range of one.
+    """A parameter of an update, or a range of one."""
 
-    ``member`` is the index of the parameter in its update. ``states`` holds copies of counts, except for the last
-    piece. ``own`` is state that the update does not place.
-    """
-
-    member: int
+    member: int  # index of the parameter in its update
     parameter: torch.Tensor
     gradient: torch.Tensor | None
-    states: tuple[torch.Tensor, ...]
-    own: dict[str, Any]
+    states: tuple[torch.Tensor, ...]  # counts are copies, except in the last piece
+    own: dict[str, Any]  # state that the update does not place
 
 
 def pieces_of(optimizer: Optimizer, group: int, whole: Piece) -> list[Piece]:
-    """Cut a parameter into the pieces in which it is updated: one, unless it is long and any range gives the same bits.
-
-    ``whole`` holds the parameter and its state, which each range may have yet to make by itself.
-    """
+    """Split a long parameter into the pieces in which it is updated, if that gives the same bits."""
     if not _can_be_cut(optimizer, optimizer.param_groups[group], whole):
         return [whole]
     count = whole.parameter.numel()
 
-    def part(tensor: torch.Tensor, start: int) -> torch.Tensor:
+    def slice_of(tensor: torch.Tensor, start: int) -> torch.Tensor:
         if tensor.ndim == 0:
             return tensor.clone() if start + PIECE_ELEMENTS < count else tensor
         return tensor.view(-1).narrow(0, start, min(PIECE_ELEMENTS, count - start))
@@ -66,9 +58,9 @@ def pieces_of(optimizer: Optimizer, group: int, whole: Piece) -> list[Piece]:
     return [
         Piece(
             whole.member,
-            part(whole.parameter, start),
-            None if whole.gradient is None else part(whole.gradient, start),
-            tuple(part(tensor, start) for tensor in whole.states),
+            slice_of(whole.parameter, start),
+            None if whole.gradient is None else slice_of(whole.gradient, start),
+            tuple(slice_of(tensor, start) for tensor in whole.states),
             dict(whole.own),
         )
         for start in range(0, count, PIECE_ELEMENTS)
@@ -76,7 +68,7 @@ def pieces_of(optimizer: Optimizer, group: int, whole: Piece) -> list[Piece]:
 
 
 def _goes_one_by_one(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
-    """Return whether an optimizer computes each element by itself, and one parameter after the other."""
+    """Return whether an optimizer updates elementwise, and one parameter after the other."""
     return type(optimizer) in _ELEMENTWISE and not any(settings.get(name) for name in _AT_ONCE)
 
 
@@ -105,13 +97,13 @@ def _can_be_cut(optimizer: Optimizer, settings: dict[str, Any], whole: Piece) ->
 Tensors = Sequence[torch.Tensor]
 States = Sequence[Sequence[torch.Tensor]]
 
-# Attributes of a shadow that are not those of the user's optimizer.
+# Attributes of a shadow that differ from the user's optimizer.
 _SHADOWED = frozenset({"state", "param_groups", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"})
 
 
 @dataclass(frozen=True)
 class StateOwner:
-    """Where the user finds a tensor of optimizer state: ``optimizer.state[parameter][name]``."""
+    """The key of a state tensor: ``optimizer.state[parameter][name]``."""
 
     optimizer: Optimizer
     parameter: torch.Tensor
@@ -120,40 +112,36 @@ class StateOwner:
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of an update, or a range of one: the user's own object, its group, and the names of its state.
+    """One parameter of an update, or a range of one."""
 
-    ``start`` is the range's first element. ``is_last`` marks the last range in the step: counts and other shared state
-    change with that one alone, since all ranges must find them unchanged. ``rank`` and ``order`` give the order in
-    which the optimizer's own step makes the state of parameters and the entries of one state.
-    """
-
-    parameter: torch.Tensor
+    parameter: torch.Tensor  # the user's object
     group: int
-    names: tuple[str, ...]
-    start: int = 0
+    names: tuple[str, ...]  # of its state
+    start: int = 0  # first element of the range
+    # The last range in the step. Only it changes counts and other shared state, because all ranges must read the old
+    # values.
     is_last: bool = True
-    rank: tuple[int, int] = (0, 0)
-    order: tuple[str, ...] = ()
+    rank: tuple[int, int] = (0, 0)  # order in which the optimizer's step creates the state of parameters
+    order: tuple[str, ...] = ()  # order in which it creates the entries of one state
 
     def key(self, name: str) -> tuple[int, str, int]:
-        """Identify the member's range of a state tensor."""
         return id(self.parameter), name, self.start
 
 
 def updates_each_alone(optimizer: Optimizer) -> bool:
     """Return whether an optimizer updates each parameter from its own gradient and state only.
 
-    The classes of ``torch.optim`` do. Any other class declares it with a true attribute ``outofcore_independent``; else
-    all its parameters are updated in one op, which is always right but needs all of them on the device at once.
+    The classes of ``torch.optim`` do. Other classes declare it with an attribute ``outofcore_independent = True``.
+    Without it, one op updates all parameters, which must then be on the device together.
     """
     return is_torchs_own(optimizer) or bool(getattr(optimizer, "outofcore_independent", False))
 
 
 def updates_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether each element of a parameter depends only on that of its gradient and state, and on counts.
+    """Return whether updates depend only on the same element of each tensor, and on counts.
 
-    Many classes of ``torch.optim`` do, and then a range of a parameter is updated as the whole is. Any other class
-    declares it with a true attribute ``outofcore_elementwise``.
+    A range of a parameter is then updated like the whole. Classes outside of ``torch.optim`` declare it with an
+    attribute ``outofcore_elementwise = True``.
     """
     return type(optimizer) in _ELEMENTWISE or bool(getattr(optimizer, "outofcore_elementwise", False))
 
@@ -165,11 +153,7 @@ def is_torchs_own(optimizer: Optimizer) -> bool:
 def run_shadow(
     optimizer: Optimizer, leaves: Sequence[tuple[int, torch.Tensor]], entries: Sequence[dict[str, Any]]
 ) -> Optimizer:
-    """Run the step of an optimizer's class on other parameters than its own, and return the shadow that has stepped.
-
-    ``leaves`` has for each parameter the index of its group and a leaf tensor with its ``.grad``; ``entries`` its
-    state. An empty entry makes the optimizer initialise it.
-    """
+    """Step an optimizer's class on leaves (group index, tensor with ``.grad``) with the given state."""
     kind = type(optimizer)
     shadow: Optimizer = object.__new__(kind)
     shadow.__dict__.update(optimizer.__dict__)
@@ -183,58 +167,50 @@ def run_shadow(
     for key, value in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
             shadow.state[key] = value
-    for (_, leaf), own in zip(leaves, entries, strict=True):
-        if own:
-            shadow.state[leaf] = own
+    for (_, leaf), entry in zip(leaves, entries, strict=True):
+        if entry:  # else the optimizer initialises the state
+            shadow.state[leaf] = entry
     with torch.no_grad():
         plain_optimizer_step(kind)(shadow)
     return shadow
 
 
 class OptimizerUpdate:
-    """Updates a few parameters of an optimizer as its own ``step`` would: the ``func`` of a ``Call``.
+    """Updates a few parameters as the optimizer's ``step`` would: the ``func`` of a ``Call``.
 
-    Called with a list of parameters, one of gradients and one of lists of state tensors, and keeps none of them. While
-    the user's ``optimizer.state`` has no entry for a state tensor, the optimizer initialises it and the result is
-    copied into the tensor given. State that is no tensor, or is on another device than the parameter (a step count on
-    the CPU), stays in the user's ``optimizer.state``.
-
-    Attributes:
-        members: the parameters, in the order of the arguments.
-        forgotten: how often ``forget`` was called.
-        is_outgrown: whether the optimizer keeps state that it did not keep, or kept otherwise, when the step was
-            captured. It is in the user's ``optimizer.state``, as in plain PyTorch, and takes memory outside of the plan
-            until the step is captured again.
+    If a state tensor does not exist yet, the optimizer initialises it and the result is copied into the tensor passed.
+    State that is no tensor, or is on another device (a step count on the CPU), stays in ``optimizer.state``.
     """
 
     def __init__(self, optimizer: Optimizer, members: Sequence[Member], created: set[tuple[int, str, int]]) -> None:
-        """``created`` holds the keys of state that already exists; a capture's updates share it."""
         self.optimizer = optimizer
         self.members = tuple(members)
-        self._created = created
-        self.forgotten = 0
+        self._created = created  # keys of existing state; shared by the updates of a capture
+        self.forgotten = 0  # calls of ``forget``
+        # Set if the optimizer keeps state that it did not keep, or kept differently, at capture. That state stays in
+        # ``optimizer.state``, outside of the plan, until the step is captured again.
         self.is_outgrown = False
 
     @classmethod
     def joined(cls, updates: Sequence[OptimizerUpdate]) -> OptimizerUpdate:
-        """Join the updates of several parameters of one capture and one optimizer, in their order."""
+        """Combine updates of one capture and one optimizer, in their order."""
         first = updates[0]
         return cls(first.optimizer, [member for update in updates for member in update.members], first._created)
 
     def has_ranges(self) -> bool:
-        """Return whether ranges of its only parameter can be updated with the same bits as the whole."""
+        """Return whether ranges of the only parameter can be updated with the same bits."""
         if len(self.members) != 1:
             return False
         (member,) = self.members
         one_by_one = _goes_one_by_one(self.optimizer, self.optimizer.param_groups[member.group])
-        # A count that is a plain number is no storage: nothing would say that its change has to come last.
+        # A count that is a plain number is no storage, so no dependency would order its change after all ranges.
         counts = self.optimizer.state.get(member.parameter, {}).values()
         if not all(value is None or isinstance(value, torch.Tensor) for value in counts):
             return False
         return one_by_one and member.parameter.dtype in _DTYPES and member.start == 0 and member.is_last
 
     def of_range(self, start: int, *, is_last: bool) -> OptimizerUpdate:
-        """Return the update of the range of the only parameter that begins with element ``start``."""
+        """Return the update of the range that begins with element ``start``."""
         (member,) = self.members
         return OptimizerUpdate(self.optimizer, [replace(member, start=start, is_last=is_last)], self._created)
 
@@ -246,17 +222,17 @@ class OptimizerUpdate:
         return not all(all(self._present(member)) for member in self.members)
 
     def forget(self) -> None:
-        """Make the state again at the next call, unless it is in the user's ``optimizer.state``."""
+        """Create the state again at the next call, unless it is in ``optimizer.state``."""
         self.forgotten += 1
         for member in self.members:
             self._created.difference_update(map(member.key, member.names))
 
     def made(self) -> Iterator[tuple[int, str]]:
-        """Yield the state that updates of the capture have made in its place: parameter id and name."""
+        """Yield the state that updates have created in its place: parameter id and name."""
         return ((parameter, name) for parameter, name, _ in self._created)
 
     def kept_by_optimizer(self) -> Iterator[torch.Tensor]:
-        """Yield tensors in the user's optimizer's state, settings and attributes, except parameters."""
+        """Yield tensors in the optimizer's state, settings and attributes."""
         optimizer = self.optimizer
         for member in self.members:
             yield from leaves_in(optimizer.state.get(member.parameter, {}))
@@ -281,22 +257,19 @@ class OptimizerUpdate:
 
     def _own_entries(self, member: Member) -> dict[str, Any]:
         entries = self.optimizer.state.get(member.parameter, {})
-        own = {n: v for n, v in entries.items() if n not in member.names or not isinstance(v, torch.Tensor)}
-        return own if member.is_last else copy.deepcopy(own)
+        unplaced = {n: v for n, v in entries.items() if n not in member.names or not isinstance(v, torch.Tensor)}
+        return unplaced if member.is_last else copy.deepcopy(unplaced)
 
     def __call__(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
-        """Update ``params`` and ``states`` in place.
-
-        Raises ``StateError`` if the optimizer made state of a range that it did not make when the step was captured.
-        """
+        """Update ``params`` and ``states`` in place; raises ``StateError`` for unknown state of a range."""
         present = [self._present(member) for member in self.members]
-        own = [self._own_entries(member) for member in self.members]
-        shadow, left = self._run(params, grads, states, present, own)
-        for member, entries in zip(self.members, left, strict=True):
+        entries_of_members = [self._own_entries(member) for member in self.members]
+        shadow, remaining = self._run(params, grads, states, present, entries_of_members)
+        for member, entries in zip(self.members, remaining, strict=True):
             self._created.update(member.key(name) for name in member.names if name not in entries)
-            rest = _without_unmade(entries)
-            if rest and member.is_last:
-                self.optimizer.state[member.parameter].update(rest)
+            unplaced = _without_unmade(entries)
+            if unplaced and member.is_last:
+                self.optimizer.state[member.parameter].update(unplaced)
         if not is_torchs_own(self.optimizer):
             self._mirror(shadow)
 
@@ -306,64 +279,68 @@ class OptimizerUpdate:
         grads: Sequence[torch.Tensor | None],
         states: States,
         present: list[list[bool]],
-        own: list[dict[str, Any]],
+        unplaced_entries: list[dict[str, Any]],
     ) -> tuple[Optimizer, list[dict[str, Any]]]:
-        """Step once on the tensors given; return the shadow and the state that is in none of them."""
+        """Step once, and return the shadow and the state that has no tensor in ``states``."""
         pieces: list[Piece] = []
-        given = zip(self.members, params, grads, states, present, own, strict=True)
-        for index, (member, param, grad, tensors, has, kept) in enumerate(given):
-            # Counts change with the last range alone.
+        rows = zip(self.members, params, grads, states, present, unplaced_entries, strict=True)
+        for index, (member, param, grad, tensors, has_state, entries) in enumerate(rows):
+            # Counts must change with the last range only.
             given_states = [tensor if tensor.ndim or member.is_last else tensor.clone() for tensor in tensors]
-            whole = Piece(index, param, grad, tuple(given_states), dict(kept))
-            settled = all(has) or not any(has)  # else the state that is there says nothing of how the rest is made
-            pieces += pieces_of(self.optimizer, member.group, whole) if settled else [whole]
-        # State that is made is copied to its place, and should not be there twice for all pieces at once.
+            whole = Piece(index, param, grad, tuple(given_states), dict(entries))
+            is_uniform = all(has_state) or not any(has_state)  # else the missing state may be created differently
+            pieces += pieces_of(self.optimizer, member.group, whole) if is_uniform else [whole]
+        # New state is copied to its tensor. Piece by piece, only a small part exists twice.
         one_by_one = len(pieces) > len(self.members) and not all(map(all, present))
-        left: list[dict[str, Any]] = [{} for _ in self.members]
+        unplaced: list[dict[str, Any]] = [{} for _ in self.members]
         shadow = self.optimizer
-        for together in [[piece] for piece in pieces] if one_by_one else [pieces]:
-            shadow = self._step(together, present, left)
-        return shadow, left
+        for batch in [[piece] for piece in pieces] if one_by_one else [pieces]:
+            shadow = self._step(batch, present, unplaced)
+        return shadow, unplaced
 
-    def _step(self, pieces: Sequence[Piece], present: list[list[bool]], left: list[dict[str, Any]]) -> Optimizer:
-        """Step once on these pieces, whose state is ``present`` or not, and put their remaining state into ``left``."""
+    def _step(self, pieces: Sequence[Piece], present: list[list[bool]], unplaced: list[dict[str, Any]]) -> Optimizer:
+        """Step on some pieces, and store their remaining state in ``unplaced``."""
         leaves = [as_leaf(piece.parameter, piece.gradient) for piece in pieces]
         entries: list[dict[str, Any]] = []
         for piece in pieces:
-            there = zip(self.members[piece.member].names, piece.states, present[piece.member], strict=True)
-            entries.append(piece.own | {name: tensor for name, tensor, has in there if has})
+            states = zip(self.members[piece.member].names, piece.states, present[piece.member], strict=True)
+            entries.append(piece.own | {name: tensor for name, tensor, has_state in states if has_state})
         groups = [self.members[piece.member].group for piece in pieces]
         shadow = run_shadow(self.optimizer, list(zip(groups, leaves, strict=True)), entries)
         with torch.no_grad():
             for piece, leaf in zip(pieces, leaves, strict=True):
                 if leaf.data_ptr() != piece.parameter.data_ptr():
                     piece.parameter.copy_(leaf)
-                made, device = dict(shadow.state.get(leaf) or {}), piece.parameter.device
-                left[piece.member] = self._adopt(self.members[piece.member], made, piece.states, device, piece.own)
+                state, device = dict(shadow.state.get(leaf) or {}), piece.parameter.device
+                unplaced[piece.member] = self._adopt(self.members[piece.member], state, piece.states, device, piece.own)
                 leaf.grad = None
         return shadow
 
     def _adopt(
-        self, member: Member, entries: dict[str, Any], given: Tensors, device: torch.device, own: dict[str, Any]
+        self,
+        member: Member,
+        entries: dict[str, Any],
+        tensors: Tensors,
+        device: torch.device,
+        user_state: dict[str, Any],
     ) -> dict[str, Any]:
-        """Copy state that the optimizer has made or replaced into the tensors given, and return the rest.
+        """Copy created or replaced state into the tensors given, and return the remaining state.
 
-        ``own`` stays with the user: also what another step has made for a parameter that has no gradient here. In the
-        rest, None or ``_UNMADE`` stands for state still to be made. Raises ``StateError`` if state without a place is
-        that of a range, which the user could not see.
+        In the latter, None or ``_MISSING`` marks missing state. Raises ``StateError`` for state of a range that has no
+        tensor.
         """
-        for name, tensor in zip(member.names, given, strict=True):
-            made = entries.setdefault(name, _UNMADE)
-            if made is None or made is _UNMADE:
+        for name, tensor in zip(member.names, tensors, strict=True):
+            created = entries.setdefault(name, _UNMADE)
+            if created is None or created is _UNMADE:
                 continue
-            if not isinstance(made, torch.Tensor) or made.shape != tensor.shape or made.dtype != tensor.dtype:
+            if not isinstance(created, torch.Tensor) or created.shape != tensor.shape or created.dtype != tensor.dtype:
                 self._outgrow(member, name)
                 continue
-            if made is not tensor:
-                tensor.copy_(made)
+            if created is not tensor:
+                tensor.copy_(created)
             del entries[name]
-        for name, made in entries.items():
-            if isinstance(made, torch.Tensor) and made.device == device and made is not own.get(name):
+        for name, created in entries.items():
+            if isinstance(created, torch.Tensor) and created.device == device and created is not user_state.get(name):
                 self._outgrow(member, name)
         return entries
 
@@ -371,12 +348,12 @@ class OptimizerUpdate:
         if member.start or not member.is_last:
             raise StateError(
                 f"{type(self.optimizer).__name__} keeps its state {name!r} otherwise than when the step was captured, "
-                "and updates a parameter range by range; leave out its attribute outofcore_elementwise"
+                "and updates a parameter range by range; remove its attribute outofcore_elementwise"
             )
         self.is_outgrown = True
 
     def _mirror(self, shadow: Optimizer) -> None:
-        """Copy what the step changed besides tensors, such as a count in an attribute, to the user's optimizer."""
+        """Copy changed attributes, settings and shared state to the user's optimizer."""
         for name, value in shadow.__dict__.items():
             if name not in _SHADOWED and self.optimizer.__dict__.get(name) is not value:
                 self.optimizer.__dict__[name] = value
@@ -389,9 +366,9 @@ class OptimizerUpdate:
 
 
 class StateOrder:
-    """Puts state that updates have made into the order in which the step of its optimizer makes it.
+    """Sorts state that updates have created into the order in which the optimizer's own step creates it.
 
-    Updates do not run in the order of the parameters, and state tensors become visible when the step ends.
+    Updates run in another order than the parameters, and state becomes visible when the step ends.
     """
 
     def __init__(self, updates: Sequence[OptimizerUpdate]) -> None:
@@ -399,25 +376,25 @@ class StateOrder:
         for update in updates:
             _, members = self._members.setdefault(id(update.optimizer), (update.optimizer, {}))
             for member in update.members:
-                known = members.setdefault(id(member.parameter), member)
-                if member.rank < known.rank:
+                first = members.setdefault(id(member.parameter), member)
+                if member.rank < first.rank:
                     members[id(member.parameter)] = member
         self._before: dict[int, dict[Any, list[Any]]] | None = None
         self._is_made = False
 
     def begin(self, *, is_made: bool) -> None:
-        """Record the state before a step; ``is_made``: the step will make state tensors."""
+        """Record the state before a step; ``creates_state`` means that the step will create state tensors."""
         self._before, self._is_made = None, is_made
         if is_made or any(
             m.parameter not in o.state for o, members in self._members.values() for m in members.values()
         ):
             self._before = {
-                number: {key: list(own) if isinstance(own, dict) else [] for key, own in optimizer.state.items()}
+                number: {key: list(entry) if isinstance(entry, dict) else [] for key, entry in optimizer.state.items()}
                 for number, (optimizer, _) in self._members.items()
             }
 
     def end(self) -> None:
-        """Order what has been added since."""
+        """Sort the state added since ``begin``."""
         for number, before in (self._before or {}).items():
             optimizer, members = self._members[number]
             if not self._is_made and len(optimizer.state) == len(before):
@@ -425,15 +402,15 @@ class StateOrder:
             ranks = {parameter: member.rank for parameter, member in members.items()}
             _order(optimizer.state, before, lambda key, ranks=ranks: ranks.get(id(key)))
             for member in members.values():
-                own = optimizer.state.get(member.parameter)
-                if isinstance(own, dict):
+                entry = optimizer.state.get(member.parameter)
+                if isinstance(entry, dict):
                     places = {name: (0, place) for place, name in enumerate(member.order)}
-                    _order(own, before.get(member.parameter, ()), places.get)
+                    _order(entry, before.get(member.parameter, ()), places.get)
         self._before = None
 
 
 def _order(table: dict[Any, Any], before: Container[Any], rank_of: Callable[[Any], tuple[int, int] | None]) -> None:
-    """Order by rank what was added to a table; entries without a rank stay in their place."""
+    """Sort the added entries of a table by rank; entries without a rank keep their position."""
     added = [key for key in table if key not in before]
     ranked = iter(sorted([key for key in added if rank_of(key) is not None], key=lambda key: rank_of(key) or (0, 0)))
     for key in [key if rank_of(key) is None else next(ranked) for key in added]:
@@ -441,17 +418,14 @@ def _order(table: dict[Any, Any], before: Container[Any], rank_of: Callable[[Any
 
 
 class Rehearsal:
-    """Runs an update on scratch tensors without touching the user's optimizer: the ``rehearse`` of a ``Call``.
-
-    A call rehearses an update of existing state, the usual case; ``first`` one that makes its state, which allocates
-    differently. ``makes_state`` tells whether the next real update makes state.
-    """
+    """Runs an update on scratch tensors, without changing the optimizer: the ``rehearse`` of a ``Call``."""
 
     def __init__(self, update: OptimizerUpdate) -> None:
         self._update = update
-        self.makes_state = update.is_first()
+        self.makes_state = update.is_first()  # whether the next real update creates state
         self._left: list[dict[str, Any]] | None = None
 
+    # An update that creates state allocates differently.
     def first(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States) -> None:
         members = self._update.members
         absent = [[False] * len(member.names) for member in members]
@@ -461,27 +435,26 @@ class Rehearsal:
         members = self._update.members
         if self._left is None and self.makes_state:
             self.first(params, grads, states)
-        # Counts that happen to be garbage could overflow in the optimizer's arithmetic.
-        for tensor in (tensor for given in states for tensor in given if tensor.ndim == 0):
+        # Uninitialised counts could overflow in the optimizer's arithmetic.
+        for tensor in (tensor for tensors in states for tensor in tensors if tensor.ndim == 0):
             tensor.fill_(1)
-        left = self._left if self._left is not None else [self._update._own_entries(member) for member in members]
+        unplaced = self._left if self._left is not None else [self._update._own_entries(member) for member in members]
         present = [[True] * len(member.names) for member in members]
-        self._run(params, grads, states, present, [copy.deepcopy(entries) for entries in left])
+        self._run(params, grads, states, present, [copy.deepcopy(entries) for entries in unplaced])
 
-    def _run(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States, *given: Any) -> Any:
+    def _run(self, params: Tensors, grads: Sequence[torch.Tensor | None], states: States, *state_args: Any) -> Any:
         before = self._update.is_outgrown
         try:
-            return [_without_unmade(left) for left in self._update._run(params, grads, states, *given)[1]]
+            return [_without_unmade(entry) for entry in self._update._run(params, grads, states, *state_args)[1]]
         finally:
-            self._update.is_outgrown = before  # nothing of it is kept
+            self._update.is_outgrown = before  # a rehearsal must not change it
 
 
 class UpdateOn:
-    """An ``OptimizerUpdate`` bound to tensors that stay the same: the optimizer's arguments are built once and kept.
+    """An ``OptimizerUpdate`` bound to fixed tensors, so that the optimizer's arguments are built once.
 
-    Settings and the user's own state are read at each call. While state has yet to be made, and where parameters are
-    updated in pieces or the class is not PyTorch's own, it calls the update itself. It keeps the tensors given, which
-    are those of one arena.
+    Settings and the user's state are read at each call. It falls back to the update while state is missing, for
+    parameters updated in pieces, and for classes outside of ``torch.optim``.
     """
 
     def __init__(
@@ -490,39 +463,39 @@ class UpdateOn:
         self._update = update
         self.name, self.kept_by_optimizer = update.name, update.kept_by_optimizer
         self._params, self._grads, self._states = tuple(params), tuple(grads), tuple(map(tuple, states))
-        self._placed = [dict(zip(m.names, own, strict=True)) for m, own in zip(update.members, states, strict=True)]
+        self._placed = [dict(zip(m.names, rows, strict=True)) for m, rows in zip(update.members, states, strict=True)]
         self._kept = self._may_be_kept()
-        self._shadow: Optimizer | None = None  # as soon as all state is there
+        self._shadow: Optimizer | None = None  # set when all state exists
         self._leaves: list[torch.nn.Parameter] = []
         self._groups: dict[int, list[torch.nn.Parameter]] = {}
         self._addresses: list[int] = []
         self._forgotten = 0
-        # What the user's optimizer has for each parameter, and of that what stays with the user: as it was last seen.
+        # The user's state entries for each parameter, and those without a bound tensor, as of the last look.
         self._own: list[dict[str, Any]] = []
         self._lengths: list[int] = []
         self._others: list[tuple[dict[str, Any], str]] = []
         self._other_values: list[Any] = []
-        self._values: list[Any] = []  # all state that the optimizer's code is given
+        self._values: list[Any] = []  # all state passed to the optimizer's code
 
     def __call__(self, *_: Any) -> None:
-        """Update the bound tensors, whatever the arguments are."""
+        """Update the bound tensors; arguments are ignored."""
         update, shadow = self._update, self._shadow
         if shadow is not None and self._forgotten == update.forgotten:
             self._step(shadow)
             return
-        settled = self._kept and not update.is_first()
+        can_keep = self._kept and not update.is_first()
         update(self._params, self._grads, self._states)
-        if settled:
+        if can_keep:
             self._keep()
 
     def _may_be_kept(self) -> bool:
         update, groups = self._update, self._update.optimizer.param_groups
-        given = zip(update.members, self._params, self._grads, self._states, strict=True)
+        rows = zip(update.members, self._params, self._grads, self._states, strict=True)
         if not all(member.is_last for member in update.members):
             return False
         return is_torchs_own(update.optimizer) and not any(
-            _can_be_cut(update.optimizer, groups[member.group], Piece(place, param, grad, own, {}))
-            for place, (member, param, grad, own) in enumerate(given)
+            _can_be_cut(update.optimizer, groups[member.group], Piece(place, param, grad, states, {}))
+            for place, (member, param, grad, states) in enumerate(rows)
         )
 
     def _keep(self) -> None:
@@ -540,10 +513,10 @@ class UpdateOn:
     def _step(self, shadow: Optimizer) -> None:
         update = self._update
         optimizer, state = update.optimizer, shadow.state
-        own = [optimizer.state.get(member.parameter) or _NOTHING for member in update.members]
-        if not self._is_as_seen(own):
-            self._look_at(own, state)
-        self._own = []  # until this has come to its end
+        entries = [optimizer.state.get(member.parameter) or _NOTHING for member in update.members]
+        if not self._is_as_seen(entries):
+            self._look_at(entries, state)
+        self._own = []  # an error during the step must not leave it valid
         shadow.__dict__.update(optimizer.__dict__)
         shadow.__dict__.pop("step", None)
         shadow.__dict__.update(without_hooks(optimizer))
@@ -555,49 +528,48 @@ class UpdateOn:
             plain_optimizer_step(type(optimizer))(shadow)
             pointers = [leaf.data_ptr() for leaf in self._leaves]
             if pointers != self._addresses or not _are(list(_values_of(state)), self._values):
-                self._bring_back(pointers, own, state)
+                self._bring_back(pointers, entries, state)
                 return
-        self._own = own
+        self._own = entries
 
-    def _is_as_seen(self, own: list[dict[str, Any]]) -> bool:
-        """Return whether the user's optimizer has for each parameter what it had at the last look."""
+    def _is_as_seen(self, current: list[dict[str, Any]]) -> bool:
+        """Return whether the user's optimizer state is unchanged since ``_store_entries``."""
         return (
-            _are(own, self._own)
-            and list(map(len, own)) == self._lengths
+            _are(current, self._own)
+            and list(map(len, current)) == self._lengths
             and _are([entries.get(name) for entries, name in self._others], self._other_values)
         )
 
-    def _look_at(self, own: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        for leaf, entries, placed in zip(self._leaves, own, self._placed, strict=True):
+    def _look_at(self, current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
+        for leaf, entries, placed in zip(self._leaves, current, self._placed, strict=True):
             state[leaf] = {**entries, **placed}
-        self._lengths = list(map(len, own))
-        pairs = list(zip(own, self._placed, strict=True))
+        self._lengths = list(map(len, current))
+        pairs = list(zip(current, self._placed, strict=True))
         self._others = [(entries, name) for entries, placed in pairs for name in entries if name not in placed]
         self._other_values = [entries[name] for entries, name in self._others]
         self._values = list(_values_of(state))
 
-    def _bring_back(self, pointers: list[int], own: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
-        """Copy state that the optimizer has made again to its place."""
-        for place, leaf in enumerate(self._leaves):
-            if pointers[place] != self._addresses[place]:
-                self._params[place].copy_(leaf)
-                self._shadow = None  # the leaf is another tensor now
-            made, placed, entries = state[leaf], self._placed[place], own[place]
-            for name, value in made.items():
+    def _bring_back(self, pointers: list[int], current: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> None:
+        for index, leaf in enumerate(self._leaves):
+            if pointers[index] != self._addresses[index]:
+                self._params[index].copy_(leaf)
+                self._shadow = None  # the leaf no longer uses the bound memory
+            created, placed, entries = state[leaf], self._placed[index], current[index]
+            for name, value in created.items():
                 if value is not placed.get(name) and value is not entries.get(name):
-                    self._take_over(place, made)
+                    self._take_over(index, created)
                     break
 
-    def _take_over(self, place: int, made: dict[str, Any]) -> None:
-        """Copy state that the optimizer has put in place of a given tensor to that tensor."""
+    def _take_over(self, place: int, created: dict[str, Any]) -> None:
+        """Copy replaced state into the bound tensors."""
         update, member, param = self._update, self._update.members[place], self._params[place]
-        left = _without_unmade(update._adopt(member, dict(made), self._states[place], param.device, _NOTHING))
-        if left:
-            update.optimizer.state[member.parameter].update(left)
+        remaining = _without_unmade(update._adopt(member, dict(created), self._states[place], param.device, _NOTHING))
+        if remaining:
+            update.optimizer.state[member.parameter].update(remaining)
 
 
 _NOTHING: dict[str, Any] = {}
-_UNMADE = object()  # in place of state that an optimizer has not made
+_UNMADE = object()  # marks state that an optimizer has not created
 
 
 def _without_unmade(entries: dict[str, Any]) -> dict[str, Any]:
@@ -608,13 +580,13 @@ def _values_of(state: dict[Any, dict[str, Any]]) -> Iterator[Any]:
     return chain.from_iterable([entries.values() for entries in state.values()])
 
 
-def _are(some: list[Any], others: list[Any]) -> bool:
-    """Return whether these are the same objects, one by one."""
-    return len(some) == len(others) and all(map(is_, some, others))
+def _are(first: list[Any], second: list[Any]) -> bool:
+    """Return whether two lists contain the same objects."""
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
 def as_leaf(tensor: torch.Tensor, grad: torch.Tensor | None) -> torch.nn.Parameter:
-    """Return a parameter with a gradient on the memory of a tensor, as an optimizer expects in its groups."""
+    """Return a parameter with a gradient on a tensor's memory, as an optimizer expects."""
     leaf = torch.nn.Parameter(tensor.detach(), requires_grad=tensor.is_floating_point() or tensor.is_complex())
     leaf.grad = grad
     return leaf

@@ -1,4 +1,4 @@
-"""Replace attributes temporarily, for the capturing thread alone, and restore them exactly."""
+"""Replace attributes temporarily, for the capturing thread alone."""
 
 from __future__ import annotations
 
@@ -8,32 +8,29 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Held while a step is captured or measured: captures replace functions of PyTorch, and ops measured side by side
-# would slow each other down.
+# Held while a step is captured or measured. Captures replace functions of PyTorch, and measurements that run
+# concurrently would distort each other.
 TURN = threading.RLock()
 
 
 def capturing_thread() -> Callable[[], bool]:
-    """Return a predicate: whether it is called in the current thread or in one of the autograd engine's."""
-    here = threading.get_ident()
-    # A thread that Python has not started is the engine's; it runs backward for the one that captures.
-    return lambda: threading.get_ident() == here or threading.current_thread().name.startswith("Dummy-")
+    """Return a predicate: whether this thread, or one of the autograd engine's, calls it."""
+    creator = threading.get_ident()
+    # Threads that Python has not started are the engine's, which runs backward for the capturing thread.
+    return lambda: threading.get_ident() == creator or threading.current_thread().name.startswith("Dummy-")
 
 
 def class_method(owner: type, name: str) -> Callable[..., Any]:
-    """Return a class method, written in Python or in C, as a function whose first argument is the class."""
+    """Return a class method as a function that takes the class as first argument."""
     method = inspect.getattr_static(owner, name)
     return lambda cls, *args, **kwargs: method.__get__(None, cls)(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set ``owner.name`` to ``value`` and restore it afterwards; other threads go on calling the original.
-
-    It works on ``owner.__dict__``: a method is restored as its descriptor, and an inherited attribute is deleted again.
-    """
-    own = vars(owner)
-    existed, old = name in own, own.get(name)
+    """Set ``owner.name`` to ``value`` for this thread, and restore the exact original afterwards."""
+    attributes = vars(owner)
+    existed, old = name in attributes, attributes.get(name)
     if isinstance(value, classmethod):
         replacement: Any = classmethod(_for_this_thread(value.__func__, class_method(owner, name)))
     else:
@@ -51,10 +48,10 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _for_this_thread(value: Any, original: Any) -> Any:
     if not callable(value):
         return value
-    ours = capturing_thread()
+    is_capturing = capturing_thread()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return value(*args, **kwargs) if ours() else original(*args, **kwargs)
+        return value(*args, **kwargs) if is_capturing() else original(*args, **kwargs)
 
     call.__dict__.update(vars(value))
     return call

@@ -1,4 +1,4 @@
-"""Find the module and the user's line that an op or a refusal comes from, in forward and backward."""
+"""Find the module and the user's line of an op or a refusal, in forward and backward passes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,7 @@ _STANDARD = tuple(
 
 @functools.lru_cache(maxsize=4096)
 def is_users_file(name: str) -> bool:
-    """Return whether a file is neither part of PyTorch, of the standard library nor of outofcore.
-
-    Third-party packages count as the user's: a model may well come from one.
-    """
+    """Return whether a file is the user's or a third-party package's; models may come from packages."""
     if name.startswith(("<frozen", "<string>", "<__array_function__", _GENERATED)):
         return False
     if name.startswith(_EXAMPLES):
@@ -51,13 +48,12 @@ def is_users_file(name: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_installed(module: str) -> bool:
-    """Return whether a module name is that of an installed package, of the standard library or of PyTorch."""
+    """Return whether a module is in an installed package, the standard library or PyTorch."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return module != "__main__" and bool(file) and not _is_own_file(file)
 
 
 def _frames() -> Iterator[FrameType]:
-    """Yield the frames on this thread's stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -65,17 +61,17 @@ def _frames() -> Iterator[FrameType]:
 
 
 def user_line() -> str:
-    """Return the innermost ``file:line`` of user code on this thread's stack; empty if there is none."""
+    """Return the innermost ``file:line`` of user code on this thread's stack, or an empty string."""
     return next((_line(frame) for frame in _frames() if is_users_file(frame.f_code.co_filename)), "")
 
 
 def graph_node(file: str, line: int) -> str:
-    """Return the name of the node that a line of a ``torch.fx.GraphModule`` computes; empty for other code."""
+    """Return the node that a line of a ``torch.fx.GraphModule`` computes, or an empty string."""
     return linecache.getline(file, line).partition(" = ")[0].strip() if file.startswith(_GENERATED) else ""
 
 
 def _graph_node_here() -> str:
-    """Return the node of the innermost module that runs; empty if that is no ``torch.fx.GraphModule``."""
+    """Return the node of the innermost module, or an empty string if it is no ``GraphModule``."""
     for frame in _frames():
         node = graph_node(frame.f_code.co_filename, frame.f_lineno)
         if node or frame.f_code is _MODULE_CALL:
@@ -84,13 +80,13 @@ def _graph_node_here() -> str:
 
 
 def callers_line() -> str:
-    """Return ``user_line``, but where packages run the user's loop, such as trainers, the line that called them."""
+    """Return the innermost line outside of installed packages such as trainers, else ``user_line``."""
     lines = (_line(frame) for frame in _frames() if _is_own_file(frame.f_code.co_filename))
     return next(lines, "") or user_line()
 
 
 def line_in_backward() -> str:
-    """Return the innermost line of user code that autograd has called, of a hook or a ``Function``; empty if none."""
+    """Return the innermost user line that autograd called (a hook or ``Function``), or an empty string."""
     for frame in _frames():
         if frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name in _BEGINS_BACKWARD:
             return ""
@@ -116,15 +112,11 @@ def stacklevel_of_user() -> int:
 
 
 def called_from(*file_suffixes: str) -> bool:
-    """Return whether a frame on this thread's stack is of a file with one of these endings."""
     return any(frame.f_code.co_filename.endswith(file_suffixes) for frame in _frames())
 
 
 def reader_within(package: str) -> CodeType | None:
-    """Return the code of a package's innermost frame on this thread's stack; None if user code is further in.
-
-    ``package`` is a part of the paths of its files, such as "/torch/distributions/".
-    """
+    """Return the code of a package's innermost frame; None if user code is further in."""
     for frame in _frames():
         code = frame.f_code
         if package in code.co_filename:
@@ -135,7 +127,7 @@ def reader_within(package: str) -> CodeType | None:
 
 
 def transform_running() -> str:
-    """Return the outermost ``torch.func`` transform that this thread is in; empty if none."""
+    """Return the outermost ``torch.func`` transform on the stack, or an empty string."""
     names = [
         frame.f_code.co_qualname.partition(".")[0].lstrip("_")
         for frame in _frames()
@@ -148,23 +140,23 @@ def users_part(traceback: TracebackType | None) -> TracebackType | None:
     """Return the frames of a traceback that are in the user's code."""
     if traceback is None:
         return None
-    rest = users_part(traceback.tb_next)
+    inner = users_part(traceback.tb_next)
     if not is_users_file(traceback.tb_frame.f_code.co_filename):
-        return rest
-    return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+        return inner
+    return TracebackType(inner, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
 
 
 def where_set(name: str, functions: Iterable[Any]) -> str:
-    """Return the ``file:line`` where one of some functions sets an attribute or variable, or names it; or empty."""
-    named = ""
+    """Return the ``file:line`` where functions set a variable, else use it; empty if none do."""
+    first_use = ""
     for code in [code for function in functions for code in codes_of(function)]:
         for instruction in dis.get_instructions(code):
             line = instruction.positions.lineno if instruction.positions else None
             if instruction.argval == name and line is not None and is_users_file(code.co_filename):
                 if instruction.opname.startswith("STORE"):
                     return f"{code.co_filename}:{line}"
-                named = named or f"{code.co_filename}:{line}"
-    return named
+                first_use = first_use or f"{code.co_filename}:{line}"
+    return first_use
 
 
 def where_defined(function: Any) -> str:
@@ -174,7 +166,7 @@ def where_defined(function: Any) -> str:
 
 
 def codes_of(function: Any) -> Iterator[CodeType]:
-    """Yield the code of a function, or code itself, and that of the functions inside of it."""
+    """Yield the code of a function and of all functions nested in it."""
     code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
     if isinstance(code, CodeType):
         yield code
@@ -184,28 +176,25 @@ def codes_of(function: Any) -> Iterator[CodeType]:
 
 
 def name_on_the_stack(tensor: torch.Tensor) -> str:
-    """Return the running code's name for a tensor, such as ``average.n_averaged``; empty if none is found.
-
-    It searches the variables of the frames on this thread's stack, and the parameters and buffers of their modules.
-    """
-    found = ""
+    """Return the running code's name for a tensor, such as ``average.n_averaged``; empty if none."""
+    path = ""
     for frame in _frames():
         if frame.f_code.co_filename.startswith(_PACKAGE):
             continue
-        known = frame.f_globals
-        named = [(name, known[name]) for name in frame.f_code.co_names if name in known]
+        module_globals = frame.f_globals
+        named = [(name, module_globals[name]) for name in frame.f_code.co_names if name in module_globals]
         for name, value in (*frame.f_locals.items(), *named):
             if value is tensor:
-                return found or name
-            if isinstance(value, nn.Module) and (not found or name != "self"):
-                inside = next((k for k, t in (*value.named_parameters(), *value.named_buffers()) if t is tensor), "")
-                if inside:
-                    found = f"{type(value).__name__ if name == 'self' else name}.{inside}"
-    return found
+                return path or name
+            if isinstance(value, nn.Module) and (not path or name != "self"):
+                member = next((k for k, t in (*value.named_parameters(), *value.named_buffers()) if t is tensor), "")
+                if member:
+                    path = f"{type(value).__name__ if name == 'self' else name}.{member}"
+    return path
 
 
 def module_paths(models: Sequence[nn.Module]) -> dict[int, str]:
-    """Map module ids to their ``named_modules`` paths, under a prefix if there are several models."""
+    """Map module ids to their ``named_modules`` paths, with a prefix if there are several models."""
     paths: dict[int, str] = {}
     for index, model in enumerate(models):
         for path, module in model.named_modules():
@@ -214,26 +203,23 @@ def module_paths(models: Sequence[nn.Module]) -> dict[int, str]:
 
 
 def module_classes(models: Sequence[nn.Module]) -> dict[str, str]:
-    """Map the paths of ``module_paths`` to the names of the modules' classes."""
     paths = module_paths(models)
     return {paths[id(module)]: type(module).__name__ for model in models for module in model.modules()}
 
 
 def prefix(index: int, count: int) -> str:
-    """Return the prefix of the names in a model: empty for a single model."""
     return "" if count == 1 else f"model{index}"
 
 
 def join(*parts: str) -> str:
-    """Join the parts that are not empty to a dotted path."""
     return ".".join(part for part in parts if part)
 
 
 class Provenance:
-    """Follows the modules that run, and the autograd nodes that their ops make.
+    """Tracks running modules, and the autograd nodes of their ops.
 
-    A node of the autograd graph carries a number from a counter of the thread. The op dispatched next after a node was
-    made is the op that the node differentiates, so its number gives the module and line of a backward op.
+    Each autograd node has a sequence number from the thread's counter. The op dispatched next after a node's creation
+    is the op that the node differentiates, so the number identifies the module and line of a backward op.
     """
 
     def __init__(self, models: Sequence[nn.Module], parameter_names: dict[int, str]) -> None:
@@ -245,7 +231,6 @@ class Provenance:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Track every module that is called."""
         original = nn.Module.__call__
         paths, running = self._paths, self._running
 
@@ -264,7 +249,7 @@ class Provenance:
 
     @contextlib.contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Distinguish autograd's ops from those of modules that run again inside of it, as checkpointing does."""
+        """Distinguish autograd's ops from modules that checkpointing runs again."""
         self._outside_backward.append(len(self._running))
         try:
             yield
@@ -288,7 +273,7 @@ class Provenance:
         return self._origin.get(node_sequence_number(node)) or ("", callers_line())
 
     def located(self, error: CaptureError) -> CaptureError:
-        """Add to a backward op's refusal the module and line of the op whose gradient it computes."""
+        """Add module and line of the differentiated op to an error in the backward pass."""
         node = current_autograd_node()
         if node is None or len(self._running) != self._outside_backward[-1]:
             return error

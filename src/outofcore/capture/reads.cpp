@@ -1,7 +1,7 @@
-// Compares what a captured step has read with what is there now, and tells which code runs while it is captured.
+// Compares the values that a captured step has read with the current ones, and reports code that runs during a capture.
 //
-// Called by ctypes with Python's lock held. The functions of Python's stable interface are declared here, as its headers
-// need not be installed.
+// ctypes calls these functions with the global interpreter lock held. Functions of Python's stable ABI are declared here
+// because its headers may not be installed.
 
 #include <cstdint>
 #include <unordered_map>
@@ -28,8 +28,8 @@ void PyEval_SetProfile(Py_tracefunc, PyObject*);
 
 namespace {
 
-// As ``Kind`` in words.py.
-enum Kind : int64_t {
+// Equals ``EntryKind`` in words.py.
+enum EntryKind : int64_t {
   kItem = 0,
   kAttribute = 1,
   kCell = 2,
@@ -43,8 +43,8 @@ struct Entry {
   int64_t kind;
   PyObject* owner;
   PyObject* key;
-  PyObject* value;  // null: there is nothing
-  int64_t count;    // of items, where these are compared
+  PyObject* value;  // null if the value does not exist
+  int64_t count;    // number of items, for kList and kSize
 };
 
 // A word in memory that changes whenever one of the entries from ``begin`` to ``end`` does.
@@ -105,20 +105,20 @@ bool is_unchanged(const Entry& entry) {
   }
 }
 
-// By the code that has run, whether each of its calls is to be told of.
-std::unordered_map<PyObject*, bool> seen;
+// The code that has run, and whether each of its calls must be reported.
+std::unordered_map<PyObject*, bool> reported_code;
 
-int on_event(PyObject* tell, PyFrameObject* frame, int event, PyObject*) {
+int on_event(PyObject* callback, PyFrameObject* frame, int event, PyObject*) {
   constexpr int kCallEvent = 0;
   if (event != kCallEvent) return 0;
   PyObject* code = PyFrame_GetCode(frame);
-  const auto found = seen.find(code);
-  if (found != seen.end() && !found->second) {
+  const auto entry = reported_code.find(code);
+  if (entry != reported_code.end() && !entry->second) {
     Py_DecRef(code);
     return 0;
   }
-  PyObject* answer = PyObject_CallFunctionObjArgs(tell, frame, nullptr);
-  if (answer != nullptr) seen[code] = PyObject_IsTrue(answer) == 1;
+  PyObject* answer = PyObject_CallFunctionObjArgs(callback, frame, nullptr);
+  if (answer != nullptr) reported_code[code] = PyObject_IsTrue(answer) == 1;
   Py_DecRef(code);
   if (answer == nullptr) return -1;
   Py_DecRef(answer);
@@ -129,7 +129,7 @@ int on_event(PyObject* tell, PyFrameObject* frame, int event, PyObject*) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// The first entry from ``start`` on that is not what it was; ``count`` if all are.
+// Returns the index of the first changed entry from ``start`` on, or ``count``.
 EXPORT int64_t outofcore_first_change(const Entry* entries, int64_t count, int64_t start) {
   for (int64_t i = start; i < count; ++i) {
     if (!is_unchanged(entries[i])) return i;
@@ -137,8 +137,7 @@ EXPORT int64_t outofcore_first_change(const Entry* entries, int64_t count, int64
   return count;
 }
 
-// The first entry with a word whose value has changed, or -1. Where a word has changed and none of its entries has, the
-// word is stored anew.
+// Returns the index of the first changed entry that has a word, or -1. A word that changed without its entries is stored.
 EXPORT int64_t outofcore_first_change_by_words(const Entry* entries, Word* words, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     Word& word = words[i];
@@ -152,8 +151,10 @@ EXPORT int64_t outofcore_first_change_by_words(const Entry* entries, Word* words
 }
 
 // Forgets which code has run.
-EXPORT void outofcore_forget_code() { seen.clear(); }
+EXPORT void outofcore_forget_code() { reported_code.clear(); }
 
-// Has ``tell(frame)`` called when code runs in this thread that has not run yet, and again as often as its answer is
-// true. It keeps what runs alive. Null: no longer.
-EXPORT void outofcore_tell_of_code(PyObject* tell) { PyEval_SetProfile(tell == nullptr ? nullptr : on_event, tell); }
+// Calls ``callback(frame)`` when new code runs in this thread, and for later calls of that code while the callback
+// returns true. The callback must keep the code alive. Null stops this.
+EXPORT void outofcore_tell_of_code(PyObject* callback) {
+  PyEval_SetProfile(callback == nullptr ? nullptr : on_event, callback);
+}

@@ -1,9 +1,8 @@
-"""Which Python values the code of a step can read, found while the step is captured.
+"""Find which Python values a step can read, from the code that runs during its capture.
 
-Python does not tell who reads an attribute. But the code objects that run are known, and each lists the names that it
-loads: attributes, globals, free variables, and text that may be a key. A value under none of these names is not read.
-Tracing compilers (TorchDynamo) interpret the byte code and guard each load; here the code runs as it is, and every
-value under a loaded name counts as read.
+Python does not report attribute reads. But each running code object lists the names that it loads, and a value without
+such a name is not read. TorchDynamo interprets bytecode and guards each load; this module runs the code unchanged, and
+every value under a loaded name counts as read.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from outofcore.compiling import load_functions
 
 
 class Origin(Enum):
-    USER = "user"  # the user's, or an installed package's: any object
-    TORCH = "torch"  # of PyTorch's modules: modules, and globals of its own
-    OTHER = "other"  # below the operators of PyTorch, in the standard library or here: nothing of the user's
+    USER = "user"  # of the user or an installed package; may read any object
+    TORCH = "torch"  # of PyTorch's modules; reads modules and its own globals
+    OTHER = "other"  # below PyTorch's operators, in the standard library or here; reads no user values
 
 
-# Packages of PyTorch whose code reads attributes of modules; what else there is only sees tensors.
+# Packages of PyTorch with code that reads attributes of modules. Its other code handles only tensors.
 _TORCH_MODULES = (
     "torch.nn.",
     "torch.ao.",
@@ -42,11 +41,11 @@ _TORCH_MODULES = (
     "torch.amp.",
     "torch.utils.checkpoint",
 )
-# Of the standard library, what reads attributes of the objects that it is given.
+# Standard library packages that read attributes of their arguments.
 _READING = frozenset(
     ("argparse", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "operator", "os", "types")
 )
-# Code that loads one of these may read any attribute of an object that it has, or any item.
+# Code that loads one of these may read any attribute of an object, or any item.
 _READS_ATTRIBUTES = frozenset(
     (
         *("vars", "__dict__", "asdict", "astuple", "attrgetter", "copy", "deepcopy", "dir", "fields", "eval", "exec"),
@@ -64,24 +63,20 @@ _LOADS_GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBAL
 
 @dataclass(frozen=True)
 class Names:
-    """The names that code loads: attributes of objects, keys of items, globals of its module.
-
-    ``all_attributes`` and ``all_items`` mean that it may read any, by names computed at run time; ``finds_modules``
-    that it may find modules without an import statement.
-    """
+    """The names that code loads: attributes, item keys, and globals of its module."""
 
     attributes: frozenset[str]
     keys: frozenset[str]
     globals: frozenset[str]
-    all_attributes: bool
+    all_attributes: bool  # it may read any attribute, by computed names
     all_items: bool
     imports: frozenset[str]
-    finds_modules: bool
+    finds_modules: bool  # it may find modules without an import statement
 
 
 @functools.lru_cache(maxsize=65536)
 def names_of(code: CodeType) -> Names:
-    """Return the names that code loads, excluding the functions inside of it, which run as code of their own."""
+    """Return the names that code loads, without nested functions."""
     attributes, globals_, text, imports, matches = set[str](), set[str](), set[str](), set[str](), False
     for instruction in dis.get_instructions(code):
         name = instruction.argval
@@ -121,16 +116,16 @@ def _add_text(values: tuple[Any, ...] | frozenset[Any], text: set[str]) -> None:
 
 
 def _reads_by_made_names(code: CodeType, globals_: set[str]) -> bool:
-    """Return whether code calls ``getattr`` with a name that is no constant."""
+    """Return whether code calls ``getattr`` with a computed name."""
     if _READS_BY_NAME.isdisjoint(globals_):
         return False
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "NOP")]
     for place, instruction in enumerate(instructions):
         if instruction.opname != "LOAD_GLOBAL" or instruction.argval not in ("getattr", "hasattr"):
             continue
-        # The object is loaded first, perhaps by a chain of attributes, then the name, and perhaps a default.
-        rest = [i.opname for i in instructions[place + 2 :] if i.opname not in ("LOAD_ATTR", "COPY", "KW_NAMES")]
-        if rest[:1] != ["LOAD_CONST"] or not any(name.startswith("CALL") for name in rest[1:3]):
+        # The object is loaded first, possibly by a chain of attributes, then the name, and possibly a default.
+        opnames = [i.opname for i in instructions[place + 2 :] if i.opname not in ("LOAD_ATTR", "COPY", "KW_NAMES")]
+        if opnames[:1] != ["LOAD_CONST"] or not any(name.startswith("CALL") for name in opnames[1:3]):
             return True
     return False
 
@@ -148,20 +143,18 @@ def origin_of(module: str) -> Origin:
 
 
 def _nothing() -> None:
-    """Default of ``pause`` and ``go_on`` while nothing is recorded."""
+    """Default of ``pause`` and ``resume`` outside of recordings."""
 
 
 @dataclass
 class Reads:
-    """The code that has run.
+    """The code that has run; ``pause`` and ``resume`` exclude code that runs between them."""
 
-    ``codes`` holds code of the user's and of PyTorch's modules with its globals; ``whole`` objects, by id, of which any
-    attribute or item may have been read. ``pause`` and ``go_on`` exclude what runs between them.
-    """
-
+    # Code of the user and of PyTorch's modules, with its globals.
     codes: dict[int, tuple[CodeType, dict[str, Any], Origin]] = field(
         default_factory=dict[int, tuple[CodeType, dict[str, Any], Origin]]
     )
+    # Objects, by id, of which any attribute or item may have been read.
     whole: dict[int, Any] = field(default_factory=dict[int, Any])
     pause: Callable[[], object] = _nothing
     go_on: Callable[[], object] = _nothing
@@ -174,14 +167,11 @@ class Reads:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Record the code that this thread runs in this context.
-
-        The garbage collector is off meanwhile: its callbacks are not the step's code.
-        """
+        """Record the code that this thread runs, without garbage collection and its callbacks."""
         previous, collects = sys.getprofile(), gc.isenabled()
-        library, tell = load_comparing(), self._note
+        library, record_frame = load_comparing(), self._note
         library.outofcore_forget_code()
-        self.pause, self.go_on = (partial(library.outofcore_tell_of_code, to) for to in (None, id(tell)))
+        self.pause, self.go_on = (partial(library.outofcore_tell_of_code, to) for to in (None, id(record_frame)))
         gc.disable()
         self.go_on()
         try:
@@ -191,19 +181,19 @@ class Reads:
             self.pause = self.go_on = _nothing
             if collects:
                 gc.enable()
-            # A profiler of the standard library is no function, and puts itself back.
+            # Profilers of the standard library are objects that install themselves.
             if previous is not None and hasattr(previous, "enable"):
                 previous.enable()  # type: ignore[attr-defined]
             elif previous is not None:
                 sys.setprofile(previous)
 
     def _note(self, frame: FrameType) -> bool:
-        """Record a frame's code, and return whether its next call is to be recorded as well."""
+        """Record a frame's code, and return whether its next call must be recorded too."""
         code = frame.f_code
         if id(code) not in self.codes:
             origin = origin_of(str(frame.f_globals.get("__name__", "")))
             if origin is Origin.OTHER:
-                self._held.append(code)  # lest another one gets its id
+                self._held.append(code)  # so that its id is not reused
                 return False
             self.codes[id(code)] = code, frame.f_globals, origin
         _, globals_, origin = self.codes[id(code)]
@@ -211,17 +201,16 @@ class Reads:
         if origin is not Origin.USER or not (names.all_attributes or names.all_items):
             return False
         for value in (*frame.f_locals.values(), *[globals_.get(name) for name in names.globals]):
-            held = getattr(value, "__dict__", {}) if not isinstance(value, _NOT_LOOKED_INTO) else {}
-            # What it may go on to from there as well.
-            for each in (value, *[held[name] for name in names.attributes if name in held]):
-                if not isinstance(each, _NOT_LOOKED_INTO) and (names.all_attributes or isinstance(each, dict)):
-                    self.whole[id(each)] = each
+            attributes = getattr(value, "__dict__", {}) if not isinstance(value, _NOT_LOOKED_INTO) else {}
+            # The code may read these attributes and then any of theirs.
+            for item in (value, *[attributes[name] for name in names.attributes if name in attributes]):
+                if not isinstance(item, _NOT_LOOKED_INTO) and (names.all_attributes or isinstance(item, dict)):
+                    self.whole[id(item)] = item
         return True
 
 
 @functools.cache
 def load_comparing() -> ctypes.PyDLL:
-    """Load the library of ``reads.cpp``; raises ``StateError`` as ``load_functions``."""
     functions = {
         "first_change": ((ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64),
         "first_change_by_words": ((ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64),

@@ -1,8 +1,7 @@
-"""Record every ATen operator that a step runs on fake tensors, and what it does to random generators.
+"""Record every ATen operator that a step runs on fake tensors, and its changes of random generators.
 
-Activation checkpointing saves the generator's state before a forward pass and restores it before running that again in
-backward. No generator moves during a capture, so the saved state is a token; when the step runs, ops do what the calls
-would have done.
+Activation checkpointing saves and restores the generator's state. Generators do not advance during a capture, so the
+saved state is a token. Ops save and restore the real state when the step runs.
 """
 
 from __future__ import annotations
@@ -48,22 +47,21 @@ from outofcore.errors import CaptureError
 from outofcore.graph import StorageKind
 from outofcore.units import KIB
 
-# A tensor made from Python data is baked into the step as a constant up to this many elements.
+# Tensors made from Python data become constants of the step up to this number of elements.
 MAX_BAKED_ELEMENTS = 64
-# Results on another device than the step's own stay where they are; more than this is no mere bookkeeping.
+# Results on other devices than the step's stay there. Larger ones are probably mistakes.
 MAX_FOREIGN_BYTES = 64 * KIB
 
 _LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
 _DEVICE = torch.ops.prim.device.default
 _NO_TENSOR_EFFECT = frozenset({"prim", "profiler"})
-# Nodes of autograd that take another formula for tensors without contents than they may take for the user's, and an
-# operator that only the former has.
+# Autograd nodes that may use another formula for tensors without contents, and an operator that occurs only in it.
 _BY_VALUES = {"ProdBackward0": "aten::cumprod", "ProdBackward1": "aten::cumprod", "CumprodBackward0": "aten::prod"}
-# Operators by how their names begin: what is said of them, why they are refused, and what helps.
+# Refused operators by prefix: message, reason and advice.
 _REFUSED = {
     ("aten::_amp_", "aten::_fused_adagrad", "aten::_fused_adam", "aten::_fused_sgd"): (
         "the step calls {name}",
-        "it names many tensors at once and cannot be taken apart",
+        "it takes many tensors at once and cannot be split",
         "leave it to optimizer.step()",
     ),
 }
@@ -72,30 +70,29 @@ _REFUSED = {
 class Recorder(TorchDispatchMode):
     """A dispatch mode above a ``FakeTensorMode`` that turns operators into ops on storages."""
 
-    # Without it PyTorch raises an error of its own for them, and none reaches ``__torch_dispatch__``.
+    # Otherwise PyTorch raises an error before ``__torch_dispatch__`` is called.
     supports_higher_order_operators = True
 
     def __init__(
         self, tables: Tables, provenance: Provenance, user: Substitute, layouts: KernelLayouts | None, reads: Reads
     ) -> None:
-        """Without ``layouts``, fakes are trusted; ``reads`` records the Python code that runs."""
         super().__init__()
         self._tables, self._provenance, self._device = tables, provenance, tables.device
         self._may_check = traits_of(tables.device).is_done_when_called
         self._user, self._known = user, user.known
         self._layouts, self._reads = layouts, reads
-        self._weights: dict[int, int | None] = {}  # by storage of a loss's weights, the mask of ignored targets
+        self._weights: dict[int, int | None] = {}  # mask of ignored targets, by storage of a loss's weights
 
     def is_fake(self, item: object) -> bool:
-        """Return whether a tensor has no contents for the user's code: false if its value is known."""
+        """Return whether a tensor has no value that the user's code may read."""
         return isinstance(item, FakeTensor) and item not in self._known
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # autograd asks for it several times for each tensor
-        # What runs from here on is PyTorch's, and reads nothing of the user's.
+            return args[0].fake_device  # autograd reads it several times per tensor
+        # PyTorch's code below this point reads no user values.
         self._reads.pause()
         try:
             with DisableTorchFunction():
@@ -114,9 +111,9 @@ class Recorder(TorchDispatchMode):
         if name.startswith(collectives.NAMESPACES):
             return self._collective(func, self._user.swap(args), self._user.swap(kwargs))
         if operators.traits(func).reads_values:
-            known = self._known.results(func, args, kwargs)
-            if known is not None:
-                return known
+            results = self._known.results(func, args, kwargs)
+            if results is not None:
+                return results
         if name == "aten::_local_scalar_dense" and self._may_check and args[0].dtype is torch.bool:
             check = check_here(self._user.calling())
             if check is not None:
@@ -125,9 +122,9 @@ class Recorder(TorchDispatchMode):
             return self._bake(func, args, kwargs)
         if name == "aten::_efficientzerotensor":
             raise gradient_of_zeros()
-        for beginnings, (what, why, advice) in _REFUSED.items():
+        for beginnings, (message, reason, advice) in _REFUSED.items():
             if name.startswith(beginnings):
-                raise refusal(what.format(func=func, name=name), why, advice)
+                raise refusal(message.format(func=func, name=name), reason, advice)
         if name.startswith("aten::_foreach_"):
             return self._split(func, args, kwargs)
         return self.record(func, args, kwargs)
@@ -136,10 +133,10 @@ class Recorder(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except Exception as error:
-            known = translated(error, self._user.calling() or str(func))
-            if known is None:
+            translation = translated(error, self._user.calling() or str(func))
+            if translation is None:
                 raise
-            raise known from error
+            raise translation from error
 
     def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on fake tensors and record it, unless it only makes views."""
@@ -149,14 +146,14 @@ class Recorder(TorchDispatchMode):
         if node is not None and _goes_by_values(node.name(), func, args):
             raise gradient_by_values(node.name().partition("Backward")[0].lower())
         written = operators.written_arguments(func, named)
-        given = [(argument, tensor) for argument, item in named.items() for tensor in leaves_in(item)]
-        for _, tensor in given:
+        arguments = [(argument, tensor) for argument, item in named.items() for tensor in leaves_in(item)]
+        for _, tensor in arguments:
             self._check(tensor)
-        # Taken before the call: in-place views such as t_() change what their argument is.
-        before = [(argument, tables.value_of(tensor)) for argument, tensor in given]
-        refs = {id(tensor): Ref(value) for (_, tensor), (_, value) in zip(given, before, strict=True)}
+        # Recorded before the call, because in-place views such as t_() change their argument's metadata.
+        before = [(argument, tables.value_of(tensor)) for argument, tensor in arguments]
+        refs = {id(tensor): Ref(value) for (_, tensor), (_, value) in zip(arguments, before, strict=True)}
         call_args, call_kwargs = map_leaves((args, kwargs), lambda tensor: refs[id(tensor)])
-        called, name = faithful(func, self._user.autocast()), str(func)
+        call_func, name = faithful(func, self._user.autocast()), str(func)
 
         def family() -> str:
             return operators.family_text(name, call_args, call_kwargs, tables.values)
@@ -168,29 +165,29 @@ class Recorder(TorchDispatchMode):
                 raise
             return self._as_constants(self._known.results(func, args, kwargs), error)
         if self._layouts is not None:
-            result = self._layouts.correct(func, family, called, args, kwargs, result)
-        self._check_sizes(func, [tensor for _, tensor in given], [value for _, value in before])
+            result = self._layouts.correct(func, family, call_func, args, kwargs, result)
+        self._check_sizes(func, [tensor for _, tensor in arguments], [value for _, value in before])
 
         module, source = self._provenance.here()
         leaves = result_leaves(result)
         creates, results = self._made(func, leaves, module)
-        changed = [tensor for argument, tensor in given if argument in written]
+        changed = [tensor for argument, tensor in arguments if argument in written]
         overwritten = operators.traits(func).overwritten
-        renewed = [tensor for argument, tensor in given if argument in written & overwritten]
+        renewed = [tensor for argument, tensor in arguments if argument in written & overwritten]
         self._known.learn(func, args, kwargs, leaves, changed, renewed)
         mutates = [] if operators.traits(func).reshapes else [value for name, value in before if name in written]
-        # What returns nothing and writes nothing is there to raise, as what checks the results of torch.linalg.
+        # Operators without results and writes exist to raise errors, such as the checks of torch.linalg.
         if not creates and not mutates and func._schema.returns:
             return result
 
         reads, discards = self._accesses(func, before, written)
         ignored = self._ignored(func, before, creates)
         if ignored is not None:
-            called, call_args = SumOfCounted(), (*call_args, Ref(ignored))
+            call_func, call_args = SumOfCounted(), (*call_args, Ref(ignored))
             reads = _unique((*reads, tables.values[ignored].storage))
         tables.append(
             name,
-            Call(called, call_args, call_kwargs, results),
+            Call(call_func, call_args, call_kwargs, results),
             reads=reads,
             mutates=_unique(tables.values[value].storage for value in mutates),
             creates=creates,
@@ -204,7 +201,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _made(self, func: OpOverload, leaves: list[Any], module: str) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-        """Register the storages that an op makes; return them, and for each result its value on one of them."""
+        """Register an op's new storages, and return them with the value of each result on one of them."""
         tables = self._tables
         creates: list[int] = []
         results: list[int | None] = []
@@ -220,17 +217,17 @@ class Recorder(TorchDispatchMode):
         return tuple(creates), tuple(results)
 
     def _ignored(self, func: OpOverload, before: list[tuple[str, int]], creates: tuple[int, ...]) -> int | None:
-        """Return the mask of ignored targets if the op adds up a loss's target weights (see ``SumOfCounted``)."""
+        """Return the mask of ignored targets if the op sums a loss's target weights (``MaskedSum``)."""
         if "cross_entropy" not in self._user.calling():
             return None
-        given = [self._tables.values[index].storage for _, index in before]
+        storages = [self._tables.values[index].storage for _, index in before]
         match func._schema.name:
             case "aten::gather":
                 self._weights |= dict.fromkeys(creates)
-            case "aten::masked_fill_" if given[0] in self._weights:
-                self._weights[given[0]] = before[1][1]
+            case "aten::masked_fill_" if storages[0] in self._weights:
+                self._weights[storages[0]] = before[1][1]
             case "aten::sum":
-                return self._weights.pop(given[0], None)
+                return self._weights.pop(storages[0], None)
             case _:
                 pass
         return None
@@ -238,17 +235,17 @@ class Recorder(TorchDispatchMode):
     def _accesses(
         self, func: OpOverload, before: list[tuple[str, int]], written: frozenset[str]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the storages that an op reads, and those of which it reads statistics alone and renews them."""
+        """Return the storages that an op reads, and those it reads only as statistics that it renews."""
         tables, traits = self._tables, operators.traits(func)
         overwritten, statistics = traits.overwritten & written, traits.statistics & written
-        given = [(argument, tables.values[index]) for argument, index in before]
+        accesses = [(argument, tables.values[index]) for argument, index in before]
         reads = _unique(
             value.storage
-            for argument, value in given
+            for argument, value in accesses
             if not (argument in overwritten and covers(value, tables.storages[value.storage].bytes))
         )
-        looked_at = {value.storage for argument, value in given if argument not in statistics}
-        of_statistics = (value.storage for argument, value in given if argument in statistics)
+        looked_at = {value.storage for argument, value in accesses if argument not in statistics}
+        of_statistics = (value.storage for argument, value in accesses if argument in statistics)
         return reads, _unique(storage for storage in of_statistics if storage not in looked_at)
 
     def _create(self, func: OpOverload, tensor: torch.Tensor, module: str) -> int:
@@ -259,7 +256,7 @@ class Recorder(TorchDispatchMode):
             raise refusal(
                 f"{func} makes a tensor of {count} bytes on {tensor.device}",
                 f"the step runs on {self._device}",
-                f"make it with device={str(self._device)!r}, or before the step",
+                f"create it with device={str(self._device)!r}, or before the step",
                 is_loop=False,
             )
         return storage
@@ -270,7 +267,7 @@ class Recorder(TorchDispatchMode):
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise refusal(
                 f"the step makes a {tensor.layout if tensor.layout is not torch.strided else 'quantised'} tensor",
-                "its bytes alone do not say what it holds",
+                "its bytes alone do not define its values",
                 "use dense tensors",
             )
 
@@ -283,41 +280,43 @@ class Recorder(TorchDispatchMode):
                 raise refusal(
                     f"{func} changes the size of a tensor's memory",
                     "a storage has one size for the whole step",
-                    "make a new tensor, or give out= a tensor of the right size",
+                    "create a new tensor, or pass out= a tensor of the right size",
                 )
 
     def _split(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a ``_foreach_`` operator as one op for each tensor: together they would all be needed at once."""
+        """Record a ``_foreach_`` operator as one op per tensor, so that they need not all be resident."""
         split = operators.splits(func, operators.by_name(func, args, kwargs))
         if func._schema.name.endswith("_") and "Tensor scalars" in str(func._schema):
-            raise refusal(f"the step calls {func}", "its scalars are a tensor", "give the scalars as a list of numbers")
+            raise refusal(f"the step calls {func}", "its scalars are a tensor", "pass the scalars as a list of numbers")
         names = operators.traits(func).names
         gathered: list[Any] = []
         for index in range(len(args[0])):
-            one_args = tuple([item[index]] if name in split else item for name, item in zip(names, args, strict=False))
-            one_kwargs = {name: [item[index]] if name in split else item for name, item in kwargs.items()}
-            one = self.record(func, one_args, one_kwargs)
-            if isinstance(one, list | tuple):
-                gathered.extend(one)
+            tensor_args = tuple(
+                [item[index]] if name in split else item for name, item in zip(names, args, strict=False)
+            )
+            tensor_kwargs = {name: [item[index]] if name in split else item for name, item in kwargs.items()}
+            results = self.record(func, tensor_args, tensor_kwargs)
+            if isinstance(results, list | tuple):
+                gathered.extend(results)
         return gathered if func._schema.returns else None
 
     def _collective(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a collective, in place on its result; skip waits for one."""
         if func._schema.name == "_c10d_functional::wait_tensor":
             return args[0]
-        wanted = collectives.wanted(func, args, kwargs)
-        target, source = wanted.target, wanted.source
-        # Where the user's code may wait later, it gets a handle of work that is done.
+        request = collectives.wanted(func, args, kwargs)
+        target, source = request.target, request.source
+        # The user's code may wait for the returned handle, so it is that of finished work.
         result: Any = (args[0], finished_work()) if func.namespace == "c10d" else self._run(func, args, kwargs)
-        in_place = wanted.kind in (collectives.Kind.ALL_REDUCE, collectives.Kind.BROADCAST)
+        in_place = request.kind in (collectives.Kind.ALL_REDUCE, collectives.Kind.BROADCAST)
         returned = result
         if target is None and in_place:
             memory_format = {"memory_format": torch.contiguous_format}
             target = returned = self.record(torch.ops.aten.clone.default, (source,), memory_format)
         elif target is None:
-            likewise = {"dtype": result.dtype, "device": result.device}
+            options = {"dtype": result.dtype, "device": result.device}
             empty = torch.ops.aten.empty.memory_format
-            target = returned = self.record(empty, (list(result.shape),), likewise)
+            target = returned = self.record(empty, (list(result.shape),), options)
         elif isinstance(result, torch.Tensor):
             returned = target
         tensors = (target,) if in_place else (target, source)
@@ -325,29 +324,31 @@ class Recorder(TorchDispatchMode):
             self._check(tensor)
             if not tensor.is_contiguous():
                 raise refusal(
-                    f"the collective {wanted.kind.value} is given a tensor that is not contiguous",
-                    "it sends bytes as they lie",
-                    "give it tensor.contiguous()",
+                    f"the collective {request.kind.value} is given a tensor that is not contiguous",
+                    "it sends the bytes in memory order",
+                    "pass tensor.contiguous()",
                 )
-        self._meet(wanted, tensors)
+        self._meet(request, tensors)
         return returned
 
-    def _meet(self, wanted: collectives.Wanted, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _meet(self, request: collectives.Wanted, tensors: tuple[torch.Tensor, ...]) -> None:
         tables = self._tables
         self._known.forget(tensors[:1])
         values = [tables.value_of(tensor) for tensor in tensors]
-        stores = [tables.values[value].storage for value in values]
-        # All processes run one graph, also that which broadcasts and those which receive.
-        overwrites = len(tensors) == 2 and covers(tables.values[values[0]], tables.storages[stores[0]].bytes)
+        storages = [tables.values[value].storage for value in values]
+        # All processes run the same graph, so a broadcast reads and writes its tensor in each.
+        overwrites = len(tensors) == 2 and covers(tables.values[values[0]], tables.storages[storages[0]].bytes)
         count = max(tensor.numel() * tensor.element_size() for tensor in tensors)
-        call = collectives.Collective(wanted.kind, wanted.group, count, tensors[0].dtype, wanted.reduction, wanted.root)
+        call = collectives.Collective(
+            request.kind, request.group, count, tensors[0].dtype, request.reduction, request.root
+        )
         module, source = self._provenance.here()
         refs = tuple(Ref(value) for value in values)
         tables.append(
-            f"dist.{wanted.kind.value}",
+            f"dist.{request.kind.value}",
             Call(call, refs, {}, ()),
-            reads=_unique(stores[1:] if overwrites else stores),
-            mutates=(stores[0],),
+            reads=_unique(storages[1:] if overwrites else storages),
+            mutates=(storages[0],),
             rerunnable=False,
             communicates=True,
             family=str(call),
@@ -356,13 +357,13 @@ class Recorder(TorchDispatchMode):
         )
 
     def _bake(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Turn a tensor made from Python data into a constant, and give the step its own copy to change."""
+        """Turn a tensor made from Python data into a constant, and record a copy for the step."""
         real: torch.Tensor = args[0]
         if real.numel() > MAX_BAKED_ELEMENTS:
             raise refusal(
                 f"the step makes a tensor of {real.numel()} elements from Python data",
                 f"the data would be frozen into the step; only {MAX_BAKED_ELEMENTS} elements are taken as a constant",
-                "make it before the step and pass it as an argument, or register it as a buffer",
+                "create it before the step and pass it as an argument, or register it as a buffer",
             )
         tables = self._tables
         module, source = self._provenance.here()
@@ -383,19 +384,19 @@ class Recorder(TorchDispatchMode):
         )
         return fake
 
-    def _checked(self, given: torch.Tensor, check: Check) -> bool:
-        """Record an op that repeats a check in each call; the capture assumes that it passes."""
+    def _checked(self, tensor: torch.Tensor, check: Check) -> bool:
+        """Record an op that repeats a check in each call, and assume that it passes."""
         module, source = self._provenance.here()
-        value = self._tables.value_of(given)
+        value = self._tables.value_of(tensor)
         call = Call(check, (Ref(value),), {}, ())
         reads = (self._tables.values[value].storage,)
         self._tables.append("check", call, reads=reads, family=f"check {check}", module=module, source=source)
         return check.passes
 
     def _as_constants(self, results: Any, error: CaptureError) -> Any:
-        """Bake the results of an operator whose sizes depend on values; raise the error if these are not known."""
-        made = leaves_in(results)
-        if not made or any(tensor.numel() > MAX_BAKED_ELEMENTS for tensor in made):
+        """Store results of value-dependent size as constants; raise the error if they are unknown."""
+        tensors = leaves_in(results)
+        if not tensors or any(tensor.numel() > MAX_BAKED_ELEMENTS for tensor in tensors):
             raise error
         return map_leaves(results, lambda real: self._bake(torch.ops.aten.lift_fresh.default, (real,), {}))
 
@@ -407,8 +408,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _goes_by_values(node: str, func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Return whether an autograd node chooses its formula by values, and may choose another one outside of capture."""
-    # For real numbers, the formulas of cumprod's backward agree to the bit since PyTorch 2.13.
+    """Return whether an autograd node's formula depends on values, and may differ outside of capture."""
+    # For real numbers, the formulas of cumprod's backward are bit-identical since PyTorch 2.13.
     is_complex = node == "CumprodBackward0" and any(tensor.is_complex() for tensor in leaves_in(args))
     return is_complex or _BY_VALUES.get(node) == func._schema.name
 
@@ -418,7 +419,7 @@ def _unique(items: Any) -> tuple[int, ...]:
 
 
 class GeneratorState:
-    """The state of a default generator at one point of the step: what ``get_rng_state`` returns in a capture."""
+    """A default generator's state at one point of the step: the result of ``get_rng_state``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -428,7 +429,6 @@ class GeneratorState:
         self._state = default_generator(self._device).get_state()
 
     def restore(self) -> None:
-        """Restore the state saved last in this step."""
         if self._state is not None:
             default_generator(self._device).set_state(self._state)
 
@@ -438,14 +438,14 @@ class GeneratorState:
         raise refusal(
             f"the step computes with the state of a random generator (.{name})",
             "there is no state to read while the step is captured",
-            "only hand it to set_rng_state",
+            "only pass it to set_rng_state",
         )
 
 
 def generators_on(device: torch.device) -> tuple[torch.Generator, ...]:
-    """Return the default generators that a step on a device may use: its own, and that of the CPU."""
-    own = default_generator(device)
-    return (own,) if own is torch.default_generator else (own, torch.default_generator)
+    """Return the default generators of a device and of the CPU."""
+    generator = default_generator(device)
+    return (generator,) if generator is torch.default_generator else (generator, torch.default_generator)
 
 
 def _nothing() -> None:
@@ -490,7 +490,7 @@ def recorded_generators(recorder: Recorder) -> Iterator[None]:
         return seeded
 
     def fresh_seed() -> int:
-        raise refusal("the step calls torch.seed()", "the seed is unknown while the step is captured", "seed before it")
+        raise refusal("the step calls torch.seed()", "the seed is unknown during the capture", "seed before it")
 
     seed_all, seed_cuda, seed_all_cuda = map(
         seed, (torch.manual_seed, torch.cuda.manual_seed, torch.cuda.manual_seed_all)

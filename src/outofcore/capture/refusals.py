@@ -1,4 +1,4 @@
-"""Errors for steps that cannot become one graph: what happened, why, what to write instead."""
+"""Errors for steps that cannot become one graph: the event, the reason and the advice."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ NO_VALUES = "the step is captured as one graph without running it, so no tensor 
 
 _READ_ADVICE = "return the tensor from the step and read it there, or keep the arithmetic in tensors"
 _PRINT_ADVICE = "return the tensor from the step and print it there"
-# Functions that read a tensor's value, by the names that PyTorch calls them: how the user writes them, and what to do
-# instead.
+# Functions that read a tensor's value, by PyTorch's names: the user's notation, and the advice.
 _READS = {
     "item": (".item()", _READ_ADVICE),
     "__float__": ("float(tensor)", _READ_ADVICE),
@@ -46,7 +45,7 @@ _READS = {
     "__format__": ("formatting a tensor into text", _PRINT_ADVICE),
     "data_ptr": (".data_ptr()", "leave addresses out of the step"),
     "equal": ("torch.equal", _READ_ADVICE),
-    "untyped_storage": ("what is done with the storage of a tensor", "use operators on the tensor itself"),
+    "untyped_storage": ("code that uses the storage of a tensor", "use operators on the tensor itself"),
     "__dlpack__": ("DLPack", _READ_ADVICE),
     "__reduce_ex__": ("saving or pickling a tensor", "save it after the step"),
     "__deepcopy__": ("copy.deepcopy of a tensor", "write tensor.clone(), or copy before the step"),
@@ -56,19 +55,19 @@ _READS = {
 }
 
 
-# How the message of a refusal ends where the step can run in another way.
-_AS_A_LOOP = "As it is, the loop runs within outofcore.budget(limit, model)."
+# The end of a refusal if the step can run as an eager loop.
+_AS_A_LOOP = "Or run the unchanged loop within outofcore.budget(limit, model)."
 
 
-def refusal(what: str, why: str, advice: str, location: str | None = None, *, is_loop: bool = True) -> CaptureError:
-    """Build the error for a step that cannot be captured, by default at the user's line on the stack."""
-    where = user_line() if location is None else location
-    prefix = f"{where}: " if where else ""
-    return CaptureError(f"{prefix}{what}: {why}; {advice}.", where, is_loop=is_loop)
+def refusal(event: str, reason: str, advice: str, location: str | None = None, *, is_loop: bool = True) -> CaptureError:
+    """Build the error for a step that cannot be captured, at the user's line unless given."""
+    line = user_line() if location is None else location
+    prefix = f"{line}: " if line else ""
+    return CaptureError(f"{prefix}{event}: {reason}; {advice}.", line, is_loop=is_loop)
 
 
 def pointed_to_loops(error: CaptureError, devices: Iterable[torch.device]) -> CaptureError:
-    """Add to an error the advice to use ``budget()``, where that supports the step's devices."""
+    """Add the advice to use ``budget()``, if that supports the step's devices."""
     if error.is_loop and all(traits_of(device).runs_loops for device in devices):
         error.args = (f"{str(error).rstrip('.')}. {_AS_A_LOOP}",)
     return error
@@ -82,50 +81,48 @@ def value_read(function: str) -> CaptureError:
 
 
 def gradient_by_values(function: str) -> CaptureError:
-    """Refuse a gradient whose formula depends on its input's values."""
     instead = "write torch.cumprod(x, dim).select(dim, -1)" if function == "prod" else "use real numbers"
     return refusal(
-        f"the gradient of {function} is computed in one way or another, depending on whether there are zeros",
+        f"the gradient formula of {function} depends on whether there are zeros",
         NO_VALUES,
-        f"{instead}, whose gradient PyTorch 2.13 and newer compute in one way, or detach() x if no gradient is wanted",
+        f"{instead}, whose gradient has one formula in PyTorch 2.13 and newer, or detach() x if it needs no gradient",
     )
 
 
-# What does the same in plain PyTorch, by the name of a higher-order operator.
+# Advice by the name of a higher-order operator.
 _PLAIN = {
-    "cond": "write torch.where, or decide by a plain bool before the step",
-    "while_loop": "write a loop in Python over a number of rounds that is known beforehand",
-    "map_impl": "write a loop in Python and torch.stack, or one operator for all of them",
-    "scan": "write a loop in Python and torch.stack",
-    "associative_scan": "write torch.cumsum, torch.cumprod or a loop in Python",
+    "cond": "write torch.where, or branch on a plain bool before the step",
+    "while_loop": "write a Python loop with a fixed number of iterations",
+    "map_impl": "write a Python loop and torch.stack, or one batched operator",
+    "scan": "write a Python loop and torch.stack",
+    "associative_scan": "write torch.cumsum, torch.cumprod or a Python loop",
     "flex_attention": "write torch.nn.functional.scaled_dot_product_attention with attn_mask",
     "flex_attention_backward": "write torch.nn.functional.scaled_dot_product_attention with attn_mask",
 }
 
 
 def higher_order(name: str, module: str) -> CaptureError:
-    """Refuse an operator that takes functions, called in the given module path."""
     return refusal(
         f"the step uses the higher-order operator {name}{module and f' in {module}'}",
-        "it takes functions and decides itself which of them run, and how often, so it is no one operation of a graph",
-        _PLAIN.get(name, "call the functions that it is given yourself"),
+        "it decides at run time which functions run, and how often, so it is not one op of a graph",
+        _PLAIN.get(name, "call its functions directly"),
     )
 
 
 def gradient_of_zeros() -> CaptureError:
-    """Refuse a tensor that PyTorch makes where a derivative is zero throughout."""
-    why = "PyTorch keeps no bytes for it, and what it computes with it needs none"
+    """Refuse a tensor that PyTorch creates where a derivative is zero everywhere."""
+    reason = "PyTorch allocates no memory for such a tensor, and handles it specially in later operators"
     if is_differentiating_forward():
         return refusal(
             f"the step differentiates forward ({transform_running() or 'torch.autograd.forward_ad'}) and meets a "
             "derivative that is zero throughout",
-            why,
-            "take the derivative backward, with torch.func.vjp, jacrev or grad, or torch.autograd.grad",
+            reason,
+            "use reverse mode, with torch.func.vjp, jacrev or grad, or torch.autograd.grad",
         )
     return refusal(
         "the step takes a gradient that is zero throughout",
-        why,
-        "detach() what it is taken of; torch.sign has a gradient like others, torch.sgn has not",
+        reason,
+        "detach() the input of that derivative, or use torch.sign in place of torch.sgn",
     )
 
 
@@ -138,22 +135,19 @@ def grad_scaler() -> CaptureError:
 
 
 def undeclared(tensor: torch.Tensor) -> CaptureError:
-    """Refuse a tensor that reaches the step from outside without having been declared."""
+    """Refuse a tensor from outside of the step that was not declared."""
     dtype, name = str(tensor.dtype).removeprefix("torch."), name_on_the_stack(tensor)
     return refusal(
         f"the step uses a {dtype} tensor of shape {tuple(tensor.shape)} from outside{name and f', {name}'}",
         "it is neither an argument of the step nor a parameter or buffer of the models given, "
         "so its changes would go unnoticed",
-        "pass it as an argument of the step, register it as a buffer of the model, or add the module that it "
-        "belongs to to the list of models",
+        "pass it as an argument of the step, register it as a buffer of the model, or add its module to the list of "
+        "models",
     )
 
 
 def translated(error: Exception, function: str) -> CaptureError | None:
-    """Return the refusal that an error of the fake tensors stands for; None for any other error.
-
-    ``function`` is the PyTorch function that the user's code called.
-    """
+    """Return the refusal for an error of the fake tensors; None for other errors."""
     match error:
         case DataDependentOutputException():
             return value_read(function)
@@ -161,14 +155,14 @@ def translated(error: Exception, function: str) -> CaptureError | None:
             return refusal(
                 f"{function or 'code below the operators of PyTorch'} reads the memory of a tensor",
                 NO_VALUES,
-                "keep the arithmetic in tensors; register a kernel of your own as an operator, with torch.library",
+                "keep the arithmetic in tensors; register custom kernels as operators, with torch.library",
             )
         case NotImplementedError() if "Not available for 'meta' device type" in str(error):
             return value_read("untyped_storage")
         case NotImplementedError() if "Cannot access storage of" in str(error):
             return refusal(
                 f"{function or 'the step'} makes a tensor that has no memory of the usual kind, such as a sparse one",
-                "its bytes alone do not say what it holds",
+                "its bytes alone do not define its values",
                 "use dense tensors",
             )
         case DynamicOutputShapeException():
@@ -179,7 +173,7 @@ def translated(error: Exception, function: str) -> CaptureError | None:
             )
         case UnsupportedOperatorException():
             return refusal(
-                f"the operator {error.func} does not say what shape its result has",
+                f"the operator {error.func} does not define the shape of its result",
                 "it has no meta implementation",
                 "register one with torch.library.register_fake, or use another operator",
             )

@@ -1,14 +1,12 @@
-"""Models wrapped in ``DistributedDataParallel``: their module, with the wrapper's collectives as ops.
+"""Capture models wrapped in ``DistributedDataParallel``, with the wrapper's collectives as ops.
 
-In a capture this module replaces the wrapper's ``forward``, and its reducer is not involved. Buffers are broadcast from
-rank 0 before a forward pass. In the backward pass final gradients are divided by the number of processes and copied
-into buckets; each full bucket is summed over all processes; at the end the sums are copied back. The buckets, and the
-parameters' order in them, are those of ``DistributedDataParallel``, since a ring sums different parts of a bucket in
-different orders: one bucket for each dtype in the first step, then those that it makes from the order in which
-gradients came (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2). With two processes the order of additions
-makes no difference, and the later buckets serve from the start.
+This module replaces the wrapper's ``forward``; its reducer is not involved. Buffers are broadcast from rank 0 before a
+forward pass. In the backward pass final gradients are divided by the number of processes and copied into buckets. Each
+full bucket is summed over all processes.
 
-Limits: see ``check_supported``. A loop that goes on in plain PyTorch begins with the first buckets again.
+The buckets match ``DistributedDataParallel``, since a ring sums parts of a bucket in different orders. There is one per
+dtype in the first step; later ones follow the order in which gradients arrived (Li et al., "PyTorch Distributed", VLDB
+2020, section 3.2). With two processes the order makes no difference, so the later buckets are used from the start.
 """
 
 from __future__ import annotations
@@ -47,12 +45,12 @@ _NO_ORDER: tuple[int, ...] = ()
 
 
 def parallel_models(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Return the wrappers among models and their submodules, each once."""
+    """Return the ``DistributedDataParallel`` wrappers among models and their submodules."""
     if not torch.distributed.is_available():
         return []
     kind = torch.nn.parallel.DistributedDataParallel
-    found = {id(m): m for model in models for m in model.modules() if isinstance(m, kind)}
-    return list(found.values())
+    wrappers = {id(m): m for model in models for m in model.modules() if isinstance(m, kind)}
+    return list(wrappers.values())
 
 
 def group_of(model: DistributedDataParallel) -> Any:
@@ -60,56 +58,46 @@ def group_of(model: DistributedDataParallel) -> Any:
 
 
 def phase(model: DistributedDataParallel) -> tuple[bool, bool, bool]:
-    """Return what affects a capture and changes between steps: see ``ReplicaEnd``, and the flag of ``no_sync()``."""
-    # The sum of two numbers is the same in either order.
+    """Return the settings of a wrapper that affect a capture and change between steps."""
+    # Sums of two numbers do not depend on the order.
     first = group_of(model).size() > 2 and not has_rebuilt_buckets(model)
     return bool(model.require_backward_grad_sync), bool(model.require_forward_param_sync), first
 
 
 def check_supported(models: Sequence[nn.Module]) -> None:
-    """Refuse wrappers whose reduction is not that of a plain ``DistributedDataParallel``."""
+    """Refuse wrappers that do not reduce gradients like a plain ``DistributedDataParallel``."""
     for model in parallel_models(models):
         require(Feature.PARALLEL)
-        for what, path, plain in PARALLEL_SETTINGS:
+        for setting, path, plain in PARALLEL_SETTINGS:
             value: Any = model
             for name in path.split("."):
                 value = getattr(value, name, plain)
             if bool(value) != bool(plain):
                 raise InputError(
-                    f"the model is wrapped in DistributedDataParallel with {what}: what it reduces then depends on "
-                    "more than the order of gradients, and cannot be written down beforehand; wrap it without, or "
-                    "reduce gradients in the step yourself, with torch.distributed.all_reduce"
+                    f"the model is wrapped in DistributedDataParallel with {setting}: its reduction then depends on "
+                    "more than the order of gradients, and cannot be captured; remove this setting, or reduce "
+                    "gradients in the step yourself, with torch.distributed.all_reduce"
                 )
 
 
 @dataclass(frozen=True)
 class ReplicaEnd:
-    """What a step has done with one wrapper.
-
-    Attributes:
-        sync_forward: whether its next forward pass broadcasts buffers.
-        reduced: whether its gradients were reduced.
-        order: numbers of its parameters in the order in which their gradients came; empty if not reduced.
-    """
+    """The effect of a step on one wrapper."""
 
     model: DistributedDataParallel
-    sync_forward: bool
-    reduced: bool
-    order: tuple[int, ...]
+    sync_forward: bool  # the next forward pass broadcasts buffers
+    reduced: bool  # gradients were reduced
+    order: tuple[int, ...]  # parameters in the order in which gradients arrived; empty if not reduced
 
     def apply(self) -> None:
-        """Leave the wrapper as the step would have in plain PyTorch."""
+        """Leave the wrapper as the step would have in eager PyTorch."""
         self.model.require_forward_param_sync = self.sync_forward
         if self.reduced:
             mark_buckets_rebuilt(self.model)
 
 
 class Replicas:
-    """All wrappers in one capture.
-
-    ``orders`` gives by wrapper id the order in which gradients came before. Without one they are put together as they
-    come, and the capture is valid for that order alone.
-    """
+    """All ``DistributedDataParallel`` wrappers in one capture."""
 
     def __init__(
         self,
@@ -117,8 +105,10 @@ class Replicas:
         fakes: Mapping[int, torch.Tensor],
         orders: Mapping[int, tuple[int, ...]],
     ) -> None:
-        found = parallel_models(models)
-        self._replicas = {id(model): _Replica(model, fakes, orders.get(id(model), _NO_ORDER)) for model in found}
+        # ``orders`` gives the earlier order of gradients, by wrapper id. Without it gradients are grouped as they
+        # arrive, and the capture is valid for that order only.
+        wrappers = parallel_models(models)
+        self._replicas = {id(model): _Replica(model, fakes, orders.get(id(model), _NO_ORDER)) for model in wrappers}
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
@@ -139,7 +129,7 @@ class Replicas:
         return tuple(replica.end() for replica in self._replicas.values())
 
     def unknown(self) -> bool:
-        """Return whether gradients were reduced whose order was not known beforehand."""
+        """Return whether a reduction lacked the order of gradients."""
         return any(replica.unknown for replica in self._replicas.values())
 
 
@@ -153,7 +143,7 @@ class _Replica:
         if any(sparse):
             raise CaptureError(
                 "the model is wrapped in DistributedDataParallel and has an embedding with sparse=True: its gradient "
-                "is no dense tensor; leave sparse out"
+                "is not dense; create the embedding with sparse=False"
             )
         self._sync_forward = bool(model.require_forward_param_sync)
         self._order = order
@@ -166,7 +156,6 @@ class _Replica:
         self._launched = 0
 
     def listen(self) -> None:
-        """Hook the gradients of the backward pass."""
         for index, parameter in enumerate(self._parameters):
             fake = self._fakes[id(parameter)]
             fake.register_post_accumulate_grad_hook(partial(self._final, index))
@@ -176,7 +165,6 @@ class _Replica:
         return ReplicaEnd(self._model, self._sync_forward, self._reduced, order)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Do what ``DistributedDataParallel.forward`` does, in a capture."""
         model = self._model
         if self._sync_forward and model.broadcast_buffers:
             self._receive_buffers()
@@ -198,22 +186,21 @@ class _Replica:
                     tensor.copy_(part.view(tensor.shape))
 
     def _prepare(self) -> None:
-        """Empty the buckets for the next backward pass."""
         first, later = parallel_limits(self._model)
         parameters = self._parameters
         if phase(self._model)[2]:
-            # Gradients of the last layers come first.
-            wanted = bucket_assignment(parameters, first)[::-1]
+            # Gradients of the last layers arrive first.
+            assignment = bucket_assignment(parameters, first)[::-1]
         elif len(self._order) == len(parameters):
-            wanted = bucket_assignment(parameters, later, list(self._order))
+            assignment = bucket_assignment(parameters, later, list(self._order))
         else:
-            self.unknown, wanted = True, bucket_assignment(parameters, later)[::-1]
+            self.unknown, assignment = True, bucket_assignment(parameters, later)[::-1]
         self._arrived, self._launched = [], 0
-        self._buckets = [_Bucket(self._model, [parameters[i] for i in members], members) for members in wanted]
+        self._buckets = [_Bucket(self._model, [parameters[i] for i in members], members) for members in assignment]
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.missing}
 
     def _final(self, index: int, fake: torch.Tensor) -> None:
-        """Handle a parameter's final gradient."""
+        """Copy a parameter's final gradient into its bucket, and reduce full buckets."""
         if not self._armed:
             return
         if not self._arrived:
@@ -221,7 +208,7 @@ class _Replica:
         self._arrived.append(index)
         gradient = fake.grad
         if gradient is None:
-            raise CaptureError("a gradient is gone where DistributedDataParallel reduces it: leave it in .grad")
+            raise CaptureError("a gradient is gone where DistributedDataParallel reduces it: keep it in .grad")
         bucket = self._bucket_of[index]
         with torch.no_grad():
             bucket.put(index, gradient)
@@ -234,11 +221,11 @@ class _Replica:
         missing = [index for bucket in self._buckets for index in bucket.missing]
         if missing:
             names = {id(parameter): name for name, parameter in self._model.module.named_parameters()}
-            told = [names.get(id(self._parameters[index]), str(index)) for index in missing]
+            paths = [names.get(id(self._parameters[index]), str(index)) for index in missing]
             raise CaptureError(
-                f"{', '.join(told[:3])}{f' and {len(told) - 3} more' if len(told) > 3 else ''} got no gradient in the "
-                "backward pass, and DistributedDataParallel waits for those of all parameters: use every parameter in "
-                "the loss, or freeze those that are not used, with requires_grad_(False), before the model is wrapped"
+                f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''} got no gradient in "
+                "the backward pass, and DistributedDataParallel waits for those of all parameters: use every parameter "
+                "in the loss, or freeze unused ones with requires_grad_(False) before the model is wrapped"
             )
         with torch.no_grad():
             for bucket in self._buckets:
@@ -270,13 +257,12 @@ class _Bucket:
         torch.distributed.all_reduce(self._flat, group=self._group)
 
     def parts(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the number of each parameter, and the place of its gradient."""
         return ((index, self._part(index)) for index in self._members)
 
     def _part(self, index: int) -> torch.Tensor:
-        """Return a gradient's place in the bucket, laid out like the parameter if that is dense."""
+        """Return a gradient's place in the bucket, with the parameter's strides if dense."""
         if self._flat is None:
-            raise RuntimeError("a bucket was looked at before a gradient came; please report it")
+            raise RuntimeError("a bucket was read before a gradient arrived; please report it")
         before = 0
         for member, parameter in self._members.items():
             if member == index:

@@ -1,13 +1,11 @@
-"""What a step does to parameters that are sharded over processes, recorded as ops of the step.
+"""Record ops on parameters that are sharded over processes.
 
-A parameter is gathered from all processes into a tensor of the step's own right before its first use; a plan may drop
-it and gather it again. A final gradient is divided by the number of processes, exchanged so that each process has all
-contributions to its range, and added up in the order of the processes; small parameters, which every process has whole,
-are reduced together. The optimizer updates the own range. Whole parameters and gradients are gathered for other readers
-only where there are any.
+A parameter is gathered from all processes right before its first use; a plan may drop it and gather it again. A final
+gradient is divided by the number of processes, exchanged, and added up in the order of the processes. Small parameters,
+which every process has whole, are reduced together. The optimizer updates this process's range.
 
-With two processes the bits are those of ``DistributedDataParallel``, as far as the optimizer's kernels round alike
-wherever a range ends (see ``analysis.chunks``); with more they are those of a sum in the order of the processes.
+With two processes the bits match ``DistributedDataParallel``, if the optimizer's kernels round alike at range ends (see
+``analysis.chunks``). With more they match a sum in the order of the processes.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from outofcore.errors import CaptureError
 from outofcore.graph import StorageKind
 from outofcore.units import MIB
 
-# Gradients of small parameters are reduced together as soon as they are so many bytes.
+# Gradients of small parameters are reduced together when they reach this many bytes.
 _TOGETHER_BYTES = MIB
 
 RunOp = Callable[..., torch.Tensor]
@@ -37,34 +35,24 @@ RunOp = Callable[..., torch.Tensor]
 
 @dataclass
 class Traced:
-    """A sharded parameter in a trace.
-
-    Attributes:
-        row: a fake of all elements in memory order, padded to whole chunks.
-        chunk: a fake of the own chunk, which is persistent.
-        value: the own range.
-        synced: number of the trace's ops when row and chunk last agreed.
-        gradient: a fake of the own chunk of the gradient, if it has been reduced.
-        gathered: the storage of the whole gradient that was gathered from it, after ``since`` ops.
-        left: a fake of the own chunk of a persistent gradient, and its own range.
-    """
+    """A sharded parameter in a trace."""
 
     sharding: Sharding
     shard: Shard
-    row: torch.Tensor
-    chunk: torch.Tensor
-    value: int
-    synced: int = 0
-    gradient: torch.Tensor | None = None
-    gathered: int = -1
-    since: int = 0
-    left: tuple[torch.Tensor, int] | None = None
+    row: torch.Tensor  # a fake of all elements in memory order, padded to whole chunks
+    chunk: torch.Tensor  # a fake of this process's chunk, which is persistent
+    value: int  # this process's range
+    synced: int = 0  # number of ops in the trace when row and chunk last agreed
+    gradient: torch.Tensor | None = None  # a fake of this process's chunk of the reduced gradient
+    gathered: int = -1  # storage of the whole gradient that was gathered from it
+    since: int = 0  # number of ops in the trace at that time
+    left: tuple[torch.Tensor, int] | None = None  # a persistent gradient: a fake of the chunk, and its range
 
     def _is_written(self, storage: int, since: int) -> bool:
         return any(storage in op.mutates for op, _ in self.sharding.tables.ops[since:])
 
     def sync(self) -> None:
-        """Copy what the step has written to the whole parameter to the own range."""
+        """Copy the step's writes to the whole parameter into this process's range."""
         tables = self.sharding.tables
         if self._is_written(tables.storage_of(self.row), self.synced):
             with torch.no_grad():
@@ -78,17 +66,14 @@ class Traced:
         self.synced = len(tables.ops)
 
     def own_gradient(self, gradient: torch.Tensor) -> int:
-        """Return the own range of a gradient's current value."""
+        """Return the value of this process's range of a gradient."""
         shard = self.shard
         if self.gradient is not None and self._is_reduced(gradient):
             return self._of_gradient(self.gradient)
         return self._of_gradient(self._as_row(gradient), shard.start)
 
     def end_gradient(self, gradient: torch.Tensor, run: RunOp) -> int | None:
-        """Return the value of the own range of a gradient that the step leaves; None if it is persistent and in place.
-
-        An op of the step makes the storage of the value.
-        """
+        """Return the value of a gradient's range that the step leaves; None if it is persistent."""
         return run(self._end_gradient, gradient)  # type: ignore[return-value]
 
     def _end_gradient(self, gradient: torch.Tensor) -> int | None:
@@ -128,7 +113,7 @@ class Traced:
         return row
 
     def _of_gradient(self, memory: torch.Tensor, start: int = 0) -> int:
-        """Return the value of the own range, which begins at element ``start``, and name its storage."""
+        """Return the value of the range that begins at element ``start``, and name its storage."""
         tables, shard = self.sharding.tables, self.shard
         storage = tables.storage_of(memory)
         entry = tables.storages[storage]
@@ -153,7 +138,6 @@ class Sharding:
         self._armed = False
 
     def of(self, tensor: object) -> Shard | None:
-        """Return this process's shard of one of the user's parameters; None if it is not sharded."""
         return self._shards.of(tensor)
 
     # Before the step
@@ -165,14 +149,13 @@ class Sharding:
             return nn.Parameter(shard.whole_of(row), requires_grad=shard.parameter.requires_grad), row
 
     def begin(self, shard: Shard, row: torch.Tensor) -> Traced:
-        """Record that the parameter is gathered."""
         chunk, value = self._lasting(shard, StorageKind.PARAMETER, shard.name)
         self._gather_first(shard, row, chunk, shard.name)
-        found = self._traced[id(shard.parameter)] = Traced(self, shard, row, chunk, value, len(self.tables.ops))
-        return found
+        traced = self._traced[id(shard.parameter)] = Traced(self, shard, row, chunk, value, len(self.tables.ops))
+        return traced
 
     def begin_gradient(self, shard: Shard, fake: torch.Tensor) -> int:
-        """Give a fake the gathered gradient of the step before, and return the value of the own range."""
+        """Gather the earlier gradient into a fake, and return the value of this process's range."""
         row = self._row(shard.chunks.padded, shard.dtype)
         chunk, value = self._lasting(shard, StorageKind.GRADIENT, f"{shard.name}.grad")
         self._gather_first(shard, row, chunk, f"{shard.name}.grad")
@@ -180,7 +163,7 @@ class Sharding:
             fake.grad = shard.whole_of(row)
         traced = self._traced[id(shard.parameter)]
         traced.left = chunk, value
-        # It is as good as one that has just been reduced.
+        # It is equivalent to a gradient that was just reduced.
         traced.gradient, traced.gathered, traced.since = chunk, self.tables.storage_of(row), len(self.tables.ops)
         return value
 
@@ -189,7 +172,7 @@ class Sharding:
             return torch.empty(count, dtype=dtype, device=self.tables.device)
 
     def _lasting(self, shard: Shard, kind: StorageKind, name: str) -> tuple[torch.Tensor, int]:
-        """Add a storage for a persistent chunk, and the own range on it as a value."""
+        """Add a storage for a persistent chunk, and the range on it as a value."""
         chunk = self._row(shard.chunks.each, shard.dtype)
         storage = self.tables.add(chunk, kind, name)
         return chunk, self.tables.value(Value(storage, shard.dtype, (shard.count,), (1,)))
@@ -199,7 +182,7 @@ class Sharding:
         self.append(Kind.ALL_GATHER, row, chunk, shard.name.rpartition(".")[0], creates=(storage,))
 
     def listen(self, fake: torch.Tensor, shard: Shard | None, *, at_once: bool) -> None:
-        """Hook a parameter's final gradient; ``at_once`` if other hooks must find it reduced."""
+        """Hook a parameter's final gradient; ``reduce_at_once`` if other hooks must find it reduced."""
         if not fake.requires_grad or not fake.is_leaf:
             return
 
@@ -217,41 +200,41 @@ class Sharding:
     # In the step
 
     def _reduce(self, shard: Shard, fake: torch.Tensor) -> None:
-        """Reduce a gradient and put the gathered result in its place."""
+        """Reduce a gradient and replace it by the gathered result."""
         gradient = _gradient_of(fake, shard.name)
         traced = self._traced[id(shard.parameter)]
-        own = self._exchanged(self._scaled(shard, gradient))
-        row = torch.empty(shard.chunks.padded, dtype=own.dtype, device=own.device)
+        chunk = self._exchanged(self._scaled(shard, gradient))
+        row = torch.empty(shard.chunks.padded, dtype=chunk.dtype, device=chunk.device)
         module = shard.name.rpartition(".")[0]
-        self.append(Kind.ALL_GATHER, row, own, module, mutates=(self.tables.storage_of(row),))
+        self.append(Kind.ALL_GATHER, row, chunk, module, mutates=(self.tables.storage_of(row),))
         fake.grad = shard.whole_of(row)
-        traced.gradient, traced.gathered = own, self.tables.storage_of(row)
+        traced.gradient, traced.gathered = chunk, self.tables.storage_of(row)
         traced.since = len(self.tables.ops)
 
     def _scaled(self, shard: Shard, gradient: torch.Tensor) -> torch.Tensor:
-        """Return all elements of a gradient in a row, divided by the number of processes."""
+        """Return a gradient's elements as a row, divided by the number of processes."""
         share = 1.0 / self._count
         if shard.chunks.padded == shard.chunks.elements and gradient.stride() == shard.stride:
-            made = torch.mul(gradient, share)
-            if made.stride() == shard.stride:
-                return made.as_strided((shard.chunks.elements,), (1,))
+            scaled = torch.mul(gradient, share)
+            if scaled.stride() == shard.stride:
+                return scaled.as_strided((shard.chunks.elements,), (1,))
         row = torch.empty(shard.chunks.padded, dtype=gradient.dtype, device=gradient.device)
         torch.mul(gradient, share, out=shard.whole_of(row))
         return row
 
     def _exchanged(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the own chunk of a row, added up over all processes in their order."""
+        """Return this process's chunk of a row, summed over all processes in their order."""
         received = torch.empty_like(row)
         storage = self.tables.storage_of(received)
         self.append(Kind.ALL_TO_ALL, received, row, "", mutates=(storage,), again=False)
         parts = received.view(self._count, -1).unbind()
-        own = torch.add(parts[0], parts[1])
+        total = torch.add(parts[0], parts[1])
         for part in parts[2:]:
-            own.add_(part)
-        return own
+            total.add_(part)
+        return total
 
     def _put_off(self, fake: torch.Tensor) -> None:
-        """Queue a small gradient to be reduced together with others."""
+        """Queue a small gradient for a common reduction."""
         if not self._armed:
             self._armed = True
             at_the_end_of_backward(self._finish)
@@ -263,11 +246,10 @@ class Sharding:
             self._reduce_together(row)
 
     def _finish(self) -> None:
-        """Reduce the queued gradients at the end of the backward pass."""
         self._armed = False
-        waiting, self._small = list(self._small.values()), {}
+        queued, self._small = list(self._small.values()), {}
         with torch.no_grad():
-            for row in waiting:
+            for row in queued:
                 self._reduce_together(row)
 
     def _reduce_together(self, fakes: Sequence[torch.Tensor]) -> None:
@@ -275,18 +257,18 @@ class Sharding:
         chunks = Chunks(sum(gradient.numel() for gradient in gradients), self._count)
         first = gradients[0]
         row = torch.empty(chunks.padded, dtype=first.dtype, device=first.device)
-        places, at = [], 0
+        places, start = [], 0
         for gradient in gradients:
-            places.append(row[at : at + gradient.numel()].view(gradient.shape))
+            places.append(row[start : start + gradient.numel()].view(gradient.shape))
             torch.mul(gradient, 1.0 / self._count, out=places[-1])
-            at += gradient.numel()
-        own = self._exchanged(row)
+            start += gradient.numel()
+        total = self._exchanged(row)
         whole = torch.empty_like(row)
-        self.append(Kind.ALL_GATHER, whole, own, "", mutates=(self.tables.storage_of(whole),))
-        at = 0
+        self.append(Kind.ALL_GATHER, whole, total, "", mutates=(self.tables.storage_of(whole),))
+        start = 0
         for gradient in gradients:
-            gradient.copy_(whole[at : at + gradient.numel()].view(gradient.shape))
-            at += gradient.numel()
+            gradient.copy_(whole[start : start + gradient.numel()].view(gradient.shape))
+            start += gradient.numel()
 
     def append(
         self,
@@ -299,7 +281,7 @@ class Sharding:
         mutates: tuple[int, ...] = (),
         again: bool = True,
     ) -> None:
-        """Record a collective that fills a whole row, which is dropped if nobody reads it."""
+        """Record a collective that fills a whole row; it is dropped if the row is unused."""
         tables = self.tables
         call = Collective(kind, self._group, row.numel() * row.element_size(), row.dtype)
         place = tables.append(
@@ -318,7 +300,6 @@ class Sharding:
     # After the step
 
     def end(self, run: RunOp) -> None:
-        """Copy all persistent state into the own ranges."""
         for traced in self._traced.values():
             run(traced.sync)
 
@@ -326,20 +307,20 @@ class Sharding:
 def _gradient_of(fake: torch.Tensor, name: str) -> torch.Tensor:
     gradient = fake.grad
     if gradient is None:
-        raise CaptureError(f"the gradient of {name} is gone where it is to be reduced: leave it in .grad")
+        raise CaptureError(f"the gradient of {name} is gone before its reduction: keep it in .grad")
     if gradient.layout is not torch.strided:
         raise CaptureError(
-            f"the gradient of {name} is sparse, and a step with shard= sums up dense ones: make the embedding with "
-            "sparse=False"
+            f"the gradient of {name} is sparse, and a step with shard= reduces dense ones only: create the embedding "
+            "with sparse=False"
         )
     return gradient
 
 
 def gathered_late(captured: Captured) -> Captured:
-    """Move gatherings of sharded parameters from the step's beginning to where they are needed.
+    """Move gathers of sharded parameters from the step's beginning to their uses.
 
-    Each gathering starts where the one before it is needed, so it overlaps with the ops in between, and at most two
-    gathered parameters wait for their use.
+    Each gather starts when the previous one is needed, so it overlaps with ops, and at most two gathered parameters
+    wait.
     """
     graph = captured.graph
     first = [op for op in graph.ops if op.communicates and op.creates and graph.persistent.issuperset(op.reads)]

@@ -1,10 +1,9 @@
-"""A model whose parameters, gradients and optimizer state are sharded: each process has a range of every tensor.
+"""Shard a model's parameters, gradients and optimizer state by ranges over processes.
 
 This is ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
-section 5). Large parameters are cut by elements in memory order, in ranges of one length (``analysis.chunks``); small
-ones and buffers stay whole in every process. A process's own range is a one-dimensional tensor with its gradient in
-``.grad``, and optimizer state has the same shape. Meanwhile the user's parameter object is on the device ``meta``: it
-has shape and dtype but no contents, so PyTorch refuses to read it. ``gather`` makes all parameters whole again.
+section 5). Large parameters are split by elements in memory order into ranges of one length (``analysis.chunks``).
+Small ones and buffers stay whole in every process. A range is a one-dimensional tensor with its gradient in ``.grad``.
+While sharded, the user's parameter is on the device ``meta``, so PyTorch refuses to read it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from outofcore.tensor_data import set_data, swap
 
 @dataclass(frozen=True)
 class AssumedGroup:
-    """A group of ``count`` processes that need not exist, for planning; this is process 0."""
+    """A hypothetical group of ``count`` processes, for planning; this is process 0."""
 
     count: int
 
@@ -45,38 +44,28 @@ class AssumedGroup:
 
 @dataclass(eq=False)
 class Shard:
-    """What one process has of one parameter.
-
-    Attributes:
-        parameter: the user's own object.
-        chunks: how its elements are dealt out, in memory order.
-        shape, stride, dtype: of the whole parameter.
-        own: this process's range, of shape (count,), on memory for a whole chunk; its gradient is in ``own.grad``.
-        aside: the original parameter; without contents while it is sharded.
-    """
+    """One process's range of one parameter."""
 
     key: str
     name: str
-    parameter: nn.Parameter
-    chunks: Chunks
+    parameter: nn.Parameter  # the user's object
+    chunks: Chunks  # the division of its elements in memory order
     rank: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole parameter, like ``stride`` and ``dtype``
     stride: tuple[int, ...]
     dtype: torch.dtype
-    own: torch.Tensor
-    aside: nn.Parameter | None = None
-    # The gradient as the user finds it in ``parameter.grad``, and how often the two had been written.
+    own: torch.Tensor  # this process's range, of shape (count,), on memory for a whole chunk
+    aside: nn.Parameter | None = None  # the original parameter; without contents while it is sharded
+    # The user's ``parameter.grad``, and the versions of the two at the last check.
     face: torch.Tensor | None = None
     versions: tuple[int, int] = (0, 0)
 
     @property
     def count(self) -> int:
-        """Elements of the own range."""
         return self.chunks.count(self.rank)
 
     @property
     def start(self) -> int:
-        """The first element of the own range."""
         return self.chunks.start(self.rank)
 
     @property
@@ -93,7 +82,7 @@ class Shard:
         return row.as_strided(self.shape, self.stride, row.storage_offset())
 
     def show_gradient(self) -> None:
-        """Give the user's parameter a gradient without contents where there is one."""
+        """Give the user's parameter a meta gradient if this range has a gradient."""
         if self.own.grad is None:
             self.face = None
         elif self.face is None:
@@ -102,50 +91,49 @@ class Shard:
         self.settle()
 
     def settle(self) -> None:
-        """Accept the writes that have happened so far."""
+        """Accept the writes so far."""
         self.versions = self.parameter._version, 0 if self.face is None else self.face._version
 
     def check(self) -> None:
-        """Clear a gradient that the user has cleared, and raise ``StateError`` for other changes to the parameter."""
+        """Clear a gradient that the user has cleared; raise ``StateError`` for other changes."""
         parameter, gradient = self.parameter, self.parameter.grad
         if gradient is None:
             self.own.grad = self.face = None
         elif gradient is not self.face or gradient._version != self.versions[1]:
             raise StateError(
                 f"the gradient of {self.name} was changed between two steps, and its bytes are spread over the "
-                "processes: what was written is nowhere; change it inside of the step, or clear it by zero_grad()"
+                "processes: the write was lost; change it inside of the step, or clear it by zero_grad()"
             )
         if not parameter.is_meta or parameter._version != self.versions[0]:
             raise StateError(
-                f"{self.name} was changed between two steps, and its bytes are spread over the processes: what was "
-                "written is nowhere; change it inside of the step, load it with step.load(), or close the step first. "
-                "(optimizer.step() belongs into the step as well.)"
+                f"{self.name} was changed between two steps, and its bytes are spread over the processes: the write "
+                "was lost; change it inside of the step, load it with step.load(), or close the step first. "
+                "(optimizer.step() belongs in the step too.)"
             )
 
 
 class Shards:
     """All parameters of some models that are sharded over the processes of a group.
 
-    ``is_spread`` tells whether the user's parameters are without contents now. The constructor raises ``InputError`` if
-    a model cannot be sharded, or an optimizer cannot run on ranges.
+    The constructor raises ``InputError`` if a model cannot be sharded, or an optimizer cannot update ranges.
     """
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], group: Any) -> None:
         self.group = group
         self.all: list[Shard] = []
-        self.is_spread = False
+        self.is_spread = False  # whether the user's parameters are without contents
         self._optimizers = list(optimizers)
         if parallel_models(models):
             raise InputError(
-                "the model is wrapped in DistributedDataParallel, and shard= reduces gradients by itself: give the "
-                "module that is inside, model.module, and call that in the step"
+                "the model is wrapped in DistributedDataParallel, and shard= reduces gradients itself: pass and call "
+                "the wrapped module, model.module"
             )
-        found = {id(entry[3]): entry for entry in reversed(list(states_of(models, optimizers)))}
-        entries = list(reversed(found.values()))
+        entries_by_id = {id(entry[3]): entry for entry in reversed(list(states_of(models, optimizers)))}
+        entries = list(reversed(entries_by_id.values()))
         owners: dict[int, int] = {}
         for *_, tensor in entries:
             owners[storage_key(tensor)] = owners.get(storage_key(tensor), 0) + 1
-        self._whole: list[torch.Tensor] = []  # what every process has
+        self._whole: list[torch.Tensor] = []  # tensors that every process has in full
         for key, name, kind, tensor in entries:
             if kind is StorageKind.PARAMETER and owners[storage_key(tensor)] == 1 and _can_be_spread(tensor):
                 self.all.append(self._shard(key, name, tensor))
@@ -156,17 +144,17 @@ class Shards:
             spread = [s.name for g in optimizer.param_groups for p in g["params"] if (s := self.of(p)) is not None]
             if spread and not updates_elementwise(optimizer):
                 raise InputError(
-                    f"the optimizer {type(optimizer).__name__} updates {spread[0]}, which is to be spread over the "
-                    "processes, and it is not known to compute every element by itself: its update of a range would "
-                    "be another one; use SGD, Adam, AdamW, RMSprop or the like, or leave 'shard' out. (A class of your "
-                    "own that does so says it by a true attribute outofcore_elementwise.)"
+                    f"the optimizer {type(optimizer).__name__} updates {spread[0]}, which is spread over the "
+                    "processes, and is not known to be elementwise: its update of a range could differ; use SGD, Adam, "
+                    "AdamW, RMSprop or the like, or remove 'shard'. (An elementwise class of your own declares this "
+                    "with outofcore_elementwise = True.)"
                 )
 
     def _shard(self, key: str, name: str, parameter: Any) -> Shard:
         chunks, rank = Chunks(parameter.numel(), self.group.size()), self.group.rank()
         shape, stride = tuple(parameter.shape), parameter.stride()
-        own = torch.empty(chunks.count(rank), dtype=parameter.dtype, device="meta")
-        return Shard(key, name, parameter, chunks, rank, shape, stride, parameter.dtype, own)
+        own_range = torch.empty(chunks.count(rank), dtype=parameter.dtype, device="meta")
+        return Shard(key, name, parameter, chunks, rank, shape, stride, parameter.dtype, own_range)
 
     @property
     def rank(self) -> int:
@@ -177,7 +165,6 @@ class Shards:
         return self._by_id.get(id(tensor))
 
     def check(self) -> None:
-        """Look for the user's changes since the last step; raises ``StateError`` if a meta tensor was written."""
         for shard in self.all:
             shard.check()
 
@@ -188,29 +175,29 @@ class Shards:
     # All processes at once
 
     def spread(self) -> None:
-        """Leave each process its range of process 0's contents; all processes must call it at once.
+        """Reduce each process to its range of process 0's contents; all processes must call it at once.
 
-        Raises ``InputError`` if the processes have different models, and ``StateError`` if a parameter cannot give up
-        its contents, here or in another process.
+        Raises ``InputError`` if models differ, and ``StateError`` if a parameter cannot release its contents in some
+        process.
         """
         error = ""
         try:
             self._put_aside()
         except RuntimeError as raised:
             error = str(raised)
-        everyone: list[Any] = [None] * self.group.size()
+        reports: list[Any] = [None] * self.group.size()
         with talking():
-            torch.distributed.all_gather_object(everyone, (error, self._described()), group=self.group)
-        for rank, (other, described) in enumerate(everyone):
-            if not other and described == everyone[0][1]:
+            torch.distributed.all_gather_object(reports, (error, self._described()), group=self.group)
+        for rank, (other_error, described) in enumerate(reports):
+            if not other_error and described == reports[0][1]:
                 continue
             self._take_back()
-            if other:
+            if other_error:
                 raise StateError(
-                    f"the parameters of rank {rank} cannot be spread over the processes: {other}; drop what refers to "
-                    "them, such as losses of earlier steps, or build the model anew"
+                    f"the parameters of rank {rank} cannot be spread over the processes: {other_error}; delete "
+                    "references to them, such as losses of earlier steps, or build the model again"
                 )
-            raise InputError(f"rank {rank} and rank 0 have other models: {_difference(described, everyone[0][1])}")
+            raise InputError(f"rank {rank} and rank 0 have other models: {_difference(described, reports[0][1])}")
         with talking(), torch.no_grad():
             for tensor in self._whole:
                 if tensor.numel():
@@ -221,9 +208,9 @@ class Shards:
         self.show_gradients()
 
     def gather(self) -> None:
-        """Give each process everything again; all must call it at once, with nothing in an arena.
+        """Make all parameters whole; all processes must call it at once, without tensors in an arena.
 
-        Raises ``CommunicationError`` if another process has ended; what has not been gathered stays without contents.
+        Raises ``CommunicationError`` if another process has ended; ungathered parameters stay without contents.
         """
         with talking(), torch.no_grad():
             for shard in self.all:
@@ -232,18 +219,18 @@ class Shards:
         self.is_spread = False
 
     def whole(self, shard: Shard, part: torch.Tensor) -> torch.Tensor:
-        """Assemble a parameter, or state of its shape, from the ranges of all processes, on the CPU."""
+        """Assemble a parameter, or state of its shape, from all ranges on the CPU."""
         wire = self._wire
         chunk = torch.zeros(shard.chunks.each, dtype=part.dtype, device=wire)
         chunk[: shard.count].copy_(part)
         row = torch.empty(shard.chunks.padded, dtype=part.dtype, device=wire)
         with talking():
             gather_into(row, chunk, self.group)
-        made = torch.empty_strided(shard.shape, shard.stride, dtype=part.dtype)
-        return made.copy_(shard.whole_of(row))
+        assembled = torch.empty_strided(shard.shape, shard.stride, dtype=part.dtype)
+        return assembled.copy_(shard.whole_of(row))
 
     def range_of(self, shard: Shard, whole: torch.Tensor) -> torch.Tensor:
-        """Return the own range of a tensor that is shaped like a parameter."""
+        """Return this process's range of a tensor that is shaped like a parameter."""
         if whole.stride() != shard.stride:
             whole = torch.empty_strided(shard.shape, shard.stride, dtype=whole.dtype).copy_(whole)
         row = whole.as_strided((shard.chunks.elements,), (1,), whole.storage_offset())
@@ -251,7 +238,7 @@ class Shards:
         return part.copy_(row[shard.start : shard.start + shard.count])
 
     def states(self, shard: Shard) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Yield a parameter's sharded optimizer state: the dict that holds it, its name and tensor."""
+        """Yield a parameter's sharded optimizer state: its dict, name and tensor."""
         for optimizer in self._optimizers:
             entries = optimizer.state.get(shard.parameter, {})
             for name, value in list(entries.items()):
@@ -259,39 +246,37 @@ class Shards:
                     yield entries, name, value
 
     def send(self, part: torch.Tensor, rank: int) -> None:
-        """Send a row of elements to another process, which receives it."""
         with talking():
             torch.distributed.send(part.contiguous().to(self._wire), group=self.group, group_dst=rank)
 
     def receive(self, count: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
-        """Receive a row of elements from another process."""
         part = torch.empty(count, dtype=dtype, device=self._wire)
         with talking():
             torch.distributed.recv(part, group=self.group, group_src=rank)
         return part.cpu()
 
-    def settle(self, error: BaseException | None, what: str) -> None:
-        """Return if all processes succeeded; else raise this process's error, or ``StateError`` for another one's."""
-        self.exchange(error, what)
+    def settle(self, error: BaseException | None, action: str) -> None:
+        """Raise this process's error, or ``StateError`` if another process failed."""
+        self.exchange(error, action)
         if error is not None:
             raise error
 
-    def together(self, what: str) -> _Together:
-        """Return a context that all processes leave at once: without an error, or each with one as from ``settle``."""
-        return _Together(self, what)
+    def together(self, action: str) -> _Together:
+        """Return a context that all processes leave together; it raises like ``exchange_error``."""
+        return _Together(self, action)
 
-    def exchange(self, error: BaseException | None, what: str) -> None:
-        """Tell the other processes of an error; raises ``StateError`` for another one's if here is none."""
+    def exchange(self, error: BaseException | None, action: str) -> None:
+        """Send an error to all processes; without one, raise ``StateError`` for another process's error."""
         texts: list[Any] = [None] * self.group.size()
         with talking():
             torch.distributed.all_gather_object(texts, "" if error is None else str(error), group=self.group)
         for rank, text in enumerate(texts):
             if text and error is None:
-                raise StateError(f"rank {rank} could not {what}: {text}")
+                raise StateError(f"rank {rank} could not {action}: {text}")
 
     @property
     def _wire(self) -> torch.device:
-        """Return the device on which tensors must be to be sent."""
+        """Return the device of tensors that the process group can send."""
         is_gpu = torch.distributed.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
 
@@ -303,7 +288,6 @@ class Shards:
             tensor.copy_(sent)
 
     def _put_aside(self) -> None:
-        """Detach the user's objects from their contents."""
         for shard in self.all:
             parameter = shard.parameter
             empty = torch.empty_strided(shard.shape, shard.stride, dtype=shard.dtype, device="meta")
@@ -319,21 +303,21 @@ class Shards:
                 shard.aside = None
 
     def _described(self) -> list[tuple[str, str]]:
-        """List what must be the same in all processes."""
-        found = [
+        """List facts that must be the same in all processes."""
+        facts = [
             (f"the dtype and shape of number {k}", f"{t.dtype} {tuple(t.shape)}") for k, t in enumerate(self._whole)
         ]
         for shard in self.all:
             states = ", ".join(f"{name} {tuple(value.shape)}" for _, name, value in self.states(shard))
             gradient = shard.aside is not None and shard.aside.grad is not None
             text = f"{shard.dtype} {shard.shape} {shard.stride}, state ({states}), {'a' if gradient else 'no'} gradient"
-            found.append((shard.key, text))
-        return found
+            facts.append((shard.key, text))
+        return facts
 
     def _take_range(self, shard: Shard) -> None:
         aside = shard.aside
         if aside is None:
-            raise StateError(f"{shard.name} was spread before its contents were put aside: please report it")
+            raise StateError(f"{shard.name} was spread before its contents were detached: please report it")
         whole = aside.detach()
         row = whole.as_strided((whole.numel(),), (1,), whole.storage_offset())
         self._share(row)
@@ -345,7 +329,7 @@ class Shards:
             if tuple(value.shape) != shard.shape:
                 raise StateError(
                     f"an optimizer has state {name!r} of shape {tuple(value.shape)} for {shard.name} of shape "
-                    f"{shard.shape}, and what is spread has to have the shape of its parameter; leave 'shard' out"
+                    f"{shard.shape}; sharded state must have the shape of its parameter; remove 'shard'"
                 )
             shared = value.detach()
             self._share(shared)
@@ -370,11 +354,11 @@ class Shards:
 
 
 class _Together:
-    def __init__(self, shards: Shards, what: str) -> None:
-        self._shards, self._what = shards, what
+    def __init__(self, shards: Shards, action: str) -> None:
+        self._shards, self._what = shards, action
 
     def __enter__(self) -> None:
-        """See ``Shards.together``."""
+        """See ``Shards.finish_together``."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -383,7 +367,7 @@ class _Together:
 
 
 def _can_be_spread(tensor: torch.Tensor) -> bool:
-    """Return whether a parameter is large and dense on memory of its own."""
+    """Return whether a parameter is large and dense, and shares its memory with no other tensor."""
     count = tensor.numel() * tensor.element_size()
     return (
         type(tensor) is nn.Parameter
@@ -395,25 +379,24 @@ def _can_be_spread(tensor: torch.Tensor) -> bool:
     )
 
 
-def _difference(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> str:
-    for (key, mine), (name, theirs) in zip(one, other, strict=False):
+def _difference(here: list[tuple[str, str]], reference: list[tuple[str, str]]) -> str:
+    for (key, value), (name, expected) in zip(here, reference, strict=False):
         if key != name:
             return f"{key} there is {name} on rank 0"
-        if mine != theirs:
-            return f"{key} is {mine} there, and {theirs} on rank 0"
-    return f"{len(one)} parameters and buffers there, and {len(other)} on rank 0"
+        if value != expected:
+            return f"{key} is {value} there, and {expected} on rank 0"
+    return f"{len(here)} parameters and buffers there, and {len(reference)} on rank 0"
 
 
 @contextlib.contextmanager
 def talking() -> Iterator[None]:
-    """Translate errors of the process group."""
+    """Translate errors of the process group into ``CommunicationError``."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, StateError | CommunicationError):
             raise
         raise CommunicationError(
-            f"the processes that share a model could not go on together: {error}. Another process has ended, or did "
-            "not come here within the timeout of the process group; end this one as well, and let torchrun start all "
-            "of them again"
+            f"the processes that share a model could not go on together: {error}. Another process has ended, or "
+            "exceeded the timeout of the process group; end this one too, and restart all of them with torchrun"
         ) from error

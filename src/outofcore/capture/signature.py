@@ -1,4 +1,4 @@
-"""Whether a captured step still fits: a cheap key of all on which a capture depends."""
+"""Compute a cheap key that decides whether a captured step still fits a call."""
 
 from __future__ import annotations
 
@@ -19,55 +19,47 @@ from outofcore.capture.provenance import join, prefix
 from outofcore.capture.replicas import parallel_models, phase
 
 _TRAINING, _REQUIRES_GRAD, _GRAD = attrgetter("training"), attrgetter("requires_grad"), attrgetter("grad")
-# Numbers among the settings of optimizers are read anew in each step. Where one of these is 0, there is less state, or
-# updates take less memory.
+# Each step reads the numbers among the optimizer settings. If one of these is 0, there is less state, or updates use
+# less memory.
 _ZERO_SAVES = ("momentum", "weight_decay")
 
 
 class Signature(NamedTuple):
-    """What a capture depends on, besides the values in tensors. Equal signatures can share a capture.
+    """The facts, other than tensor values, that a capture depends on."""
 
-    Attributes:
-        leaves: of the arguments: metadata of tensors, values of constants.
-        structure: a number for the current modules, parameters and buffers.
-        grad_strides: of each ``.grad`` that exists: kernels depend on them.
-        settings: of the optimizers: those that decide what state there is and which kernels run.
-        surroundings: modes of PyTorch.
-        phases: of wrappers that do something else in some steps.
-        capture: tells apart captures that differ only in the Python values that they have read.
-    """
-
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # of the arguments: metadata of tensors, values of constants
     spec: Any
-    structure: int
+    structure: int  # a number for the current modules, parameters and buffers
     training: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
     without_grad: tuple[bool, ...]
-    grad_strides: tuple[tuple[int, ...] | None, ...]
-    settings: tuple[Any, ...]
-    surroundings: tuple[Any, ...]
-    phases: tuple[Any, ...]
-    capture: int = 0
+    grad_strides: tuple[tuple[int, ...] | None, ...]  # kernels depend on them
+    settings: tuple[Any, ...]  # of the optimizers, if they affect state or kernels
+    surroundings: tuple[Any, ...]  # modes of PyTorch
+    phases: tuple[Any, ...]  # of wrappers that work differently in some steps
+    capture: int = 0  # distinguishes captures that differ only in the Python values that they have read
 
 
 def has_other_sizes(new: Signature, known: Iterable[Signature]) -> bool:
-    """Return whether a call differs from a known one only in argument sizes, and its sizes are new."""
+    """Return whether a call has new argument sizes, and differs from a known one only in these."""
 
     def parts(signature: Signature) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         tensors = [leaf for leaf in signature.leaves if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)]
-        # A number beside a tensor of another size, such as its length, may be another one as well.
-        rest = tuple([type(leaf) if leaf not in tensors else leaf[2:] for leaf in signature.leaves])
-        return tuple([leaf[0] for leaf in tensors]), rest
+        # A number argument, such as a length, may change along with a tensor's size.
+        remaining = tuple([type(leaf) if leaf not in tensors else leaf[2:] for leaf in signature.leaves])
+        return tuple([leaf[0] for leaf in tensors]), remaining
 
-    sizes, rest = parts(new)
-    found = [parts(one) for one in known if one.spec == new.spec]
-    return any(other == rest for _, other in found) and all(other != sizes for other, _ in found)
+    sizes, remaining = parts(new)
+    known_parts = [parts(entry) for entry in known if entry.spec == new.spec]
+    return any(known_part == remaining for _, known_part in known_parts) and all(
+        known_part != sizes for known_part, _ in known_parts
+    )
 
 
 class Signer:
     """Computes the signature of one step function's calls.
 
-    Whether optimizer state exists already is no part of it: an update finds that out by itself.
+    It does not include whether optimizer state exists, since updates check that.
     """
 
     def __init__(
@@ -110,7 +102,7 @@ class Signer:
         self._parallel = parallel_models(self._models)
         self._averages = [module for module in self._modules if isinstance(module, AveragedModel)]
         self._groups: list[list[Any]] = [group["params"] for o in self._optimizers for group in o.param_groups]
-        # Ids stay those of the same objects only as long as these live.
+        # These objects must live, so that their ids are not reused.
         self._held.append((list(self._modules), list(self._parameters), buffers))
         self._current = self._ids()
         self._number = self._structures.setdefault(self._current, len(self._structures))
@@ -120,11 +112,7 @@ class Signer:
         return tuple(map(id, chain(values, chain.from_iterable(self._groups))))
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        """Return the signature of a call of the step with these arguments, now.
-
-        Raises ``CaptureError`` if a tensor argument is not a plain dense one, ``InputError`` if it has no memory or is
-        on another device.
-        """
+        """Return the signature of a call; raises ``CaptureError`` or ``InputError`` for invalid arguments."""
         if any(self._empty) or self._ids() != self._current or self._regrouped():
             self._walk()
         leaves, spec = tree_flatten((args, kwargs))
@@ -147,26 +135,26 @@ class Signer:
         )
 
     def _phases(self) -> list[tuple[str, Any]]:
-        """Return what each ``DistributedDataParallel`` does in this step and not in others."""
-        told = ("reduction of gradients", "broadcast of buffers", "first buckets")
+        """Return the settings of ``DistributedDataParallel`` wrappers that change between steps."""
+        names = ("reduction of gradients", "broadcast of buffers", "first buckets")
         phases = ((k, phase(model)) for k, model in enumerate(self._parallel))
         return [
-            (f"{what} of replica {k}", (bool, v)) for k, found in phases for what, v in zip(told, found, strict=True)
+            (f"{name} of replica {k}", (bool, v)) for k, values in phases for name, v in zip(names, values, strict=True)
         ]
 
     def _begun_averages(self) -> list[tuple[str, Any]]:
-        """Return whether each ``AveragedModel`` has averaged a model: it copies the first."""
+        """Return whether each ``AveragedModel`` has a model; it copies the first."""
         counts = [module.n_averaged for module in self._averages]
         return [(f"n_averaged > 0 of average {k}", (bool, bool(count > 0))) for k, count in enumerate(counts)]
 
     def _regrouped(self) -> bool:
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         return len(groups) != len(self._groups) or any(
-            one is not other for one, other in zip(groups, self._groups, strict=True)
+            new is not old for new, old in zip(groups, self._groups, strict=True)
         )
 
     def _is_plain(self, leaf: torch.Tensor) -> bool:
-        """Return whether a leaf is certainly a valid argument; others are checked in full."""
+        """Return whether an argument is certainly valid; others are checked in full."""
         if id(leaf) in self._state_numbers:
             return True
         plain = leaf.__class__ is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
@@ -189,10 +177,10 @@ class Signer:
     def describe_change(
         self, old: Signature, new: Signature, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> str:
-        """List the first few differences of two signatures for a log, with the argument names of the new call."""
+        """List the first differences of two signatures, with argument names of the new call."""
         changes: list[str] = []
         if old.spec != new.spec or len(old.leaves) != len(new.leaves):
-            changes.append("the arguments are nested otherwise")
+            changes.append("the structure of the arguments changed")
         else:
             names = leaf_names(args, kwargs or {})
             for index, (before, after) in enumerate(zip(old.leaves, new.leaves, strict=True)):
@@ -214,13 +202,13 @@ class Signer:
         if old.phases != new.phases:
             changes += _phase_changes(old.phases, new.phases)
         if old.capture != new.capture and not changes:
-            changes.append("values that the step reads are as they were in an earlier call")
+            changes.append("the values that the step reads match those of an earlier call")
         if len(changes) > 4:
             changes = [*changes[:4], f"and {len(changes) - 4} more"]
         return ", ".join(changes) or "nothing"
 
 
-# What is said of a module or parameter whose flag has become false, and true.
+# Texts for a flag of a module or parameter that became false, and true.
 _FLAGS = {
     "training": ("switched to eval", "switched to train"),
     "requires_grad": ("is now frozen", "is now trained"),
@@ -259,13 +247,13 @@ def _is_hashable(item: Any) -> bool:
 def _leaf_change(before: Any, after: Any) -> str:
     if not (isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after) == 6):
         return f"changed from {_constant(before)} to {_constant(after)}"
-    what = ("shape", "strides", "dtype", "device", "requires_grad", "identity")
-    for name, one, other in zip(what, before, after, strict=True):
-        if one != other:
+    names = ("shape", "strides", "dtype", "device", "requires_grad", "identity")
+    for name, old, new in zip(names, before, after, strict=True):
+        if old != new:
             if name == "identity":
                 return "became another parameter or buffer of the model"
             show = tuple if name in {"shape", "strides"} else str
-            return f"changed {name} {show(one)} -> {show(other)}"
+            return f"changed {name} {show(old)} -> {show(new)}"
     return "is the same"
 
 

@@ -1,11 +1,11 @@
-"""The Python values that a captured step has read, and whether one of them has changed since.
+"""The Python values that a captured step has read, and whether one has changed.
 
-Before each call native code compares them by identity; a different object is compared again by value. Several values
-may share a word in memory that changes whenever one of them does, such as the version of their dict
-(``capture.words``): then only that word is compared. ``capture.signature`` covers parameters, buffers and flags.
+Before each call native code compares them by identity; a different object is then compared by value. If several values
+share a word in memory that changes with each, such as their dict's version, only that word is compared
+(``capture.words``). ``capture.signature`` covers parameters, buffers and flags.
 
-Not seen are files, the clock, state inside of extension modules, contents of arrays of more than 64 KiB and of
-containers of more than 4096 items, and tensors, which must be arguments.
+Limits: files, the clock, state in extension modules, contents of arrays above 64 KiB and of containers above 4096
+items, and tensors, which must be arguments.
 """
 
 from __future__ import annotations
@@ -39,19 +39,12 @@ from outofcore.capture.words import Kind, word_at, word_of
 
 @dataclass(frozen=True)
 class _Limits:
-    """How much is compared before each call, which must not take long.
+    """Limits on the work before each call."""
 
-    Attributes:
-        items: of lists and sets that are longer, it is not compared which items there are.
-        small_dict: all items of dicts up to this size are compared, and of larger ones those whose keys the code names.
-        array_bytes: of larger arrays, the contents are not compared.
-        entries: of all that is compared; with more, each call counts as changed.
-    """
-
-    items: int = 65536
-    small_dict: int = 64
-    array_bytes: int = 65536
-    entries: int = 500_000
+    items: int = 65536  # the items of longer lists and sets are not compared
+    small_dict: int = 64  # of larger dicts, only items under keys that the code names are compared
+    array_bytes: int = 65536  # the contents of larger arrays are not compared
+    entries: int = 500_000  # with more entries, each call counts as changed
 
 
 _MOST = _Limits()
@@ -72,7 +65,7 @@ _PLAIN = (
     slice,
 )
 _SCALARS = (int, float, complex, bool, str, bytes, torch.device, torch.Size, range)
-# What says nothing of numbers, or belongs to the system.
+# Objects without numbers, or of the system.
 _OPAQUE = (logging.Logger, logging.Handler, torch.Generator, types.CodeType, types.FrameType, types.CoroutineType)
 _OWN_TABLES = frozenset(("_parameters", "_buffers", "_modules", "training"))
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -80,10 +73,9 @@ _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Snapshot:
-    """The values that some code can read, at the time of construction.
+    """The values that some code can read from named roots: the step, its models, its optimizers.
 
-    ``roots`` are the named objects that the code starts from: the step, its models, its optimizers. The hooks of
-    ``parameters`` are included.
+    The hooks of ``parameters`` are included.
     """
 
     def __init__(self, reads: Reads, roots: Iterable[tuple[str, Any]], parameters: Iterable[tuple[str, Any]]) -> None:
@@ -104,7 +96,7 @@ class Snapshot:
             word = word_of(kind, owner, key)
             (alone if word is None else groups.setdefault(word, [])).append(entry)
         self._entries = [entry for group in groups.values() for entry in group] + alone
-        self._alone = len(self._entries) - len(alone)  # entries from here on have no word
+        self._alone = len(self._entries) - len(alone)  # index of the first entry without a word
         self._table = np.array(
             [
                 (kind, id(owner), id(key), 0 if value is _ABSENT else id(value), count)
@@ -113,7 +105,7 @@ class Snapshot:
             np.int64,
         ).reshape(-1, 5)
         ends = itertools.accumulate(map(len, groups.values()))
-        # Stored inverted, each word looks changed to the first comparison, which compares its entries and stores it.
+        # Words are stored inverted, so the first comparison finds them changed, compares their entries and stores them.
         self._words = np.array(
             [(word, ~word_at(word), end - len(groups[word]), end) for word, end in zip(groups, ends, strict=True)],
             np.int64,
@@ -123,29 +115,29 @@ class Snapshot:
         return len(self._entries)
 
     def change(self) -> str | None:
-        """Describe what has changed; None if nothing that matters has."""
+        """Describe the first relevant change, or return None."""
         if not self._is_whole:
-            return f"the step can read more values than the {_MOST.entries} that are compared, and perhaps another one"
+            return f"the step can read more than {_MOST.entries} values, so that not all of them are compared"
         library, start, count = load_comparing(), self._alone, len(self._entries)
         table, words = self._table.ctypes.data, self._words.ctypes.data
         while (place := library.outofcore_first_change_by_words(table, words, len(self._words))) >= 0:
-            told = self._compared(place)
-            if told is not None:
-                return told
+            description = self._compared(place)
+            if description is not None:
+                return description
         while (start := library.outofcore_first_change(table, count, start)) < count:
-            told = self._compared(start)
-            if told is not None:
-                return told
+            description = self._compared(start)
+            if description is not None:
+                return description
             start += 1
         return None
 
     def _compared(self, place: int) -> str | None:
-        """Compare a changed entry by value; if it is equal, remember the new object."""
+        """Compare a changed entry by value; if it is equal, store the new object."""
         kind, owner, key, before, count, label = self._entries[place]
         match kind:
             case Kind.SIZE:
-                names, known = before
-                if _named(owner, names) != known:
+                names, keys = before
+                if _named(owner, names) != keys:
                     return f"{label} has other items or attributes"
                 count = dict.__len__(owner)
             case Kind.ITEM | Kind.ATTRIBUTE | Kind.CELL:
@@ -190,7 +182,7 @@ def _is_equal(before: Any, now: Any) -> bool:
         return False
     if isinstance(now, tuple):
         return _are_equal(before, now)
-    if isinstance(now, types.MethodType):  # made anew each time that it is looked up
+    if isinstance(now, types.MethodType):  # each lookup creates a new object
         return before.__func__ is now.__func__ and before.__self__ is now.__self__
     if isinstance(now, np.generic):
         return bool(before == now) or bool(before != before and now != now)  # noqa: PLR0124 - only nan differs from itself
@@ -204,23 +196,23 @@ def _are_equal(before: Sequence[Any], now: Sequence[Any]) -> bool:
 
 
 def _told(before: Any, now: Any) -> str:
-    def said(value: Any) -> str:
+    def show(value: Any) -> str:
         if value is _ABSENT:
             return "nothing"
         return repr(value)[:80] if isinstance(value, (*_PLAIN, np.generic)) else f"a {type(value).__name__}"
 
-    if said(before) == said(now):
+    if show(before) == show(now):
         return f"is another {type(now).__name__}"
-    return f"changed from {said(before)} to {said(now)}"
+    return f"changed from {show(before)} to {show(now)}"
 
 
-def _named(held: dict[Any, Any], names: frozenset[str] | None) -> frozenset[Any]:
-    """Return the keys that may be read; keys that are no text have no name."""
-    return frozenset(key for key in held if names is None or key in names or not isinstance(key, str))
+def _named(table: dict[Any, Any], names: frozenset[str] | None) -> frozenset[Any]:
+    """Return the keys that may be read; keys that are not text always count."""
+    return frozenset(key for key in table if names is None or key in names or not isinstance(key, str))
 
 
 class _Walk:
-    """Follows the names that the code loads from the roots, and records the values on the way."""
+    """Follows the names that the code loads from the roots, and records their values."""
 
     def __init__(self, reads: Reads) -> None:
         self.entries: list[_Entry] = []
@@ -231,20 +223,20 @@ class _Walk:
         self._user: frozenset[str] = frozenset().union(*(names.attributes for names in of_user))
         self._all: frozenset[str] = self._user.union(*(names.attributes for names in of_torch))
         self._keys: frozenset[str] = frozenset().union(*(names.keys for names in of_user))
-        self._user_keys = self._keys | self._user  # some objects give their items as attributes
+        self._user_keys = self._keys | self._user  # some objects expose their items as attributes
         self._seen: dict[int, Any] = {}
-        self._functions: set[int] = set()  # of which code functions were found
+        self._functions: set[int] = set()  # ids of code with a function that was found
         self._classes: set[type] = set()
         self._stack: list[tuple[Any, str, bool]] = []
 
-    # What is compared
+    # Entries
 
     def _add(self, kind: Kind, owner: Any, key: Any, value: Any, label: str, count: int = 0) -> None:
         self.entries.append((kind, owner, key, value, count, label))
 
     def _value(self, kind: Kind, owner: Any, key: Any, value: Any, label: str, *, named: bool = False) -> None:
         if isinstance(value, torch.Tensor) and not (kind is Kind.CELL or isinstance(value, nn.Parameter)):
-            return  # it would be held, and the step has to be given it
+            return  # the entry would keep it alive, and a tensor must be an argument
         self._add(kind, owner, key, value, label)
         if not isinstance(value, _PLAIN):
             self._stack.append((value, label, named))
@@ -257,34 +249,31 @@ class _Walk:
             self._stack.append((value, label, False))
 
     def attributes_of_tensor(self, tensor: torch.Tensor, label: str) -> None:
-        """Record the attributes that the user has set on a tensor."""
-        held: Any = tensor.__dict__
-        if held:
-            self._dict(held, label, self._user)
+        attributes: Any = tensor.__dict__
+        if attributes:
+            self._dict(attributes, label, self._user)
 
-    def _size(self, held: dict[Any, Any], names: frozenset[str] | None, label: str) -> None:
-        self._add(Kind.SIZE, held, None, (names, _named(held, names)), label, dict.__len__(held))
+    def _size(self, table: dict[Any, Any], names: frozenset[str] | None, label: str) -> None:
+        self._add(Kind.SIZE, table, None, (names, _named(table, names)), label, dict.__len__(table))
 
-    # Where it goes
+    # Traversal
 
     def visit(self, value: Any, label: str) -> None:
-        """Queue a value."""
         self._stack.append((value, label, False))
 
     def run(self) -> None:
-        """Process the queue."""
         self._drain()
-        # Functions that have run and were not found yet, since what has them is no part of the step.
+        # Functions that have run but were not found, since their owners are outside of the step.
         inner = {id(c) for code, _, _ in self._codes.values() for c in code.co_consts if isinstance(c, types.CodeType)}
-        lost = [
+        unfound = [
             code
-            for key, (code, held, _) in self._codes.items()
+            for key, (code, module_globals, _) in self._codes.items()
             if code.co_freevars
             and not (key in self._functions or key in inner)
-            # That of the standard library is shared by all that it decorates.
-            and str(held.get("__name__", "")).partition(".")[0] not in (*sys.stdlib_module_names, "torch")
+            # All functions that a standard library decorator wraps share its code.
+            and str(module_globals.get("__name__", "")).partition(".")[0] not in (*sys.stdlib_module_names, "torch")
         ]
-        for function in gc.get_referrers(*lost) if lost else ():
+        for function in gc.get_referrers(*unfound) if unfound else ():
             if isinstance(function, types.FunctionType):
                 self.visit(function, function.__qualname__)
         self._drain()
@@ -298,26 +287,25 @@ class _Walk:
             self._go(value, label, named=named)
 
     def globals_of_code(self) -> None:
-        """Record the globals that the code names."""
         names: dict[int, tuple[dict[str, Any], set[str], Origin]] = {}
-        for code, held, origin in self._codes.values():
-            names.setdefault(id(held), (held, set(), origin))[1].update(names_of(code).globals)
+        for code, module_globals, origin in self._codes.values():
+            names.setdefault(id(module_globals), (module_globals, set(), origin))[1].update(names_of(code).globals)
             for module in names_of(code).imports if origin is Origin.USER else ():
-                for found in (module, f"{held.get('__package__') or ''}.{module}"):
-                    self.visit(sys.modules.get(found), found)
+                for qualified in (module, f"{module_globals.get('__package__') or ''}.{module}"):
+                    self.visit(sys.modules.get(qualified), qualified)
             if origin is Origin.USER and names_of(code).finds_modules:
-                names[id(held)][1].update(self._user_keys)
-        for held, named, origin in names.values():
-            module = str(held.get("__name__", ""))
+                names[id(module_globals)][1].update(self._user_keys)
+        for module_globals, named, origin in names.values():
+            module = str(module_globals.get("__name__", ""))
             for name in sorted(named):
                 label = name if module == "__main__" else f"{module}.{name}"
-                if name in held:
-                    value = held[name]
-                    self._add(Kind.ITEM, held, name, value, label)
+                if name in module_globals:
+                    value = module_globals[name]
+                    self._add(Kind.ITEM, module_globals, name, value, label)
                     if origin is Origin.USER or isinstance(value, dict | list | types.ModuleType):
                         self.visit(value, label)
                 elif hasattr(builtins, name):
-                    self._add(Kind.ITEM, held, name, _ABSENT, label)
+                    self._add(Kind.ITEM, module_globals, name, _ABSENT, label)
 
     def _go(self, value: Any, label: str, *, named: bool) -> None:
         if isinstance(value, types.FunctionType):
@@ -341,12 +329,12 @@ class _Walk:
         elif isinstance(value, functools.cached_property):
             self.visit(value.func, label)
         elif isinstance(value, threading.local):
-            own: Any = value.__dict__
-            self._dict(own, label, self._user)
+            attributes: Any = value.__dict__
+            self._dict(attributes, label, self._user)
         elif isinstance(value, weakref.ref):
             self.visit(value(), label)
         elif isinstance(value, types.MappingProxyType):
-            self._stack += [(held, label, named) for held in gc.get_referents(value)]
+            self._stack += [(mapping, label, named) for mapping in gc.get_referents(value)]
         else:
             self._contents(value, label, named=named)
             if type(value) not in (dict, list, tuple, set, frozenset, collections.OrderedDict, collections.defaultdict):
@@ -377,10 +365,10 @@ class _Walk:
         if kind in self._classes or origin_of(str(kind.__module__)) is Origin.OTHER:
             return
         self._classes.add(kind)
-        # The dict itself, and not the view of it that a class shows.
-        held = next((d for d in gc.get_referents(vars(kind)) if isinstance(d, dict)), None)
-        if held is not None:
-            self._dict(held, kind.__qualname__, self._all if issubclass(kind, nn.Module) else self._user)
+        # The dict itself, not the read-only view in ``__dict__``.
+        namespace = next((d for d in gc.get_referents(vars(kind)) if isinstance(d, dict)), None)
+        if namespace is not None:
+            self._dict(namespace, kind.__qualname__, self._all if issubclass(kind, nn.Module) else self._user)
 
     def _instance(self, value: Any, label: str) -> None:
         kind = type(value)
@@ -388,18 +376,18 @@ class _Walk:
         is_module = isinstance(value, nn.Module)
         if origin is Origin.OTHER and not is_module and not isinstance(value, Optimizer):
             return
-        for each in kind.__mro__:
-            self._class(each)
+        for base in kind.__mro__:
+            self._class(base)
         names: frozenset[str] | None = self._all if is_module else self._user
         if id(value) in self._reads.whole:
             names = None
-        held = getattr(value, "__dict__", None)
-        if isinstance(held, dict):
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
             if not isinstance(value, Optimizer):
                 self._add(Kind.TYPE, value, None, kind, label)
-            if value.__dict__ is held:  # some classes return a new dict each time
-                self._add(Kind.ATTRIBUTE, value, "__dict__", held, label)
-            self._dict(held, label, names, named=isinstance(value, Optimizer))
+            if value.__dict__ is attributes:  # some classes return a new dict each time
+                self._add(Kind.ATTRIBUTE, value, "__dict__", attributes, label)
+            self._dict(attributes, label, names, named=isinstance(value, Optimizer))
         if is_module:
             for name, child in value._modules.items():
                 if child is not None:
@@ -408,12 +396,14 @@ class _Walk:
             if not name.startswith("__") and (names is None or name in names):
                 self.attribute(value, name, f"{label}.{name}")
 
-    def _dict(self, held: dict[str, Any], label: str, names: frozenset[str] | None, *, named: bool = False) -> None:
-        """Record the named attributes in a ``__dict__``; ``named`` restricts the items of dicts among them as well."""
-        self._size(held, names, label)
-        for name, value in list(held.items()):
+    def _dict(
+        self, attributes: dict[str, Any], label: str, names: frozenset[str] | None, *, named: bool = False
+    ) -> None:
+        """Record the named attributes in a ``__dict__``; ``named`` also restricts items of nested dicts."""
+        self._size(attributes, names, label)
+        for name, value in list(attributes.items()):
             if (names is None or name in names) and name not in _OWN_TABLES and not _is_dunder(name):
-                self._value(Kind.ITEM, held, name, value, f"{label}.{name}", named=named)
+                self._value(Kind.ITEM, attributes, name, value, f"{label}.{name}", named=named)
 
     def _contents(self, value: Any, label: str, *, named: bool) -> None:
         if isinstance(value, dict):
@@ -449,19 +439,19 @@ class _Walk:
                 (v, f"{label}[{k}]", named) for k, v in enumerate(values) if not isinstance(v, (*_PLAIN, torch.Tensor))
             ]
 
-    def _items(self, held: dict[Any, Any], label: str, *, named: bool) -> None:
-        everything = not named and (len(held) <= _MOST.small_dict or id(held) in self._reads.whole)
+    def _items(self, table: dict[Any, Any], label: str, *, named: bool) -> None:
+        is_complete = not named and (len(table) <= _MOST.small_dict or id(table) in self._reads.whole)
         keys = self._keys if named else self._user_keys
-        names = None if everything else keys
-        self._size(held, names, label)
-        if len(held) > LOOK_THROUGH:
-            found: Iterable[tuple[Any, Any]] = [(k, held[k]) for k in keys.intersection(held)]
+        names = None if is_complete else keys
+        self._size(table, names, label)
+        if len(table) > LOOK_THROUGH:
+            pairs: Iterable[tuple[Any, Any]] = [(k, table[k]) for k in keys.intersection(table)]
         else:
-            found = list(dict.items(held))
-        for key, value in found:
+            pairs = list(dict.items(table))
+        for key, value in pairs:
             text = key.decode(errors="replace") if isinstance(key, bytes) else key
-            if everything or not isinstance(text, str) or text in keys:
-                self._value(Kind.ITEM, held, key, value, f"{label}[{key!r}]", named=named)
+            if is_complete or not isinstance(text, str) or text in keys:
+                self._value(Kind.ITEM, table, key, value, f"{label}[{key!r}]", named=named)
 
 
 def _is_dunder(name: str) -> bool:

@@ -41,18 +41,14 @@ from outofcore.errors import CaptureError
 
 @dataclass(frozen=True)
 class CaptureOptions:
-    """What else decides how a step is captured.
+    """Options of a capture that do not come from the step."""
 
-    Attributes:
-        shards: the parameters that are spread over processes; None: none are.
-        orders: by ``DistributedDataParallel`` id, the order in which its gradients came in the first capture
-            (``ReplicaEnd.order``). Where none is known, the step runs twice.
-        layouts: corrects the layouts of results by running CPU kernels. None: no kernel runs and no memory is
-            allocated, but the captured step may differ from eager PyTorch in the last bits.
-    """
-
-    shards: Shards | None = None
+    shards: Shards | None = None  # sharded parameters
+    # Gradient order of the first capture (``ReplicaEnd.order``), by ``DistributedDataParallel`` id. If it is missing,
+    # the step runs twice.
     orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    # Runs CPU kernels to correct the layouts of results. Without it no kernel runs and no memory is allocated, but the
+    # captured step may differ from eager PyTorch in the last bits.
     layouts: KernelLayouts | None = None
 
 
@@ -66,27 +62,26 @@ def capture_step(
     gradients: Mapping[int, Value | None] | None = None,
     options: CaptureOptions | None = None,
 ) -> Captured:
-    """Capture ``step(*args, **kwargs)``: forward, loss, backward, optimizer update and all, as one graph of ATen ops.
+    """Capture a call of a step, including backward pass and optimizer update, as one graph of ATen ops.
 
     The step runs once, on tensors without contents. The user's models, optimizers, gradients, arguments and random
-    generators are left as they are, whether the capture succeeds or not. Captures in several threads take turns.
+    generators are unchanged afterwards, even on errors. Captures in several threads take turns.
 
     Args:
         step: may use the models, the optimizers and plain Python values from outside; every other tensor must be an
             argument.
         models: all modules whose parameters or buffers the step uses.
         optimizers: all optimizers that the step uses.
-        device: where the step is to run, by default that of the model. Parameters, buffers and arguments are assumed
-            to be there when it runs.
-        gradients: by parameter id the assumed gradient before the step, in place of the actual one; None stands for no
-            gradient. A capture with such gradients cannot be run.
+        device: where the step will run with its parameters, buffers and arguments, by default the device of the model.
+        gradients: assumed gradients before the step by parameter id, or None for no gradient. Such a capture cannot be
+            run.
 
     Raises:
         InputError: a module is lazy and has no shapes yet, or is not initialised.
-        CaptureError: the step reads the value of a tensor, uses an undeclared tensor, leaves something behind that
-            would be out of date after the next step, or does something else that one graph cannot express.
+        CaptureError: the step reads a tensor's value, uses an undeclared tensor, or does something else that one graph
+            cannot express.
         VersionError: this PyTorch lacks a private name on which captures rely.
-        Exception: what the user's own code raises, unchanged.
+        Exception: errors of the user's code, unchanged.
     """
     require(Feature.COMPILE)
     with TURN:
@@ -96,33 +91,35 @@ def capture_step(
             check_supported(models)
             captured, unknown = _captured(call, device, gradients or {}, options)
             if unknown:
-                found = {id(end.model): end.order for end in captured.replicas if end.reduced}
-                options = replace(options, orders={**found, **options.orders})
+                orders = {id(end.model): end.order for end in captured.replicas if end.reduced}
+                options = replace(options, orders={**orders, **options.orders})
                 captured, _ = _captured(call, device, gradients or {}, options)
             return captured
         except CaptureError as error:
             devices = {device or CPU, *(tensor.device for tensor in call.tensors())}
-            # What led to it inside of the capture tells the user nothing.
+            # Frames inside of the capture are no use to the user.
             raise pointed_to_loops(error, devices).with_traceback(users_part(error.__traceback__)) from None
 
 
 def gradients_from_now_on(captured: Captured) -> dict[int, Value | None]:
-    """Return the gradients that later calls begin with, where they differ from those before the first call.
+    """Return the gradients that steady-state steps begin with, where they differ from the first call's.
 
-    They are by parameter id, None where a gradient is gone: what ``capture_step`` takes as ``gradients`` to capture the
+    They are by parameter id, None for no gradient: the ``gradients`` with which ``capture_step`` captures the
     steady-state step.
     """
     states = captured.states
-    left = {states[left.parameter].tensor: captured.values[left.value] for left in captured.gradients_left}
-    found: dict[int, Value | None] = {id(p): value for p, value in left.items() if p is not None and p.grad is None}
+    leftover = {
+        states[leftover.parameter].tensor: captured.values[leftover.value] for leftover in captured.gradients_left
+    }
+    gradients: dict[int, Value | None] = {
+        id(p): value for p, value in leftover.items() if p is not None and p.grad is None
+    }
     cleared = [states[place].tensor for place in captured.gradients_cleared]
-    return found | {id(p): None for p in cleared if p is not None and p.grad is not None}
+    return gradients | {id(p): None for p in cleared if p is not None and p.grad is not None}
 
 
 @dataclass(frozen=True)
 class _StepCall:
-    """A call of the user's step, and the models and optimizers that it uses."""
-
     step: Callable[..., Any]
     models: Sequence[nn.Module]
     optimizers: Sequence[Optimizer]
@@ -140,7 +137,7 @@ class _StepCall:
 def _captured(
     call: _StepCall, device: torch.device | None, gradients: Mapping[int, Value | None], options: CaptureOptions
 ) -> tuple[Captured, bool]:
-    """Capture a step; return also whether gradients were reduced in an order that was not known beforehand."""
+    """Capture a step; also return whether gradients were reduced in an unknown order."""
     models, optimizers, shards = call.models, call.optimizers, options.shards
     guard = Guard(call.step, models, optimizers)
     counts = average_counts(models)
@@ -158,7 +155,7 @@ def _captured(
         recorder = Recorder(tables, provenance, substitute, options.layouts, reads)
         replicas = Replicas(models, mirror.fakes, options.orders)
         with (
-            # A mistake in the step is raised all the same; the fakes would print it besides.
+            # Errors of the step are raised; the fakes would also print them.
             patched(FAKE_LOGGER, "disabled", True),
             substitute.everywhere(provenance),
             recorded_generators(recorder),
@@ -190,8 +187,8 @@ def _trace(
     step: Callable[[], Any], substitute: Substitute, mode: FakeTensorMode, recorder: Recorder, reads: Reads
 ) -> Any:
     try:
-        # On a GPU autograd would go back in a thread of its own, whose nodes have numbers of their own and whose stack
-        # has no line of the user's. What runs, and in which order, is the same.
+        # On a GPU autograd would use another thread, with its own node numbers and without the user's lines on its
+        # stack. The ops and their order are the same.
         with torch.autograd.set_multithreading_enabled(mode=False), substitute, mode, recorder, reads.noted():
             result = step()
     except CaptureError:
@@ -200,9 +197,9 @@ def _trace(
         # The user's code may have caught a refusal and raised something of its own.
         if substitute.first_refusal is not None:
             raise substitute.first_refusal from error
-        known = translated(error, "")
-        if known is not None:
-            raise known from error
+        translation = translated(error, "")
+        if translation is not None:
+            raise translation from error
         raise
     if substitute.first_refusal is not None:
         raise substitute.first_refusal
@@ -216,7 +213,7 @@ def _check_learning(
     added_to = any(tables.values[gradient.value].storage in written for gradient in mirror.gradients.values())
     if optimizers and not steps.called and not ending.gradients and not added_to:
         raise CaptureError(
-            "optimizers were given, but the step neither updates a parameter nor leaves a gradient: there would be "
-            "nothing to learn; call loss.backward() and optimizer.step() inside the step, or give no optimizer",
+            "optimizers were given, but the step neither updates a parameter nor leaves a gradient: the model "
+            "would not learn; call loss.backward() and optimizer.step() inside the step, or pass no optimizer",
             is_loop=False,
         )

@@ -1,4 +1,4 @@
-"""Run a step that names the user's real tensors on their fakes, without touching the real ones."""
+"""Run a step that names the user's real tensors on their fakes."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from outofcore.capture.refusals import grad_scaler, higher_order, refusal, trans
 from outofcore.capture.tables import map_leaves
 from outofcore.errors import CaptureError
 
-# Reads of a tensor's value that fake tensors would answer with nonsense instead of an error.
+# Reads of a tensor's value for which fake tensors would return nonsense instead of raising an error.
 _READS = frozenset({"numpy", "__array__", "__repr__", "__format__", "data_ptr"})
-# What gives the bytes of a tensor away, or changes them past the operators.
+# Functions that expose the bytes of a tensor, or change them without operators.
 _GIVES_AWAY = frozenset(
     (
         *("__dlpack__", "__reduce_ex__", "__deepcopy__", "share_memory_", "apply_", "map_", "map2_"),
         *("const_data_ptr", "_const_data_ptr", "mutable_data_ptr", "__cuda_array_interface__"),
     )
 )
-# Likewise of a storage.
+# The same for storages.
 _OF_STORAGES = (
     *("data_ptr", "tolist", "__getitem__", "__setitem__", "copy_", "fill_", "cpu", "cuda", "to", "clone", "pin_memory"),
     *("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_", "_write_file", "byteswap"),
     *("__reduce_ex__", "__deepcopy__", "resize_"),
 )
-# What may be asked of a tensor without looking at its bytes.
+# Functions that read only metadata of a tensor.
 _METADATA = frozenset(
     (
         *("__get__", "__len__", "__hash__", "size", "dim", "ndimension", "numel", "nelement", "element_size"),
@@ -60,20 +60,18 @@ _METADATA = frozenset(
 )
 _ADDITIONS = frozenset({"__iadd__", "add_"})
 _COMPARISONS = {"__eq__": operator.eq, "eq": operator.eq, "__gt__": operator.gt, "gt": operator.gt}
-# Python functions that make a tensor of the data given.
+# Python functions that create a tensor from data.
 _FACTORIES = frozenset({"tensor", "as_tensor", "asarray"})
 
 
-# Where tensors without contents are made.
+# Files that create tensors without contents.
 _OF_FAKES = ("torch/_subclasses/fake_tensor.py", "torch/_subclasses/meta_utils.py", "outofcore/capture/recorder.py")
 
 
 class Substitute(TorchFunctionMode):
-    """Replaces the user's tensors by their fakes in the arguments of every PyTorch function.
+    """A function mode that replaces the user's tensors by fakes in the arguments of PyTorch functions.
 
-    The real objects stay in modules, optimizers and closures, and no call of the step reaches them. It must be the
-    outermost mode. ``first_refusal`` is kept in case the user's code swallows it; ``known`` are the values that the
-    step may read.
+    The real objects stay in modules, optimizers and closures. It must be the outermost mode.
     """
 
     def __init__(
@@ -83,41 +81,37 @@ class Substitute(TorchFunctionMode):
         device: torch.device,
         counts: Mapping[int, int],
     ) -> None:
-        """``fakes`` is by the id of the real tensor; ``reals`` holds those tensors so that their ids are not reused.
-
-        ``counts`` are values, by id, of counts that the step may compare with zero (see ``average_counts``).
-        """
         super().__init__()
-        self._counts = dict(counts)
-        self._fakes = fakes
-        self._reals = list(reals)
+        self._counts = dict(counts)  # counts that the step may compare with zero, by id (see ``average_counts``)
+        self._fakes = fakes  # by the id of the real tensor
+        self._reals = list(reals)  # kept alive so that their ids are not reused
         self._device = device
         self._functions: list[tuple[str, tuple[str, torch.dtype] | None]] = []
-        self._module: Callable[[], str] = str  # the path of the module that runs
-        self.first_refusal: CaptureError | None = None
-        self.known = KnownValues()
+        self._module: Callable[[], str] = str  # returns the path of the running module
+        self.first_refusal: CaptureError | None = None  # the user's code may swallow it
+        self.known = KnownValues()  # values that the step may read
 
     def calling(self) -> str:
-        """Return the name of the PyTorch function that the user's code is in; empty if none."""
+        """Return the name of the PyTorch function that the user's code has called; empty if none."""
         return self._functions[-1][0] if self._functions else ""
 
     def autocast(self) -> tuple[str, torch.dtype] | None:
-        """Device type and dtype of autocast where the user's code called that function; None if it is off.
+        """Return autocast's device type and dtype where the user's code called a PyTorch function.
 
-        PyTorch has already turned autocast off where an operator is dispatched.
+        None if it was off. PyTorch turns autocast off before it dispatches an operator.
         """
         return self._functions[-1][1] if self._functions else None
 
     def swap(self, tree: Any) -> Any:
-        """Replace real tensors in a tree by fakes; raises ``CaptureError`` for one that was not declared."""
+        """Replace real tensors in a tree by fakes; raises ``CaptureError`` for undeclared tensors."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
-            # A wrapper was put around a fake, see ``everywhere``.
-            known = isinstance(tensor, FakeTensor) or is_wrapper(tensor)
-            found = tensor if known else self._fakes.get(id(tensor))
-            if found is None:
+            # Wrappers contain fakes, see ``cover_entry_points``.
+            is_fake = isinstance(tensor, FakeTensor) or is_wrapper(tensor)
+            replacement = tensor if is_fake else self._fakes.get(id(tensor))
+            if replacement is None:
                 raise undeclared(tensor)
-            return found
+            return replacement
 
         return map_leaves(tree, fake)
 
@@ -129,12 +123,12 @@ class Substitute(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         if isinstance(func, HigherOrderOperator) and func.name() != "custom_function_call":
-            # Before its gradient is prepared, for which many trace the functions they are given.
+            # Many of them trace their functions to prepare gradients, so this check comes first.
             raise self._refused(higher_order(func.name(), self._module()))
         if args and id(args[0]) in self._counts:
-            known = self._counted(name, args)
-            if known is not None:
-                return known
+            answer = self._counted(name, args)
+            if answer is not None:
+                return answer
         try:
             if name in _READS:
                 return self._read(func, name, args, kwargs or {})
@@ -158,22 +152,21 @@ class Substitute(TorchFunctionMode):
         except CaptureError as error:
             raise self._refused(error) from error.__cause__
         except Exception as error:
-            known = translated(error, name)
-            if known is None:
+            answer = translated(error, name)
+            if answer is None:
                 raise
-            raise self._refused(known) from error
+            raise self._refused(answer) from error
 
     def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of reading a tensor's known value."""
         value = None if name == "data_ptr" or args[0].requires_grad else self.known.value(args[0])
         if value is None:
             raise value_read(name)
         with without_modes():
-            found = func(value, *args[1:], **kwargs)
-        return found if isinstance(found, str) else self.known.lend(args[0], found)
+            result = func(value, *args[1:], **kwargs)
+        return result if isinstance(result, str) else self.known.lend(args[0], result)
 
     def _counted(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """Answer whether a count is zero, and follow changes of it; None for any other question."""
+        """Return whether a count is zero, and track its changes; None for other questions."""
         key, number = id(args[0]), args[1] if len(args) > 1 else None
         if name in _ADDITIONS and type(number) is int:
             self._counts[key] += number
@@ -191,14 +184,14 @@ class Substitute(TorchFunctionMode):
     def everywhere(self, provenance: Provenance) -> Iterator[None]:
         """Cover entries into PyTorch that a function mode does not see.
 
-        The autograd engine sets the mode aside for hooks, custom backwards and recomputed forwards; ``Function.apply``,
+        The autograd engine disables the mode for hooks, custom backwards and recomputed forwards; ``Function.apply``,
         ``from_numpy`` and ``tolist`` are not overridable.
         """
         self._module = lambda: provenance.here()[0]
-        here = capturing_thread()
+        is_capturing = capturing_thread()
 
         def run_backward(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not here():
+            if not is_capturing():
                 return engine(*args, **kwargs)
             with self, provenance.in_backward():
                 return engine(*self.swap(args), **self.swap(kwargs))
@@ -215,13 +208,13 @@ class Substitute(TorchFunctionMode):
                 stack.enter_context(patched(owner, name, replacement))
             for owner, name in TRANSFORM_ENTRY_POINTS:
                 stack.enter_context(patched(owner, name, self._swapping(getattr(owner, name))))
-            # Gradient clipping takes another path for tensor types that it does not know: not the eager one.
+            # Gradient clipping uses another code path for types that are missing in this list.
             FOREACH_TENSOR_TYPES.append(FakeTensor)
             stack.callback(FOREACH_TENSOR_TYPES.remove, FakeTensor)
             yield
 
     def _ways_to_values(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Yield functions that get at values, and what replaces them: it refuses, or answers with a known value."""
+        """Yield functions that read values, with replacements that refuse or use known values."""
 
         def refusing(error: Callable[[], CaptureError]) -> Callable[..., Any]:
             def refuse(*_: Any, **__: Any) -> Any:
@@ -232,7 +225,7 @@ class Substitute(TorchFunctionMode):
         as_list = torch.Tensor.tolist
 
         def tolist(tensor: torch.Tensor) -> Any:
-            # Where no mode is on, it is a known value that is read.
+            # Without a mode, the tensor is a known value.
             value = tensor if replayable() else self.known.value(tensor)
             if value is None:
                 raise self._refused(value_read("tolist"))
@@ -243,7 +236,7 @@ class Substitute(TorchFunctionMode):
             original = getattr(torch.UntypedStorage, name)
 
             def call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-                # That of a tensor without contents, and it is not PyTorch that makes one.
+                # Only PyTorch itself may use storages of tensors without contents, to create them.
                 if storage.device.type == "meta" and not called_from(*_OF_FAKES):
                     raise self._refused(value_read("untyped_storage"))
                 return original(storage, *args, **kwargs)
@@ -269,11 +262,9 @@ class Substitute(TorchFunctionMode):
 
 
 def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
-    """Return how many models each ``AveragedModel`` has averaged, by the id of its count.
-
-    It copies the first and averages the others, so whether its count is zero decides which ops there are. A count
-    without a value is taken as one.
-    """
+    """Return the number of models that each ``AveragedModel`` has averaged, by its count's id."""
+    # The first model is copied and others are averaged, so the ops depend on whether the count is zero. A meta count is
+    # assumed to be one.
     return {
         id(module.n_averaged): 1 if module.n_averaged.is_meta else int(module.n_averaged)
         for model in models
@@ -283,7 +274,7 @@ def average_counts(models: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def _with_lengths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert lists of lengths for ``ctc_loss`` to tensors: it would make and fill one below dispatch."""
+    """Convert length lists of ``ctc_loss`` to tensors, which it would create below dispatch."""
 
     def tensor(value: Any) -> Any:
         return torch.tensor(value, dtype=torch.int64) if isinstance(value, list | tuple) else value
@@ -308,7 +299,7 @@ def _array_refusal() -> CaptureError:
     return refusal(
         "the step makes a tensor from a NumPy array",
         "the contents of the array would be frozen into the step",
-        "make it before the step and pass it as an argument, or register it as a buffer",
+        "create it before the step and pass it as an argument, or register it as a buffer",
     )
 
 
@@ -317,10 +308,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Run compiled functions and modules as eager code, and report which modules that concerns.
-
-    A compiled function that is no module cannot be detected, so it is not reported.
-    """
+    """Run compiled functions and modules as eager code, and log the compiled modules."""
     names = [
         f"'{name}' ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
         for model in models
@@ -330,7 +318,7 @@ def uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         _log.warning(
-            "%s%s: wrapped by torch.compile; in this step it runs as plain PyTorch, with the numbers of plain PyTorch",
+            "%s%s: wrapped by torch.compile; in this step it runs as plain PyTorch, with the results of plain PyTorch",
             names[0],
             more,
         )

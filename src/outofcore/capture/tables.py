@@ -1,4 +1,4 @@
-"""The record of a trace: the storages and values seen, and the ops in order."""
+"""The storages, values and ops of a trace."""
 
 from __future__ import annotations
 
@@ -19,52 +19,44 @@ from outofcore.graph import Op, StorageKind
 
 @dataclass
 class TracedStorage:
-    """A storage as the trace knows it.
-
-    Attributes:
-        fake: the storage of the fake tensors, held so that no other can get its address. None for a
-            constant, of which only the real tensor exists.
-        created: whether an op of the step creates it.
-    """
-
     bytes: int
     kind: StorageKind
     name: str
+    # The storage of the fake tensors, kept alive so that its address is not reused. None for a constant, which has only
+    # a real tensor.
     fake: torch.UntypedStorage | None
-    created: bool = False
+    created: bool = False  # an op of the step creates it
 
 
 @dataclass
 class Tables:
-    """The storages, values and ops of one trace.
+    """The storages, values and ops of one trace, without references to tensors."""
 
-    It describes tensors by their ``Value`` and holds none: autograd decides by the number of references to a gradient
-    whether to steal it or to add to it.
-    """
-
+    # Autograd decides by a gradient's reference count whether to steal it, so tensors must not be held here.
     device: torch.device = CPU  # where the step runs
     storages: list[TracedStorage] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     ops: list[tuple[Op, Call]] = field(default_factory=list)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
-    classes: Mapping[str, str] = field(default_factory=dict)  # names of the classes of modules, by their paths
-    optional: set[int] = field(default_factory=set)  # places of ops that are left out if nobody looks at what they make
+    classes: Mapping[str, str] = field(default_factory=dict)  # names of module classes, by module path
+    optional: set[int] = field(default_factory=set)  # indices of ops that are dropped if their results are unused
     _by_key: dict[int, int] = field(default_factory=dict)
     _by_value: dict[Value, int] = field(default_factory=dict)
 
     def known(self, tensor: torch.Tensor) -> int | None:
-        """Return the storage of a fake tensor, or None if no op and no mirror registered it."""
+        """Return the storage of a fake tensor; None if it is not registered."""
         return self._by_key.get(storage_key(tensor))
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Return the storage of a fake tensor; raises ``CaptureError`` if it is not registered."""
-        found = self.known(tensor)
-        if found is None:
+        storage = self.known(tensor)
+        if storage is None:
             raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)} came into the step by a way that the capture does not see: "
-                "an extension made it without a registered operator; make it before the step and pass it as an argument"
+                f"a tensor of shape {tuple(tensor.shape)} was created without a registered operator: the capture "
+                "cannot trace it; create it before the step and pass it as an argument, or register the operator with "
+                "torch.library"
             )
-        return found
+        return storage
 
     def add(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> int:
         """Register the storage of a fake tensor."""
@@ -74,12 +66,11 @@ class Tables:
         return len(self.storages) - 1
 
     def add_plain(self, count: int, kind: StorageKind, name: str) -> int:
-        """Register a storage of ``count`` bytes that has no fake tensor."""
+        """Register a storage of ``count`` bytes without a fake tensor."""
         self.storages.append(TracedStorage(count, kind, name, None))
         return len(self.storages) - 1
 
     def add_constant(self, tensor: torch.Tensor, name: str) -> int:
-        """Register the storage of a real tensor whose contents are baked into the step."""
         count = tensor.untyped_storage().nbytes()
         storage = self.add_plain(count, StorageKind.CONSTANT, name)
         self.constants[storage] = tensor
@@ -94,11 +85,10 @@ class Tables:
         return index
 
     def value_of(self, tensor: torch.Tensor) -> int:
-        """Return the index of a fake tensor's value."""
         return self.value(describe(tensor, self.storage_of(tensor), self.device))
 
     def source_of(self, tensor: torch.Tensor) -> str:
-        """Return the user's line of the op that made a fake tensor's storage; empty if none did."""
+        """Return the user's line of the op that created a fake tensor's storage, or empty."""
         storage = self.known(tensor)
         return next((op.source for op, _ in self.ops if storage in op.creates), "")
 
@@ -109,11 +99,11 @@ class Tables:
         reads: tuple[int, ...] = (),
         mutates: tuple[int, ...] = (),
         creates: tuple[int, ...] = (),
-        **other: Any,
+        **fields: Any,
     ) -> int:
-        """Record an op and return its place in ``ops``; ``other`` are fields of ``Op``."""
-        kind = self.classes.get(other.get("module", ""), "")
-        self.ops.append((Op(len(self.ops), name, reads, mutates, creates, module_class=kind, **other), call))
+        """Record an op and return its index; ``fields`` are further fields of ``Op``."""
+        kind = self.classes.get(fields.get("module", ""), "")
+        self.ops.append((Op(len(self.ops), name, reads, mutates, creates, module_class=kind, **fields), call))
         for storage in creates:
             self.storages[storage].created = True
         return len(self.ops) - 1

@@ -1,9 +1,7 @@
-"""Checks in PyTorch's own Python code that read a value only to raise an error.
+"""Checks in PyTorch's Python code that read a value only to raise an error.
 
-The capture assumes that such a check passes, and records an op that makes the check in each call.
-
-Limits: the error names the check, but not the value that failed it. Only where an op has run when its call returns,
-as on the CPU.
+The capture assumes that such a check passes, and records an op that repeats it in each call. The error does not name
+the failing value. Only devices where an op has run when its call returns support this.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ from outofcore.capture.provenance import reader_within
 
 @dataclass(frozen=True)
 class Check:
-    """Raises an error with ``text`` unless a one-element tensor's truth value equals ``passes``."""
-
-    passes: bool
+    passes: bool  # the truth value that passes
     text: str
 
     def __call__(self, value: torch.Tensor) -> None:
@@ -36,10 +32,7 @@ _OF_DISTRIBUTIONS = Check(
 
 
 def check_here(function: str) -> Check | None:
-    """Return the check that is reading a value, by the Python stack; None if something else reads it.
-
-    ``function`` is the PyTorch function that the user's code has called.
-    """
+    """Return the check that is reading a value, by the Python stack; None for other reads."""
     if function in _LOSSES:
         return _LOSSES[function]
     code = reader_within(_DISTRIBUTIONS)

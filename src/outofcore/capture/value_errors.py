@@ -1,9 +1,8 @@
-"""Operators that raise because of the values they are given: an index out of range, a matrix that is singular.
+"""Operators that raise for some values of their arguments: an index out of range, a singular matrix.
 
-An update must not run before such an op if plain PyTorch runs it after: should the op raise, only a part of the model
-would be updated. (Wrong dtypes and shapes raise at capture.) The tables were found by running PyTorch's operator
-database (torch 2.13) on the CPU, forward and backward, with indices out of range, infinities and NaN, and by reading
-the checks of kernels. Any custom operator may raise.
+An update must not move before such an op, or an error would leave a partly updated model. The tables come from
+PyTorch's operator database (torch 2.13, CPU, forward and backward) with bad indices, infinities and NaN, and from the
+checks in kernels. Any custom operator may raise.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from outofcore.capture.operators import by_name
 from outofcore.capture.value_checks import Check
 
 _OWN = frozenset({"aten", "prims", "prim"})
-# These check indices. An index that passed the check of an earlier op passes again, as in that op's backward pass.
+# These check indices. Indices that passed an earlier op's check pass again, for example in that op's backward pass.
 _BY_INDEX = frozenset(
     (
         *("index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "index_select", "index_add"),
@@ -36,36 +35,35 @@ _BY_VALUE = frozenset(
         *("_assert_async", "_functional_assert_async", "_assert_scalar", "_functional_assert_scalar"),
     )
 )
-# These raise for a divisor of 0 if all are integers.
+# These raise for a divisor of 0 if all arguments are integers.
 _OF_INTEGERS = frozenset({"div", "floor_divide", "remainder", "fmod"})
 
 
 def ops_that_may_raise(captured: Captured) -> frozenset[int]:
-    known: set[int] = set()  # storages that were indices of an op before
-    found: set[int] = set()
+    checked: set[int] = set()  # storages that were indices of an earlier op
+    op_ids: set[int] = set()
     for op, call in zip(captured.graph.ops, captured.calls, strict=True):
-        func = getattr(call.func, "run", call.func)  # of an op that writes its result over an argument
-        func = getattr(func, "func", func)  # of an operator that is called in another way
+        func = getattr(call.func, "run", call.func)  # unwrap an op that writes its result over an argument
+        func = getattr(func, "func", func)  # unwrap an operator from ``operators.wrap_exact``
         if isinstance(func, Check):
-            found.add(op.id)
+            op_ids.add(op.id)
         elif isinstance(func, OpOverload):
             space, _, name = func._schema.name.partition("::")
             name = name.removesuffix("_")
             if space not in _OWN or name in _BY_VALUE or by_name(func, call.args, call.kwargs).get("check_errors"):
-                found.add(op.id)
+                op_ids.add(op.id)
             elif name in _BY_INDEX:
                 indices = _integers(captured, call)
-                if not known.issuperset(indices):
-                    found.add(op.id)
-                known |= indices
+                if not checked.issuperset(indices):
+                    op_ids.add(op.id)
+                checked |= indices
             elif name in _OF_INTEGERS and _integers(captured, call).issuperset(op.reads):
-                found.add(op.id)
-        known.difference_update(op.mutates)
-    return frozenset(found)
+                op_ids.add(op.id)
+        checked.difference_update(op.mutates)
+    return frozenset(op_ids)
 
 
 def _integers(captured: Captured, call: Call) -> set[int]:
-    """Return the storages of an op's integer arguments."""
     leaves: list[Any] = tree_flatten((call.args, call.kwargs))[0]
     values = [captured.values[leaf.value] for leaf in leaves if isinstance(leaf, Ref)]
-    return {one.storage for one in values if not one.dtype.is_floating_point and not one.dtype.is_complex}
+    return {value.storage for value in values if not value.dtype.is_floating_point and not value.dtype.is_complex}

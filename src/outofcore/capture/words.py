@@ -1,11 +1,8 @@
-"""Addresses of words in memory that change whenever a value that a captured step has read does.
+"""Addresses of words in memory that change whenever a value that a step has read does.
 
-Comparing words at known addresses is faster than looking up thousands of values before each call: the version of a dict
-stands for all its items, its size for the set of its keys.
-
-The memory layouts are those of CPython on 64 bits with the global interpreter lock. Versions of dicts are used up to
-Python 3.12; in 3.13, setting an attribute does not change the version. The place of a tensor's hooks is found with a
-probe: a tensor that is given a known dict of hooks.
+Comparing words is faster than looking up thousands of values: a dict's version stands for all its items. The offsets
+are valid for 64-bit CPython with the global interpreter lock. Dict versions are used up to Python 3.12, since in 3.13
+setting an attribute leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from torch import nn
 
 
 class Kind(IntEnum):
-    """What an entry compares; equals ``Kind`` in reads.cpp."""
+    """The comparison that an entry makes; equals ``EntryKind`` in reads.cpp."""
 
     ITEM = 0  # of a dict
     ATTRIBUTE = 1  # of an object
@@ -30,11 +27,11 @@ class Kind(IntEnum):
     LIST = 3  # all items of a list
     SIZE = 4  # of a dict
     TYPE = 5  # of an object
-    CALL = 6  # whatever a function compares
+    CALL = 6  # the result of a function
 
 
 _WORD = 8  # bytes
-# Offsets in an object: its type; then of a dict size and version, of a cell its contents, of a set its number of items.
+# Offsets in an object: its type, a dict's size and version, a cell's contents, a set's number of items.
 _TYPE, _SIZE, _VERSION, _CONTENTS, _COUNT = _WORD, 2 * _WORD, 3 * _WORD, 2 * _WORD, 3 * _WORD
 # The offset of an object's ``__dict__`` if its type has this flag (Py_TPFLAGS_MANAGED_DICT).
 _MANAGED, _IS_MANAGED = -3 * _WORD, 1 << 4
@@ -43,17 +40,14 @@ _HAS_VERSIONS = sys.version_info < (3, 13)
 
 
 def word_at(address: int) -> int:
-    """Return the word at an address, as a signed number."""
     return ctypes.c_int64.from_address(address).value
 
 
 def word_of(kind: Kind, owner: Any, key: Any) -> int | None:
-    """Return the address of a word that changes whenever the value of an entry does; None if there is none.
-
-    The address is valid as long as ``owner`` lives. The word may also change while the value stays the same.
-    """
+    """Return the address of a word that changes with an entry's value, or None."""
     if not _IS_KNOWN:
         return None
+    # The address is valid while ``owner`` lives. The word may also change while the value stays the same.
     match kind:
         case Kind.ITEM if _HAS_VERSIONS:
             return id(owner) + _VERSION
@@ -66,24 +60,24 @@ def word_of(kind: Kind, owner: Any, key: Any) -> int | None:
         case Kind.CALL if type(owner) is set and not owner:
             return id(owner) + _COUNT
         case Kind.ATTRIBUTE if key == "__dict__":
-            of = type(owner)
-            address = id(owner) + (_MANAGED if of.__flags__ & _IS_MANAGED else of.__dictoffset__)
+            type_ = type(owner)
+            address = id(owner) + (_MANAGED if type_.__flags__ & _IS_MANAGED else type_.__dictoffset__)
             return address if word_at(address) == id(vars(owner)) else None
         case Kind.ATTRIBUTE if type(owner) in (torch.Tensor, nn.Parameter):
-            place = _place_in_tensor(key)
-            return None if place is None else id(owner) + place
+            offset = _place_in_tensor(key)
+            return None if offset is None else id(owner) + offset
         case _:
             return None
 
 
 @functools.cache
 def _place_in_tensor(name: str) -> int | None:
-    """Find the offset of a tensor's dict of hooks with a probe; None if it was not found."""
+    """Find the offset of a tensor's dict of hooks with a probe tensor; None if it fails."""
     probe, hooks = torch.zeros((), device="cpu", requires_grad=True), OrderedDict[int, Any]()
     try:
         setattr(probe, name, hooks)
     except (AttributeError, RuntimeError, TypeError):
         return None
     size = torch.Tensor.__basicsize__
-    found = [place for place in range(0, size, _WORD) if word_at(id(probe) + place) == id(hooks)]
-    return found[0] if len(found) == 1 else None
+    offsets = [offset for offset in range(0, size, _WORD) if word_at(id(probe) + offset) == id(hooks)]
+    return offsets[0] if len(offsets) == 1 else None
