@@ -1,4 +1,4 @@
 """``outofcore.budget`` as a callback for trainers, and metrics for loggers.
 
-Modules here that are named for a framework need it, and import it with them; ``import outofcore`` never does.
+Modules named after a framework import it; ``import outofcore`` imports none of them.
 """
