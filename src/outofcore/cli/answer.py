@@ -47,10 +47,7 @@ Say = Callable[[str], None]
 
 @contextmanager
 def saying(*, alone: bool) -> Generator[Say]:
-    """Yield a function that prints an answer. With ``alone``, standard output contains only the answer.
-
-    Other output, including that of native code, then goes to standard error, and the answer is printed at the end.
-    """
+    """Yield a function that prints the answer; with ``alone``, other output goes to standard error."""
     if not alone:
         yield print
         return
@@ -63,7 +60,6 @@ def saying(*, alone: bool) -> Generator[Say]:
 
 @contextmanager
 def _descriptor_to_errors() -> Generator[None]:
-    """Redirect standard output of native code to standard error."""
     try:
         saved = os.dup(1)
     except OSError:  # the process has no standard output
@@ -80,7 +76,6 @@ def _descriptor_to_errors() -> Generator[None]:
 
 
 def _flush_native() -> None:
-    """Flush the buffers of Python and C."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None and not stream.closed:
             stream.flush()
@@ -89,17 +84,12 @@ def _flush_native() -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A step with its costs and title.
-
-    Attributes:
-        simulated: the simulated device and the source of its costs; empty if costs were measured.
-        parts: the step with split ops, if that needs less memory.
-    """
+    """A step with its costs and title."""
 
     title: str
     file: GraphFile
-    simulated: str = ""
-    parts: GraphFile | None = None
+    simulated: str = ""  # the device of simulated costs and their source; empty if costs were measured
+    parts: GraphFile | None = None  # the step with split ops, if that needs less memory
 
     @property
     def graph(self) -> StepGraph:
@@ -143,18 +133,14 @@ def subject_from(path: Path) -> Subject:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one policy at one budget.
-
-    ``planned`` is None if the policy finds no plan, and ``refusal`` is its error. ``plan_seconds`` includes placement
-    and simulation.
-    """
+    """The result of one policy at one budget."""
 
     policy: str
     budget: int
-    planned: Planned | None
+    planned: Planned | None  # None if the policy finds no plan
     report: StepReport | None
-    refusal: BudgetError | None
-    plan_seconds: float
+    refusal: BudgetError | None  # why there is no plan
+    plan_seconds: float  # includes placement and simulation
 
 
 def answer(subject: Subject, budget: int, policy: str) -> Answer:
@@ -214,7 +200,6 @@ def present(subject: Subject, budget: int | None, policy: str, options: Answers,
 
 
 def _content(subject: Subject, result: Answer | None, bound: float | None) -> dict[str, object]:
-    """Return an answer for JSON, in bytes and seconds; null for values that do not apply."""
     report = None if result is None else result.report
     content = _step_content(subject) | {
         "policy": None if result is None else result.policy,
@@ -314,17 +299,12 @@ def _compared(subject: Subject) -> list[tuple[str, int]]:
 
 
 def _swept(subject: Subject) -> list[tuple[str, int]]:
-    """Return (name, bytes) of the nine default budgets of a sweep, up to 105 % of in core."""
     budgets = budgets_between(subject.smallest_budget, int(1.05 * subject.in_core_budget), 9)
     return [(format_bytes(budget), budget) for budget in budgets]
 
 
 def side_by_side(subject: Subject, budgets: Sequence[int], options: Answers, say: Say) -> bool:
-    """Print the result of each policy at each budget; return whether any plan fits.
-
-    Empty ``budgets`` select defaults for the step. A sweep prints step times only. Raises ``OutOfCoreError`` if the
-    homes are too small.
-    """
+    """Print each policy's result at each budget, or at default budgets; return whether any plan fits."""
     named = [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
     named = named or (_swept(subject) if options.sweep else _compared(subject))
     cells = [(label, answer(subject, budget, policy)) for label, budget in named for policy in POLICIES]
@@ -415,7 +395,6 @@ def _draw(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
 
 
 def report_plan(subject: Subject, budget: int, policy: str, options: ReportOptions) -> None:
-    """Plan a step and write a report of the prediction."""
     subject = subject.within(budget)
     planned = planning.plan_step(subject.graph, subject.costs, budget, policy)
     step = ReportedStep(subject.graph, subject.costs, planned, budget, policy, simulated=subject.simulated)
@@ -427,11 +406,7 @@ def report_plan(subject: Subject, budget: int, policy: str, options: ReportOptio
 
 
 def check(graph: Path, plan: Path, budget: int | None) -> None:
-    """Prove that a saved plan computes a graph file's step within a budget, and print that it is valid.
-
-    The default budget is the plan's. Raises ``InputError`` or ``GraphError`` for the files, and ``ValidationError`` if
-    the plan is invalid.
-    """
+    """Prove that a saved plan computes its step within a budget, by default the plan's; print the result."""
     file = read_graph(graph)
     saved = read_plan(plan, file.keys)
     limit = saved.budget if budget is None else budget

@@ -145,7 +145,6 @@ def plan(
 def _fit(
     model: str, training: dict[str, Any], places: Places, budgets: tuple[int, ...], as_json: bool, say: answer.Say
 ) -> bool:
-    """Answer for a model's configuration; return False if it does not fit."""
     preset = simulated(places.device)
     reason = (
         "a config.json is planned for a simulated device; name one, such as --device h100 (--device list prints all)"
@@ -174,7 +173,6 @@ def _check_zoo(kind: Kind | None, zoo: ZooOptions, batch: int) -> None:
 
 
 def _check_source(model: str | None, graph: Path | None, places: Places) -> None:
-    """Require exactly one source of a step, and places that suit it."""
     is_file = graph is not None
     refuse(
         (
@@ -201,7 +199,6 @@ def _subject(
     sharers: Sharers,
     onnx: OnnxOptions,
 ) -> answer.Subject:
-    """Load the step to plan. A graph file needs no PyTorch."""
     if graph is not None:
         return answer.subject_from(graph)
     subjects = import_module("outofcore.cli.subjects")
@@ -272,13 +269,13 @@ def run(
         str | None,
         typer.Option(
             help="Memory budget for all tensors of the script, e.g. 6GiB, or a share of available memory, e.g. 70%.",
-            show_default="70%; on a GPU 95% of what is free there",
+            show_default="70%; on a GPU 95% of its free memory",
         ),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="Device whose tensors are kept within the budget: cpu, cuda or cuda:0.",
+            help="Device that the budget applies to: cpu, cuda or cuda:0.",
             show_default="a GPU if there is one",
             autocompletion=completion.own_devices,
         ),

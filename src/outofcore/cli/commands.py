@@ -1,4 +1,4 @@
-"""Command classes of typer: value names in help texts, and a message for byte counts split by a space."""
+"""Command classes of typer that name values in help texts and reject byte counts of two words."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ _UNIT = re.compile(r"[KMGT]i?B?|%", re.IGNORECASE)
 
 
 class Command(TyperCommand):
-    """A command whose help names values instead of Python types, and that detects ``--budget 6 GiB``."""
+    """A command with value names instead of Python types in its help; it detects ``--budget 6 GiB``."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters with their value names."""
         return _with_metavars(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments; raise ``typer.BadParameter`` for a byte count written as two words."""
         self._check_counts(ctx, args)
         return super().parse_args(ctx, args)
 
@@ -57,10 +55,9 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The program, whose options have value names too."""
+    """The program, with value names in its help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters with their value names."""
         return _with_metavars(super().get_params(ctx))
 
 

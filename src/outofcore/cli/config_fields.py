@@ -9,11 +9,11 @@ from typing import Any, cast
 
 from outofcore.errors import InputError
 
-# Names of sizes. Other fields are not checked, and neither are sizes whose default is not a whole number.
+# Names of sizes. Other fields are not checked, and sizes only if their default is a whole number.
 _SIZE = re.compile(
     r"(num|n|d|max)_\w+|(\w+_)?(size|dim|layers|heads|channels|length|positions|embeddings|experts|bins|groups|depth)"
 )
-# Sizes that every model needs: neither null nor zero. ``attribute_map`` has other names for them.
+# Sizes that every model needs: not null, not zero. ``attribute_map`` has other names for them.
 _CORE = frozenset(
     {
         *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"),
@@ -38,10 +38,7 @@ _METHODS = ("quant_method", "quantization_method", "format", "quant_algo")
 
 
 def check_sizes(path: Path, content: Mapping[str, Any], kind: Any, class_of: Callable[[object], Any]) -> None:
-    """Refuse sizes that no model has: not whole, out of range, or heads that do not divide the width.
-
-    ``kind`` is the class of transformers for the file; ``class_of`` returns the class for a ``model_type``, or None.
-    """
+    """Refuse sizes that no model has; ``class_of`` returns the class of transformers for a ``model_type``."""
     _check(path, content, "", kind, class_of)
 
 
@@ -60,7 +57,6 @@ def _check(path: Path, content: Mapping[str, Any], prefix: str, kind: Any, class
 
 
 def _default(kind: Any) -> Any:
-    """Return the default configuration of a class; None if it has none."""
     try:
         return None if kind is None else kind()
     except Exception:  # some classes of transformers require fields
@@ -117,7 +113,6 @@ def _check_heads(
     path: Path, content: Mapping[str, Any], prefix: str, defaults: Any, renamed: Mapping[str, str]
 ) -> None:
     def field_of(name: str) -> tuple[str, int] | None:
-        """Return the full name of a field, and its value in the file or by default."""
         key_name = next((key for key in (name, renamed.get(name, name)) if key in content), renamed.get(name, name))
         value = content.get(key_name, _field(defaults, key_name))
         return (prefix + key_name, value) if _is_whole(value) and value > 0 else None
@@ -133,7 +128,6 @@ def _check_heads(
 
 
 def _divides(defaults: Any) -> bool:
-    """Return whether the heads of a class divide its width by default."""
     width, heads = _field(defaults, "hidden_size"), _field(defaults, "num_attention_heads")
     if not (_is_whole(width) and _is_whole(heads) and heads) or cast("int", width) % cast("int", heads):
         return False
@@ -155,7 +149,7 @@ def check_dtype(path: Path, content: Mapping[str, Any], is_dtype: Callable[[str]
 
 
 def quantisation_of(content: Mapping[str, Any]) -> str:
-    """Return the field that marks weights as quantised, with the method; empty if there is none."""
+    """Return the field that marks weights as quantised, with the method; empty if no field does."""
     for name, value in content.items():
         if name in QUANTISED and value:
             return f"{name} ({_method(value)})"

@@ -1,7 +1,7 @@
-"""Steps of a model described only by its ``config.json`` of transformers, without weights.
+"""Steps of a model described only by its ``config.json`` of transformers.
 
-The class of transformers that the configuration names builds the model on the device "meta". Its inputs follow from the
-configuration and the kind of model. Only code of transformers runs, and no files are downloaded.
+transformers builds the model without weights, on the device "meta". Only its own code runs, and no files are
+downloaded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SHAPES = ("hidden_size", "d_model", "num_hidden_layers", "num_attention_heads",
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
 # The longest period of alternating layers.
 _PERIOD = 8
-# Sample rate of speech models, whose frames are 10 ms; transformers does not store it in the configuration.
+# Sample rate of speech models, with frames of 10 ms; transformers does not store it in the configuration.
 _SAMPLES_PER_S = 16_000
 # Advice for JSON files that are mistaken for configurations, by a field that identifies them.
 _OTHER_FILES = {
@@ -70,8 +70,6 @@ _OTHER_FILES = {
 
 
 class Unit(Enum):
-    """The units of work in a step."""
-
     TOKENS = "tokens"
     IMAGES = "images"
     AUDIO = "seconds of audio"
@@ -108,50 +106,36 @@ _TASKS = {
 
 @dataclass(frozen=True)
 class Training:
-    """How to train a model.
-
-    Attributes:
-        sequence: tokens per sample; None: a default for the model.
-        dtype: of parameters, such as "bf16"; None: as configured.
-        optimizer: name; "none" is a forward pass without gradients.
-        lora: rank of the adapters on all linear layers; None: all parameters are trained.
-        clip: maximum norm of all gradients; None: no clipping.
-        blocks: keep only this many blocks of each stack of equal layers.
-    """
+    """How to train a model."""
 
     batch: int = 8
-    sequence: int | None = None
-    dtype: str | None = None
-    optimizer: str = "adamw"
-    lora: int | None = None
+    sequence: int | None = None  # tokens per sample; None: a default for the model
+    dtype: str | None = None  # of parameters, such as "bf16"; None: as configured
+    optimizer: str = "adamw"  # "none": a forward pass without gradients
+    lora: int | None = None  # rank of adapters on all linear layers; None: all parameters are trained
     checkpointing: bool = False
     amp: bool = False
-    clip: float | None = None
-    blocks: int | None = None
+    clip: float | None = None  # maximum norm of all gradients
+    blocks: int | None = None  # keep only this many blocks of each stack of equal layers
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward pass."""
         return self.optimizer != INFERENCE
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A configuration of transformers with the class of its model.
-
-    ``notes`` are for the reader of the answer. ``quantised`` names the field and method of quantisation, if any.
-    """
+    """A configuration of transformers with the class of its model."""
 
     path: Path
     config: Any
     kind: type[nn.Module]
     labels: Labels
-    notes: tuple[str, ...] = ()
-    quantised: str = ""
+    notes: tuple[str, ...] = ()  # for the reader of the answer
+    quantised: str = ""  # the field and method of quantisation, if any
 
     @property
     def text(self) -> Any:
-        """The part of the configuration that describes the language model."""
         return self.config.get_text_config()
 
     @property
@@ -175,24 +159,19 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ConfiguredStep:
-    """The step of a model described by its configuration.
-
-    It processes ``items`` of ``unit``. ``sequence`` is the tokens of a sample, None if it reads none; ``parameters``
-    and ``trained`` are counts. ``warning``, if any, comes before the answer, ``notes`` after it. ``stacks`` are the
-    stacks of equal layers of the whole model.
-    """
+    """The step of a model described by its configuration; it processes ``items`` of ``unit``."""
 
     user: UserStep[..., Any]
     inputs: tuple[Any, ...]
     title: str
     unit: Unit
     items: float
-    sequence: int | None
-    parameters: int
-    trained: int
-    notes: tuple[str, ...]
-    warning: str = ""
-    stacks: tuple[Stack, ...] = ()
+    sequence: int | None  # tokens of a sample; None for other inputs
+    parameters: int  # their number
+    trained: int  # the number of trained parameters
+    notes: tuple[str, ...]  # printed after the answer
+    warning: str = ""  # printed before the answer
+    stacks: tuple[Stack, ...] = ()  # the stacks of equal layers of the whole model
 
 
 @contextmanager
@@ -209,11 +188,7 @@ def _quiet() -> Generator[None]:
 
 
 def read_config(target: str) -> ModelConfig:
-    """Read a ``config.json``, given its path or folder.
-
-    Raises ``InputError`` if transformers is missing, or if the file is unreadable, of an unknown type, or needs code of
-    its own.
-    """
+    """Read a ``config.json``, given its path or folder; raise ``InputError`` if it cannot be used."""
     path = _path_of(target)
     content = _content(path)
     try:
@@ -259,7 +234,6 @@ def _path_of(target: str) -> Path:
 
 
 def _type_of(path: Path, content: Mapping[str, Any], known_types: Any, version: str) -> str:
-    """Return the model type; raise ``InputError`` unless this version of transformers has it."""
     name = content.get("model_type")
     if not isinstance(name, str):
         advice = next((said for key, said in _OTHER_FILES.items() if key in content), "")
@@ -281,7 +255,6 @@ def _type_of(path: Path, content: Mapping[str, Any], known_types: Any, version: 
 
 
 def _notes(config: Any, content: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return notes about a configuration for the reader of the answer."""
     notes: list[str] = []
     if content.get("auto_map"):
         notes.append("the configuration names its own code, which is not run; this is the model of transformers")
@@ -304,7 +277,6 @@ def _without_quantisation(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(config: Any, content: Mapping[str, Any], key: str) -> bool:
-    """Return whether a file contains a field, under any of its names."""
     names = {key, getattr(type(config), "attribute_map", {}).get(key, key)}
     return bool(names & content.keys()) or not isinstance(getattr(config, key), int)
 
@@ -322,7 +294,6 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _model_class(path: Path, content: Mapping[str, Any], config: Any, transformers: Any) -> type[nn.Module]:
-    """Return the class that a configuration names, or else the default class of its type."""
     architectures = content.get("architectures")
     if isinstance(architectures, list) and architectures:
         name = str(architectures[0])
@@ -381,10 +352,7 @@ def at_once(step: ConfiguredStep, training: Training) -> str:
 
 
 def dtype_of(model_config: ModelConfig, training: Training) -> torch.dtype:
-    """Return the requested or configured dtype of the parameters; refuse one that cannot be trained.
-
-    Quantised weights are planned as plain ones, in bfloat16 if the file names no dtype to compute in.
-    """
+    """Return the requested or configured dtype of the parameters, or bfloat16 for quantised ones."""
     if training.dtype is not None:
         if training.dtype not in _DTYPES:
             raise InputError(f"there is no dtype {training.dtype!r}; choose one of fp32, bf16 and fp16")
@@ -401,10 +369,7 @@ def dtype_of(model_config: ModelConfig, training: Training) -> torch.dtype:
 
 
 def configured_step(model_config: ModelConfig, training: Training) -> ConfiguredStep:
-    """Build a model on the device "meta", and its step.
-
-    Raises ``InputError`` if an option does not suit the model, or transformers cannot build it.
-    """
+    """Build a model on the device "meta", and its step; raise ``InputError`` if that fails."""
     _check(model_config, training)
     dtype = dtype_of(model_config, training)
     model = _built(model_config, training, dtype)
@@ -456,7 +421,6 @@ def configured_step(model_config: ModelConfig, training: Training) -> Configured
 
 
 def _warning(model_config: ModelConfig, training: Training, dtype: torch.dtype) -> str:
-    """Return the warning for a model with quantised weights; empty for others."""
     if not model_config.quantised:
         return ""
     name = str(dtype).removeprefix("torch.")
@@ -464,7 +428,7 @@ def _warning(model_config: ModelConfig, training: Training, dtype: torch.dtype) 
     if training.trains and training.lora is None:
         consequence = "quantised weights cannot be trained, only adapters on them: see --lora"
     return (
-        f"NOT AS QUANTISED: the file says {model_config.quantised}, but this answer is for plain weights in {name}; "
+        f"NOT AS QUANTISED: the file has {model_config.quantised}, but this answer is for plain weights in {name}; "
         f"{consequence}"
     )
 
@@ -507,7 +471,7 @@ def _check(model_config: ModelConfig, training: Training) -> None:
 
 
 def length_of(model_config: ModelConfig, training: Training) -> int | None:
-    """Return the tokens of a sequence, requested or by default; None if the model reads none."""
+    """Return the tokens of a sequence; None if the model has no sequence."""
     if not model_config.reads_tokens:
         return None
     return training.sequence or min(_SEQUENCE, model_config.sequence_limit or _SEQUENCE)
@@ -530,10 +494,7 @@ def _built(model_config: ModelConfig, training: Training, dtype: torch.dtype) ->
 
 
 def stacks_of(model: nn.Module, config: Any) -> list[Stack]:
-    """Return the stacks of a model: lists of layers that are equal, or alternate, from some layer on.
-
-    Lists inside the layers of a stack, such as experts, are left out, as are stacks too shallow to shorten.
-    """
+    """Return the lists of layers of a model that are equal, or alternate, from some layer on."""
     stacks: list[Stack] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{stack.path}.") for stack in stacks):
@@ -543,7 +504,7 @@ def stacks_of(model: nn.Module, config: Any) -> list[Stack]:
 
 
 def _stack_of(path: str, kinds: Sequence[int]) -> Stack | None:
-    """Return the stack for layers of these kinds that needs the fewest layers; None if none is shorter."""
+    """Return the stack that needs the fewest layers; None if it would not be shorter."""
     count, best = len(kinds), None
     fewest = count
     for first in range(count):
@@ -558,7 +519,7 @@ def _stack_of(path: str, kinds: Sequence[int]) -> Stack | None:
 
 
 def _kinds_of(layers: Sequence[nn.Module], config: Any) -> list[int]:
-    """Return a number for each layer, equal for layers that differ in nothing but their own index."""
+    """Return a number for each layer, equal for layers that differ only in their own index."""
     parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))]
     per_layer = [
         values
@@ -585,7 +546,6 @@ def _kinds_of(layers: Sequence[nn.Module], config: Any) -> list[int]:
 
 
 def _described(layer: nn.Module) -> dict[tuple[str, str], object]:
-    """Return the modules of a layer with their settings, and the shapes and dtypes of its tensors."""
     description: dict[tuple[str, str], object] = {}
     for path, module in layer.named_modules():
         description[path, ""] = type(module)
@@ -691,7 +651,6 @@ def _needed(model_config: ModelConfig, config: Any, name: str) -> Any:
 
 
 def _call(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
-    """Return a function that calls the model without caches of text generation, and with its loss."""
     inner = cast("Any", model).get_base_model() if hasattr(model, "peft_config") else model
     accepted = signature(inner.forward).parameters
     extra: dict[str, Any] = {}
@@ -735,7 +694,6 @@ def _forward_step(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], Any]:
 
 
 def _first(output: Any) -> torch.Tensor:
-    """Return the first floating-point tensor of a model's results."""
     leaves = tree_flatten(tuple(output.to_tuple()) if hasattr(output, "to_tuple") else output)[0]
     return next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
 

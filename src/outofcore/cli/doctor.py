@@ -1,7 +1,4 @@
-"""``outofcore doctor``: check the installation and print one line per check. Works without PyTorch.
-
-The checks of the machine are here; ``torch_checks`` has those that need PyTorch, and trains a small model.
-"""
+"""``outofcore doctor``: check the installation. ``torch_checks`` has the checks that need PyTorch."""
 
 from __future__ import annotations
 
@@ -32,8 +29,6 @@ class Result(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of a check: what was checked, and the facts."""
-
     result: Result
     name: str
     text: str
@@ -43,10 +38,7 @@ class Finding:
 
 
 def doctor(home: str, cache: Path | None) -> bool:
-    """Print a line after each check and a summary at the end; return whether everything works.
-
-    ``cache`` None is the user's default folder. Raises ``SpillError`` if the home cannot be used.
-    """
+    """Print a line after each check and a summary; return whether everything works."""
     problems: dict[str, None] = {}
     for finding in _findings(home, cache):
         print(finding, flush=True)

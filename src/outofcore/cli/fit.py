@@ -1,8 +1,7 @@
-"""Whether a model described by its configuration fits a device, its speed there, and what would help.
+"""Whether a model described by its configuration fits a device, its speed there, and helpful changes.
 
-The step is captured without weights. A few of the equal layers are captured and the others are derived from them
-(``estimation.repeating``); if layers do not match, all are captured. This takes a second or less for a step of any
-size, so the search for the largest that fits uses the deep step itself.
+The step is captured without weights, from a few of its equal layers (``estimation.repeating``) if possible. This takes
+a second or less for any size, so the search for the largest size uses the step itself.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from outofcore.progress import Tell, following, silent
 from outofcore.report import columns, step_report
 from outofcore.units import format_bytes, format_seconds
 
-# The answer must come within seconds, so few candidates are placed and none is tuned further. Training plans again,
-# with more effort.
+# The answer must come within seconds, so few candidates are placed and further tuning is off. Training plans with more
+# effort.
 SWIFT = SearchParams(further=0, placed=2, polish_ops=0)
 # The number of pieces of logits and loss in the change that splits them.
 _PIECES = 8
@@ -46,26 +45,16 @@ _PIECES = 8
 
 @dataclass(frozen=True)
 class Axis:
-    """A size of a step that is searched.
+    """A size of a step that is searched."""
 
-    Attributes:
-        field: of ``Training``.
-        what: the unit, for people.
-        stride: sizes are multiples of this.
-        most: the search limit, in strides.
-        is_models: whether that limit is the model's own.
-        least: the smallest size.
-    """
-
-    field: str
-    what: str
-    stride: int
-    most: int
-    is_models: bool = False
-    least: int = 1
+    field: str  # of ``Training``
+    what: str  # the unit
+    stride: int  # sizes are multiples of this
+    most: int  # the search limit, in strides
+    is_models: bool = False  # whether that limit is the model's own
+    least: int = 1  # the smallest size
 
     def sized(self, training: Training, count: int) -> Training:
-        """Return the training options with this size set to ``count`` strides."""
         return replace(training, **{self.field: max(count * self.stride, self.least)})
 
 
@@ -83,81 +72,49 @@ def tokens_of(model_config: ModelConfig) -> Axis:
 
 @dataclass(frozen=True)
 class Need:
-    """Memory and time that a step needs.
+    """Memory and time that a step needs."""
 
-    Attributes:
-        smallest_budget: the smallest budget in bytes that has a plan.
-        in_core_budget: the smallest budget in bytes at which all tensors stay resident, as in plain training.
-        compute_seconds: of all ops, each run once; None without a device.
-        bound_seconds: lower bound of any plan for the device's memory; None without a device, or if the step does not
-            fit.
-    """
-
-    smallest_budget: int
-    in_core_budget: int
-    compute_seconds: float | None
-    bound_seconds: float | None
+    smallest_budget: int  # bytes
+    in_core_budget: int  # the smallest budget in bytes at which all tensors stay resident
+    compute_seconds: float | None  # of all ops, each run once; None without a device
+    bound_seconds: float | None  # lower bound of any plan; None without a device, or if the step does not fit
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest size of a step that fits a device.
+    """The largest size of a step that fits a device."""
 
-    Attributes:
-        size: tokens of a sequence, or samples of a batch; 0: not even the smallest fits.
-        step: sizes are multiples of this.
-        limit: whether the model's own limit or the search limit was reached, so that the device may hold more.
-        smallest_budget: of the step of this size.
-        next_smallest_budget: of the next size; None with ``limit``.
-        placed: whether an offload-all plan for this size was placed on the device.
-        certainty: how the size was found, for people.
-        in_core: the approximate size up to which all tensors stay resident; None if unknown.
-    """
-
-    size: int
-    step: int
-    limit: bool
-    smallest_budget: int
-    next_smallest_budget: int | None
-    placed: bool
-    certainty: str
-    in_core: int | None = None
+    size: int  # tokens of a sequence, or samples of a batch; 0: not even the smallest size fits
+    step: int  # sizes are multiples of this
+    limit: bool  # whether the model's own limit or the search limit was reached
+    smallest_budget: int  # in bytes, for this size
+    next_smallest_budget: int | None  # for the next size; None with ``limit``
+    placed: bool  # whether an offload-all plan for this size was placed on the device
+    certainty: str  # how the size was found, for people
+    in_core: int | None = None  # about the size up to which all tensors stay resident; None: unknown
 
 
 @dataclass(frozen=True)
 class Change:
-    """What the step would need after a change.
+    """A change of the step, and its effect."""
 
-    Attributes:
-        what: the change, for people.
-        flag: the command-line option that makes it; empty if there is none.
-    """
-
-    what: str
-    flag: str
+    what: str  # for people
+    flag: str  # the command-line option, if any
     need: Need
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for a budget, in figures. Bytes are per step.
+    """A plan for a budget, in figures per step."""
 
-    Attributes:
-        fits: whether there is a plan.
-        seconds: of a step; None without a plan or a device.
-        items_per_s: tokens, images or seconds of audio per second.
-        bound_seconds: lower bound of any plan.
-        reason: why the step does not fit.
-    """
-
-    budget: int
+    budget: int  # bytes
     fits: bool
-    seconds: float | None = None
-    items_per_s: float | None = None
+    seconds: float | None = None  # None without a plan or a device
+    items_per_s: float | None = None  # tokens, images or seconds of audio per second
     bytes_out: int = 0
     bytes_in: int = 0
-    bound_seconds: float | None = None
-    reason: str = ""
+    bound_seconds: float | None = None  # lower bound of any plan
+    reason: str = ""  # why the step does not fit
 
 
 @dataclass(frozen=True)
@@ -181,15 +138,14 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan for every budget that was asked about."""
         return all(plan.fits for plan in self.plans)
 
 
 class Captures:
     """Steps of one configuration with costs of the device ``where``, captured once per training options.
 
-    The first step is derived from ``KEPT`` blocks of layers, and checked against a capture with one block less. If they
-    do not match, or with ``repeats`` False, all steps are captured with all layers.
+    Steps are derived from ``KEPT`` blocks of layers if the first one passes a check against a capture with one block
+    less. If it fails, or with ``repeats`` False, all layers are captured.
     """
 
     def __init__(
@@ -205,7 +161,6 @@ class Captures:
 
     @property
     def repeats(self) -> bool:
-        """Whether steps were derived from a few equal layers."""
         return bool(self._repeats)
 
     def of(self, training: Training) -> tuple[StepGraph, Costs]:
@@ -216,17 +171,12 @@ class Captures:
         return step.graph, step.costs
 
     def smallest(self, training: Training) -> int:
-        """Return the smallest budget of a step; raise as ``fit`` does."""
         if training not in self._smallest:
             self._smallest[training] = planning.smallest_budget(*self.of(training))
         return self._smallest[training]
 
     def placed(self, training: Training, memory: int) -> bool:
-        """Return whether an offload-all plan fits a memory size, in bytes.
-
-        For equal layers only a few are planned, in the memory that remains after constants and small tensors of the
-        others.
-        """
+        """Return whether an offload-all plan fits a memory size; of equal layers only a few are planned."""
         if (training, memory) not in self._placed:
             graph, costs = self.of(training)
             memory_left = memory
@@ -267,7 +217,6 @@ class Captures:
         return deep
 
     def _captured(self, training: Training) -> tuple[ConfiguredStep, Step]:
-        """Return the step as configured, and as captured."""
         step = configured_step(self._found, training)
         try:
             return step, estimated_step(step.user, step.inputs, self._where, self._tell)
@@ -298,13 +247,10 @@ def fit(
     tell: Tell,
     say: Say | None = None,
 ) -> Fit:
-    """Compute the answer for a configuration; without a ``card`` only bytes.
+    """Compute the answer for a configuration; print facts that need no capture with ``say``.
 
-    Facts that need no capture go to ``say`` at once.
-
-    Raises:
-        InputError: an option does not suit the model.
-        CaptureError: the step cannot be captured as one graph.
+    Raises ``InputError`` if an option does not suit the model, ``CaptureError`` if the step cannot be captured as one
+    graph.
     """
     start = perf_counter()
     captures = Captures(model_config, card or device("a100-80gb"), tell)
@@ -368,7 +314,6 @@ def _need(graph: StepGraph, costs: Costs, memory: int | None) -> Need:
 
 
 def _bound(graph: StepGraph, costs: Costs, budget: int) -> float:
-    """Return a lower bound in seconds of any plan's step time."""
     return max(planning.lower_bound_seconds(graph, costs, budget) or 0.0, costs.compute_seconds)
 
 
@@ -407,7 +352,6 @@ class _Largest:
         return self._captures.smallest(self._axis.sized(self._training, count))
 
     def found(self, now: int, need: Need) -> Largest:
-        """Return the largest size; the current size ``now`` has the given ``need``."""
         axis, memory = self._axis, self._memory
         size = _search(self._smallest, {now / axis.stride: need.smallest_budget}, memory, axis.most)
         method = "derived from equal layers" if self._captures.repeats else "captured whole"
@@ -438,10 +382,9 @@ class _Largest:
 
 
 def _search(need: Callable[[int], int], known_points: dict[float, int], memory: int, max_count: int) -> int:
-    """Return the largest count up to ``max_count`` whose need fits the memory; 0 if none does.
+    """Return the largest count up to ``max_count`` with a need that fits the memory; 0 if no count fits.
 
-    Needs rise almost linearly with the count. Each guess is where the line through the two nearest points, or through
-    the origin and one point, meets the memory; every fourth guess bisects the interval.
+    Guesses assume that needs are linear in the count; every fourth guess bisects the interval.
     """
     points = dict(known_points)
 
@@ -473,10 +416,7 @@ def _search(need: Callable[[int], int], known_points: dict[float, int], memory: 
 
 
 def _where(points: dict[float, int], memory: int) -> float | None:
-    """Return where the line through the two points nearest to the memory meets it; None if it falls.
-
-    With a single point, the line starts at the origin.
-    """
+    """Return where the line through the two points nearest to the memory meets it; None if it falls."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None
@@ -485,7 +425,7 @@ def _where(points: dict[float, int], memory: int) -> float | None:
     return None if rise <= 0 else near[0] + (memory - points[near[0]]) / rise
 
 
-# What would help
+# Helpful changes
 
 
 def _changes(
@@ -505,21 +445,18 @@ def _changes(
     if dtype_of(model_config, training).itemsize == 4:
         candidates.append(("parameters in bfloat16", "--dtype bf16", replace(training, dtype="bf16")))
     for number, (name, flag, changed_training) in enumerate(candidates):
-        tell("try what would help", number, len(candidates))
+        tell("try helpful changes", number, len(candidates))
         try:
             changed, changed_costs = captures.of(changed_training)
         except (InputError, CaptureError, ModuleNotFoundError):
             continue  # e.g. a model without checkpointing, or no peft
         changes.append(Change(name, flag, _need(changed, changed_costs, memory)))
-    tell("try what would help", len(candidates), len(candidates))
+    tell("try helpful changes", len(candidates), len(candidates))
     return changes
 
 
 def _in_pieces(model_config: ModelConfig, training: Training, graph: StepGraph) -> StepGraph | None:
-    """Return the step with logits, their copies and their gradients cut to a piece; None if it has none.
-
-    This is the effect of a loss that is computed for some tokens at a time.
-    """
+    """Return the step with logits and their gradients cut, as by a loss in pieces; None without logits."""
     words, length = getattr(model_config.text, "vocab_size", None), training.sequence
     if not isinstance(words, int) or not model_config.reads_tokens:
         return None
@@ -547,7 +484,6 @@ def _rank(now: Need, memory: int | None, change: Change) -> tuple[float, float]:
 
 
 def content_of(result: Fit) -> dict[str, object]:
-    """Return an answer for JSON, in bytes and seconds; null for unknown values."""
     return {
         "model": result.title,
         "unit": result.unit.value,
@@ -569,7 +505,6 @@ def content_of(result: Fit) -> dict[str, object]:
 
 
 def text_of(result: Fit) -> str:
-    """Format an answer for people."""
     need = result.need
     rows = [
         ("smallest budget", f"{format_bytes(need.smallest_budget)} ({need.smallest_budget} bytes)"),
@@ -654,7 +589,7 @@ def answer(
     as_json: bool,
     say: Say = print,
 ) -> bool:
-    """Print the answer for a configuration; return False if some budget asked about has no plan."""
+    """Print the answer for a configuration; return whether every budget has a plan."""
     with following(silent if as_json else None) as tell:
         result = fit(model_config, training, card, budgets, policy, tell, None if as_json else say)
     say(json.dumps(content_of(result), indent=2) if as_json else text_of(result))

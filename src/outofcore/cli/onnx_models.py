@@ -42,11 +42,7 @@ class ForwardStep:
 
 
 def forward_step(path: str, dims: Sequence[str], arrays: Sequence[str]) -> ForwardStep:
-    """Build the step of a file.
-
-    ``dims`` are values of dynamic dimensions, such as "batch=4", or "x.0=4" for the first dimension of the input x.
-    ``arrays`` are input files, as for ``run_model``, that give the sizes instead.
-    """
+    """Build the step of a file; dynamic sizes come from ``dims``, such as "batch=4" or "x.0=4", or arrays."""
     model = load(path, contents=False)
     if arrays:
         if dims:
@@ -108,10 +104,9 @@ def _made(model: OnnxModel, path: str, sizes: Mapping[str, int]) -> tuple[torch.
 
 
 def read_inputs(model: OnnxModel, arrays: Sequence[str]) -> tuple[torch.Tensor, ...]:
-    """Read inputs from files, in the order of the model.
+    """Read inputs in the order of the model, from "x.npz", "x.npy" (one input) or "name=x.npy" files.
 
-    A file is an .npz file with arrays by input name, a .npy file for a model with one input, or "name=file.npy". Raises
-    ``InputError`` for a file that cannot be read, or a missing or unknown input.
+    Raises ``InputError`` for a file that cannot be read, or a missing or unknown input.
     """
     arrays_by_name: dict[str, np.ndarray[Any, Any]] = {}
     for text in arrays:
@@ -165,7 +160,6 @@ def _tensor(name: str, array: np.ndarray[Any, Any], dtype: torch.dtype | None) -
 
 
 def write_outputs(path: Path, outputs: Mapping[str, torch.Tensor]) -> None:
-    """Write arrays by name as an .npz file."""
     try:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as file:
             for name, tensor in outputs.items():
@@ -190,11 +184,7 @@ def run_model(
     checked: bool,
     quiet: bool,
 ) -> None:
-    """Run a file on arrays within a budget, and write its outputs.
-
-    It runs as ``outofcore plan`` plans it, so it fits if the plan does. If values decide what is computed, it runs op
-    by op instead. Weights stay in the file and are prefetched.
-    """
+    """Run a file within a budget and write its outputs: as a compiled step, or else op by op."""
     if output is not None and not output.resolve().parent.is_dir():
         raise InputError(f"there is no folder {output.resolve().parent}; create it, or choose another --output")
     check: CheckName = "sampled" if checked else "off"
@@ -233,7 +223,6 @@ def _planned(
 def _followed(
     path: str, limit: int, arrays: Sequence[str], home: str | None, host_budget: int | None, check: CheckName
 ) -> _Ran:
-    """Run the file op by op in an eager loop."""
     model = load(path)
     arrays_read = read_inputs(model, arrays)
     loop = budget(limit, model, home=home, host_budget=host_budget, policy=None, check=check)

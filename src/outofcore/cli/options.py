@@ -1,7 +1,4 @@
-"""The options of the commands, and the decorator that makes a function a command. Without PyTorch.
-
-A parameter annotated with a dataclass of options stands for all of its fields, each an option.
-"""
+"""The options of the commands, and the decorator that makes a function a command. Without PyTorch."""
 
 from __future__ import annotations
 
@@ -75,7 +72,6 @@ _LEAST_BARE = 64 * KIB
 
 
 def bytes_in(text: str | None) -> int | None:
-    """Parse an optional byte count."""
     return None if text is None else parse_bytes(text)
 
 
@@ -92,7 +88,6 @@ def check_budget(budgets: str | None) -> None:
 
 
 def _known_policy(text: str) -> str:
-    """Exit with an error if the policy is unknown, before anything else runs."""
     try:
         policy_of(text)
     except InputError as error:
@@ -134,12 +129,12 @@ class Places:
     ] = "auto"
     cache: CacheFolder = None
     no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Measure again, and store neither measurements nor plans.")
+        bool,
+        typer.Option("--no-cache", help="Measure and plan again, without the stored results, and store no new ones."),
     ] = False
 
     @property
     def host_bytes(self) -> int | None:
-        """The host budget in bytes."""
         return bytes_in(self.host_budget)
 
     @property
@@ -148,7 +143,6 @@ class Places:
         return False if self.no_cache else self.cache or True
 
     def check(self) -> None:
-        """Refuse options that contradict each other."""
         both = self.no_cache and self.cache is not None
         refuse((both, "--no-cache", "give one of --cache and --no-cache"))
 
@@ -175,8 +169,6 @@ def _listing(value: str) -> str:
 
 @dataclass(frozen=True)
 class PlannedPlaces(Places):
-    """``Places`` for a step that may be planned for a simulated device."""
-
     device: Annotated[
         str,
         typer.Option(
@@ -192,8 +184,6 @@ class PlannedPlaces(Places):
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of ``train`` other than the budget."""
-
     steps: Annotated[int, typer.Option(min=1, help="Number of steps to train.")] = 20
     eager: Annotated[bool, typer.Option("--eager", help="Plain PyTorch without a budget, for comparison.")] = False
     picture: Annotated[Path | None, typer.Option(help="HTML file for a chart of memory over a step.")] = None
@@ -207,7 +197,6 @@ class TrainOptions:
     shard: Annotated[bool, typer.Option("--shard", help="Model sharded over the processes of torchrun.")] = False
 
     def check(self, budget: str | None) -> None:
-        """Refuse options that exclude each other."""
         is_elastic, draws = self.elastic is not None, self.picture is not None
         refuse(
             (
@@ -235,8 +224,6 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Files and content of ``report``."""
-
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file of the report.")] = Path("report.html")
     trace: Annotated[Path | None, typer.Option(help="File for a trace that Perfetto and chrome://tracing open.")] = None
     steps: Annotated[
@@ -249,8 +236,6 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class Answers:
-    """Output of ``plan``."""
-
     compare: Annotated[bool, typer.Option("--compare", help="Table of all policies at several budgets.")] = False
     sweep: Annotated[bool, typer.Option("--sweep", help="Table of step times by budget and policy.")] = False
     picture: Annotated[
@@ -274,7 +259,6 @@ class Answers:
         return self.compare or self.sweep
 
     def refuse_for_config(self, places: Places, sharers: Sharers) -> None:
-        """Refuse options that a model's configuration does not support."""
         reason = "this option does not work with a model's config.json; leave it out"
         options = {
             "--compare": self.compare,
@@ -290,7 +274,6 @@ class Answers:
         refuse(*((is_given, option, reason) for option, is_given in options.items()))
 
     def check(self, budgets: tuple[int, ...]) -> None:
-        """Refuse options that exclude each other."""
         draws, saves = self.picture is not None, self.save_plan is not None
         refuse(
             (self.compare and self.sweep, "--sweep", "give one of --compare and --sweep"),
@@ -326,7 +309,6 @@ class Sharers:
     ] = None
 
     def check(self, graph: Path | None) -> None:
-        """Refuse options that exclude each other."""
         is_wrong = self.shard != (self.ranks is not None) or (self.shard and graph is not None)
         refuse(
             (
@@ -340,8 +322,6 @@ class Sharers:
 
 @dataclass(frozen=True)
 class OnnxOptions:
-    """Sizes and arrays for an ONNX file."""
-
     dims: Annotated[
         list[str] | None,
         typer.Option("--dim", help="Value of a dynamic dimension of an ONNX file, e.g. batch=4. Repeatable."),
@@ -397,14 +377,13 @@ class ZooOptions:
     seed: Annotated[int, _training(help="Seed of weights, data and dropout.")] = 0
 
     def refuse(self, source: str, but: frozenset[str] = frozenset()) -> None:
-        """Refuse all options that were given, except those in ``but``, for a source that would ignore them."""
+        """Refuse given options, except the named ones, for a source that would ignore them."""
         reason = f"only models of the zoo take this option; {source} sets it itself"
         for field in fields(self):
             is_given = field.name not in but and getattr(self, field.name) != field.default
             refuse((is_given, f"--{field.name.replace('_', '-')}", reason))
 
     def with_batch(self, batch: int) -> dict[str, Any]:
-        """Return the keyword arguments for ``zoo.workload``."""
         return {**asdict(self), "batch": batch}
 
 
@@ -429,11 +408,9 @@ class ConfigOptions:
     ] = False
 
     def training(self, zoo: ZooOptions, batch: int) -> dict[str, Any]:
-        """Return the fields of ``configs.Training``."""
         return {**asdict(self), "batch": batch, "optimizer": zoo.optimizer, "amp": zoo.amp, "clip": zoo.clip}
 
     def refuse(self) -> None:
-        """Refuse any of these options for a model that is not a configuration."""
         reason = "only a model's config.json takes this option; leave it out"
         refuse(*((bool(value), f"--{name}", reason) for name, value in asdict(self).items()))
 
@@ -447,11 +424,7 @@ Debug = Annotated[
 def command(
     app: typer.Typer, example: str, *, cls: type[Command] = Command, **settings: Any
 ) -> Callable[[Function], Function]:
-    """Register a function as a command whose parameters are its options, plus --debug.
-
-    Fields of parameters that are dataclasses become options. The help ends with the example; ``settings`` go to typer.
-    An ``OutOfCoreError`` ends the command with its message and exit status 2.
-    """
+    """Register a function as a command; fields of parameters that are dataclasses become options."""
 
     def register(function: Function) -> Function:
         option_classes: dict[str, type] = {}
@@ -488,7 +461,7 @@ def _options_of(kind: type) -> list[inspect.Parameter]:
 
 
 def _called(*functions: Callable[[], None], debug: bool) -> None:
-    """Run checks and a command; print expected errors as one sentence, or raise them with ``debug``."""
+    """Run a command after its checks; without ``debug``, print an expected error and exit with status 2."""
     if debug:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     try:
@@ -515,7 +488,7 @@ def _said(error: Exception) -> str:
         text = str(error).partition("\n")[0][:200] or type(error).__name__
         return (
             f"there is not enough memory for this command ({text}). Use smaller sizes. Planning allocates tensors only "
-            "to measure one op at a time: name a simulated device, such as --device h100, to measure none, and build "
+            "to measure one op at a time: name a simulated device, such as --device h100, to measure no ops, and build "
             "the model and inputs of a script under torch.device('meta')."
         )
     return ""

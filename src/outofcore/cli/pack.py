@@ -26,14 +26,12 @@ EFFORT = 4_000_000_000
 
 @dataclass(frozen=True)
 class Table:
-    """A file of rectangles."""
-
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     rectangles: tuple[Rectangle, ...]
 
     def text(self, offsets: tuple[int, ...]) -> str:
-        """Format the file with offsets, in its column of that name or in a new one."""
+        """Format the table with a column of offsets."""
         names = [name.strip() for name in self.header]
         column = names.index("offset") if "offset" in names else len(names)
         lines = [self.header, *self.rows]
@@ -46,11 +44,7 @@ class Table:
 
 
 def read_table(text: str) -> Table:
-    """Read rectangles: the columns ``id``, ``lower``, ``upper`` and ``size``, in any order.
-
-    ``alignment`` and ``gaps`` (at most one per rectangle, such as ``3-7``) are optional; other columns are copied.
-    Raises ``InputError`` that names the line or the missing column.
-    """
+    """Read a table; raise ``InputError`` that names the line or the missing column."""
     lines = list(_records(text))
     if not lines:
         raise InputError("the file is empty; its first line must name the columns id,lower,upper,size")
@@ -128,7 +122,6 @@ def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Recta
 
 
 def explain(rectangles: tuple[Rectangle, ...], packing: Packing, capacity: int) -> str:
-    """Explain why no placement within the capacity was found."""
     peak_use = peak(rectangles)
     if peak_use.bytes > capacity:
         live = set(peak_use.ids)

@@ -1,7 +1,4 @@
-"""Commands in several processes started by torchrun: they train data parallel; the first one prints.
-
-torchrun --nproc-per-node 2 -m outofcore train gpt --budget 512MiB
-"""
+"""Commands that torchrun starts in several processes: they train data parallel; the first one prints."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ class Processes:
         return torch.nn.parallel.DistributedDataParallel(network)
 
     def share(self, batches: Iterator[T], begun: int) -> Iterator[T]:
-        """Select this process's batches from the batches of all, starting at step ``begun``."""
         return itertools.islice(batches, begun * self.count + self.rank, None, self.count)
 
 

@@ -1,8 +1,4 @@
-"""``outofcore run``: run an unmodified script or module as ``python`` does, within a budget.
-
-The loop starts when the script imports PyTorch. Importing it earlier would read environment variables that the script
-may still set.
-"""
+"""``outofcore run``: run an unmodified script or module as ``python`` does, within a budget."""
 
 from __future__ import annotations
 
@@ -28,24 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch:
-    """A script to run, and its budget.
+    """A script to run, and its budget."""
 
-    Attributes:
-        target: path of a script, of a folder or zip file with a ``__main__.py``, or the name of a module.
-        budget: bytes, or a share such as "70%"; None: the default share of the device.
-        device: None: a GPU if there is one, else the CPU.
-        checked: compare clean evicted tensors by checksum.
-        measure: as for ``outofcore.budget``; ``grow`` too.
-    """
-
-    target: str
+    target: str  # path of a script, of a folder or zip file with a __main__.py, or name of a module
     arguments: tuple[str, ...]
     is_module: bool
-    budget: int | str | None = None
-    device: str | None = None
+    budget: int | str | None = None  # bytes, or a share such as "70%"; None: the default share
+    device: str | None = None  # None: a GPU if there is one, else the CPU
     home: str | None = None
     host_budget: int | None = None
-    checked: bool = True
+    checked: bool = True  # compare clean evicted tensors by checksum
     quiet: bool = False
     measure: bool = False
     grow: bool = False
@@ -60,7 +48,6 @@ class Launching(BaseException):
 
 
 def checked(launch: Launch) -> Launch:
-    """Return the launch if its script exists; raise ``InputError`` otherwise."""
     if launch.is_module:
         return launch
     target, script = launch.target, split_script(launch.target)
@@ -83,10 +70,7 @@ def checked(launch: Launch) -> Launch:
 
 
 def run(launch: Launch) -> NoReturn:
-    """Run the script and exit as it does: with its exit status, or by its exception.
-
-    After an interrupt of the script, the process dies of the signal, as Python would.
-    """
+    """Run the script and exit as it does: with its exit status, or by its exception."""
     process, loop_starter = os.getpid(), _Follower(launch)
     own_error: OutOfCoreError | None = None
     try:
@@ -129,7 +113,7 @@ def _leave(raised: BaseException | None, *, failed: bool) -> NoReturn:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Drop our leading frames, and those of a loader that found invalid code."""
+    """Drop our leading frames, and frames of a loader that found invalid code."""
     own_files = (__file__, "<frozen importlib")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(own_files):
         trace = trace.tb_next
@@ -150,7 +134,6 @@ def _flush() -> None:
 
 
 def _prepared(launch: Launch) -> tuple[CodeType, ModuleType]:
-    """Return the script's code and its module ``__main__``; set ``sys.argv`` and the search path."""
     is_container = not launch.is_module and (Path(launch.target).is_dir() or zipfile.is_zipfile(launch.target))
     if launch.is_module:
         module_spec = _module(launch)
@@ -190,7 +173,6 @@ def _file(target: str) -> importlib.machinery.ModuleSpec:
 
 
 def _inside(target: str) -> importlib.machinery.ModuleSpec:
-    """Return the spec of a folder or a zip file."""
     name = str(Path(target).absolute())
     _put_first(name)
     module_spec = importlib.machinery.PathFinder.find_spec("__main__", [name])
@@ -222,7 +204,10 @@ def _put_first(folder: str) -> None:
 
 
 class _Follower:
-    """Starts the loop once PyTorch is imported, and stops it at the end; ``raised`` ended the script."""
+    """Starts the loop once PyTorch is imported, and stops it at the end; ``raised`` ended the script.
+
+    Importing PyTorch earlier would read environment variables that the script may still set.
+    """
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -278,7 +263,6 @@ class _Follower:
 
 
 def _device_here() -> str:
-    """Return this process's GPU, by torchrun's local rank, or the CPU if there is no GPU."""
     import torch  # noqa: PLC0415
 
     if not torch.cuda.is_available():
@@ -310,8 +294,6 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
 
 
 class _ThenCalling(importlib.abc.Loader):
-    """A loader that calls a function after it has loaded a module."""
-
     def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
         self._loader, self._then = loader, then
 

@@ -35,16 +35,12 @@ _USUAL_NETWORK = GroupCost(50e-6, 1.0 * GIB)
 
 
 def _link_between(place: LocalMachine | Device, between: int | None) -> GroupCost:
-    """Return the assumed cost of collectives among processes that need not exist."""
     default_rate = place.in_bytes_per_s if isinstance(place, Device) else _USUAL_NETWORK.bytes_per_s
     return replace(_USUAL_NETWORK, bytes_per_s=default_rate if between is None else float(between))
 
 
 def find_workload(model: str, options: Mapping[str, Any]) -> zoo.Workload:
-    """Find a workload by name; the name of a resnet may include its depth: "resnet50".
-
-    Raises ``InputError`` for an unknown workload, or for an option that does not suit it.
-    """
+    """Find a workload by name, such as "resnet50"; raise ``InputError`` for invalid names and options."""
     match = re.fullmatch(r"resnet(\d+)", model)
     normalized = re.sub(r"[-_ ]", "", model.lower())
     if match is None and re.fullmatch(r"resnet\d+", normalized):
@@ -114,7 +110,6 @@ def _load(path: Path) -> ModuleType:
 
 
 def _run_users(target: str, function: Callable[[], Any]) -> Any:
-    """Run the user's code; convert its exceptions to ``InputError``."""
     try:
         return function()
     except OutOfCoreError:
@@ -122,7 +117,7 @@ def _run_users(target: str, function: Callable[[], Any]) -> Any:
     except SystemExit as error:
         raise InputError(
             f"{target} ended this process by sys.exit({'' if error.code is None else error.code!r}) before it built a "
-            "step; move what the script runs by itself under: if __name__ == '__main__'"
+            "step; move the script's own work under: if __name__ == '__main__'"
         ) from error
     except Exception as error:
         if is_out_of_memory(error):
@@ -167,10 +162,7 @@ def plain_step(work: zoo.Workload) -> PlainStep:
 def find_step(
     model: str, options: Mapping[str, Any], dims: Sequence[str] = (), arrays: Sequence[str] = ()
 ) -> PlainStep:
-    """Find the step to plan: "folder/file.py:function", "file.onnx", or a zoo model with its options.
-
-    ``dims`` and ``arrays`` are for an ONNX file; see ``onnx_models.forward_step``.
-    """
+    """Find the step to plan; ``dims`` and ``arrays`` are for ONNX files, ``options`` for zoo models."""
     kind = kind_of(model)
     if kind is Kind.ONNX:
         from outofcore.cli.onnx_models import forward_step  # noqa: PLC0415 - few plan such files
@@ -195,10 +187,9 @@ def subject_of(
     ranks: int | None = None,
     between: int | None = None,
 ) -> Subject:
-    """Measure the costs of a step, or estimate them for a simulated device.
+    """Measure the costs of a step, or estimate them if ``device`` names a preset.
 
-    A simulated device (``device`` names a preset) ignores ``home``, ``cache`` and ``host_budget``. ``ranks`` processes
-    share the model; each sends ``between`` bytes per second.
+    ``ranks`` processes share the model, and each sends ``between`` bytes per second.
     """
     title, simulation = plain.title, ""
     with following(silent if quiet else None) as tell, opened_place(device, home, host_budget, cache) as place:

@@ -1,4 +1,4 @@
-"""Classify what the command line names, by its text and by existing files. Runs no user code."""
+"""Classify the targets of the command line, by text and by existing files. Runs no user code."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ _KINDS = (
 
 
 class Kind(Enum):
-    """The kinds of target that a command takes."""
-
     ZOO = "a model of the zoo"
     SCRIPT = "a function of a script"
     ONNX = "an ONNX file"
@@ -56,7 +54,6 @@ def kind_of(target: str) -> Kind:
 
 
 def split_script(target: str) -> tuple[Path, str] | None:
-    """Return the file and the function of "folder/file.py:function"; None for any other form."""
     match = _FUNCTION.fullmatch(target)
     return None if match is None else (Path(match["file"]), match["name"])
 
@@ -74,7 +71,6 @@ def check_takes(target: str, takes: Iterable[Kind], command: str, instead: str) 
 
 
 def _script_alone(target: str) -> str:
-    """Return the message for a script without a function, or with an invalid function name."""
     text, _, name = target.rpartition(":")
     path = Path(text if text.endswith(".py") else target)
     if not path.is_file():
@@ -89,10 +85,7 @@ def _script_alone(target: str) -> str:
 
 
 def functions_in(path: Path, *, all_of_them: bool = False) -> list[str]:
-    """Return the names of a script's functions, ``build`` first; by default those that take no arguments.
-
-    Raises ``InputError`` if the script cannot be parsed. Does not run it.
-    """
+    """Return the public functions of a script, ``build`` first; by default those without arguments."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
@@ -115,7 +108,6 @@ def _wants_arguments(arguments: ast.arguments) -> bool:
 
 
 def functions_text(path: Path) -> str:
-    """List the functions of a script that may build a step, as a sentence."""
     names = functions_in(path)
     if not names:
         return f"{path} has no function without arguments"
@@ -147,7 +139,6 @@ def _other_file(path: Path) -> str:
 
 
 def nearest_beside(path: Path) -> Path | None:
-    """Return the file in the path's folder with the most similar name."""
     try:
         name = nearest(path.name, (entry.name for entry in path.parent.iterdir()))
     except OSError:
@@ -156,7 +147,6 @@ def nearest_beside(path: Path) -> Path | None:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return the most similar known name; empty if no name is similar."""
     lowered = {original.lower(): original for original in choices}
     matches = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
     return lowered[matches[0]] if matches else ""

@@ -30,7 +30,7 @@ _TRIAL_STEPS = 3
 
 
 def findings(home: str) -> Iterator[Finding]:
-    """Yield each outcome as soon as its check ends; raise ``SpillError`` if the home cannot be used."""
+    """Yield each outcome as soon as its check ends."""
     has_gpu = torch.cuda.is_available()
     (store,) = open_homes(home)
     try:
@@ -158,7 +158,7 @@ def _trial(name: str, losses_of: Callable[[_Training, str], list[float]], device
     except Exception as error:  # any error is a finding
         return Finding(Result.PROBLEM, name, f"{type(error).__name__}: {error}".partition("\n")[0])
     if losses != expected:
-        return Finding(Result.PROBLEM, name, f"losses {losses} differ from those of plain PyTorch, {expected}")
+        return Finding(Result.PROBLEM, name, f"losses {losses} differ from plain PyTorch's, {expected}")
     seconds = format_seconds(time.perf_counter() - began)
     text = f"{_TRIAL_STEPS} steps within {format_bytes(_TRIAL_BUDGET)}, losses as in plain PyTorch; {seconds}"
     return Finding(Result.OK, name, text)

@@ -32,8 +32,6 @@ from outofcore.zoo.workload import TrainStep
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """The printed figures of a step."""
-
     loss: float
     seconds: float
     arena_bytes: int | None = None
@@ -51,8 +49,6 @@ class _Done:
 
 
 class _Lines:
-    """Progress as lines, for logs."""
-
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._stage = ""
@@ -63,13 +59,11 @@ class _Lines:
             self._stage = stage
             print(f"{stage} …", flush=True)
 
-    def step(self, number: int, done: _Done) -> None:
-        print(f"step {number}/{self._steps}  {done.text()}", flush=True)
+    def step(self, number: int, result: _Done) -> None:
+        print(f"step {number}/{self._steps}  {result.text()}", flush=True)
 
 
 class _Live:
-    """Progress as a bar, for terminals."""
-
     def __init__(self, steps: int) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -86,9 +80,9 @@ class _Live:
     def stage(self, stage: str, done: int, total: int) -> None:
         self._progress.update(self._stage_task, description=stage, completed=done, total=total, visible=done < total)
 
-    def step(self, number: int, done: _Done) -> None:
+    def step(self, number: int, result: _Done) -> None:
         self._progress.update(self._stage_task, visible=False)
-        self._progress.update(self._steps, completed=number, told=done.text())
+        self._progress.update(self._steps, completed=number, told=result.text())
 
 
 def _display(steps: int) -> _Lines | _Live:
@@ -97,15 +91,12 @@ def _display(steps: int) -> _Lines | _Live:
 
 @dataclass(frozen=True)
 class _Training:
-    """A workload to train in this process."""
-
     work: Workload
     options: TrainOptions
     places: Places
     processes: Processes
 
     def within(self, display: _Lines | _Live, budget: int) -> None:
-        """Train within a budget."""
         options, processes = self.options, self.processes
         shard = options.shard and processes.count > 1
         with (
@@ -135,7 +126,6 @@ class _Training:
                 print(f"picture: {options.picture}")
 
     def eagerly(self, display: _Lines | _Live) -> None:
-        """Train in plain PyTorch."""
         work, options, processes = self.work, self.options, self.processes
         device = open_backend(processes.device).device
         network = work.build().to(device)
@@ -151,7 +141,6 @@ class _Training:
     def loop(
         self, display: _Lines | _Live, run: TrainStep, begun: int, step: outofcore.Step[..., Any] | None = None
     ) -> list[_Done]:
-        """Run all steps and display each; ``step`` reports the bytes that it moved."""
         batches = self.processes.share(self.work.batches(), begun)
         results: list[_Done] = []
         with display.shown:
@@ -167,10 +156,7 @@ class _Training:
         return results
 
     def elastically(self, workers: int, budget: int) -> None:
-        """Train with logical workers; process 0 prints.
-
-        Batches are ordered by step, then by worker; each process takes those of its workers.
-        """
+        """Train with logical workers; each process takes the batches of its workers, and process 0 prints."""
         work, options, places = self.work, self.options, self.places
         with ExitStack() as stack:
             home = _home_at(places, stack)
@@ -245,8 +231,7 @@ def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: Train
 
 
 def _seed(work: Workload, processes: Processes) -> None:
-    """Seed dropout; the weights have their own generator."""
-    torch.manual_seed(work.options.seed + processes.rank)
+    torch.manual_seed(work.options.seed + processes.rank)  # for dropout; weights have their own generator
 
 
 def _home_at(places: Places, stack: ExitStack) -> outofcore.OpenHome | None:
@@ -258,14 +243,11 @@ def _home_at(places: Places, stack: ExitStack) -> outofcore.OpenHome | None:
 
 @dataclass(frozen=True)
 class _Made:
-    """A step ready to be compiled, and the number of steps its model has been trained for.
-
-    ``home`` is where the model was built; None: in ordinary memory.
-    """
+    """A step ready to be compiled."""
 
     user: UserStep[..., Any]
-    begun: int = 0
-    home: outofcore.OpenHome | None = None
+    begun: int = 0  # steps that the model has been trained for
+    home: outofcore.OpenHome | None = None  # where the model was built; None: in ordinary memory
 
     def compiled(self, budget: int, places: Places, device: str, *, shard: bool = False) -> outofcore.Step[..., Any]:
         user, home = self.user, self.home
@@ -287,7 +269,6 @@ class _Made:
 def _built(
     work: Workload, processes: Processes, places: Places, resume: Path | None = None, *, shard: bool = False
 ) -> Generator[_Made]:
-    """Yield a workload ready to be compiled; its model is built at a home unless the device is a GPU."""
     with ExitStack() as stack:
         home = _home_at(places, stack)
         if home is None:
@@ -335,7 +316,6 @@ def report(model: str, zoo: Mapping[str, Any], budget: int, options: ReportOptio
 
 
 def _steps_in(extra: Any) -> int:
-    """Return the number of steps stored in a checkpoint of this command."""
     steps = extra.get("steps") if isinstance(extra, dict) else None
     if not isinstance(steps, int):
         raise InputError(

@@ -1,13 +1,9 @@
 """The messages that a step's processes exchange, so that no process waits for another in vain.
 
-Each process captures the step by itself. If one has no plan for a call yet, all compare versions, budgets, models, and
-the step's collectives in order. A process that cannot go on reports it, and all raise. Then one process measures and
-plans, and the others take its plan, so that their measurements do not disturb each other. A process with another graph
-(a batch of another length) plans by itself; its collectives still have the same order. At each later call, a number
-shows whether all are about to run the same collectives.
-
-Limit: a process that never calls the step, or runs other collectives meanwhile, is noticed only after the timeout of
-the process group.
+Each process captures the step by itself. If one has no plan for a call yet, all compare their facts and collectives. If
+one cannot go on, all raise. Otherwise one measures and plans, and the others take its plan. A process with another
+graph plans by itself; its collectives have the same order. At later calls, a number shows whether all run the same
+collectives. A process that never calls the step is noticed only after the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -38,11 +34,7 @@ _MOST_TEXT = 2000
 
 
 class Agreement:
-    """The processes that run one step together.
-
-    They are the group of a ``DistributedDataParallel`` wrapper in ``models``, or ``group`` if they share the models.
-    ``cache`` has the costs of groups.
-    """
+    """The processes that run one step: the group of a wrapper among ``models``, or ``group``."""
 
     def __init__(self, models: Sequence[nn.Module], cache: Cache | None, group: ProcessGroup | None = None) -> None:
         self._cache = cache
@@ -77,8 +69,7 @@ class Agreement:
     def meet(self, facts: StepFacts | None, device: torch.device) -> bool:
         """Return whether all processes have a plan for the next call; ``facts`` is None without one.
 
-        Raises ``StateError`` if they are about to run different collectives, ``InputError`` if they share a model and
-        are about to run different steps.
+        Raises ``StateError`` for different collectives, ``InputError`` for different steps of a shared model.
         """
         group = self._group
         if group is None:
@@ -98,11 +89,7 @@ class Agreement:
         return True
 
     def compare(self, facts: StepFacts) -> tuple[StepFacts, ...]:
-        """Return the facts of all processes by rank.
-
-        Raises ``InputError`` if they differ in a fact that must be equal, or share a model and are about to run
-        different steps; ``StateError`` if one cannot go on, or they run different collectives.
-        """
+        """Return the facts of all processes by rank; raise an error if they cannot run the step together."""
         everyone = self._gathered(facts)
         self._raise_for_others(facts, everyone)
         _check_alike(everyone, follow_one_plan=self._follows_one_plan)
@@ -123,7 +110,6 @@ class Agreement:
 
     @property
     def rank(self) -> int:
-        """The rank of this process among the processes of the step."""
         return 0 if self._group is None else self._group.rank()
 
     def costs(self, collectives: Sequence[Collective], device: torch.device) -> dict[int, GroupCost]:
@@ -135,7 +121,7 @@ class Agreement:
         return self._costs
 
     def from_leader(self, leader: int, make: Callable[[], Any]) -> Any:
-        """Run ``make`` in one process, and return its result in all; if it fails, the others raise ``StateError``."""
+        """Run ``make`` in one process, and return its result in all; if it fails, all raise an error."""
         if self._group is None:
             return make()
         group = self._group
@@ -169,7 +155,6 @@ class Agreement:
                 raise StateError(f"rank {rank} cannot run this step, so no rank runs it: {other_error}")
 
     def _tell(self, text: str) -> list[str]:
-        """Return the texts of all processes."""
         texts = [text]
         if self._group is not None:
             texts = [""] * self._group.size()
@@ -180,12 +165,11 @@ class Agreement:
 
 @contextlib.contextmanager
 def _talking() -> Iterator[None]:
-    """Translate errors of the process group."""
     try:
         yield
     except RuntimeError as error:
         raise CommunicationError(
-            f"the processes of the step could not exchange what they are about to run: {error}. Another process has "
+            f"the processes of the step could not compare their next calls: {error}. Another process has "
             "ended, or did not reach the step within the timeout of the process group; end this one too, and let "
             "torchrun restart all of them"
         ) from error
@@ -202,7 +186,6 @@ def _telling(send: Callable[[str], object]) -> Iterator[None]:
 
 
 def told(error: BaseException) -> str:
-    """Format an error for another process."""
     return f"{type(error).__name__}: {error}"[:_MOST_TEXT]
 
 
@@ -213,7 +196,6 @@ def _number(collectives: Sequence[str]) -> int:
 
 
 def _check_alike(everyone: Sequence[StepFacts], *, follow_one_plan: bool) -> None:
-    """Refuse processes that differ from the first."""
     first = everyone[0]
     for rank, facts in enumerate(everyone[1:], 1):
         ranks = f"rank {rank} and rank 0"

@@ -41,7 +41,6 @@ class Lifetime:
         return LoopStats() if self._last is None else self._last.stats
 
     def _begin(self, model: nn.Module | None) -> None:
-        """Start a loop, after stopping one whose training failed."""
         self._end()
         self._last = self._loop(model).start()
         # Stops the loop of a failed trainer when it is garbage collected.

@@ -8,11 +8,7 @@ from outofcore.api import LoopStats, StepStats
 
 
 class Meter:
-    """Adds up statistics between two readings, and averages them by step.
-
-    ``step_seconds``, ``wait_seconds`` (waits for copies), and ``bytes_out`` and ``bytes_in`` (evicted and fetched) are
-    means over the steps since the last reading. ``peak_bytes`` is the peak of the arena so far.
-    """
+    """Adds up statistics between two readings; values are means over steps, except the peak."""
 
     def __init__(self) -> None:
         self._before = LoopStats()
@@ -20,7 +16,6 @@ class Meter:
         self._calls: list[StepStats] = []
 
     def begin(self, stats: LoopStats) -> None:
-        """Reset the meter."""
         self._before, self._began = stats, time.perf_counter()
 
     def of_loop(self, stats: LoopStats, steps: int) -> dict[str, float]:
@@ -36,7 +31,6 @@ class Meter:
         }
 
     def add(self, stats: StepStats) -> None:
-        """Count a call of a compiled step."""
         self._calls.append(stats)
 
     def of_calls(self) -> dict[str, float]:

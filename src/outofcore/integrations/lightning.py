@@ -55,18 +55,15 @@ class OutOfCore(Lifetime, Callback):
     _step = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Start the loop."""
         self._begin(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start the meter."""
         self._step = trainer.global_step
         if self._logs:
             self._meter = Meter()
             self._meter.begin(self.stats)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log after every ``log_every_n_steps`` steps."""
         interval, steps = trainer.log_every_n_steps, trainer.global_step - self._step
         if self._meter is None or not interval or steps < interval:
             return
@@ -76,9 +73,7 @@ class OutOfCore(Lifetime, Callback):
             logger.log_metrics(values, step=trainer.global_step)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stop the loop."""
         self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop the loop."""
         self._end(exception)

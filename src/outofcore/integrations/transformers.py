@@ -54,14 +54,12 @@ class OutOfCoreCallback(Lifetime, TrainerCallback):
         self._end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the loop."""
         self._begin(kwargs.get("model"))
         if self._logs:
             self._numbers = self._numbers or _Numbers(self)
             self._numbers.begin(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the loop."""
         self._end()
         if self._numbers is not None:
             self._numbers.end()

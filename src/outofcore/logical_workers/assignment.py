@@ -1,8 +1,4 @@
-"""Assign logical workers to processes.
-
-Each process has consecutive workers, starting with process 0. So the sum of all gradients, in the order of the workers,
-passes each process once (see ``chain``).
-"""
+"""Assign consecutive logical workers to each process, so that the sum passes each process once."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ from outofcore.errors import InputError
 def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
     """Return the number of workers of each process, at least one, that minimises the time of the slowest.
 
-    ``seconds`` has the time of one worker's turn by process. The greedy choice (each worker goes to the process that
-    would end first with it) is optimal: any other assignment gives some process a worker that greedy refused, so that
-    process ends no sooner than the slowest does here.
+    ``seconds`` has the time of a turn by process. The greedy choice is optimal: any other assignment gives some process
+    a worker that greedy refused, so that process ends no sooner than the slowest does here.
 
     >>> shares(4, [1.0, 1.0])
     (2, 2)
@@ -39,14 +34,8 @@ def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
 
 
 def runs(counts: Sequence[int]) -> tuple[range, ...]:
-    """Return the workers of each process.
-
-    >>> runs((2, 1))
-    (range(0, 2), range(2, 3))
-    """
     return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
 
 
 def evenly(workers: int, processes: int) -> tuple[range, ...]:
-    """Return the workers of each process when their speeds are unknown."""
     return runs(shares(workers, [1.0] * processes))

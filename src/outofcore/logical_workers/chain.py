@@ -1,14 +1,11 @@
 """The schedule of a sum in a fixed order: its pieces, and which process has each piece in each round.
 
-The processes form a chain. Process 0 starts a piece with the gradients of its workers, in their order. Each process
-adds its own gradients and sends the piece on. The last process has the sum, which comes back the same way. Pieces form
-a pipeline, one round apart, in both directions at once.
+The processes form a chain. Each adds its gradients to a piece and sends it on; the last one has the sum, which comes
+back the same way. Pieces form a pipeline, one round apart, in both directions at once. So the sum has the order of the
+workers on any number W of processes.
 
-So the sum has the order of the workers on any number W of processes. Each of the W - 1 links carries all bytes once in
-each direction: 2 (W - 1) times the gradients, the volume of a ring all-reduce (Patarasuk and Yuan, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations", 2009, section 3), whose order depends on W. An all-to-all exchange
-of slices would take (N / W + 1) (W - 1) times the gradients for N workers, since a process cannot add up the gradients
-of its workers before it sends them.
+It sends 2 (W - 1) times the gradients in total, as a ring all-reduce does in an order that depends on W. See Patarasuk
+and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, section 3.
 """
 
 from __future__ import annotations
@@ -19,8 +16,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The dtype, bytes per element, and number of elements of a tensor."""
-
     dtype: str
     itemsize: int
     elements: int
@@ -36,10 +31,7 @@ class Span:
 
 
 def pieces(extents: Sequence[Extent], max_bytes: int) -> list[tuple[Span, ...]]:
-    """Cut all elements of some tensors, in order, into pieces of one dtype and at most ``max_bytes``.
-
-    Tensors are cut at multiples of ``max_bytes``, which must be a multiple of the page size.
-    """
+    """Cut tensors, in order, into pieces of one dtype; ``max_bytes`` is a multiple of the page size."""
     result: list[tuple[Span, ...]] = []
     open_spans: list[Span] = []
     free_bytes, dtype = 0, ""
@@ -62,14 +54,10 @@ def pieces(extents: Sequence[Extent], max_bytes: int) -> list[tuple[Span, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The work of one process in one round.
+    """The work of one process in one round."""
 
-    ``forward`` is the piece to add gradients to; process p - 1 sent it in the round before. ``back`` is the piece whose
-    sum process p + 1 sent.
-    """
-
-    forward: int | None
-    back: int | None
+    forward: int | None  # the piece to add gradients to; process p - 1 sent it in the round before
+    back: int | None  # the summed piece that process p + 1 sent
 
 
 def rounds(count: int, processes: int, place: int) -> Iterator[Round]:

@@ -44,16 +44,16 @@ class SavedContext(Struct):
 
 @dataclass(frozen=True)
 class Context:
-    """The states of all generators of one logical worker; ``gpu`` is for the step's GPU, None on the CPU."""
+    """The states of all generators of one logical worker."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
     torch: torch.Tensor
-    gpu: torch.Tensor | None
+    gpu: torch.Tensor | None  # of the step's GPU; None on the CPU
 
     @staticmethod
     def beginning(seed: int, worker: int, gpu: torch.device | None) -> Context:
-        """Return a worker's initial context, seeded independently by ``numpy.random.SeedSequence``."""
+        """Return a worker's initial context, seeded independently of other workers."""
         numbers = [int(n) for n in np.random.SeedSequence([seed, worker]).generate_state(4, np.uint64)]
         numpy = np.random.RandomState(numbers[1] % 2**32).get_state(legacy=False)
         on_cpu = torch.Generator().manual_seed(numbers[2] >> 1).get_state()
@@ -62,13 +62,11 @@ class Context:
 
     @staticmethod
     def now(gpu: torch.device | None) -> Context:
-        """Return the current states."""
         on_gpu = None if gpu is None else torch.cuda.get_rng_state(gpu)
         numpy: Any = np.random.get_state(legacy=False)
         return Context(random.getstate(), numpy, torch.get_rng_state(), on_gpu)
 
     def enter(self, gpu: torch.device | None) -> None:
-        """Set the generators to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -76,7 +74,6 @@ class Context:
             torch.cuda.set_rng_state(self.gpu, gpu)
 
     def saved(self) -> SavedContext:
-        """Convert to the form in a checkpoint."""
         state = self.numpy["state"]
         version, numbers, gauss = self.python
         numpy = _Numpy(
@@ -91,7 +88,6 @@ class Context:
 
     @staticmethod
     def restored(saved: SavedContext) -> Context:
-        """Convert from a checkpoint; raise ``ValueError`` if text is not hexadecimal."""
         python, numpy = saved.plain.python, saved.plain.numpy
         return Context(
             (python.version, tuple(python.state), python.gauss),

@@ -18,13 +18,11 @@ from outofcore.logical_workers.gradients import Buffers, Layout, Tensors
 
 
 def kernel_facts(workers: int, seed: int, gpu: torch.device | None) -> dict[str, str]:
-    """Return the facts apart from model and data that decide the bits; a checkpoint contains them.
-
-    CPU kernels split sums by the number of threads, and the width of sums depends on the instruction set.
-    """
+    """Return the facts apart from model and data that decide the bits; a checkpoint contains them."""
     facts = {
         "logical workers": str(workers),
         "seed": str(seed),
+        # CPU kernels split sums by the number of threads, and their width depends on the instruction set.
         "threads (torch.get_num_threads)": str(torch.get_num_threads()),
         "PyTorch": str(torch.__version__),
         "device": "cpu" if gpu is None else gpu.type,
@@ -47,7 +45,6 @@ def kernel_facts(workers: int, seed: int, gpu: torch.device | None) -> dict[str,
 
 
 def _matmul_precision(backend: Any) -> str:
-    """Return the precision of float32 matrix products; "None" if it is unset."""
     return str(getattr(getattr(backend, "matmul", None), "fp32_precision", None))
 
 

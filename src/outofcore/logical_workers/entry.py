@@ -137,7 +137,7 @@ def _as_list(value: Any, kind: type) -> list[Any]:
 
 
 def _check_unwrapped(models: Sequence[Any]) -> None:
-    """Refuse models whose wrappers exchange gradients themselves."""
+    """Refuse models with wrappers that exchange gradients themselves."""
     modules = (named for model in models if isinstance(model, nn.Module) for named in model.named_modules())
     for path, module in modules:
         kind, location = type(module).__name__, f"the module {path}" if path else "the model"

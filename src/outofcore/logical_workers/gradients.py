@@ -1,8 +1,4 @@
-"""The gradients of one process: of the current turn, and those stored at home for earlier workers.
-
-They are read and written piece by piece, past the page cache on a disk, so they need only a few pieces of memory in
-addition to the budget.
-"""
+"""The gradients of one process: of the current turn, and those stored at home for earlier workers."""
 
 from __future__ import annotations
 
@@ -27,15 +23,12 @@ class Tensors:
         self._home = home
 
     def read(self, span: Span, elements: torch.Tensor) -> None:
-        """Copy the elements of a span to a CPU row."""
         self._home.copy(self.part(span), elements)
 
     def write(self, span: Span, elements: torch.Tensor) -> None:
-        """Copy a CPU row to the elements of a span."""
         self._home.copy(elements, self.part(span))
 
     def part(self, span: Span) -> torch.Tensor:
-        """View the elements of a span."""
         return self._rows[span.tensor][span.start : span.start + span.count]
 
 
@@ -46,10 +39,7 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Layout:
-    """The shapes, strides and dtypes of a step's gradients, the same for all workers.
-
-    ``spans`` are all elements, in pieces; ``digest`` distinguishes layouts.
-    """
+    """The shapes, strides and dtypes of a step's gradients, the same for all workers."""
 
     def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
         self._shapes = [(tuple(g.shape), g.stride(), g.dtype) for g in gradients]
@@ -61,7 +51,6 @@ class Layout:
         self.digest = crc32(repr(self._shapes).encode())
 
     def is_of(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Return whether gradients have this layout."""
         return self._shapes == [(tuple(g.shape), g.stride(), g.dtype) for g in gradients]
 
     def new(self, home: OpenHome) -> Tensors:
@@ -87,34 +76,25 @@ class Buffers:
 
 
 class Gradients:
-    """The gradients in ``.grad`` after a turn, and those of earlier turns, stored at a home.
-
-    Attributes:
-        layout: of the gradients at the last call of ``update_layout``.
-        stored: by the number of the turn.
-    """
+    """The gradients in ``.grad`` after a turn, and gradients of earlier turns, stored at a home."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], home: OpenHome) -> None:
         self._parameters, self._home = parameters, home
         self._buffers = Buffers(2)
         self.layout: Layout | None = None
-        self.kept: dict[int, Tensors] = {}
+        self.kept: dict[int, Tensors] = {}  # by the number of the turn
 
     @property
     def bytes(self) -> int:
-        """The bytes of one worker's gradients."""
         return 0 if self.layout is None else self.layout.bytes
 
     def present(self) -> list[torch.Tensor]:
-        """Return all tensors in ``.grad``."""
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def tensors(self) -> Tensors:
-        """Return all tensors in ``.grad``, to read and write."""
         return Tensors(self.present(), self._home)
 
     def clear(self) -> None:
-        """Set each ``.grad`` to None."""
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -14,8 +14,6 @@ from outofcore.logical_workers.contexts import Context, generators_kept
 
 
 class Samples(Protocol):
-    """A dataset like ``torch.utils.data.Dataset``, with a length and samples by number."""
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
@@ -23,17 +21,15 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Order:
-    """The order of samples, determined by these fields alone.
+    """The order of samples: as in ``torch.utils.data.DistributedSampler`` with one replica per worker.
 
-    It is the order of ``torch.utils.data.DistributedSampler`` with one replica per worker and ``drop_last=True``: of
-    every N consecutive samples, each worker has one. ``batch_size`` is of one worker; the number of the epoch is added
-    to ``seed``.
+    Of every N consecutive samples each worker has one; ``drop_last`` is true.
     """
 
     workers: int
-    batch_size: int
+    batch_size: int  # of one worker
     length: int
-    seed: int
+    seed: int  # the number of the epoch is added to it
     shuffle: bool
 
     def __str__(self) -> str:
@@ -46,13 +42,11 @@ class Order:
         return self.length // (self.workers * self.batch_size)
 
     def of_epoch(self, epoch: int) -> torch.Tensor:
-        """Return the numbers of all samples, in order."""
         if not self.shuffle:
             return torch.arange(self.length)
         return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
 
     def samples(self, order: torch.Tensor, step: int, worker: int) -> list[int]:
-        """Return the sample numbers of one worker's batch in a step, given the epoch's order."""
         step_samples = self.workers * self.batch_size
         return order[step * step_samples : (step + 1) * step_samples][worker :: self.workers].tolist()
 
@@ -65,25 +59,18 @@ class Place:
     step: int = 0
 
     def after(self, order: Order) -> Place:
-        """Return the position one step later."""
         if self.step + 1 >= order.steps:
             return Place(self.epoch + 1, 0)
         return replace(self, step=self.step + 1)
 
 
 class Course:
-    """The workers of one process: their random generators, and their position in the data.
-
-    Attributes:
-        contexts: of the workers, after their last step.
-        order: of the data; None without a loader.
-        place: the position in the data.
-    """
+    """The workers of one process: their random generators, and their position in the data."""
 
     def __init__(self, gpu: torch.device | None, contexts: dict[int, Context]) -> None:
         self._gpu = gpu
-        self.contexts = contexts
-        self.order: Order | None = None
+        self.contexts = contexts  # after the last step of each worker
+        self.order: Order | None = None  # None without a loader
         self.place = Place()
         self._drawn: tuple[dict[int, Any], dict[int, Context]] | None = (
             None  # the last batches, and contexts after them
@@ -102,11 +89,9 @@ class Course:
         return batches
 
     def contexts_before(self, batches: object) -> dict[int, Context]:
-        """Return the contexts in which the turns with these batches begin."""
         return self._drawn[1] if self._drawn is not None and batches is self._drawn[0] else self.contexts
 
     def end_step(self, batches: object, contexts: dict[int, Context]) -> None:
-        """Record that a step has used batches, and the contexts after it."""
         if self._drawn is not None and batches is self._drawn[0] and self.order is not None:
             self.place = self.place.after(self.order)
         self.restore(contexts)
@@ -125,16 +110,8 @@ class Loader:
     """The rest of an epoch, step by step; returned by ``run.loader``.
 
     Each item is ``{logical worker: batch}`` for the workers of this process. Samples are read one step at a time, with
-    the random generators of their worker, so that augmentation does not depend on the process.
-
-    Attributes:
-        order: of the samples.
-
-    Args:
-        course: the state of the training, with its position in the data.
-        dataset: samples by number.
-        order: of the samples.
-        collate: makes a batch from a list of samples.
+    the random generators of their worker, so that augmentation does not depend on the process. ``order`` is the order
+    of the samples.
     """
 
     def __init__(
@@ -169,10 +146,7 @@ class Loader:
 
 
 def checked_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: bool) -> Order:
-    """Return the order of a dataset's samples.
-
-    Raises ``InputError`` if it has no length, no samples by number, or too few samples for one step.
-    """
+    """Return the order of a dataset's samples; raise ``InputError`` for an unsuitable dataset."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise InputError(
             f"a dataset needs __len__ and __getitem__, but {type(dataset).__name__} lacks one of them; call run() with "

@@ -20,10 +20,10 @@ class OrderedSum:
         self._buffers = Buffers(7)
 
     def __call__(self, gradients: Sequence[Tensors], target: Tensors, layout: Layout, divisor: int) -> None:
-        """Write the sum of all workers' gradients, divided once at the end, to ``target`` on every process.
+        """Write the mean of all workers' gradients to ``target`` on every process.
 
-        ``gradients`` are those of this process, in the order of its workers; at process 0 the first may be a sum
-        itself. ``target`` may be one of them. After a ``StateError`` for another process, ``target`` is partly written.
+        ``gradients`` are in the order of this process's workers; at process 0 the first may be a sum itself. After a
+        ``StateError`` for another process, ``target`` is partly written.
         """
         if self._processes.count == 1:
             for spans in layout.spans:
@@ -81,12 +81,18 @@ class OrderedSum:
             wait()
 
     def _add(
-        self, own: Sequence[Tensors], layout: Layout, spans: Sequence[Span], total: torch.Tensor, *, first: bool
+        self,
+        process_gradients: Sequence[Tensors],
+        layout: Layout,
+        spans: Sequence[Span],
+        total: torch.Tensor,
+        *,
+        first: bool,
     ) -> None:
         start = 0
         for span in spans:
             part = total[start : start + span.count]
-            for number, gradients in enumerate(own):
+            for number, gradients in enumerate(process_gradients):
                 if first and number == 0:
                     gradients.read(span, part)
                 else:

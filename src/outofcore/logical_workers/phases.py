@@ -26,10 +26,9 @@ def phases(
     optimizers: Sequence[Optimizer],
     update: Callable[[], object] | None,
 ) -> Callable[..., Any]:
-    """Combine two compiled functions: a worker's turn, and, if the first argument is true, the update.
+    """Combine a worker's turn and, if the first argument is true, the update, so that they share an arena.
 
-    In one step they share an arena, so that few bytes move between them. A turn that adds to gradients of the one
-    before is a separate capture.
+    A turn that adds to gradients of the one before is a separate capture.
     """
 
     @functools.wraps(step, assigned=("__name__", "__qualname__", "__doc__"), updated=())
@@ -55,7 +54,6 @@ def phases(
 
 @contextlib.contextmanager
 def _without_step(optimizer: Optimizer) -> Iterator[None]:
-    """Refuse calls of an optimizer's ``step`` inside the block."""
     attributes = vars(optimizer)
     before = attributes.get("step")
     attributes["step"] = _refuse
@@ -77,7 +75,6 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 
 def _refusal(text: str) -> CaptureError:
-    """Make an error with the user's line on the stack."""
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     place = next((f"{file}:{line}" for file, line in frames if not file.startswith(_LIBRARIES)), "")
     return CaptureError(f"{place}: {text}", place)

@@ -1,4 +1,4 @@
-"""The processes that train together: torch.distributed's default group, torchrun's, or this one alone."""
+"""The processes that train together."""
 
 from __future__ import annotations
 
@@ -23,29 +23,22 @@ _TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass
 class Meeting:
-    """The values that processes compare at the end of ``synchronized``.
+    """The values that processes compare at the end of ``synchronized``."""
 
-    Attributes:
-        steps: made by this process.
-        digest: of this process's work in this step.
-        by_rank: steps and digest of each process, after the end.
-    """
-
-    steps: int = 0
-    digest: int = 0
-    told: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    steps: int = 0  # made by this process
+    digest: int = 0  # of its work in this step
+    told: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # of each process, by rank
 
 
 class Processes:
-    """All processes, with their own gloo group, which exchanges host memory.
+    """The processes that train together; the constructor raises ``StateError`` if one is missing.
 
-    They are those of ``torch.distributed`` if it has been initialised; otherwise those that torchrun started together,
-    for which it is initialised now; otherwise this process alone. ``bytes_sent`` counts ``send`` and ``share``. The
-    constructor raises ``StateError`` if they do not find each other.
+    They are the processes of ``torch.distributed`` if it is initialised; otherwise torchrun's, for which it is
+    initialised now.
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        self.bytes_sent = 0
+        self.bytes_sent = 0  # by ``send`` and ``share``
         self._timeout = timeout
         self._group: Any = None
         self.rank, self.count = 0, 1
@@ -74,7 +67,6 @@ class Processes:
         self._group = None
 
     def gather(self, item: Any) -> list[Any]:
-        """Return every process's item, by rank."""
         if self.count == 1:
             return [item]
         items: list[Any] = [None] * self.count
@@ -102,7 +94,6 @@ class Processes:
         meeting.told = [(steps, digest) for _, steps, digest in numbers]
 
     def _numbers(self, numbers: list[int]) -> list[list[int]]:
-        """Return some 64-bit numbers of every process, by rank."""
         if self.count == 1:
             return [numbers]
         row = torch.tensor(numbers, dtype=torch.int64)
@@ -151,10 +142,8 @@ _POLL = 0.01
 def met(store: Any, rank: int, count: int, timeout: timedelta) -> str:
     """Return a name that all processes of this start agree on, and that no earlier start used.
 
-    torchrun keeps its store when it restarts processes, so keys of earlier ones remain, such as their addresses. So
-    each process but the first announces itself under a fresh name, and the first answers every such name with the name
-    of the start, until all have read it. ``store`` is a shared ``torch.distributed.Store``. Raises ``RuntimeError`` on
-    timeout.
+    torchrun keeps its store when it restarts processes, so keys of earlier starts remain. Each process but the first
+    announces itself under a fresh name, and the first answers it with the name of the start.
     """
     end = time.monotonic() + timeout.total_seconds()
     fresh = uuid.uuid4().hex

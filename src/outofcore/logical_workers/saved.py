@@ -44,7 +44,6 @@ class SavedTraining(Struct):
 
     @staticmethod
     def of(facts: dict[str, str], steps: int, contexts: Mapping[int, SavedContext], course: Course) -> SavedTraining:
-        """Describe a training; ``contexts`` are of the workers of all processes."""
         order = course.order
         return SavedTraining(
             facts,
@@ -55,12 +54,11 @@ class SavedTraining(Struct):
         )
 
     def extra(self, extra: Any) -> dict[str, Any]:
-        """Return the value to save as ``extra``, with the user's own."""
         return {_KEY: msgspec.to_builtins(self), "extra": extra}
 
     @staticmethod
     def read(folder: Path) -> tuple[SavedTraining, Any]:
-        """Return this part of a checkpoint, and the user's ``extra``; raise ``InputError`` if it is missing."""
+        """Return this part of a checkpoint and the user's ``extra``; raise ``InputError`` if it is missing."""
         extra = outofcore.load(folder)
         if not isinstance(extra, dict) or _KEY not in extra:
             raise InputError(
@@ -97,7 +95,6 @@ class SavedTraining(Struct):
         _log.warning("%s was %s and is now %s; the bits of later steps change", name, before, now)
 
     def restore(self, course: Course, workers: range, count: int) -> None:
-        """Restore the workers of a process; ``count`` is the number of all workers."""
         saved_order = self.order
         course.place = Place(self.place.epoch, self.place.step)
         course.order = saved_order and Order(

@@ -215,8 +215,8 @@ class Elastic:
             )
         if self._gradients.present():
             raise InputError(
-                "parameters already have gradients, which would be added to those of one process only; clear them "
-                "first with optimizer.zero_grad()"
+                "parameters already have gradients, which would count in one process only; clear them first with "
+                "optimizer.zero_grad()"
             )
 
     def _take_turns(self, batches: Mapping[int, Any], turns: Turns) -> tuple[dict[int, Any], dict[int, Context]]:
@@ -247,11 +247,10 @@ class Elastic:
         return losses, contexts
 
     def _adds_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the next turn may add its gradients to those in ``.grad``, as in plain PyTorch.
+        """Return whether the next turn may add to the gradients in ``.grad``, as in plain PyTorch.
 
-        It may at process 0, which has the first workers, if each gradient is added once: a step with two backward
-        passes would add in another order than in a process that begins with its worker. It also needs a plan, which may
-        not fit the budget.
+        It may at process 0 if each gradient is added once: two backward passes would add in another order elsewhere. It
+        also needs a plan, which may not fit the budget.
         """
         if self.rank > 0 or not self._may_add:
             return False
@@ -269,20 +268,18 @@ class Elastic:
         return self._may_add
 
     def _keep_gradients(self, number: int, turns: Turns) -> None:
-        """Store the gradients of a turn at home. Process 0 adds them up, since its workers are the first."""
         before = self._gradients.layout
         if number and self._gradients.note_layout() is not before:
             raise StateError(
                 "the workers of one step have gradients of different parameters, which cannot be summed: make the step "
                 "use the same parameters for every worker"
             )
-        turn = 0 if self.rank == 0 else number
+        turn = 0 if self.rank == 0 else number  # process 0 adds them up, since its workers are the first
         self._gradients.keep(turn, add=turn in turns.kept)
         if turn not in turns.kept:
             turns.kept.append(turn)
 
     def _digest(self, turns: Turns) -> int:
-        """Return a number that identifies the gradients and buffers that a step writes."""
         layout = self._gradients.layout
         return crc32(repr((layout and layout.digest, turns.keys)).encode())
 
@@ -323,13 +320,13 @@ class Elastic:
     ) -> Loader:
         """Return batches for the workers of this process: the rest of an epoch, from ``place`` on.
 
-        The samples of each worker's batches are those of one replica of ``torch.utils.data.DistributedSampler`` with
-        one replica per worker and ``drop_last=True``. A batch counts as used once ``run`` has been called with it, or
+        The samples of each worker's batches are the samples of a replica of ``torch.utils.data.DistributedSampler``
+        with one replica per worker and ``drop_last=True``. A batch counts as used once ``run`` has been called with it, or
         the next one is requested. All loaders of a training share one position in the data.
 
         Args:
             dataset: with ``__len__`` and ``__getitem__``. Random augmentation may use the generators of Python, NumPy
-                and PyTorch, which are set to those of the worker.
+                and PyTorch, which have the worker's states.
             batch_size: samples of one worker's batch.
             seed: of the shuffling; the number of the epoch is added to it.
             shuffle: whether each epoch has another order.

@@ -12,23 +12,16 @@ from outofcore.logical_workers.processes import Processes
 
 
 class Turns:
-    """The turns of one step.
-
-    Attributes:
-        keys: names of the buffers that a turn writes.
-        stored: the turns whose gradients are stored at home.
-        seconds: of each turn.
-        switch_seconds: between turns.
-    """
+    """The turns of one step."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
-        self.keys: list[str] = []
-        self.kept: list[int] = []
-        self._begin: list[torch.Tensor] = []
+        self.keys: list[str] = []  # of the buffers that a turn writes
+        self.kept: list[int] = []  # the turns with gradients stored at home
+        self._begin: list[torch.Tensor] = []  # before the first turn
         self._left: list[torch.Tensor] = []  # after the turn of worker 0; empty in other processes
         self.seconds: list[float] = []
-        self.switch_seconds = 0.0
+        self.switch_seconds = 0.0  # between turns
 
     def note(self, captured: Any) -> None:
         """Find the buffers that a turn writes; ``captured`` is the result of ``Step.prepare``."""
@@ -42,15 +35,12 @@ class Turns:
                 self.keys.append(binding.key)
 
     def begin(self) -> None:
-        """Save the buffers before the first turn."""
         self._begin = self._copies()
 
     def leave(self) -> None:
-        """Save the buffers after the turn of worker 0."""
         self._left = self._copies()
 
     def put_back(self) -> None:
-        """Reset the buffers to their values at the beginning of the step."""
         if self._begin:
             self._put(self._begin)
 

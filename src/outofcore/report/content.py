@@ -27,21 +27,13 @@ _ALWAYS = tuple((queue, 0) for queue in Queue if queue is not Queue.COMMUNICATE)
 
 @dataclass(frozen=True)
 class Page:
-    """The parts of a report other than the step itself.
-
-    Attributes:
-        title: the heading.
-        budget: bytes that the user named.
-        insight: predictions for other budgets, if known.
-        homes: names of the homes, by number.
-        notes: pairs of name and text, such as the machine.
-    """
+    """The parts of a report other than the step itself."""
 
     title: str
-    budget: int
-    insight: Insight | None = None
-    homes: Sequence[str] = ()
-    notes: Sequence[tuple[str, str]] = ()
+    budget: int  # bytes that the user named
+    insight: Insight | None = None  # predictions for other budgets
+    homes: Sequence[str] = ()  # names, by number
+    notes: Sequence[tuple[str, str]] = ()  # pairs of name and text, such as the machine
 
 
 def page_content(
@@ -50,14 +42,9 @@ def page_content(
     program: Program,
     timelines: Sequence[tuple[str, Timeline]],
     page: Page,
-    measured: LoopMeasurements | None = None,
+    measured: LoopMeasurements | None = None,  # of the first timeline, if it is of an eager loop
 ) -> Object:
-    """Return the content of a report. Times in microseconds, sizes in bytes.
-
-    Args:
-        timelines: of this program, each with its name; the page opens with the first.
-        measured: further measurements of the first timeline, if it is of an eager loop.
-    """
+    """Return the content of a report, in microseconds and bytes; the page opens with the first timeline."""
     lanes = list(dict.fromkeys([*_ALWAYS, *map(lane_of, program.instructions)]))
     lanes.sort(key=lambda lane: (list(LANES).index(lane[0]), lane[1]))
     several = len({home for _, home in lanes}) > 1
@@ -147,7 +134,7 @@ def _micro(seconds: float) -> int:
 
 
 def _thinned(memory: MemoryOverTime) -> Object:
-    """Limit the moments to what a screen can show; of neighbours, keep the one with the most bytes."""
+    """Limit the moments to the resolution of a screen; of neighbours, keep the one with the most bytes."""
     total = [sum(levels) for levels in zip(*memory.held.values(), strict=True)] or [0] * len(memory.times)
     length = memory.times[-1] or 1.0
     indices_by_pixel: dict[int, int] = {}
@@ -220,7 +207,6 @@ def _module(graph: StepGraph, data: Storage) -> str:
 
 
 def _fate(data: Storage, decisions: Sequence[Decision]) -> str:
-    """Summarise the decisions about a storage in a word."""
     if data.arrives:
         return "fetched input"
     kinds = {decision.residency for decision in decisions}

@@ -31,27 +31,16 @@ class Moved:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step in figures.
-
-    Attributes:
-        budget: bytes that were allowed.
-        arena_bytes: the end of the highest block, the part of the budget in use.
-        peak_bytes: the maximum of bytes in blocks; the rest of the arena is fragmentation.
-        seconds: of the whole step.
-        compute_seconds: of the ops.
-        recomputed: number of recomputed ops.
-        moved: by kind of storage. Kinds without copies are absent, and so are inputs and outputs, which every plan
-            copies.
-    """
+    """One step in figures."""
 
     policy: str
-    budget: int
-    arena_bytes: int
-    peak_bytes: int
-    seconds: float
-    compute_seconds: float
-    recomputed: int
-    moved: tuple[Moved, ...]
+    budget: int  # bytes that were allowed
+    arena_bytes: int  # the end of the highest block, the part of the budget in use
+    peak_bytes: int  # the maximum of bytes in blocks; the rest of the arena is fragmentation
+    seconds: float  # of the whole step
+    compute_seconds: float  # of the ops
+    recomputed: int  # number of recomputed ops
+    moved: tuple[Moved, ...]  # by kind; without inputs and outputs, which every plan copies
 
     def again_seconds(self, costs: Costs) -> float:
         """Return the seconds of recomputed ops, given the costs of all ops."""
@@ -59,12 +48,10 @@ class StepReport:
 
     @property
     def bytes_out(self) -> int:
-        """Bytes copied from the device to the home."""
         return sum(moved.bytes_out for moved in self.moved)
 
     @property
     def bytes_in(self) -> int:
-        """Bytes copied from the home to the device."""
         return sum(moved.bytes_in for moved in self.moved)
 
 
@@ -108,16 +95,10 @@ def _moved(graph: StepGraph, program: Program) -> tuple[Moved, ...]:
 
 @dataclass(frozen=True)
 class MemoryOverTime:
-    """Device bytes over one step, by kind of storage, as step functions on common times.
+    """Device bytes over one step, by kind of storage, as step functions on common times."""
 
-    Attributes:
-        times: seconds, rising, from 0.0 to the end of the step.
-        held: by kind of storage (its text, or "workspace"), the bytes from each time on. Kinds without bytes are
-            absent.
-    """
-
-    times: tuple[float, ...]
-    held: dict[str, tuple[int, ...]]
+    times: tuple[float, ...]  # seconds, rising, from 0.0 to the end of the step
+    held: dict[str, tuple[int, ...]]  # by kind (its text, or "workspace"), the bytes from each time on
 
     @property
     def peak_bytes(self) -> int:
@@ -177,20 +158,11 @@ class Help:
 
 @dataclass(frozen=True)
 class Insight:
-    """Predictions for a step at other budgets and on a faster machine.
+    """Predictions for a step at other budgets and on faster hardware."""
 
-    Attributes:
-        smallest_budget: in bytes.
-        in_core_budget: the smallest budget in bytes at which all tensors stay resident.
-        compute_seconds: of all ops, each run once.
-        points: by rising budget.
-        helps: the largest saving first.
-        verdict: one sentence about the bottleneck of the step.
-    """
-
-    smallest_budget: int
-    in_core_budget: int
-    compute_seconds: float
-    points: tuple[Point, ...]
-    helps: tuple[Help, ...] = ()
-    verdict: str = ""
+    smallest_budget: int  # bytes
+    in_core_budget: int  # the smallest budget in bytes at which all tensors stay resident
+    compute_seconds: float  # of all ops, each run once
+    points: tuple[Point, ...]  # by rising budget
+    helps: tuple[Help, ...] = ()  # the largest saving first
+    verdict: str = ""  # one sentence about the bottleneck of the step

@@ -30,29 +30,22 @@ def this_machine() -> Machine:
 
 
 def available_memory_bytes() -> int | None:
-    """Return the kernel's estimate of memory available without swapping; None if the system has none.
-
-    The limit of this process's control group (``memory.max`` of Linux's version 2) applies too.
-    """
+    """Return the available memory, within the limits of the control group; None if unknown."""
     counts = [_kib(_field(Path("/proc/meminfo"), "MemAvailable")), _left_of_group(_own_group())]
     return min((count for count in counts if count is not None), default=None)
 
 
 def resident_memory_bytes() -> int | None:
-    """Return the physical memory of this process (RSS); None if the system does not report it."""
     return _kib(_field(Path("/proc/self/status"), "VmRSS"))
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Physical memory of this process in bytes; 0 if the system does not report it.
-
-    ``of_files`` are pages of files, ``anonymous`` other private pages; the remainder is shared memory.
-    """
+    """Physical memory of this process in bytes; 0 if the system does not report it."""
 
     resident: int
-    of_files: int
-    anonymous: int
+    of_files: int  # pages of files
+    anonymous: int  # other private pages
 
 
 def process_memory() -> ProcessMemory:
@@ -61,10 +54,9 @@ def process_memory() -> ProcessMemory:
 
 
 def peak_memory_bytes() -> int | None:
-    """Return the peak physical memory (RSS) of this process; None if the system does not report it.
+    """Return the peak physical memory (RSS) of this process, exact to about a MiB; None if unknown.
 
-    Exact to about a MiB, since the kernel counts pages in batches. ``getrusage`` is not used: a process inherits its
-    value from its parent.
+    ``getrusage`` is not used, since a process inherits its value from its parent.
     """
     return _kib(_field(Path("/proc/self/status"), "VmHWM"))
 
@@ -79,28 +71,24 @@ def transparent_huge_pages() -> str:
 
 
 def _own_group() -> Path:
-    """Return the folder of this process's control group."""
     line = next((entry for entry in _text(Path("/proc/self/cgroup")).splitlines() if entry.startswith("0::")), "0::/")
     return Path("/sys/fs/cgroup") / line.removeprefix("0::").lstrip("/")
 
 
 def _left_of_group(folder: Path) -> int | None:
-    """Return the bytes free within the limits of a control group and its ancestors; None without a limit.
-
-    File pages count as free, since the kernel drops them first.
-    """
+    """Return the bytes free within the limits of a control group and its ancestors; None without a limit."""
     free_bytes: list[int] = []
     for group in (folder, *folder.parents):
         limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
         if limit.isdigit() and used.isdigit():
             statistics = dict(line.split() for line in _text(group / "memory.stat").splitlines())
             file_bytes = int(statistics.get("active_file", 0)) + int(statistics.get("inactive_file", 0))
+            # The kernel drops file pages first, so they count as free.
             free_bytes.append(max(int(limit) - int(used) + file_bytes, 0))
     return min(free_bytes, default=None)
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -108,7 +96,7 @@ def _text(path: Path) -> str:
 
 
 def _field(path: Path, name: str) -> str:
-    """Return the value of the first line ``name: value`` of a file; empty if there is none."""
+    """Return the value of the first line ``name: value`` of a file; empty without such a line."""
     for line in _text(path).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:
@@ -117,6 +105,5 @@ def _field(path: Path, name: str) -> str:
 
 
 def _kib(text: str) -> int | None:
-    """Parse a text such as ``"1234 kB"``, which counts KiB, to bytes."""
     number = text.partition(" ")[0]
     return int(number) * KIB if number.isdigit() else None

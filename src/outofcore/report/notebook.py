@@ -1,8 +1,4 @@
-"""Results in a notebook: short self-contained tables, and a report's page in a frame.
-
-A notebook calls an object's method ``_repr_html_``. Tables take the colours of the notebook; a page has its own. All
-text is escaped.
-"""
+"""Results in a notebook: short self-contained tables, and a report's page in a frame."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ def facts_html(title: str, facts: Sequence[tuple[str, str]]) -> str:
 
 
 def table_html(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first row is the heading; all columns but the last are numbers."""
+    """Return a table with a heading in its first row; all columns but the last are numbers."""
     head, *body = rows
     headings = "".join(
         f'<th scope="col" style="{_style(i, head)}">{html.escape(cell)}</th>' for i, cell in enumerate(head)
@@ -57,7 +53,6 @@ def _table(title: str, body: str) -> str:
 
 
 def framed(page: str, title: str) -> str:
-    """Embed a page in a notebook; its scripts run, without access to anything outside the frame."""
     return (
         f'<iframe title="{html.escape(title)}" sandbox="allow-scripts" style="{_FRAME}" srcdoc="{html.escape(page)}">'
         "</iframe>"

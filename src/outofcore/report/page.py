@@ -12,7 +12,6 @@ from outofcore.errors import InputError
 
 
 def page_text(content: Mapping[str, object]) -> str:
-    """Return the report of a step as HTML, given ``content.page_content``."""
     return _page("page.html", ("common.js", "curves.js", "time.js", "page.js"), content)
 
 
@@ -32,16 +31,11 @@ def _page(template: str, scripts: Sequence[str], content: Mapping[str, object]) 
 
 
 def write_report(path: Path, content: Mapping[str, object]) -> None:
-    """Write the report of a step to an HTML file, and create its folder; raise ``InputError`` on failure."""
     _write(path, page_text(content))
 
 
 def write_sweep(path: Path, lines: Mapping[str, Sequence[tuple[int, float]]], *, title: str, floor: float) -> None:
-    """Write a page with step time over budgets, a line for each policy.
-
-    ``lines`` has the points (bytes, seconds) of each policy, by rising bytes; policies without points are left out.
-    ``floor`` is a lower bound in seconds of the step time. Raises ``InputError`` if the file cannot be written.
-    """
+    """Write a page of step time over budgets, with (bytes, seconds) per policy and a bound in seconds."""
     drawn = [{"name": name, "points": [[*point, name] for point in points]} for name, points in lines.items() if points]
     content = {"title": title, "lines": drawn, "floor": floor}
     _write(path, _page("sweep.html", ("common.js", "curves.js", "sweep.js"), content))

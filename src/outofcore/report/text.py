@@ -22,9 +22,8 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def moved_text(report: StepReport) -> str:
-    """List the copies of a step by kind, one line each under a heading, or one line if there are none."""
     if not report.moved:
-        return "  nothing moves: all tensors stay on the device"
+        return "  no copies: all tensors stay on the device"
     rows = [("per step", "tensors", "evictions", "evicted", "fetches", "fetched")]
     rows += [
         (

@@ -1,7 +1,6 @@
 """Timelines in the trace format of Chrome, which Perfetto and chrome://tracing open.
 
-Format: "Trace Event Format", Google; times in microseconds. ``torch.profiler`` writes the same format, so both traces
-can be merged on one time axis.
+Format: "Trace Event Format", Google; times in microseconds. ``torch.profiler`` writes the same format.
 """
 
 from __future__ import annotations
@@ -30,18 +29,12 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class LoopMeasurements:
-    """Measurements of a step of an eager loop, other than its timeline.
+    """Measurements of a step of an eager loop, other than its timeline."""
 
-    Attributes:
-        homes: names of the links, by number.
-        on_demand: ids of ops that ran without a plan.
-        marks: moments (seconds from the start of the step), each with a name and text.
-    """
-
-    homes: tuple[str, ...]
+    homes: tuple[str, ...]  # names of the links, by number
     memory: MemoryOverTime
-    on_demand: Collection[int]
-    marks: tuple[tuple[float, str, str], ...]
+    on_demand: Collection[int]  # ids of ops that ran without a plan
+    marks: tuple[tuple[float, str, str], ...]  # seconds from the start of the step, name, text
 
 
 def trace_events(
@@ -51,10 +44,7 @@ def trace_events(
     origin_us: float = 0.0,
     measured: LoopMeasurements | None = None,
 ) -> list[Event]:
-    """Return a process for each named timeline, with a thread for each queue, its waits, and memory.
-
-    ``origin_us`` is the time of the first step on the time axis, in microseconds.
-    """
+    """Return a process for each named timeline, with a thread for each queue, its waits, and memory."""
     events: list[Event] = []
     for number, (name, timeline) in enumerate(timelines):
         process = _FIRST_PROCESS + number
@@ -161,7 +151,6 @@ def _memory(memory: MemoryOverTime, process: int, origin: float) -> Iterator[Eve
 
 
 def _time(seconds: float, origin: float = 0.0) -> float:
-    """Return microseconds."""
     return round(origin + seconds * 1e6, 3)
 
 
@@ -175,16 +164,10 @@ def write_trace(
     beside: Path | None = None,
     measured: LoopMeasurements | None = None,
 ) -> None:
-    """Write timelines as a trace.
+    """Write named timelines as a trace, compressed if the path ends in ``.gz``.
 
-    Args:
-        path: the file, compressed if its name ends in ``.gz``; its folder is created.
-        timelines: each with its name.
-        began_ns: when the measured step began, in nanoseconds since 1970.
-        beside: a trace exported by ``torch.profiler``, to merge on its time axis.
-
-    Raises:
-        InputError: the other trace cannot be read, or the file cannot be written.
+    ``beside`` is a trace exported by ``torch.profiler`` to merge; the step began at ``began_ns`` (nanoseconds since
+    1970). Raises ``InputError`` if a file cannot be read or written.
     """
     content: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": []}
     origin = 0.0

@@ -1,8 +1,4 @@
-"""The time of a step by use, and the cause of each wait.
-
-``simulator.stalls`` finds the instruction for which the compute queue waited. This module adds a text and a reason: the
-link was busy, memory was full, or the copy itself took that long.
-"""
+"""The time of a step by use, and the cause of each wait that ``simulator.stalls`` finds."""
 
 from __future__ import annotations
 
@@ -22,8 +18,6 @@ _LEAST_SHARE = 1e-5
 
 
 class Reason(Enum):
-    """The cause of a wait."""
-
     LINK = "link"  # the link was busy with other copies
     ROOM = "room"  # memory was full until another storage was evicted or released
     COPY = "copy"  # the copy began as early as possible, and took longer than the ops that overlap it
@@ -33,50 +27,31 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """A period in which no op ran because a copy or collective had to end first.
+    """A period in which no op ran because a copy or collective had to end first."""
 
-    Attributes:
-        start: seconds from the start of the step.
-        instruction: index of the waiting op's instruction; -1: the end of the step.
-        cause: index of the instruction that it waited for.
-        text: such as "waits for copy-in of layer3.2.conv1 convolution output".
-        why: one sentence about the reason.
-    """
-
-    start: float
+    start: float  # seconds from the start of the step
     seconds: float
-    instruction: int
-    cause: int
+    instruction: int  # index of the waiting op's instruction; -1: the end of the step
+    cause: int  # index of the instruction that it waited for
     reason: Reason
-    text: str
-    why: str
+    text: str  # such as "waits for copy-in of layer3.2.conv1 convolution output"
+    why: str  # one sentence about the reason
 
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """A step's seconds by use. They add up to the whole step.
+    """A step's seconds by use. They add up to the whole step."""
 
-    Attributes:
-        ops: of ops that run for the first time.
-        again: of recomputed ops.
-        for_copies: waits for copies in, because the link was slow or busy.
-        for_room: waits for memory.
-        for_others: waits for collectives.
-        end: after the last op, to finish copies out.
-        between: between ops, without a wait: the cost of issuing them.
-    """
-
-    ops: float
-    again: float
-    for_copies: float
-    for_room: float
-    end: float
-    between: float
-    for_others: float = 0.0
+    ops: float  # run for the first time
+    again: float  # recomputed ops
+    for_copies: float  # waits for copies in, because the link was slow or busy
+    for_room: float  # waits for memory
+    end: float  # after the last op, to finish copies out
+    between: float  # between ops, to issue them
+    for_others: float = 0.0  # waits for collectives
 
     @property
     def seconds(self) -> float:
-        """The seconds of the whole step."""
         waits = self.for_copies + self.for_room + self.for_others
         return self.ops + self.again + waits + self.end + self.between
 
