@@ -46,7 +46,7 @@ def test_a_wait_is_put_down_to_the_copy_and_to_what_held_that_up() -> None:
     first, last = waits
     assert first.text == "waits for copy-in of conv1 convolution output"
     assert first.reason is Reason.ROOM
-    assert first.why == "The copy had no room before copy-out of conv1 convolution output was done."
+    assert first.why == "The copy had no memory before the end of copy-out of conv1 convolution output."
     assert last.reason is Reason.END
     assert last.text == "the step ends with copy-out of output 3"
     assert (spent.ops, spent.for_room, spent.end, spent.again, spent.between) == (8.0, 4.0, 1.0, 0.0, 0.0)

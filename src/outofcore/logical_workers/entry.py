@@ -103,7 +103,7 @@ def elastic(
     if not timeout > 0:
         raise InputError(f"timeout must be a number of seconds above zero, not {timeout!r}")
     if seed < 0:
-        raise InputError(f"seed must not be negative, not {seed}")
+        raise InputError(f"seed must be at least 0, not {seed}")
     _check_unwrapped(models)
     with contextlib.ExitStack() as cleanup:
         processes = Processes(timedelta(seconds=timeout))

@@ -146,7 +146,7 @@ class Elastic:
             StateError: there was no step.
         """
         if self._stats is None:
-            raise StateError("there was no step yet; make one with run(batches)")
+            raise StateError("no step has been made yet; make one with run(batches)")
         return self._stats
 
     # A step
@@ -320,9 +320,9 @@ class Elastic:
     ) -> Loader:
         """Return batches for the workers of this process: the rest of an epoch, from ``place`` on.
 
-        The samples of each worker's batches are the samples of a replica of ``torch.utils.data.DistributedSampler``
-        with one replica per worker and ``drop_last=True``. A batch counts as used once ``run`` has been called with it, or
-        the next one is requested. All loaders of a training share one position in the data.
+        Each worker gets the samples of a replica of ``torch.utils.data.DistributedSampler`` with one replica per worker
+        and ``drop_last=True``. A batch counts as used once ``run`` has been called with it, or the next one is
+        requested. All loaders of a training share one position in the data.
 
         Args:
             dataset: with ``__len__`` and ``__getitem__``. Random augmentation may use the generators of Python, NumPy

@@ -23,7 +23,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 def moved_text(report: StepReport) -> str:
     if not report.moved:
-        return "  no copies: all tensors stay on the device"
+        return "  nothing moves: all tensors stay on the device"
     rows = [("per step", "tensors", "evictions", "evicted", "fetches", "fetched")]
     rows += [
         (
