@@ -156,7 +156,7 @@ def answer(subject: Subject, budget: int, policy: str) -> Answer:
     return Answer(policy, budget, planned, report, None, seconds)
 
 
-def present(subject: Subject, budget: int | None, policy: str, options: Answers, say: Say) -> bool:
+def present(subject: Subject, budget: int | None, policy: str, options: Answers, printer: Say) -> bool:
     """Print a plan for the budget, if any, and write the requested files; return False if it does not fit."""
     whole_subject, subject = subject, subject.within(budget)
     if options.save_graph is not None:
@@ -193,9 +193,9 @@ def present(subject: Subject, budget: int | None, policy: str, options: Answers,
                 "lossless_budget": forecast.lossless_budget,
                 "points": [asdict(point) for point in forecast.points],
             }
-        say(json.dumps(content, indent=2))
+        printer(json.dumps(content, indent=2))
     else:
-        say(_text(whole_subject, result, bound, forecast))
+        printer(_text(whole_subject, result, bound, forecast))
     return result is None or result.planned is not None
 
 
@@ -303,7 +303,7 @@ def _swept(subject: Subject) -> list[tuple[str, int]]:
     return [(format_bytes(budget), budget) for budget in budgets]
 
 
-def side_by_side(subject: Subject, budgets: Sequence[int], options: Answers, say: Say) -> bool:
+def side_by_side(subject: Subject, budgets: Sequence[int], options: Answers, printer: Say) -> bool:
     """Print each policy's result at each budget, or at default budgets; return whether any plan fits."""
     named = [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
     named = named or (_swept(subject) if options.sweep else _compared(subject))
@@ -312,9 +312,9 @@ def side_by_side(subject: Subject, budgets: Sequence[int], options: Answers, say
         _draw(subject, cells, options.picture)
     if options.as_json:
         content = _step_content(subject) | {"cells": [_cell_content(subject, cell) for cell in cells]}
-        say(json.dumps(content, indent=2))
+        printer(json.dumps(content, indent=2))
     else:
-        say((_sweep_text if options.sweep else _compare_text)(subject, named, cells))
+        printer((_sweep_text if options.sweep else _compare_text)(subject, named, cells))
     return any(result.planned is not None for _, result in cells)
 
 

@@ -118,11 +118,11 @@ def plan(
     sharers.check(graph)
     budgets = () if budget is None else tuple(map(parse_bytes, budget.split(",")))
     kind = None if model is None else kind_of(model)
-    with answer.saying(alone=answers.as_json) as say:
+    with answer.saying(alone=answers.as_json) as printer:
         if model is not None and kind is Kind.CONFIG:
             answers.refuse_for_config(places, sharers)
             zoo.refuse("a model's config.json", but=frozenset({"optimizer", "amp", "clip", "seed"}))
-            fits = _fit(model, configured.training(zoo, batch), places, budgets, answers.as_json, say)
+            fits = _fit(model, configured.training(zoo, batch), places, budgets, answers.as_json, printer)
         else:
             _check_zoo(kind, zoo, batch)
             configured.refuse()
@@ -134,16 +134,16 @@ def plan(
             if answers.several:
                 if answers.save_graph is not None:
                     write_graph(answers.save_graph, subject.file)
-                fits = answer.side_by_side(subject, budgets, answers, say)
+                fits = answer.side_by_side(subject, budgets, answers, printer)
             else:
                 shown = replace(answers, curve=kind is Kind.SCRIPT if answers.curve is None else answers.curve)
-                fits = answer.present(subject, budgets[0] if budgets else None, places.policy, shown, say)
+                fits = answer.present(subject, budgets[0] if budgets else None, places.policy, shown, printer)
     if not fits:
         raise typer.Exit(1)
 
 
 def _fit(
-    model: str, training: dict[str, Any], places: Places, budgets: tuple[int, ...], as_json: bool, say: answer.Say
+    model: str, training: dict[str, Any], places: Places, budgets: tuple[int, ...], as_json: bool, printer: answer.Say
 ) -> bool:
     preset = simulated(places.device)
     reason = (
@@ -156,7 +156,13 @@ def _fit(
         configs, fitting = import_module("outofcore.cli.configs"), import_module("outofcore.cli.fit")
         model_config, training_options = configs.read_config(model), configs.Training(**training)
         return fitting.answer(
-            model_config, training_options, card=preset, budgets=budgets, policy=places.policy, as_json=as_json, say=say
+            model_config,
+            training_options,
+            card=preset,
+            budgets=budgets,
+            policy=places.policy,
+            as_json=as_json,
+            say=printer,
         )
     finally:
         gc.freeze()  # the process collects no garbage when it ends, either

@@ -142,16 +142,16 @@ class Fit:
 
 
 class Captures:
-    """Steps of one configuration with costs of the device ``where``, captured once per training options.
+    """Steps of one configuration with costs of a device, captured once per training options.
 
     Steps are derived from ``KEPT`` blocks of layers if the first one passes a check against a capture with one block
     less. If it fails, or with ``repeats`` False, all layers are captured.
     """
 
     def __init__(
-        self, model_config: ModelConfig, where: Device, tell: Tell = silent, *, repeats: bool | None = None
+        self, model_config: ModelConfig, target_device: Device, tell: Tell = silent, *, repeats: bool | None = None
     ) -> None:
-        self._found, self._where, self._tell = model_config, where, tell
+        self._found, self._where, self._tell = model_config, target_device, tell
         self._known: dict[Training, Step] = {}
         self._few: dict[Training, Step] = {}  # the same steps with few blocks
         self._smallest: dict[Training, int] = {}

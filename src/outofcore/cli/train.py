@@ -54,7 +54,7 @@ class _Lines:
         self._stage = ""
         self.shown = nullcontext()
 
-    def stage(self, stage: str, done: int, total: int) -> None:
+    def stage(self, stage: str, finished: int, total: int) -> None:
         if stage != self._stage:
             self._stage = stage
             print(f"{stage} …", flush=True)
@@ -77,8 +77,10 @@ class _Live:
         self._steps = self._progress.add_task("train", total=steps, told="")
         self.shown = self._progress
 
-    def stage(self, stage: str, done: int, total: int) -> None:
-        self._progress.update(self._stage_task, description=stage, completed=done, total=total, visible=done < total)
+    def stage(self, stage: str, finished: int, total: int) -> None:
+        self._progress.update(
+            self._stage_task, description=stage, completed=finished, total=total, visible=finished < total
+        )
 
     def step(self, number: int, result: _Done) -> None:
         self._progress.update(self._stage_task, visible=False)

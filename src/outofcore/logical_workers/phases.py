@@ -68,9 +68,9 @@ def _without_step(optimizer: Optimizer) -> Iterator[None]:
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise _refusal(
-        "the step calls the optimizer before the gradients of the other workers are there: outofcore.elastic() calls "
-        "it once they are summed. End the step after loss.backward(), and pass work between sum and update, such as "
-        "clipping, as a function: outofcore.elastic(..., update=...)."
+        "the step updates the parameters before the gradients of the other workers are there: outofcore.elastic() "
+        "calls the optimizer once they are summed. End the step after loss.backward(), and pass work between sum and "
+        "update, such as clipping, as a function: outofcore.elastic(..., update=...)."
     )
 
 

@@ -67,7 +67,7 @@ def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeli
         policy=plan.policy,
         budget=budget,
         arena_bytes=program.arena_bytes,
-        peak_bytes=max(held for _, held in resident_bytes(program, timeline)),
+        peak_bytes=max(in_use for _, in_use in resident_bytes(program, timeline)),
         seconds=timeline.step_seconds,
         compute_seconds=compute,
         recomputed=recomputed,
@@ -118,11 +118,11 @@ def memory_over_time(graph: StepGraph, program: Program, timeline: Timeline) -> 
             levels[kind] = resident_bytes(replace(program, blocks=tuple(blocks)), timeline)
     changes = {time for level in levels.values() for time, _ in level if time < timeline.step_seconds}
     times = sorted(changes | {0.0, timeline.step_seconds})
-    held: dict[str, tuple[int, ...]] = {}
+    bytes_by_kind: dict[str, tuple[int, ...]] = {}
     for kind, level in levels.items():
         starts = [time for time, _ in level]
-        held[kind] = tuple(level[bisect_right(starts, time) - 1][1] for time in times)
-    return MemoryOverTime(tuple(times), {kind: levels for kind, levels in held.items() if any(levels)})
+        bytes_by_kind[kind] = tuple(level[bisect_right(starts, time) - 1][1] for time in times)
+    return MemoryOverTime(tuple(times), {kind: levels for kind, levels in bytes_by_kind.items() if any(levels)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,7 @@ def _memory(memory: MemoryOverTime, process: int, origin: float) -> Iterator[Eve
             "pid": process,
             "name": "device bytes",
             "ts": _time(time, origin),
-            "args": {kind: held[index] for kind, held in memory.held.items()},
+            "args": {kind: counts[index] for kind, counts in memory.held.items()},
         }
 
 

@@ -58,12 +58,12 @@ class TimeSpent:
 
 def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[TimeSpent, tuple[Waited, ...]]:
     """Return a step's time by use, and its waits in order of time; the timeline is simulated or measured."""
-    ops = again = last_op = 0.0
+    ops = recomputed = last_op = 0.0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
         if isinstance(instruction, Run) and not instruction.communicates:
             last_op = max(last_op, end)
             if instruction.again:
-                again += end - start
+                recomputed += end - start
             else:
                 ops += end - start
     blame = _Blame(graph, program, timeline)
@@ -87,7 +87,7 @@ def time_spent(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[
     seconds_by_reason = {reason: sum(w.seconds for w in waits if w.reason is reason) for reason in Reason}
     copies = seconds_by_reason[Reason.LINK] + seconds_by_reason[Reason.COPY]
     spent = TimeSpent(
-        ops, again, copies, seconds_by_reason[Reason.ROOM], end, between, seconds_by_reason[Reason.OTHERS]
+        ops, recomputed, copies, seconds_by_reason[Reason.ROOM], end, between, seconds_by_reason[Reason.OTHERS]
     )
     min_seconds = _LEAST_SHARE * timeline.step_seconds
     return spent, tuple(wait for wait in waits if wait.seconds > min_seconds)
