@@ -95,7 +95,7 @@ def plan(
     *,
     budget: Annotated[
         str | None,
-        typer.Option(help="Memory budget, e.g. 6GiB; with --compare or --sweep several, e.g. 1GiB,2GiB."),
+        typer.Option(help="Memory budget, e.g. 6GiB; a list with --compare or --sweep, e.g. 1GiB,2GiB."),
     ] = None,
     batch: Batch = BATCH,
     onnx: OnnxOptions,
@@ -363,9 +363,7 @@ def validate(
     *,
     graph: Annotated[Path, typer.Option(help="Graph file of the step, from plan --save-graph.")],
     plan: Annotated[Path, typer.Option(help="Plan file, from plan --save-plan.")],
-    budget: Annotated[
-        str | None, typer.Option(help="Memory budget, e.g. 6GiB.", show_default="that of the plan")
-    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Memory budget, e.g. 6GiB.", show_default="the plan's")] = None,
 ) -> None:
     """Prove that a saved plan computes its step within the budget.
 
@@ -436,5 +434,5 @@ def main() -> None:
     except scripts.Launching as launching:
         launch = launching.launch
     if launch is not None:
-        sys.excepthook = hook  # typer has one of its own
+        sys.excepthook = hook  # typer has replaced it
         scripts.run(launch)

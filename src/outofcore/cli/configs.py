@@ -593,7 +593,7 @@ def _inputs(
 
     if main_input == "pixel_values" or ("pixel_values" in accepted and model_config.labels is Labels.PAIRS):
         vision = getattr(config, "vision_config", None) or config
-        size = getattr(vision, "image_size", 224)  # convolutional models leave it open
+        size = getattr(vision, "image_size", 224)  # convolutional models do not fix it
         edges = (size, size) if isinstance(size, int) else tuple(size)
         frames = (vision.num_frames,) if hasattr(vision, "num_frames") else ()
         shape = (count, *frames, getattr(vision, "num_channels", 3), *edges)

@@ -123,14 +123,14 @@ class Places:
         str,
         typer.Option(
             callback=_known_policy,
-            help=f"Planning policy: {', '.join(POLICIES)}; with settings, as in window:reach=2.",
+            help=f"Planning policy: {', '.join(POLICIES)}; optionally with settings, e.g. window:reach=2.",
             autocompletion=completion.policies,
         ),
     ] = "auto"
     cache: CacheFolder = None
     no_cache: Annotated[
         bool,
-        typer.Option("--no-cache", help="Measure and plan again, without the stored results, and store no new ones."),
+        typer.Option("--no-cache", help="Ignore stored measurements and plans, and store no new ones."),
     ] = False
 
     @property
@@ -175,8 +175,8 @@ class PlannedPlaces(Places):
             "--device",
             "--gpu",  # the older name
             callback=_listing,
-            help="Device of the step: cpu, cuda or cuda:0 are measured; others are simulated, e.g. rtx4090 "
-            "(list prints all) or '24GiB, 80 TFLOPS, 25 GB/s'.",
+            help="Device to plan for: cpu, cuda or cuda:0 (measured), or a simulated one, e.g. rtx4090 (list prints "
+            "all) or '24GiB, 80 TFLOPS, 25 GB/s'.",
             autocompletion=completion.all_devices,
         ),
     ] = "cpu"

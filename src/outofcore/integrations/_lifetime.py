@@ -64,5 +64,5 @@ class Lifetime:
 
 
 def _stop(loop: Loop) -> None:
-    with contextlib.suppress(StateError):  # raised in another thread
+    with contextlib.suppress(StateError):  # another thread has started the loop
         loop.stop()

@@ -22,7 +22,7 @@ def kernel_facts(workers: int, seed: int, gpu: torch.device | None) -> dict[str,
     facts = {
         "logical workers": str(workers),
         "seed": str(seed),
-        # CPU kernels split sums by the number of threads, and their width depends on the instruction set.
+        # CPU kernels split sums by the number of threads, and the instruction set decides their width.
         "threads (torch.get_num_threads)": str(torch.get_num_threads()),
         "PyTorch": str(torch.__version__),
         "device": "cpu" if gpu is None else gpu.type,

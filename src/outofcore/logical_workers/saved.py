@@ -81,7 +81,7 @@ class SavedTraining(Struct):
                 f"the checkpoint in {folder} has {facts.get(key)} logical workers, but this training has "
                 f"{workers}: start it with workers={facts.get(key)}, on any number of processes"
             )
-        # The contexts replace the generators: only the first ones depend on the seed.
+        # The seed decides only the first contexts, and saved contexts replace them.
         facts["seed"] = current_facts["seed"]
         mismatch = difference(facts, current_facts)
         if mismatch is None:

@@ -34,7 +34,7 @@ from outofcore.logical_workers.turns import Turns
 
 _log = logging.getLogger("outofcore")
 
-# The number of last steps over which turn times are averaged by their median.
+# The number of recent steps for the median time of a turn.
 _TIMED = 9
 
 
