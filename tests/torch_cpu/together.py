@@ -238,7 +238,7 @@ def refusals(rank: int) -> None:
         return y
 
     step = outofcore.compile(mixed, layer, budget="64MiB", home=folder)
-    refused(InputError, "have other models: model.weight is float32 of shape (16, 64)", lambda: step(batch[0]))
+    refused(InputError, "have different models: model.weight is float32 of shape (16, 64)", lambda: step(batch[0]))
 
     layer = nn.Linear(64, 8)
 
