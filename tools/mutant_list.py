@@ -455,8 +455,8 @@ MUTANTS = (
     Mutant(
         "gradients-summed-in-reverse",
         "logical_workers/ordered_sum.py",
-        "for number, gradients in enumerate(own):",
-        "for number, gradients in enumerate(reversed(own)):",
+        "for number, gradients in enumerate(process_gradients):",
+        "for number, gradients in enumerate(reversed(process_gradients)):",
         "The gradients of the workers of one process are added up in reverse order.",
         ("tests/torch_cpu/test_ordered_sum.py",),
     ),
@@ -471,8 +471,8 @@ MUTANTS = (
     Mutant(
         "gradient-orders-not-compared",
         "distributed/agreement.py",
-        "if other.orders != first.orders:",
-        "if len(other.orders) != len(first.orders):",
+        "if facts.orders != first.orders:",
+        "if len(facts.orders) != len(first.orders):",
         "Processes train together although DistributedDataParallel orders their gradients differently.",
         ("tests/torch_cpu/test_distributed.py::test_different_orders_of_gradients_are_refused",),
     ),

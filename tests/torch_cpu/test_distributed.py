@@ -38,7 +38,7 @@ def test_different_orders_of_gradients_are_refused(monkeypatch: pytest.MonkeyPat
     agreement = Agreement([], None)
     monkeypatch.setattr(agreement, "_gathered", lambda facts: (first, facts))
     assert agreement.compare(first) == (first, first)
-    with pytest.raises(StateError, match="get their gradients in different orders"):
+    with pytest.raises(StateError, match="compute their gradients in different orders"):
         agreement.compare(replace(first, orders=((2, 1, 0),)))
 
 

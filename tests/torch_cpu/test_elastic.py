@@ -302,12 +302,12 @@ def refused(match: str, **given: Any) -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    refused("at least one logical worker", workers=0)
-    refused("at least one logical worker", workers=True)
-    refused("must not be negative", seed=-1)
+    refused("workers must be at least 1", workers=0)
+    refused("workers must be at least 1", workers=True)
+    refused("seed must be at least 0", seed=-1)
     refused("above zero", timeout=0)
     model, optimizer, train_step = model_of("sgd")
-    with pytest.raises(InputError, match="no optimizer"):
+    with pytest.raises(InputError, match="needs the optimizer"):
         outofcore.elastic(train_step, model, [], workers=4, budget="1MiB")
     wrapped = nn.DataParallel(model)
     with pytest.raises(InputError, match=r"wrapped in DataParallel.*model\.module"):
@@ -321,20 +321,20 @@ def test_bad_batches_and_datasets_are_refused() -> None:
     run, model, optimizer = elastic()
     with run:
         before = digest(model, optimizer)
-        with pytest.raises(InputError, match="none for worker 3"):
+        with pytest.raises(InputError, match="no batch for worker 3"):
             run({k: batch_of(k) for k in range(3)})
-        with pytest.raises(InputError, match="one for 4, which is not a worker"):
+        with pytest.raises(InputError, match="a batch for 4, which is not a worker"):
             run({k: batch_of(k) for k in range(5)})
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        with pytest.raises(InputError, match="clear them before"):
+        with pytest.raises(InputError, match="clear them first"):
             run(batches_of(0))
         optimizer.zero_grad()
-        with pytest.raises(InputError, match="has not both"):
+        with pytest.raises(InputError, match="lacks one of them"):
             run.loader(iter([]), batch_size=4)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="too few"):
             run.loader(Noisy(), batch_size=13)
-        with pytest.raises(InputError, match="at least one sample"):
+        with pytest.raises(InputError, match="batch_size must be at least 1"):
             run.loader(Noisy(), batch_size=0)
         assert digest(model, optimizer) == before
 
@@ -371,7 +371,7 @@ def test_checkpoints_of_other_trainings_are_refused(tmp_path: Path) -> None:
 
     run, model, optimizer = elastic(workers=2)
     before = digest(model, optimizer)
-    with run, pytest.raises(InputError, match="of 4 logical workers, and this training has 2"):
+    with run, pytest.raises(InputError, match="has 4 logical workers, but this training has 2"):
         run.load(tmp_path / "one")
     run, model, optimizer = elastic()
     with run:
@@ -380,7 +380,7 @@ def test_checkpoints_of_other_trainings_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="no checkpoint"):
             run.load(tmp_path / "none")
         other(**{"threads (torch.get_num_threads)": "7"})
-        with pytest.raises(InputError, match=r"has 7, and this process 1; call torch\.set_num_threads"):
+        with pytest.raises(InputError, match=r"has 7, but this process 1; call torch\.set_num_threads"):
             run.load(tmp_path / "one")
         other(PyTorch="1.0")
         with pytest.raises(InputError, match=r"PyTorch: .* has 1\.0.*exact=False"):

@@ -438,8 +438,8 @@ def test_a_file_is_run_within_a_budget(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--input", "no.npz"), "cannot read arrays from no.npz"),
-        ((), "'x' is in none of the files"),
-        (("--input", "z=x.npy"), "'x' is in none of the files; they have z"),
+        ((), "no file contains the model's input 'x'"),
+        (("--input", "z=x.npy"), "no file contains the model's input 'x'; the files contain z"),
         (("--input", "x.npy", "--output", "/no/folder/y.npz"), "there is no folder"),
         (("--input", "wrong.npy"), "must have the shape"),
         (("--input", "x.npy", "more"), "takes no arguments"),
@@ -531,4 +531,4 @@ def test_a_file_is_planned(tmp_path: Path) -> None:
     assert missing.exit_code == 2
     assert "such as --dim length=4" in missing.stderr
     unknown = command("plan", path, *sizes, "--dim", "depth=8")
-    assert "has no open size 'depth'; it has batch, length" in unknown.stderr
+    assert "has no dynamic dimension 'depth'; it has batch, length" in unknown.stderr

@@ -321,7 +321,7 @@ def test_the_answer_for_a_card(tmp_path: Path) -> None:
 def test_the_answer_in_words(tmp_path: Path) -> None:
     result = asked(written(tmp_path, VIT), "--batch", "2", "--gpu", "k40c")
     assert result.exit_code == 0, result.output
-    for part in ("smallest budget", "nothing moves", "images a second", "largest batch", "SIMULATED", "--lora 16"):
+    for part in ("smallest budget", "nothing moves", "images per second", "largest batch", "SIMULATED", "--lora 16"):
         assert part in result.output
     assert "longest sequence" not in result.output
 
@@ -348,33 +348,33 @@ REMOTE = {"model_type": "invented", "auto_map": {"AutoModelForCausalLM": "modeli
     ("content", "message"),
     [
         ("{not json", "is not JSON"),
-        ([1, 2], "holds no JSON object"),
+        ([1, 2], "contains no JSON object"),
         ({"hidden_size": 4}, "no 'model_type'"),
-        ({"model_type": "lama"}, "knows no model of type 'lama'"),
+        ({"model_type": "lama"}, "has no model of type 'lama'"),
         (REMOTE, "which outofcore never runs"),
         ({**LLAMA, "architectures": ["LlamaForCausalML"]}, "has no model 'LlamaForCausalML'"),
-        ({**LLAMA, "architectures": ["BertForMaskedLM"]}, "the two have to be of one model"),
+        ({**LLAMA, "architectures": ["BertForMaskedLM"]}, "both must name the same model"),
         ({**LLAMA, "hidden_size": "wide"}, "hidden_size"),
         ({**LLAMA, "hidden_size": 66}, "hidden_size is 66, not a multiple of num_attention_heads, 4"),
         ({**LLAMA, "dtype": "int8"}, "give --dtype bf16"),
-        ({**LLAMA, "dtype": "auto"}, "dtype is 'auto', which is no dtype"),
-        ({**LLAMA, "dtype": "bfloat16", "torch_dtype": "float32"}, "leave one of the two out"),
-        ({**LLAMA, "num_hidden_layers": -1}, "num_hidden_layers must be at least 1, and is -1"),
-        ({**LLAMA, "num_hidden_layers": None}, "num_hidden_layers must be a whole number, and is null"),
+        ({**LLAMA, "dtype": "auto"}, "dtype is 'auto', which is not a dtype"),
+        ({**LLAMA, "dtype": "bfloat16", "torch_dtype": "float32"}, "remove one of the two"),
+        ({**LLAMA, "num_hidden_layers": -1}, "num_hidden_layers must be at least 1, not -1"),
+        ({**LLAMA, "num_hidden_layers": None}, "num_hidden_layers must be a whole number, not null"),
         ({**LLAMA, "num_hidden_layers": 10**6}, "num_hidden_layers must be at most 10000"),
-        ({**LLAMA, "vocab_size": 0}, "vocab_size must be at least 1, and is 0"),
-        ({**LLAMA, "vocab_size": float("nan")}, "vocab_size must be a whole number, and is nan"),
-        ({**LLAMA, "intermediate_size": 1.5}, "intermediate_size must be a whole number, and is 1.5"),
-        ({**LLAMA, "hidden_size": True}, "hidden_size must be a whole number, and is True"),
+        ({**LLAMA, "vocab_size": 0}, "vocab_size must be at least 1, not 0"),
+        ({**LLAMA, "vocab_size": float("nan")}, "vocab_size must be a whole number, not nan"),
+        ({**LLAMA, "intermediate_size": 1.5}, "intermediate_size must be a whole number, not 1.5"),
+        ({**LLAMA, "hidden_size": True}, "hidden_size must be a whole number, not True"),
         ({**LLAMA, "max_position_embeddings": 10**30}, "max_position_embeddings must be at most"),
         ({**LLAMA, "num_key_value_heads": 3}, "num_attention_heads is 4, not a multiple of num_key_value_heads, 3"),
         ({**LLAMA, "num_key_value_heads": 0}, "num_key_value_heads must be at least 1"),
         ({**WHISPER, "decoder_attention_heads": 5}, "d_model is 64, not a multiple of decoder_attention_heads, 5"),
-        ({**WHISPER, "encoder_layers": "2"}, "encoder_layers must be a whole number, and is '2'"),
-        ({**MIXTRAL, "num_local_experts": -4}, "num_local_experts must be at least 1, and is -4"),
+        ({**WHISPER, "encoder_layers": "2"}, "encoder_layers must be a whole number, not '2'"),
+        ({**MIXTRAL, "num_local_experts": -4}, "num_local_experts must be at least 1, not -4"),
         ({**CLIP, "vision_config": {**VISION, "patch_size": -2}}, "vision_config.patch_size must be at least 1"),
         ({**GPT2, "n_inner": -8}, "n_inner must be at least 0"),
-        ({**CONVNEXT, "depths": [1, -1, 1, 1]}, "depths must be at least 1, and is -1"),
+        ({**CONVNEXT, "depths": [1, -1, 1, 1]}, "depths must be at least 1, not -1"),
     ],
 )
 def test_a_configuration_that_cannot_be_used(content: object, message: str, tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_a_quantised_configuration_is_planned_with_plain_weights(
     step = configs.configured_step(found, configs.Training(batch=2))
     assert {parameter.dtype for parameter in step.user.models[0].parameters()} == {dtype}
     assert step.warning.startswith("NOT AS QUANTISED")
-    assert f"{said}, and all that follows is of plain weights" in step.warning
+    assert f"{said}, but this answer is for plain weights" in step.warning
     assert "--lora" in step.warning
 
 
@@ -427,8 +427,8 @@ def test_the_first_lines_say_that_weights_are_planned_plain(tmp_path: Path) -> N
     path = written(tmp_path, {**LLAMA, "quantization_config": GPTQ})
     how = ("--batch", "2", "--sequence", "32", "--optimizer", "none")
     lines = asked(path, *how).output.splitlines()
-    assert lines[0].startswith("at once: ")
-    assert lines[2].startswith("NOT AS QUANTISED: the file says quantization_config (gptq, 4 bits)")
+    assert lines[0].startswith("model: ")
+    assert lines[2].startswith("NOT AS QUANTISED: the file has quantization_config (gptq, 4 bits)")
     told = answered(path, *how)
     assert told["notes"][0].startswith("NOT AS QUANTISED")
     none = configs.read_config(written(tmp_path, {**LLAMA, "quantization_config": None}))
@@ -450,9 +450,9 @@ def test_sizes_that_a_class_has_by_default_are_taken(kind: str) -> None:
         (["--dtype", "fp4"], "choose one of fp32, bf16 and fp16"),
         (["--optimizer", "lion"], "choose one of adamw"),
         (["--optimizer", "none", "--lora", "4"], "no gradients"),
-        (["--layers", "4"], "goes with models of the zoo"),
-        (["--sweep"], "does not go with a model's config.json"),
-        (["--device", "cuda"], "by its data sheet"),
+        (["--layers", "4"], "only models of the zoo take this option"),
+        (["--sweep"], "does not work with a model's config.json"),
+        (["--device", "cuda"], "is planned for a simulated device"),
     ],
 )
 def test_options_that_do_not_go_with_a_configuration(arguments: list[str], message: str, tmp_path: Path) -> None:

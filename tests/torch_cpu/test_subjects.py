@@ -78,25 +78,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("mine.py:", "write mine.py:build"),
         ("mine.py:2x", "'2x' is not the name of a function; write mine.py:build"),
         ("mine:build", "write mine.py:build"),
-        ("alone.py", "alone.py has no function that takes no arguments"),
-        ("broken.py", "broken.py, line 3 is no Python"),
-        ("bytes.py", "bytes.py is no Python"),
+        ("alone.py", "alone.py has no function without arguments"),
+        ("broken.py", "broken.py, line 3 is not valid Python"),
+        ("bytes.py", "bytes.py is not valid Python"),
         ("min.py", "did you mean mine.py?"),
         ("nowhere/mine.py:build", "no folder nowhere"),
         ("loud.py:biuld", "did you mean loud.py:build?"),
-        ("loud.py:wants", "must take no arguments, and has some without defaults (missing a required argument: 'x')"),
+        ("loud.py:wants", "has arguments without defaults (missing a required argument: 'x')"),
         ("loud.py:leaves", "by sys.exit(3)"),
         ("ResNet-50", "did you mean resnet50?"),
         ("resnt50", "the zoo has no 'resnt50'; did you mean resnet50? Its models are resnet18, "),
         ("vgg61", "did you mean vgg16?"),
         ("lenet", "the zoo has no 'lenet'"),
         ("", "the name is empty"),
-        ("someone/a-model", "nothing is downloaded"),
-        ("w.safetensors", "holds weights"),
-        ("notes.txt", "is no file that a step can be read from"),
+        ("someone/a-model", "outofcore downloads no models"),
+        ("w.safetensors", "contains weights"),
+        ("notes.txt", "is not a file that describes a step"),
         ("g.json.gz", "give it as --graph g.json.gz"),
         ("graph.json", "give it as --graph graph.json"),
-        ("adapter.json", "it is of an adapter"),
+        ("adapter.json", "it describes an adapter"),
         ("empty.json", "is not JSON"),
         ("none.json", "there is no file or folder none.json"),
         ("empty.onnx", "it is empty"),
@@ -118,13 +118,13 @@ def test_plan_says_what_a_subject_is_not(subject: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "mine.py:build"], "train takes a model of the zoo, and mine.py:build is a function of a script"),
-        (["train", "mine.py"], "mine.py is a script; to train your own script as it is, use: outofcore run --budget"),
+        (["train", "mine.py:build"], "train takes a model of the zoo, but mine.py:build is a function of a script"),
+        (["train", "mine.py"], "mine.py is a script; to train your own script, use: outofcore run --budget"),
         (["train", "loud.py:build"], "use: outofcore run --budget 6GiB loud.py"),
         (["train", "gtp"], "did you mean gpt?"),
         (["report", "mine.py"], "write mine.py:build"),
         (["report", "empty.onnx"], "report takes a model of the zoo or a function of a script"),
-        (["report", "graph.json", "--steps", "0"], "which only plan takes"),
+        (["report", "graph.json", "--steps", "0"], "only the command plan takes it"),
         (["run", "mine.py:build"], "leave :build out"),
         (["run", "gpt"], "outofcore train"),
         (["run", "min.py"], "did you mean mine.py?"),
@@ -144,7 +144,7 @@ def test_options_of_the_zoo_are_refused_for_others(subject: list[str]) -> None:
     for option in (["--layers", "3"], ["--optimizer", "sgd"], ["--batch", "4"]):
         result = outofcore("plan", *subject, *option)
         assert result.exit_code == 2
-        assert "goes with models of the zoo" in " ".join(result.stderr.replace("│", " ").split())
+        assert "only models of the zoo take this option" in " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_completion_knows_the_models_of_the_zoo() -> None:

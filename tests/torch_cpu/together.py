@@ -225,7 +225,7 @@ def refusals(rank: int) -> None:
 
     refused(InputError, "differ in budget: 768 MiB", lambda: one("1GiB" if rank == 0 else "768MiB")(*batch))
     smallest = "400KiB"
-    text = "cannot hold" if rank == 0 else "rank 0, which plans for all, cannot plan this step: BudgetError"
+    text = "cannot hold" if rank == 0 else "rank 0, which plans for all ranks, cannot plan this step: BudgetError"
     refused(Exception, text, lambda: one(smallest)(*batch))
     refused(InputError, "find_unused_parameters=True", lambda: one(find_unused_parameters=True))
 
@@ -238,7 +238,7 @@ def refusals(rank: int) -> None:
         return y
 
     step = outofcore.compile(mixed, layer, budget="64MiB", home=folder)
-    refused(InputError, "have other models: model.weight is float32 of shape (16, 64)", lambda: step(batch[0]))
+    refused(InputError, "have different models: model.weight is float32 of shape (16, 64)", lambda: step(batch[0]))
 
     layer = nn.Linear(64, 8)
 
@@ -252,7 +252,7 @@ def refusals(rank: int) -> None:
         return y + z.sum()
 
     step = outofcore.compile(ordered, layer, budget="64MiB", home=folder)
-    text = "come to other collectives: number 0 is broadcast (from rank 0) of 262144 bytes of float32 among 2 processes"
+    text = "run different collectives: number 0 is broadcast (from rank 0) of 262144 bytes of float32 among 2 processes"
     refused(StateError, text, lambda: step(batch[0], rank == 0))
     for first in (True, False):
         step(batch[0], first)
@@ -271,7 +271,7 @@ def refusals(rank: int) -> None:
     if rank:
         refused(CaptureError, ".item() reads the value", lambda: step(batch[0]))
     else:
-        refused(StateError, "rank 1 cannot run this step, and the others do not without it", lambda: step(batch[0]))
+        refused(StateError, "rank 1 cannot run this step, so no rank runs it", lambda: step(batch[0]))
     flags["first"] = False
     assert torch.isfinite(step(batch[0])).all()
     step.close()

@@ -46,7 +46,7 @@ def test_a_wait_is_put_down_to_the_copy_and_to_what_held_that_up() -> None:
     first, last = waits
     assert first.text == "waits for copy-in of conv1 convolution output"
     assert first.reason is Reason.ROOM
-    assert first.why == "The copy had no room before copy-out of conv1 convolution output was done."
+    assert first.why == "The copy had no memory before the end of copy-out of conv1 convolution output."
     assert last.reason is Reason.END
     assert last.text == "the step ends with copy-out of output 3"
     assert (spent.ops, spent.for_room, spent.end, spent.again, spent.between) == (8.0, 4.0, 1.0, 0.0, 0.0)
@@ -83,13 +83,13 @@ def test_the_parts_of_a_step_add_up_to_it(case: tuple[StepGraph, Costs, Program]
 
 def test_the_content_has_what_was_decided_about_each_storage() -> None:
     found = {storage["id"]: storage for storage in content()["storages"]}
-    assert found[1]["fate"] == "leaves, returns"
+    assert found[1]["fate"] == "offloaded"
     assert found[1]["gaps"] == [["offload", 1, 3, 0]]
     assert (found[1]["out"], found[1]["in"], found[1]["uses"]) == (1, 1, [0, 1, 3])
     assert (found[1]["module"], found[1]["source"]) == ("conv1", "net.py:3")
-    assert found[0]["fate"] == found[2]["fate"] == "stays"
+    assert found[0]["fate"] == found[2]["fate"] == "resident"
     assert [storage["bytes"] for storage in content()["storages"]] == [3 * MIB, 2 * MIB, MIB, 4]
-    assert content()["fates"] == {"stays": 4 * MIB + 4, "leaves, returns": 2 * MIB}
+    assert content()["fates"] == {"resident": 4 * MIB + 4, "offloaded": 2 * MIB}
 
 
 def test_memory_is_thinned_without_losing_its_peak() -> None:

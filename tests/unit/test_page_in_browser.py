@@ -109,7 +109,7 @@ def test_storages_are_filtered(report: Any) -> None:
     assert rows.count() == 1
     report.select_option("#kind", "")
     report.fill("#find", "")
-    report.select_option("#fate", "leaves, returns")
+    report.select_option("#fate", "offloaded")
     assert rows.count() == 1
     assert "1 of 4 storages" in report.inner_text("#count")
 
@@ -119,7 +119,7 @@ def test_a_click_shows_a_storage(report: Any) -> None:
     report.click("#rows tr >> text=conv1 convolution output")
     told = report.inner_text("#detail")
     assert "conv1 convolution output" in told
-    assert "leaves after relu in conv2 (4.00 s), and is back before convolution_backward in conv1 (9.00 s)" in told
+    assert "is evicted after relu in conv2 (4.00 s), and fetched before convolution_backward in conv1 (9.00 s)" in told
     assert "net.py:3" in told
     report.wait_for_function(f"before => {PLAIN} !== before", arg=before)  # its ops and copies are marked
     # What looks like HTML in a name is text.

@@ -1,4 +1,4 @@
-"""The command line, which is imported without PyTorch: a command imports what it needs."""
+"""The command line. It is imported without PyTorch; each command imports it on demand."""
 
 from outofcore.cli.app import main
 

@@ -1,4 +1,4 @@
-"""The output of ``plan``, ``report --steps 0`` and ``validate``, for any step. Without PyTorch."""
+"""The output of ``plan``, ``report --steps 0`` and ``validate``. Works without PyTorch."""
 
 from __future__ import annotations
 
@@ -40,17 +40,14 @@ from outofcore.report import (
 from outofcore.units import format_bytes, format_seconds
 from outofcore.validator import validate
 
-# Parts of the budget at which nothing needs to leave, by their names; the smallest budget is added to them.
+# Fractions of the in-core budget, by name. A comparison adds the smallest budget.
 COMPARED = {"0.9": 0.9, "0.5": 0.5, "0.25": 0.25, "0.133": 1 / 7.5}
 Say = Callable[[str], None]
 
 
 @contextmanager
 def saying(*, alone: bool) -> Generator[Say]:
-    """Yield a function that prints an answer; ``alone``: standard output has nothing else, whatever libraries print.
-
-    Their output, that of native code included, goes to standard error, and the answer is printed at the end.
-    """
+    """Yield a function that prints the answer; with ``alone``, other output goes to standard error."""
     if not alone:
         yield print
         return
@@ -63,10 +60,9 @@ def saying(*, alone: bool) -> Generator[Say]:
 
 @contextmanager
 def _descriptor_to_errors() -> Generator[None]:
-    """Redirect standard output of native code to standard error."""
     try:
-        kept = os.dup(1)
-    except OSError:  # there is none
+        saved = os.dup(1)
+    except OSError:  # the process has no standard output
         yield
         return
     try:
@@ -75,12 +71,11 @@ def _descriptor_to_errors() -> Generator[None]:
         yield
     finally:
         _flush_native()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def _flush_native() -> None:
-    """Flush the buffers of Python and C."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None and not stream.closed:
             stream.flush()
@@ -89,17 +84,12 @@ def _flush_native() -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A step with its costs, and its title.
-
-    Attributes:
-        simulated: the device of simulated costs and their source; empty if they were measured.
-        parts: the split step, where that needs less memory.
-    """
+    """A step with its costs and title."""
 
     title: str
     file: GraphFile
-    simulated: str = ""
-    parts: GraphFile | None = None
+    simulated: str = ""  # the device of simulated costs and their source; empty if costs were measured
+    parts: GraphFile | None = None  # the step with split ops, if that needs less memory
 
     @property
     def graph(self) -> StepGraph:
@@ -111,52 +101,50 @@ class Subject:
 
     @cached_property
     def smallest_budget(self) -> int:
-        """The smallest budget in bytes that can hold the step, with split ops where that needs less."""
-        parts = self.parts
-        least = self.whole_budget if parts is None else planning.smallest_budget(parts.graph, parts.costs)
-        return min(least, self.whole_budget)
+        """The smallest budget in bytes that has a plan, with split ops if that needs less."""
+        split_step = self.parts
+        split_budget = (
+            self.whole_budget if split_step is None else planning.smallest_budget(split_step.graph, split_step.costs)
+        )
+        return min(split_budget, self.whole_budget)
 
     @cached_property
     def whole_budget(self) -> int:
-        """The smallest budget in bytes that can hold the step with whole ops."""
+        """The smallest budget in bytes that has a plan without split ops."""
         return planning.smallest_budget(self.graph, self.costs)
 
     def within(self, budget: int | None) -> Subject:
-        """Return the step that is planned for a budget: with split ops where it does not fit otherwise."""
+        """Return the step to plan for a budget: with split ops if it does not fit otherwise."""
         if self.parts is None or budget is None or budget >= self.whole_budget:
             return self
         return replace(self, title=f"{self.title}, large ops split", file=self.parts, parts=None)
 
     @cached_property
     def in_core_budget(self) -> int:
-        """The budget in bytes from which on nothing needs to move."""
+        """The smallest budget in bytes at which all tensors stay resident."""
         return planning.in_core_budget(self.graph, self.costs)
 
 
 def subject_from(path: Path) -> Subject:
-    """Read the step in a graph file; raises ``InputError`` or ``GraphError``."""
+    """Read the step in a graph file; raise ``InputError`` or ``GraphError``."""
     file = read_graph(path)
     return Subject(f"{path}: {len(file.graph.ops)} ops on {len(file.graph.storages)} storages", file)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one policy at one budget.
-
-    ``planned`` is None where the policy finds no plan, and ``refusal`` says why. ``plan_seconds`` includes placing and
-    simulating.
-    """
+    """The result of one policy at one budget."""
 
     policy: str
     budget: int
-    planned: Planned | None
+    planned: Planned | None  # None if the policy finds no plan
     report: StepReport | None
-    refusal: BudgetError | None
-    plan_seconds: float
+    refusal: BudgetError | None  # why there is no plan
+    plan_seconds: float  # includes placement and simulation
 
 
 def answer(subject: Subject, budget: int, policy: str) -> Answer:
-    """Plan a step; raises ``InputError`` for an unknown policy, or if the homes cannot hold what is evicted."""
+    """Plan a step; raise ``InputError`` for an unknown policy or if the homes are too small."""
     start = perf_counter()
     subject = subject.within(budget)
     try:
@@ -168,63 +156,62 @@ def answer(subject: Subject, budget: int, policy: str) -> Answer:
     return Answer(policy, budget, planned, report, None, seconds)
 
 
-def present(subject: Subject, budget: int | None, policy: str, wish: Answers, say: Say) -> bool:
-    """Plan if there is a budget, print the result, and write the requested files; False if it does not fit."""
-    everything, subject = subject, subject.within(budget)
-    if wish.save_graph is not None:
-        write_graph(wish.save_graph, subject.file)
-    found = None if budget is None else answer(subject, budget, policy)
-    if found is not None and found.planned is not None:
-        planned, timeline = found.planned, found.planned.timeline
-        if wish.save_plan is not None:
-            content = PlanFile(found.budget, planned.plan, planned.program, timeline.step_seconds)
-            write_plan(wish.save_plan, content, subject.file.keys)
-        if wish.picture is not None:
+def present(subject: Subject, budget: int | None, policy: str, options: Answers, printer: Say) -> bool:
+    """Print a plan for the budget, if any, and write the requested files; return False if it does not fit."""
+    whole_subject, subject = subject, subject.within(budget)
+    if options.save_graph is not None:
+        write_graph(options.save_graph, subject.file)
+    result = None if budget is None else answer(subject, budget, policy)
+    if result is not None and result.planned is not None:
+        planned, timeline = result.planned, result.planned.timeline
+        if options.save_plan is not None:
+            content = PlanFile(result.budget, planned.plan, planned.program, timeline.step_seconds)
+            write_plan(options.save_plan, content, subject.file.keys)
+        if options.picture is not None:
             timelines = [("simulated" if subject.simulated else "predicted", timeline)]
-            page = Page(subject.title, found.budget)
+            page = Page(subject.title, result.budget)
             content = page_content(subject.graph, planned.plan, planned.program, timelines, page)
-            write_report(wish.picture, content)
+            write_report(options.picture, content)
     bound = None if budget is None else planning.lower_bound_seconds(subject.graph, subject.costs, budget)
     forecast = None
-    if wish.curve:
-        with following(silent if wish.as_json else None) as tell:
-            parts = everything.parts
+    if options.curve:
+        with following(silent if options.as_json else None) as tell:
+            split_step = whole_subject.parts
             forecast = estimated(
-                everything.graph,
-                everything.costs,
-                parts=None if parts is None else (parts.graph, parts.costs),
+                whole_subject.graph,
+                whole_subject.costs,
+                parts=None if split_step is None else (split_step.graph, split_step.costs),
                 budgets=[] if budget is None else [budget],
                 policy=policy,
                 machine=subject.simulated,
                 tell=tell,
             )
-    if wish.as_json:
-        content = _content(everything, found, bound)
+    if options.as_json:
+        content = _content(whole_subject, result, bound)
         if forecast is not None:
             content |= {
                 "lossless_budget": forecast.lossless_budget,
                 "points": [asdict(point) for point in forecast.points],
             }
-        say(json.dumps(content, indent=2))
+        printer(json.dumps(content, indent=2))
     else:
-        say(_text(everything, found, bound, forecast))
-    return found is None or found.planned is not None
+        printer(_text(whole_subject, result, bound, forecast))
+    return result is None or result.planned is not None
 
 
-def _content(subject: Subject, found: Answer | None, bound: float | None) -> dict[str, object]:
-    """Return an answer as JSON in bytes and seconds; null where nothing fits or nothing was asked."""
-    report = None if found is None else found.report
+def _content(subject: Subject, result: Answer | None, bound: float | None) -> dict[str, object]:
+    report = None if result is None else result.report
     content = _step_content(subject) | {
-        "policy": None if found is None else found.policy,
-        "budget": None if found is None else found.budget,
-        "feasible": None if found is None else report is not None,
-        "fits": None if found is None else report is not None,
-        **_figures_content(subject, found),
+        "policy": None if result is None else result.policy,
+        "budget": None if result is None else result.budget,
+        "feasible": None if result is None else report is not None,
+        "fits": None if result is None else report is not None,
+        **_figures_content(subject, result),
         "lower_bound_seconds": bound,
-        "plan_seconds": None if found is None else found.plan_seconds,
+        "plan_seconds": None if result is None else result.plan_seconds,
     }
-    if found is not None and found.refusal is not None:
-        content["reason"] = str(found.refusal)
+    if result is not None and result.refusal is not None:
+        content["reason"] = str(result.refusal)
     if report is not None:
         moved = [{**asdict(m), "kind": m.kind.value} for m in report.moved]
         content["predicted"] = {**asdict(report), "moved": moved}
@@ -243,8 +230,8 @@ def _step_content(subject: Subject) -> dict[str, object]:
     }
 
 
-def _figures_content(subject: Subject, found: Answer | None) -> dict[str, object]:
-    report = None if found is None else found.report
+def _figures_content(subject: Subject, result: Answer | None) -> dict[str, object]:
+    report = None if result is None else result.report
     return {
         "predicted_step_seconds": report and report.seconds,
         "peak_bytes": report and report.peak_bytes,
@@ -257,11 +244,11 @@ def _figures_content(subject: Subject, found: Answer | None) -> dict[str, object
 
 def _text(
     subject: Subject,
-    found: Answer | None,
+    result: Answer | None,
     bound: float | None,
     forecast: Estimate | None,
 ) -> str:
-    report = None if found is None else found.report
+    report = None if result is None else result.report
     is_split = subject.smallest_budget < subject.whole_budget
     splitting = ", with large ops split" if is_split else ""
     rows = [("smallest budget", f"{_exactly(subject.smallest_budget)}{splitting}")]
@@ -271,91 +258,83 @@ def _text(
         rows.append(("no slowdown", f"from {_exactly(forecast.lossless_budget)} on, at most 1 % slower"))
     rows.append(("nothing moves", f"from {_exactly(subject.in_core_budget)} on"))
     compute = f"{format_seconds(subject.costs.compute_seconds)} per step"
-    if found is not None:
-        whole = subject.within(found.budget) is subject
+    if result is not None:
+        whole = subject.within(result.budget) is subject
         if report is None:
             verdict = "does not fit"
         elif whole:
             verdict = "fits, with copies" if report.moved else "fits, and nothing moves"
         else:
             verdict = "fits, with large ops split" + (" and copies" if report.moved else "; nothing moves")
-            compute += f", {format_seconds(subject.within(found.budget).costs.compute_seconds)} with large ops split"
-        rows.append(("budget", f"{_exactly(found.budget)}: {verdict}"))
+            compute += f", {format_seconds(subject.within(result.budget).costs.compute_seconds)} with large ops split"
+        rows.append(("budget", f"{_exactly(result.budget)}: {verdict}"))
     rows.append(("compute time", compute))
     if report is not None and bound is not None:
         over = report.seconds / bound - 1 if bound else 0.0
         rows.append(("lower bound", f"{format_seconds(bound)} per step; the plan takes {max(over, 0.0):.1%} longer"))
-    parts = _titles(subject)
-    parts.append("\n".join(f"  {name:<18} {value}" for name, value in rows))
-    if found is not None and found.refusal is not None:
-        parts.append(str(found.refusal))
+    lines = _titles(subject)
+    lines.append("\n".join(f"  {name:<18} {value}" for name, value in rows))
+    if result is not None and result.refusal is not None:
+        lines.append(str(result.refusal))
     if report is not None:
-        parts += [f"{'simulated' if subject.simulated else 'predicted'} step", step_text(report), moved_text(report)]
+        lines += [f"{'simulated' if subject.simulated else 'predicted'} step", step_text(report), moved_text(report)]
     if forecast is not None:
-        parts += ["step time over budgets", points_text(forecast.points)]
-    return "\n".join(parts)
+        lines += ["step time over budgets", points_text(forecast.points)]
+    return "\n".join(lines)
 
 
 def _exactly(count: int) -> str:
     return f"{format_bytes(count)} ({count} bytes)"
 
 
-# A policy at a budget, which has a label.
+# The label of a budget, and the result of a policy at it.
 Cell = tuple[str, Answer]
 
 
 def _compared(subject: Subject) -> list[tuple[str, int]]:
-    """Return the default budgets of a comparison, falling, each with its name.
-
-    Fractions of the in-core budget below the smallest budget are left out.
-    """
-    everything, smallest = subject.in_core_budget, subject.smallest_budget
-    named = [(f"in core × {name}", int(everything * part)) for name, part in COMPARED.items()]
+    """Return the name and bytes of each default budget of a comparison, falling."""
+    in_core_bytes, smallest = subject.in_core_budget, subject.smallest_budget
+    named = [(f"in core × {name}", int(in_core_bytes * fraction)) for name, fraction in COMPARED.items()]
     return [*((name, budget) for name, budget in named if budget > smallest), ("smallest", smallest)]
 
 
 def _swept(subject: Subject) -> list[tuple[str, int]]:
-    """Return nine default budgets of a sweep, up to 5 % above that at which nothing needs to leave."""
     budgets = budgets_between(subject.smallest_budget, int(1.05 * subject.in_core_budget), 9)
     return [(format_bytes(budget), budget) for budget in budgets]
 
 
-def side_by_side(subject: Subject, budgets: Sequence[int], wish: Answers, say: Say) -> bool:
-    """Print the result of each policy at each budget; return whether any fits any.
-
-    Empty ``budgets`` are chosen to suit the step. A sweep prints step times by budget, rather than every figure of each
-    plan. Raises ``OutOfCoreError`` if the homes cannot hold what is evicted.
-    """
+def side_by_side(subject: Subject, budgets: Sequence[int], options: Answers, printer: Say) -> bool:
+    """Print each policy's result at each budget, or at default budgets; return whether any plan fits."""
     named = [(format_bytes(budget), budget) for budget in dict.fromkeys(budgets)]
-    named = named or (_swept(subject) if wish.sweep else _compared(subject))
+    named = named or (_swept(subject) if options.sweep else _compared(subject))
     cells = [(label, answer(subject, budget, policy)) for label, budget in named for policy in POLICIES]
-    if wish.picture is not None:
-        _draw(subject, cells, wish.picture)
-    if wish.as_json:
+    if options.picture is not None:
+        _draw(subject, cells, options.picture)
+    if options.as_json:
         content = _step_content(subject) | {"cells": [_cell_content(subject, cell) for cell in cells]}
-        say(json.dumps(content, indent=2))
+        printer(json.dumps(content, indent=2))
     else:
-        say((_sweep_text if wish.sweep else _compare_text)(subject, named, cells))
-    return any(found.planned is not None for _, found in cells)
+        printer((_sweep_text if options.sweep else _compare_text)(subject, named, cells))
+    return any(result.planned is not None for _, result in cells)
 
 
 def _compare_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
     compute = subject.costs.compute_seconds
-    parts = _heading(subject)
+    lines = _heading(subject)
     head = ("policy", "fits", "step", "slowdown", "evicted", "fetched", "recompute", "peak", "planning")
     for label, budget in budgets:
-        rows = [(one.policy, *_figures(subject, one, compute)) for _, one in cells if one.budget == budget]
-        named = "" if label == format_bytes(budget) else f", {label}"
-        parts.append(f"budget {_exactly(budget)}{named}")
-        parts.append(columns([head, *rows]))
-    return "\n".join(parts)
+        rows = [(result.policy, *_figures(subject, result, compute)) for _, result in cells if result.budget == budget]
+        name = "" if label == format_bytes(budget) else f", {label}"
+        lines.append(f"budget {_exactly(budget)}{name}")
+        lines.append(columns([head, *rows]))
+    return "\n".join(lines)
 
 
-def _figures(subject: Subject, found: Answer, compute: float) -> tuple[str, ...]:
-    report = found.report
-    took = format_seconds(found.plan_seconds)
+def _figures(subject: Subject, result: Answer, compute: float) -> tuple[str, ...]:
+    report = result.report
+    plan_time = format_seconds(result.plan_seconds)
     if report is None:
-        return ("no", "-", "-", "-", "-", "-", "-", took)
+        return ("no", "-", "-", "-", "-", "-", "-", plan_time)
     return (
         "yes",
         format_seconds(report.seconds),
@@ -364,16 +343,16 @@ def _figures(subject: Subject, found: Answer, compute: float) -> tuple[str, ...]
         format_bytes(report.bytes_in),
         format_seconds(report.again_seconds(subject.costs)),
         format_bytes(report.peak_bytes),
-        took,
+        plan_time,
     )
 
 
 def _sweep_text(subject: Subject, budgets: Sequence[tuple[str, int]], cells: Sequence[Cell]) -> str:
-    times = {(one.policy, one.budget): one.report for _, one in cells}
+    times = {(result.policy, result.budget): result.report for _, result in cells}
     rows: list[tuple[str, ...]] = [("budget", *POLICIES)]
     for label, budget in budgets:
-        found = [times[policy, budget] for policy in POLICIES]
-        rows.append((label, *("-" if report is None else format_seconds(report.seconds) for report in found)))
+        reports = [times[policy, budget] for policy in POLICIES]
+        rows.append((label, *("-" if report is None else format_seconds(report.seconds) for report in reports)))
     return "\n".join([*_heading(subject), "step time by budget and policy", columns(rows)])
 
 
@@ -392,21 +371,23 @@ def _titles(subject: Subject) -> list[str]:
 
 
 def _cell_content(subject: Subject, cell: Cell) -> dict[str, object]:
-    label, found = cell
-    report = found.report
+    label, result = cell
+    report = result.report
     return {
         "label": label,
-        "budget": found.budget,
-        "policy": found.policy,
+        "budget": result.budget,
+        "policy": result.policy,
         "feasible": report is not None,
-        "plan_seconds": found.plan_seconds,
-        **({} if report is None else _figures_content(subject, found)),
+        "plan_seconds": result.plan_seconds,
+        **({} if report is None else _figures_content(subject, result)),
     }
 
 
 def _draw(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
     lines = {
-        policy: sorted((one.budget, one.report.seconds) for _, one in cells if one.policy == policy and one.report)
+        policy: sorted(
+            (result.budget, result.report.seconds) for _, result in cells if result.policy == policy and result.report
+        )
         for policy in POLICIES
     }
     title = subject.title + (f" (simulated: {subject.simulated})" if subject.simulated else "")
@@ -414,7 +395,6 @@ def _draw(subject: Subject, cells: Sequence[Cell], path: Path) -> None:
 
 
 def report_plan(subject: Subject, budget: int, policy: str, options: ReportOptions) -> None:
-    """Plan a step and report what is predicted."""
     subject = subject.within(budget)
     planned = planning.plan_step(subject.graph, subject.costs, budget, policy)
     step = ReportedStep(subject.graph, subject.costs, planned, budget, policy, simulated=subject.simulated)
@@ -426,10 +406,7 @@ def report_plan(subject: Subject, budget: int, policy: str, options: ReportOptio
 
 
 def check(graph: Path, plan: Path, budget: int | None) -> None:
-    """Prove that a saved plan computes a graph file's step within a budget, by default the plan file's, and say so.
-
-    Raises ``InputError`` or ``GraphError`` for the files, ``ValidationError`` if the program breaks a promise.
-    """
+    """Prove that a saved plan computes its step within a budget, by default the plan's; print the result."""
     file = read_graph(graph)
     saved = read_plan(plan, file.keys)
     limit = saved.budget if budget is None else budget

@@ -1,4 +1,4 @@
-"""The commands. A command imports PyTorch when it runs and needs it."""
+"""The commands of the command line. A command imports PyTorch only when it runs and needs it."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from outofcore.units import format_bytes, parse_bytes, share_of
 
 app = typer.Typer(
     cls=Group,
-    help="Train PyTorch models within a byte budget, with the same bits as without one.",
+    help="Train PyTorch models within a memory budget, with bit-identical results.",
     epilog="Example: outofcore plan resnet50 --batch 16 --budget 1GiB",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_set: bool) -> None:
+    if is_set:
         typer.echo(outofcore.__version__)
         raise typer.Exit
 
@@ -66,7 +66,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Flags of the program itself."""
+    """Options of the program itself."""
 
 
 @command(app, "outofcore train gpt --params 10M --budget 256MiB --steps 5")
@@ -95,7 +95,7 @@ def plan(
     *,
     budget: Annotated[
         str | None,
-        typer.Option(help="Memory budget, e.g. 6GiB; with --compare or --sweep several, e.g. 1GiB,2GiB."),
+        typer.Option(help="Memory budget, e.g. 6GiB; a list with --compare or --sweep, e.g. 1GiB,2GiB."),
     ] = None,
     batch: Batch = BATCH,
     onnx: OnnxOptions,
@@ -114,15 +114,15 @@ def plan(
     """
     _check_source(model, graph, places)
     has_sizes = bool(onnx.dims or onnx.arrays)
-    refuse((graph is not None and has_sizes, "--dim", "the sizes of a graph file are in the file"))
+    refuse((graph is not None and has_sizes, "--dim", "a graph file contains its sizes; leave --dim and --input out"))
     sharers.check(graph)
     budgets = () if budget is None else tuple(map(parse_bytes, budget.split(",")))
     kind = None if model is None else kind_of(model)
-    with answer.saying(alone=answers.as_json) as say:
+    with answer.saying(alone=answers.as_json) as printer:
         if model is not None and kind is Kind.CONFIG:
             answers.refuse_for_config(places, sharers)
             zoo.refuse("a model's config.json", but=frozenset({"optimizer", "amp", "clip", "seed"}))
-            fits = _fit(model, configured.training(zoo, batch), places, budgets, answers.as_json, say)
+            fits = _fit(model, configured.training(zoo, batch), places, budgets, answers.as_json, printer)
         else:
             _check_zoo(kind, zoo, batch)
             configured.refuse()
@@ -134,52 +134,64 @@ def plan(
             if answers.several:
                 if answers.save_graph is not None:
                     write_graph(answers.save_graph, subject.file)
-                fits = answer.side_by_side(subject, budgets, answers, say)
+                fits = answer.side_by_side(subject, budgets, answers, printer)
             else:
-                drawn = replace(answers, curve=kind is Kind.SCRIPT if answers.curve is None else answers.curve)
-                fits = answer.present(subject, budgets[0] if budgets else None, places.policy, drawn, say)
+                shown = replace(answers, curve=kind is Kind.SCRIPT if answers.curve is None else answers.curve)
+                fits = answer.present(subject, budgets[0] if budgets else None, places.policy, shown, printer)
     if not fits:
         raise typer.Exit(1)
 
 
 def _fit(
-    model: str, training: dict[str, Any], places: Places, budgets: tuple[int, ...], as_json: bool, say: answer.Say
+    model: str, training: dict[str, Any], places: Places, budgets: tuple[int, ...], as_json: bool, printer: answer.Say
 ) -> bool:
-    """Answer for a model's configuration; False if it does not fit."""
-    card = simulated(places.device)
-    why = "a configuration is planned for a device by its data sheet; name one that is simulated"
-    refuse((card is None and places.device != "cpu", "--device", why))
-    # Nearly all that is made is held until the answer: to look for garbage would take a fifth of the time.
+    preset = simulated(places.device)
+    reason = (
+        "a config.json is planned for a simulated device; name one, such as --device h100 (--device list prints all)"
+    )
+    refuse((preset is None and places.device != "cpu", "--device", reason))
+    # Nearly all objects stay alive until the answer, and collecting garbage would take a fifth of the time.
     gc.disable()
     try:
         configs, fitting = import_module("outofcore.cli.configs"), import_module("outofcore.cli.fit")
-        found, asked = configs.read_config(model), configs.Training(**training)
-        return fitting.answer(found, asked, card=card, budgets=budgets, policy=places.policy, as_json=as_json, say=say)
+        model_config, training_options = configs.read_config(model), configs.Training(**training)
+        return fitting.answer(
+            model_config,
+            training_options,
+            card=preset,
+            budgets=budgets,
+            policy=places.policy,
+            as_json=as_json,
+            say=printer,
+        )
     finally:
-        gc.freeze()  # nor is any looked for when the process ends
+        gc.freeze()  # the process collects no garbage when it ends, either
         gc.enable()
 
 
 def _check_zoo(kind: Kind | None, zoo: ZooOptions, batch: int) -> None:
-    """Refuse options of zoo models for anything else, where they would be ignored."""
+    """Refuse options of zoo models for other targets, which would ignore them."""
     if kind is Kind.ZOO:
         return
-    what = "a graph file" if kind is None else kind.value
-    refuse((batch != BATCH, "--batch", f"it goes with models of the zoo; {what} sets this itself"))
-    zoo.refuse(what)
+    source = "a graph file" if kind is None else kind.value
+    refuse((batch != BATCH, "--batch", f"only models of the zoo take this option; {source} sets it itself"))
+    zoo.refuse(source)
 
 
 def _check_source(model: str | None, graph: Path | None, places: Places) -> None:
-    """Refuse two sources of a step or none, and places that do not go with it."""
     is_file = graph is not None
     refuse(
         (
             model is None and not is_file,
             "MODEL",
-            "name one, e.g. resnet50 or my_script.py:build, or give a graph file by --graph",
+            "name a model, e.g. resnet50 or my_script.py:build, or give a graph file with --graph",
         ),
         (model is not None and is_file, "MODEL", "give either a model or --graph, not both"),
-        (is_file and places.device != "cpu", "--device", "the costs of a graph file are in the file"),
+        (
+            is_file and places.device != "cpu",
+            "--device",
+            "a graph file contains the costs of its device; leave --device out",
+        ),
     )
     places.check()
 
@@ -193,7 +205,6 @@ def _subject(
     sharers: Sharers,
     onnx: OnnxOptions,
 ) -> answer.Subject:
-    """Find the step to plan. Only a step that is not from a file needs PyTorch."""
     if graph is not None:
         return answer.subject_from(graph)
     subjects = import_module("outofcore.cli.subjects")
@@ -223,7 +234,7 @@ def report(
     """Write an HTML page that shows where the time and the memory of a step go."""
     _check_source(model, graph, places)
     if budget is None:
-        raise typer.BadParameter("give one, such as --budget 512MiB", param_hint="--budget")
+        raise typer.BadParameter("report needs a budget, such as --budget 512MiB", param_hint="--budget")
     limit = parse_bytes(budget)
     _check_zoo(None if model is None else kind_of(model), zoo, batch)
     if graph is None and simulated(places.device) is None and options.steps:
@@ -234,14 +245,14 @@ def report(
 
 
 class _RunCommand(Command):
-    """Leaves what follows a script to the script, whatever it looks like; options may follow an ONNX file."""
+    """The ``run`` command, which passes everything after a script to it; options may follow an ONNX file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
-            found, _, _ = self.make_parser(ctx).parse_args(list(args))
-        except Exception:  # it is raised again where it is told
-            found = {}
-        if str(found.get("target")).endswith(".onnx") and not found.get("is_module"):
+            values, _, _ = self.make_parser(ctx).parse_args(list(args))
+        except Exception:  # super().parse_args raises it again and typer prints it
+            values = {}
+        if str(values.get("target")).endswith(".onnx") and not values.get("is_module"):
             ctx.allow_interspersed_args = True
         return super().parse_args(ctx, args)
 
@@ -264,13 +275,13 @@ def run(
         str | None,
         typer.Option(
             help="Memory budget for all tensors of the script, e.g. 6GiB, or a share of available memory, e.g. 70%.",
-            show_default="70%; on a GPU 95% of what is free there",
+            show_default="70%; on a GPU 95% of its free memory",
         ),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="Device whose tensors are kept within the budget: cpu, cuda or cuda:0.",
+            help="Device that the budget applies to: cpu, cuda or cuda:0.",
             show_default="a GPU if there is one",
             autocompletion=completion.own_devices,
         ),
@@ -279,12 +290,13 @@ def run(
         bool,
         typer.Option(
             "--measure",
-            help="Measurement of what the script needs: the peak without a budget, the smallest budget, and predicted "
-            "step times. The budget is exceeded where needed.",
+            help="Report of the script's memory use: peak without a budget, smallest budget, and predicted step times. "
+            "The run may exceed the budget.",
         ),
     ] = False,
     grow: Annotated[
-        bool, typer.Option("--grow", help="Permission for ops that need more to exceed the budget, with a summary.")
+        bool,
+        typer.Option("--grow", help="Permission to exceed the budget for ops that need more; the summary lists them."),
     ] = False,
     is_module: Annotated[
         bool, typer.Option("-m", help="Name of a module in place of a script, as for python -m.")
@@ -293,7 +305,9 @@ def run(
     host_budget: HostBudget = None,
     check: Annotated[
         bool,
-        typer.Option("--check/--no-check", help="Checksums of tensors that are evicted without having been written."),
+        typer.Option(
+            "--check/--no-check", help="Checksums of evicted tensors that need no copy, to detect unnoticed writes."
+        ),
     ] = True,
     arrays: Arrays = None,
     output: Annotated[
@@ -307,12 +321,12 @@ def run(
     Options come before the script; arguments after it are passed to the script. The exit status is that of the script.
     """
     if target.endswith(".onnx") and not is_module:
-        why = "an ONNX file runs within a budget in bytes on the CPU: outofcore plan gives its smallest budget"
-        refuse((budget is None, "--budget", why), (measure, "--measure", why), (grow, "--grow", why))
-        refuse((device not in (None, "cpu"), "--device", why))
+        reason = "an ONNX file runs on the CPU within a budget in bytes; outofcore plan prints the smallest one"
+        refuse((budget is None, "--budget", reason), (measure, "--measure", reason), (grow, "--grow", reason))
+        refuse((device not in (None, "cpu"), "--device", reason))
         if arguments:
             raise typer.BadParameter(
-                f"an ONNX file takes no arguments, and {arguments[0]!r} is one", param_hint="ARGUMENTS"
+                f"an ONNX file takes no arguments; leave {arguments[0]!r} out", param_hint="ARGUMENTS"
             )
         import_module("outofcore.cli.onnx_models").run_model(
             target,
@@ -326,7 +340,7 @@ def run(
         )
         return
     is_onnx = bool(arrays) or output is not None
-    refuse((is_onnx, "--input", "arrays are for ONNX files; a script has arguments after its name"))
+    refuse((is_onnx, "--input", "only ONNX files take arrays; arguments of a script follow its name"))
     limit = budget if budget is None or share_of(budget) is not None else parse_bytes(budget)
     launch = scripts.Launch(
         target,
@@ -349,9 +363,7 @@ def validate(
     *,
     graph: Annotated[Path, typer.Option(help="Graph file of the step, from plan --save-graph.")],
     plan: Annotated[Path, typer.Option(help="Plan file, from plan --save-plan.")],
-    budget: Annotated[
-        str | None, typer.Option(help="Memory budget, e.g. 6GiB.", show_default="that of the plan")
-    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Memory budget, e.g. 6GiB.", show_default="the plan's")] = None,
 ) -> None:
     """Prove that a saved plan computes its step within the budget.
 
@@ -403,14 +415,14 @@ def doctor(
         bool, typer.Option("--clear-cache", help="Delete stored measurements and plans instead of checking.")
     ] = False,
 ) -> None:
-    """Check the installation: versions, compiler, disk speed, and a small model trained both ways.
+    """Check the installation: versions, compiler, disk speed, and training with compile() and budget().
 
     Exit status: 0 if everything works, 1 if there are problems, 2 after an error.
     """
     if clear_cache:
-        measured = Cache(default_cache_folder() if cache is None else cache)
-        taken = measured.bytes()
-        typer.echo(f"{measured.folder}: {measured.clear()} files deleted, {format_bytes(taken)}")
+        store = Cache(default_cache_folder() if cache is None else cache)
+        stored_bytes = store.bytes()
+        typer.echo(f"{store.folder}: {store.clear()} files deleted, {format_bytes(stored_bytes)}")
     elif not import_module("outofcore.cli.doctor").doctor(home, cache):
         raise typer.Exit(1)
 
@@ -422,5 +434,5 @@ def main() -> None:
     except scripts.Launching as launching:
         launch = launching.launch
     if launch is not None:
-        sys.excepthook = hook  # typer has one of its own
+        sys.excepthook = hook  # typer has replaced it
         scripts.run(launch)

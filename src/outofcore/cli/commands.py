@@ -1,4 +1,4 @@
-"""The classes of commands: what their help calls the values of options, and a mistake that shells make easy."""
+"""Command classes of typer that name values in help texts and reject byte counts of two words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 _BYTES = "BYTES"
-# What the help calls the values of options.
+# Names of option values in help texts.
 _METAVARS = {
     **dict.fromkeys(("budget", "host_budget", "capacity", "between"), _BYTES),
     **dict.fromkeys(("picture", "save_graph", "save_plan", "graph", "plan", "output", "trace", "arrays"), "FILE"),
@@ -29,45 +29,42 @@ _UNIT = re.compile(r"[KMGT]i?B?|%", re.IGNORECASE)
 
 
 class Command(TyperCommand):
-    """A command whose help names values rather than types of Python, and that recognises ``--budget 6 GiB``."""
+    """A command with value names instead of Python types in its help; it detects ``--budget 6 GiB``."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters as the help shows them."""
         return _with_metavars(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments; raises ``typer.BadParameter`` for a byte count in two words."""
         self._check_counts(ctx, args)
         return super().parse_args(ctx, args)
 
     def _check_counts(self, ctx: Any, args: list[str]) -> None:
         try:
-            given, _, _ = self.make_parser(ctx).parse_args(list(args))
-        except Exception:  # parsing raises it again
+            values, _, _ = self.make_parser(ctx).parse_args(list(args))
+        except Exception:  # super().parse_args raises it again
             return
         for param in self.get_params(ctx):
-            count = given.get(param.name)
+            count = values.get(param.name)
             if param.metavar != _BYTES or not isinstance(count, str) or not _NUMBER.fullmatch(count):
                 continue
             option = param.opts[0]
             unit = next((unit for before, unit in pairwise(args) if before in (count, f"{option}={count}")), "")
             if _UNIT.fullmatch(unit):
-                why = f"write the number and its unit as one word: {option} {count}{unit}"
-                raise typer.BadParameter(why, ctx=ctx, param_hint=option)
+                reason = f"write the number and its unit as one word: {option} {count}{unit}"
+                raise typer.BadParameter(reason, ctx=ctx, param_hint=option)
 
 
 class Group(TyperGroup):
-    """The program, whose flags have no types either."""
+    """The program, with value names in its help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters as the help shows them."""
         return _with_metavars(super().get_params(ctx))
 
 
 def _with_metavars(params: list[Any]) -> list[Any]:
     for param in params:
         if isinstance(param, TyperArgument):
-            # Some releases of typer print the type of an argument whatever its metavar is.
+            # Some releases of typer print the type of an argument even if it has a metavar.
             param.display_type_rich = lambda ctx: ""  # pyright: ignore[reportAttributeAccessIssue]
         if getattr(param, "is_flag", False):
             param.metavar = ""

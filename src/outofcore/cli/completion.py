@@ -1,4 +1,4 @@
-"""Words that the shell completes. Without PyTorch, since each press of the Tab key runs this."""
+"""Words that the shell completes. Without PyTorch, since every press of the Tab key imports this."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable
 from outofcore.policies import POLICIES
 from outofcore.presets import devices
 
-# Models of the zoo in the sizes in common use; the command line takes any depth of a resnet.
+# Models of the zoo in common sizes; the command line also accepts other depths of a resnet.
 MODELS = (
     *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
     *("vgg16", "densenet121", "unet3d", "gpt"),
 )
 
 
-def words(*known: str) -> Callable[[str], list[str]]:
-    """Return a callback of typer that completes one of some words."""
+def words(*choices: str) -> Callable[[str], list[str]]:
+    """Return a typer callback that completes one of some words."""
 
     def complete(incomplete: str) -> list[str]:
-        return [word for word in known if word.startswith(incomplete)]
+        return [word for word in choices if word.startswith(incomplete)]
 
     return complete
 

@@ -1,4 +1,4 @@
-"""Check the fields of a model's configuration that decide its size, before anything is built."""
+"""Check the fields of a model's configuration that decide its size, before the model is built."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, cast
 
 from outofcore.errors import InputError
 
-# Names of sizes. Of other fields, and of those whose default is no whole number, nothing is known.
+# Names of sizes. Other fields are not checked, and sizes only if their default is a whole number.
 _SIZE = re.compile(
     r"(num|n|d|max)_\w+|(\w+_)?(size|dim|layers|heads|channels|length|positions|embeddings|experts|bins|groups|depth)"
 )
-# Without these there is no model: none may be null or zero. Some models call them otherwise: see ``attribute_map``.
+# Sizes that every model needs: not null, not zero. ``attribute_map`` has other names for them.
 _CORE = frozenset(
     {
         *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"),
@@ -23,54 +23,49 @@ _CORE = frozenset(
         *("encoder_ffn_dim", "decoder_ffn_dim", "max_source_positions", "max_target_positions"),
     }
 )
-# Zero of any other says that there are none, such as shared experts.
+# Any other size may be zero, such as the number of shared experts.
 _NEVER_ZERO = _CORE | {"num_key_value_heads", "head_dim", "num_local_experts", "num_experts_per_tok"}
 # Names of lists of sizes, one for each stage of a model.
 _SIZES = re.compile(r"depths|(\w+_)?(sizes|dims?|kernels?|strides?|channels|heads)")
 # The heads of a model with one of these need not divide its width.
 _HEAD_WIDTHS = ("head_dim", "d_kv", "d_head", "attention_head_size", "kv_channels", "v_head_dim", "qk_nope_head_dim")
-# No model has more, and a number that does not fit 31 bits overflows as soon as two of them meet.
+# No model has more, and products of two larger numbers overflow.
 _MOST, _MOST_MODULES = 2**31 - 1, 10_000
 _STACKED = re.compile(r"\w*(layers|layer|blocks|depth)")
-# What says that weights are stored otherwise than they are computed with, and where the method is named.
+# Fields that mark weights as stored quantised, and fields in them that name the method.
 QUANTISED = ("quantization_config", "compression_config", "quantization", "load_in_8bit", "load_in_4bit")
 _METHODS = ("quant_method", "quantization_method", "format", "quant_algo")
 
 
-def check_sizes(path: Path, content: Mapping[str, Any], kind: Any, known: Callable[[object], Any]) -> None:
-    """Refuse sizes that no model has, and name them.
-
-    They are no whole number, too small or large, or heads that do not divide the width. ``kind`` is the class of
-    transformers for the file; ``known`` returns the class for a ``model_type``, or None.
-    """
-    _check(path, content, "", kind, known)
+def check_sizes(path: Path, content: Mapping[str, Any], kind: Any, class_of: Callable[[object], Any]) -> None:
+    """Refuse sizes that no model has; ``class_of`` returns the class of transformers for a ``model_type``."""
+    _check(path, content, "", kind, class_of)
 
 
-def _check(path: Path, content: Mapping[str, Any], prefix: str, kind: Any, known: Callable[[object], Any]) -> None:
-    usual = _default(kind)
+def _check(path: Path, content: Mapping[str, Any], prefix: str, kind: Any, class_of: Callable[[object], Any]) -> None:
+    defaults = _default(kind)
     renamed: Mapping[str, str] = getattr(kind, "attribute_map", {})
     core = _CORE | {renamed.get(name, name) for name in _CORE}
     for name, value in content.items():
-        default = _field(usual, name)
+        default = _field(defaults, name)
         if isinstance(value, dict) and name.endswith("_config"):
             inner = cast("dict[str, Any]", value)
-            _check(path, inner, f"{prefix}{name}.", known(inner.get("model_type")) or type(default), known)
+            _check(path, inner, f"{prefix}{name}.", class_of(inner.get("model_type")) or type(default), class_of)
         elif value != default and (name in core or _is_size(name, value, default)):
             _check_size(path, prefix + name, name, value, default, is_core=name in core)
-    _check_heads(path, content, prefix, usual, renamed)
+    _check_heads(path, content, prefix, defaults, renamed)
 
 
 def _default(kind: Any) -> Any:
-    """Return the default configuration of a class; None where it has none."""
     try:
         return None if kind is None else kind()
-    except Exception:  # it is that of transformers, and some want fields
+    except Exception:  # some classes of transformers require fields
         return None
 
 
-def _field(usual: Any, name: str) -> Any:
+def _field(defaults: Any, name: str) -> Any:
     try:
-        return getattr(usual, name, None)
+        return getattr(defaults, name, None)
     except Exception:  # fields that differ from layer to layer
         return None
 
@@ -80,27 +75,27 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_size(name: str, value: object, default: object) -> bool:
-    """Return whether a field is a size, by its name and by its class's default."""
+    """Return whether a field is a size, by its name and its default."""
     if isinstance(default, list | tuple):
         return isinstance(value, list) and all(map(_is_whole, _leaves(default))) and _SIZES.fullmatch(name) is not None
     if _SIZE.fullmatch(name) is None:
         return False
-    # Without a usual value it may be anything but a number that is no size.
+    # Without a default, any value may be valid, except numbers that are not sizes.
     return _is_whole(default) or (default is None and isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _check_size(path: Path, label: str, name: str, value: Any, default: Any, *, is_core: bool) -> None:
     if isinstance(value, dict) or (value is None and not (is_core and _is_whole(default))):
         return
-    most = _MOST_MODULES if _STACKED.fullmatch(name) else _MOST
-    least = 1 if is_core or name in _NEVER_ZERO or isinstance(value, list) else 0
-    least = min([least, *filter(_is_whole, _leaves(default))])
-    for one in _leaves(value):
-        if not _is_whole(one):
-            raise InputError(f"{path}: {label} must be a whole number, and is {_shown(one)}")
-        if not least <= one <= most:
-            what = f"at least {least}" if one < least else f"at most {most}"
-            raise InputError(f"{path}: {label} must be {what}, and is {_shown(one)}")
+    max_size = _MOST_MODULES if _STACKED.fullmatch(name) else _MOST
+    min_size = 1 if is_core or name in _NEVER_ZERO or isinstance(value, list) else 0
+    min_size = min([min_size, *filter(_is_whole, _leaves(default))])
+    for leaf in _leaves(value):
+        if not _is_whole(leaf):
+            raise InputError(f"{path}: {label} must be a whole number, not {_shown(leaf)}")
+        if not min_size <= leaf <= max_size:
+            bound = f"at least {min_size}" if leaf < min_size else f"at most {max_size}"
+            raise InputError(f"{path}: {label} must be {bound}, not {_shown(leaf)}")
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -114,47 +109,47 @@ def _shown(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-def _check_heads(path: Path, content: Mapping[str, Any], prefix: str, usual: Any, renamed: Mapping[str, str]) -> None:
-    def said(name: str) -> tuple[str, int] | None:
-        """Return the name of a field in the file, and its value there or by default."""
-        own = next((key for key in (name, renamed.get(name, name)) if key in content), renamed.get(name, name))
-        value = content.get(own, _field(usual, own))
-        return (prefix + own, value) if _is_whole(value) and value > 0 else None
+def _check_heads(
+    path: Path, content: Mapping[str, Any], prefix: str, defaults: Any, renamed: Mapping[str, str]
+) -> None:
+    def field_of(name: str) -> tuple[str, int] | None:
+        key_name = next((key for key in (name, renamed.get(name, name)) if key in content), renamed.get(name, name))
+        value = content.get(key_name, _field(defaults, key_name))
+        return (prefix + key_name, value) if _is_whole(value) and value > 0 else None
 
-    heads, groups, width = said("num_attention_heads"), said("num_key_value_heads"), said("hidden_size")
+    heads, groups, width = field_of("num_attention_heads"), field_of("num_key_value_heads"), field_of("hidden_size")
     if heads and groups and heads[1] % groups[1] and "num_key_value_heads" in content:
         raise InputError(f"{path}: {heads[0]} is {heads[1]}, not a multiple of {groups[0]}, {groups[1]}")
-    if any(content.get(name) for name in _HEAD_WIDTHS) or not _divides(usual):
+    if any(content.get(name) for name in _HEAD_WIDTHS) or not _divides(defaults):
         return
-    for found in (heads, said("encoder_attention_heads"), said("decoder_attention_heads")):
-        if width and found and width[1] % found[1]:
-            raise InputError(f"{path}: {width[0]} is {width[1]}, not a multiple of {found[0]}, {found[1]}")
+    for head_field in (heads, field_of("encoder_attention_heads"), field_of("decoder_attention_heads")):
+        if width and head_field and width[1] % head_field[1]:
+            raise InputError(f"{path}: {width[0]} is {width[1]}, not a multiple of {head_field[0]}, {head_field[1]}")
 
 
-def _divides(usual: Any) -> bool:
-    """Return whether the heads of a class share its width between them."""
-    width, heads = _field(usual, "hidden_size"), _field(usual, "num_attention_heads")
+def _divides(defaults: Any) -> bool:
+    width, heads = _field(defaults, "hidden_size"), _field(defaults, "num_attention_heads")
     if not (_is_whole(width) and _is_whole(heads) and heads) or cast("int", width) % cast("int", heads):
         return False
-    each = cast("int", width) // cast("int", heads)
-    return all(_field(usual, name) in (None, each) for name in _HEAD_WIDTHS)
+    head_width = cast("int", width) // cast("int", heads)
+    return all(_field(defaults, name) in (None, head_width) for name in _HEAD_WIDTHS)
 
 
-def check_dtype(path: Path, content: Mapping[str, Any], known: Callable[[str], bool]) -> None:
-    """Refuse an unknown dtype, or two that contradict each other; ``known`` recognises names."""
-    given = {name: content[name] for name in ("dtype", "torch_dtype") if content.get(name) is not None}
-    for name, value in given.items():
-        if not isinstance(value, dict) and not (isinstance(value, str) and known(value.removeprefix("torch."))):
+def check_dtype(path: Path, content: Mapping[str, Any], is_dtype: Callable[[str], bool]) -> None:
+    """Refuse an unknown dtype, or two that contradict each other; ``is_dtype`` recognises names."""
+    dtypes = {name: content[name] for name in ("dtype", "torch_dtype") if content.get(name) is not None}
+    for name, value in dtypes.items():
+        if not isinstance(value, dict) and not (isinstance(value, str) and is_dtype(value.removeprefix("torch."))):
             raise InputError(
-                f'{path}: {name} is {_shown(value)}, which is no dtype of PyTorch; write such as "bfloat16"'
+                f'{path}: {name} is {_shown(value)}, which is not a dtype of PyTorch; write e.g. "bfloat16"'
             )
-    if len({str(value).removeprefix("torch.") for value in given.values()}) > 1:
-        said = " and ".join(f"{name} is {_shown(value)}" for name, value in given.items())
-        raise InputError(f"{path}: {said}; leave one of the two out")
+    if len({str(value).removeprefix("torch.") for value in dtypes.values()}) > 1:
+        conflict = " and ".join(f"{name} is {_shown(value)}" for name, value in dtypes.items())
+        raise InputError(f"{path}: {conflict}; remove one of the two")
 
 
 def quantisation_of(content: Mapping[str, Any]) -> str:
-    """Return the field that says that weights are quantised, and how; empty where they are not."""
+    """Return the field that marks weights as quantised, with the method; empty if no field does."""
     for name, value in content.items():
         if name in QUANTISED and value:
             return f"{name} ({_method(value)})"
@@ -168,8 +163,12 @@ def quantisation_of(content: Mapping[str, Any]) -> str:
 def _method(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
-    given = cast("dict[str, Any]", value)
-    method = next((str(given[name]) for name in _METHODS if given.get(name)), None)
-    bits = given.get("bits") or ("4" if given.get("load_in_4bit") else "8" if given.get("load_in_8bit") else None)
-    method = method or ("bitsandbytes" if "load_in_4bit" in given or "load_in_8bit" in given else "unnamed method")
+    settings = cast("dict[str, Any]", value)
+    method = next((str(settings[name]) for name in _METHODS if settings.get(name)), None)
+    bits = settings.get("bits") or (
+        "4" if settings.get("load_in_4bit") else "8" if settings.get("load_in_8bit") else None
+    )
+    method = method or (
+        "bitsandbytes" if "load_in_4bit" in settings or "load_in_8bit" in settings else "unnamed method"
+    )
     return f"{method}, {bits} bits" if bits else method

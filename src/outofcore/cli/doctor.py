@@ -1,7 +1,4 @@
-"""``outofcore doctor``: check the installation, one line for each check. Without PyTorch it says how to install it.
-
-The checks of the machine are here. ``torch_checks`` has those that need PyTorch, and at last trains a small model.
-"""
+"""``outofcore doctor``: check the installation. ``torch_checks`` has the checks that need PyTorch."""
 
 from __future__ import annotations
 
@@ -22,18 +19,16 @@ CPU_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
 
 class Result(Enum):
-    """The result of a check, as its line begins."""
+    """The result of a check; the value is the first word of its line."""
 
     OK = "ok"
     NOTE = "note"  # works, and could be better
     PROBLEM = "FAIL"
-    BEGINS = ""  # something that takes a while comes next
+    BEGINS = ""  # announces a check that takes a while
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of a check: the name of what was checked, and the facts."""
-
     result: Result
     name: str
     text: str
@@ -43,10 +38,7 @@ class Finding:
 
 
 def doctor(home: str, cache: Path | None) -> bool:
-    """Print a line for each check as soon as it is done, and a last one; return whether everything works.
-
-    ``cache`` None is the user's default folder. Raises ``SpillError`` if the home cannot be used.
-    """
+    """Print a line after each check and a summary; return whether everything works."""
     problems: dict[str, None] = {}
     for finding in _findings(home, cache):
         print(finding, flush=True)
@@ -67,23 +59,23 @@ def _findings(home: str, cache: Path | None) -> Iterator[Finding]:
     yield Finding(Result.OK, "memory", f"{format_bytes(machine.memory_bytes)}{free}")
     pages = transparent_huge_pages()
     result = Result.NOTE if pages == "never" else Result.OK
-    yield Finding(result, "huge pages", f"transparent huge pages: {pages or 'not known on this system'}")
+    yield Finding(result, "huge pages", f"transparent huge pages: {pages or 'unknown on this system'}")
     yield _compiler()
-    kept = Cache(default_cache_folder() if cache is None else cache)
-    files = sum(path.suffix == ".json" for path in kept.files())
-    yield Finding(Result.OK, "measurements", f"{kept.folder}, {files} files, {format_bytes(kept.bytes())}")
-    missing = _torch_problem()
-    if missing is None:
+    stored = Cache(default_cache_folder() if cache is None else cache)
+    files = sum(path.suffix == ".json" for path in stored.files())
+    yield Finding(Result.OK, "measurements", f"{stored.folder}, {files} files, {format_bytes(stored.bytes())}")
+    torch_problem = _torch_problem()
+    if torch_problem is None:
         yield from import_module("outofcore.cli.torch_checks").findings(home)
     else:
-        yield missing
+        yield torch_problem
 
 
 def _compiler() -> Finding:
-    found = next((path for path in map(shutil.which, COMPILERS) if path), None)
-    if found is not None:
-        return Finding(Result.OK, "C++ compiler", found)
-    # A wheel may have all that would be compiled, which the check of the native code finds out.
+    compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    if compiler is not None:
+        return Finding(Result.OK, "C++ compiler", compiler)
+    # Only a note: a wheel may contain the compiled code, which the check of the native code detects.
     return Finding(
         Result.NOTE,
         "C++ compiler",
@@ -98,7 +90,7 @@ def _torch_problem() -> Finding | None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             return _broken_torch(error)
-        text = f"not installed; install it with: pip install torch, or without a GPU, far smaller: {CPU_BUILD}"
+        text = f"not installed; install it with: pip install torch, or the much smaller CPU build: {CPU_BUILD}"
         return Finding(Result.PROBLEM, "PyTorch", text)
     except (ImportError, OSError) as error:
         return _broken_torch(error)
@@ -106,5 +98,5 @@ def _torch_problem() -> Finding | None:
 
 
 def _broken_torch(error: Exception) -> Finding:
-    why = str(error).partition("\n")[0]
-    return Finding(Result.PROBLEM, "PyTorch", f"installed, but cannot be imported ({why}); install it again")
+    reason = str(error).partition("\n")[0]
+    return Finding(Result.PROBLEM, "PyTorch", f"installed, but cannot be imported ({reason}); install it again")

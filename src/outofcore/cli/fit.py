@@ -1,8 +1,7 @@
-"""Whether a model that is known by its configuration fits a device, how fast it is there, and what would help.
+"""Whether a model described by its configuration fits a device, its speed there, and helpful changes.
 
-The step is captured without weights. Of layers that are alike a few are captured, and the others are made of those
-(``estimation.repeating``); where layers do not match, all of them are captured. So a step of any size takes a second or
-less, and the largest that fits is searched for with the deep step itself.
+The step is captured without weights, from a few of its equal layers (``estimation.repeating``) if possible. This takes
+a second or less for any size, so the search for the largest size uses the step itself.
 """
 
 from __future__ import annotations
@@ -37,132 +36,90 @@ from outofcore.progress import Tell, following, silent
 from outofcore.report import columns, step_report
 from outofcore.units import format_bytes, format_seconds
 
-# An answer is wanted within seconds, so candidates are not tuned further, and few are placed. Training plans again,
-# with more effort.
+# The answer must come within seconds, so few candidates are placed and further tuning is off. Training plans with more
+# effort.
 SWIFT = SearchParams(further=0, placed=2, polish_ops=0)
-# Into how many pieces logits and loss are cut where that is asked about.
+# The number of pieces of logits and loss in the change that splits them.
 _PIECES = 8
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A size of a step that may be chosen.
+    """A size of a step that is searched."""
 
-    Attributes:
-        field: of ``Training``.
-        what: it counts.
-        stride: sizes are multiples of this.
-        most: the largest that is looked at, in strides.
-        is_models: whether that is the model's own limit.
-        least: no size is smaller.
-    """
-
-    field: str
-    what: str
-    stride: int
-    most: int
-    is_models: bool = False
-    least: int = 1
+    field: str  # of ``Training``
+    what: str  # the unit
+    stride: int  # sizes are multiples of this
+    most: int  # the search limit, in strides
+    is_models: bool = False  # whether that limit is the model's own
+    least: int = 1  # the smallest size
 
     def sized(self, training: Training, count: int) -> Training:
-        """Return a way of training at so many strides."""
         return replace(training, **{self.field: max(count * self.stride, self.least)})
 
 
 SAMPLES = Axis("batch", "samples", 1, 1 << 16)
 
 
-def tokens_of(found: ModelConfig) -> Axis:
-    """Return the lengths of a model's sequences: multiples of 64, which kernels like, unless it has few positions."""
-    most = found.sequence_limit or 1 << 24
-    stride = 64 if most >= 4 * 64 else 1
-    return Axis("sequence", "tokens", stride, max(most // stride, 1), found.sequence_limit is not None, least=2)
+def tokens_of(model_config: ModelConfig) -> Axis:
+    """Return the axis of sequence lengths: multiples of 64, which suit kernels, unless positions are few."""
+    max_tokens = model_config.sequence_limit or 1 << 24
+    stride = 64 if max_tokens >= 4 * 64 else 1
+    return Axis(
+        "sequence", "tokens", stride, max(max_tokens // stride, 1), model_config.sequence_limit is not None, least=2
+    )
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a step needs.
+    """Memory and time that a step needs."""
 
-    Attributes:
-        smallest_budget: bytes that can hold it, whatever moves.
-        in_core_budget: bytes from which on nothing needs to move, as plain training would have it.
-        compute_seconds: all ops once; None without a device.
-        bound_seconds: no plan for the device's memory is quicker; None without a device, or where it does not fit.
-    """
-
-    smallest_budget: int
-    in_core_budget: int
-    compute_seconds: float | None
-    bound_seconds: float | None
+    smallest_budget: int  # bytes
+    in_core_budget: int  # the smallest budget in bytes at which all tensors stay resident
+    compute_seconds: float | None  # of all ops, each run once; None without a device
+    bound_seconds: float | None  # lower bound of any plan; None without a device, or if the step does not fit
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest size of a step that fits a device.
+    """The largest size of a step that fits a device."""
 
-    Attributes:
-        size: tokens of a sequence, or samples of a batch; 0: not even the least fits.
-        step: sizes are multiples of this.
-        limit: it is the model's own limit, or the largest that was looked at: the device holds more.
-        smallest_budget: of the step of this size, captured whole.
-        next_smallest_budget: that of the next size; None where ``limit``.
-        placed: whether a plan for this size, with everything leaving that may leave, was placed on the device.
-        certainty: how sure this is, in words.
-        in_core: about how large it may be until something needs to move; None where that is not known.
-    """
-
-    size: int
-    step: int
-    limit: bool
-    smallest_budget: int
-    next_smallest_budget: int | None
-    placed: bool
-    certainty: str
-    in_core: int | None = None
+    size: int  # tokens of a sequence, or samples of a batch; 0: not even the smallest size fits
+    step: int  # sizes are multiples of this
+    limit: bool  # whether the model's own limit or the search limit was reached
+    smallest_budget: int  # in bytes, for this size
+    next_smallest_budget: int | None  # for the next size; None with ``limit``
+    placed: bool  # whether an offload-all plan for this size was placed on the device
+    certainty: str  # how the size was found, for people
+    in_core: int | None = None  # about the size up to which all tensors stay resident; None: unknown
 
 
 @dataclass(frozen=True)
 class Change:
-    """What the step would need if something were done otherwise.
+    """A change of the step, and its effect."""
 
-    Attributes:
-        what: in words.
-        flag: of the command line that does so; "" where there is none.
-        need: of the changed step.
-    """
-
-    what: str
-    flag: str
+    what: str  # for people
+    flag: str  # the command-line option, if any
     need: Need
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for a budget, as far as it is told.
+    """A plan for a budget, in figures per step."""
 
-    Attributes:
-        budget: bytes.
-        fits: whether there is a plan.
-        seconds: of a step; None where there is no plan, or no device.
-        items_per_s: tokens, images or seconds of audio a second.
-        bytes_out, bytes_in: copied in a step.
-        bound_seconds: no plan is quicker.
-        reason: why it does not fit.
-    """
-
-    budget: int
+    budget: int  # bytes
     fits: bool
-    seconds: float | None = None
-    items_per_s: float | None = None
+    seconds: float | None = None  # None without a plan or a device
+    items_per_s: float | None = None  # tokens, images or seconds of audio per second
     bytes_out: int = 0
     bytes_in: int = 0
-    bound_seconds: float | None = None
-    reason: str = ""
+    bound_seconds: float | None = None  # lower bound of any plan
+    reason: str = ""  # why the step does not fit
 
 
 @dataclass(frozen=True)
 class Fit:
-    """All that is said of a configuration. Bytes and seconds throughout."""
+    """The whole answer for a configuration, in bytes and seconds."""
 
     title: str
     unit: Unit
@@ -181,76 +138,71 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether all that was asked about fits."""
         return all(plan.fits for plan in self.plans)
 
 
 class Captures:
-    """Steps of one configuration, made once for each way of training, with costs of the device ``where``.
+    """Steps of one configuration with costs of a device, captured once per training options.
 
-    The first is made of a few blocks of layers, and captured with one less. If that is not what follows from the few,
-    this and all others are captured with all of their layers; so they are if ``repeats`` is False.
+    Steps are derived from ``KEPT`` blocks of layers if the first one passes a check against a capture with one block
+    less. If it fails, or with ``repeats`` False, all layers are captured.
     """
 
-    def __init__(self, found: ModelConfig, where: Device, tell: Tell = silent, *, repeats: bool | None = None) -> None:
-        self._found, self._where, self._tell = found, where, tell
+    def __init__(
+        self, model_config: ModelConfig, target_device: Device, tell: Tell = silent, *, repeats: bool | None = None
+    ) -> None:
+        self._found, self._where, self._tell = model_config, target_device, tell
         self._known: dict[Training, Step] = {}
-        self._few: dict[Training, Step] = {}  # the same steps, of few blocks
+        self._few: dict[Training, Step] = {}  # the same steps with few blocks
         self._smallest: dict[Training, int] = {}
         self._placed: dict[tuple[Training, int], bool] = {}
-        # Whether layers that are alike are made of a few; None: not known yet.
+        # Whether equal layers are derived from a few; None: unknown yet.
         self._repeats = repeats
 
     @property
     def repeats(self) -> bool:
-        """Whether steps were made of layers that are alike."""
         return bool(self._repeats)
 
     def of(self, training: Training) -> tuple[StepGraph, Costs]:
-        """A step with its costs; raises as ``fit`` does."""
+        """Return a step with its costs; raise as ``fit`` does."""
         if training not in self._known:
             self._known[training] = self._repeated(training) or self._captured(training)[1]
         step = self._known[training]
         return step.graph, step.costs
 
     def smallest(self, training: Training) -> int:
-        """The smallest budget of a step; raises as ``fit`` does."""
         if training not in self._smallest:
             self._smallest[training] = planning.smallest_budget(*self.of(training))
         return self._smallest[training]
 
     def placed(self, training: Training, memory: int) -> bool:
-        """Whether a plan in which everything leaves between two uses lies within a memory.
-
-        Of layers that are alike a few are planned for, within the memory that the constants and small tensors of the
-        others leave.
-        """
+        """Return whether an offload-all plan fits a memory size; of equal layers only a few are planned."""
         if (training, memory) not in self._placed:
             graph, costs = self.of(training)
-            room = memory
+            memory_left = memory
             if training in self._few:
                 few = self._few[training]
-                room -= self.smallest(training) - planning.smallest_budget(few.graph, few.costs)
+                memory_left -= self.smallest(training) - planning.smallest_budget(few.graph, few.costs)
                 graph, costs = few.graph, few.costs
             self._placed[training, memory] = False
             with contextlib.suppress(BudgetError):
-                planning.plan_step(graph, costs, room, "offload-all")
+                planning.plan_step(graph, costs, memory_left, "offload-all")
                 self._placed[training, memory] = True
         return self._placed[training, memory]
 
     def fitted(self, training: Training, memory: int) -> None:
-        """Take it that there is a plan for a step within a memory: one was made."""
+        """Record that a plan for a step within a memory size exists."""
         self._placed[training, memory] = True
 
     def _repeated(self, training: Training) -> Step | None:
-        """Return a step made of a few of its layers that are alike; None where that is not so, or cannot be told."""
+        """Return a step derived from a few of its equal layers; None if layers do not match."""
         if self._repeats is False:
             return None
         try:
             step, shallow = self._captured(replace(training, blocks=KEPT))
             if not step.stacks:
                 self._repeats = False
-                return shallow  # nothing was left out
+                return shallow  # it has all layers
             deep = deepened(shallow, step.stacks)
             if deep is not None and self._repeats is None:
                 _, shallower = self._captured(replace(training, blocks=KEPT - 1))
@@ -259,36 +211,35 @@ class Captures:
             if deep is not None:
                 self._few[training] = shallow
         except (InputError, CaptureError):
-            deep = None  # its code counts on all of its layers; or the whole model fails as well, and says why
+            deep = None  # its code needs all layers, or the whole model fails too, with a better message
         if self._repeats is None:
             self._repeats = deep is not None
         return deep
 
     def _captured(self, training: Training) -> tuple[ConfiguredStep, Step]:
-        """Return the step as configured, and as captured."""
         step = configured_step(self._found, training)
         try:
             return step, estimated_step(step.user, step.inputs, self._where, self._tell)
         except CaptureError as error:
             raise CaptureError(
-                f"{self._found.path}: {self._found.kind.__name__} cannot be captured as one graph: {error} It can be "
-                "trained as it is within outofcore.budget(...), but not planned for ahead."
+                f"{self._found.path}: {self._found.kind.__name__} cannot be captured as one graph: {error} "
+                "outofcore.budget(...) can train it, but it cannot be planned ahead."
             ) from error
         except OutOfCoreError:
             raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            # What transformers makes of its inputs is its own affair, and mostly that of the configuration.
+            # Errors of transformers mostly come from the configuration.
             raise InputError(
                 f"{self._found.path}: a step of {self._found.kind.__name__} fails: {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:400]}; its fields contradict each other, or the model wants other "
-                "inputs: then write a function that builds your step, and give it as my_script.py:build"
+                f"{' '.join(str(error).split())[:400]}; its fields contradict each other, or the model needs other "
+                "inputs; for those, write a function that builds your step, and give it as my_script.py:build"
             ) from error
 
 
 def fit(
-    found: ModelConfig,
+    model_config: ModelConfig,
     training: Training,
     card: Device | None,
     budgets: tuple[int, ...],
@@ -296,29 +247,30 @@ def fit(
     tell: Tell,
     say: Say | None = None,
 ) -> Fit:
-    """Answer for a configuration; without a ``card`` only bytes are told.
+    """Compute the answer for a configuration; print facts that need no capture with ``say``.
 
-    What is known before anything is captured goes to ``say`` at once.
-
-    Raises:
-        InputError: an option does not go with the model.
-        CaptureError: the step cannot become one graph.
+    Raises ``InputError`` if an option does not suit the model, ``CaptureError`` if the step cannot be captured as one
+    graph.
     """
     start = perf_counter()
-    captures = Captures(found, card or device("a100-80gb"), tell)
-    # A length that was left open is known from here on, so that nothing is captured twice.
-    training = replace(training, sequence=training.sequence or length_of(found, training))
-    step = configured_step(found, training)
+    captures = Captures(model_config, card or device("a100-80gb"), tell)
+    # With the length set, equal steps have equal keys and are captured once.
+    training = replace(training, sequence=training.sequence or length_of(model_config, training))
+    step = configured_step(model_config, training)
     if say is not None:
         say(at_once(step, training))
     graph, costs = captures.of(training)
     if not graph.ops:
-        raise InputError(f"{found.path}: nothing is computed in a step of {found.kind.__name__}")
+        raise InputError(
+            f"{model_config.path}: a step of {model_config.kind.__name__} has no ops; check the sizes in the file"
+        )
     memory = None if card is None else card.memory_bytes
     need = _need(graph, costs, memory)
-    wanted = (*budgets, *([] if memory is None else [memory]))
+    budgets_to_plan = (*budgets, *([] if memory is None else [memory]))
     bounds = {} if memory is None or need.bound_seconds is None else {memory: need.bound_seconds}
-    plans = tuple(_planned(graph, costs, budget, policy, step.items, card, bounds) for budget in dict.fromkeys(wanted))
+    plans = tuple(
+        _planned(graph, costs, budget, policy, step.items, card, bounds) for budget in dict.fromkeys(budgets_to_plan)
+    )
     for plan in plans:
         if plan.fits:
             captures.fitted(training, plan.budget)
@@ -327,11 +279,11 @@ def fit(
     if limit is not None:
         tell("search for the largest that fits", 0, 2)
         if step.sequence is not None:
-            longest = _Largest(captures, training, tokens_of(found), limit).found(step.sequence, need)
+            longest = _Largest(captures, training, tokens_of(model_config), limit).found(step.sequence, need)
         tell("search for the largest that fits", 1, 2)
         batch = _Largest(captures, training, SAMPLES, limit).found(training.batch, need)
         tell("search for the largest that fits", 2, 2)
-    changes = _changes(captures, found, training, memory, tell)
+    changes = _changes(captures, model_config, training, memory, tell)
     if card is None:
         need = replace(need, compute_seconds=None, bound_seconds=None)
     return Fit(
@@ -362,7 +314,6 @@ def _need(graph: StepGraph, costs: Costs, memory: int | None) -> Need:
 
 
 def _bound(graph: StepGraph, costs: Costs, budget: int) -> float:
-    """Seconds that no plan beats."""
     return max(planning.lower_bound_seconds(graph, costs, budget) or 0.0, costs.compute_seconds)
 
 
@@ -388,11 +339,11 @@ def _planned(
     return Planned(budget, True, seconds, rate, report.bytes_out, report.bytes_in, min(bound, seconds))
 
 
-# The largest that fits
+# The largest size that fits
 
 
 class _Largest:
-    """The search for the longest sequence, or the largest batch, that fits a memory; in strides of the axis."""
+    """A search for the longest sequence or the largest batch that fits a memory size."""
 
     def __init__(self, captures: Captures, training: Training, axis: Axis, memory: int) -> None:
         self._captures, self._training, self._axis, self._memory = captures, training, axis, memory
@@ -401,58 +352,52 @@ class _Largest:
         return self._captures.smallest(self._axis.sized(self._training, count))
 
     def found(self, now: int, need: Need) -> Largest:
-        """Return the largest size, given one, with what the step needs there."""
         axis, memory = self._axis, self._memory
         size = _search(self._smallest, {now / axis.stride: need.smallest_budget}, memory, axis.most)
-        how = "worked out from layers that are alike" if self._captures.repeats else "captured whole"
+        method = "derived from equal layers" if self._captures.repeats else "captured whole"
         if not size:
-            least, why = self._smallest(1), f"the least size was {how}, and does not fit"
-            return Largest(0, axis.stride, False, least, least, False, why)
+            min_budget, reason = self._smallest(1), f"the smallest size was {method} and does not fit"
+            return Largest(0, axis.stride, False, min_budget, min_budget, False, reason)
         placed = self._captures.placed(axis.sized(self._training, size), memory)
         largest = Largest(size * axis.stride, axis.stride, False, self._smallest(size), None, placed, "")
         if size == axis.most:
-            why = (
-                "which is all that the model has positions for"
-                if axis.is_models
-                else "and nothing larger was looked at"
-            )
-            return replace(largest, limit=True, certainty=f"the device holds this, {why}")
-        planned = "planned for" if placed else "not planned for"
-        told = f"{how}, and {planned}; the next size, likewise, does not fit"
+            reason = "the model's own limit" if axis.is_models else "the search limit"
+            return replace(largest, limit=True, certainty=f"{reason}, which fits the device")
+        planned = "with a plan" if placed else "without a plan"
+        certainty = f"{method}, {planned}; the next size does not fit"
         in_core = self._in_core(now / axis.stride, need, size)
         in_core = None if in_core is None else in_core * axis.stride
-        return replace(largest, next_smallest_budget=self._smallest(size + 1), certainty=told, in_core=in_core)
+        return replace(largest, next_smallest_budget=self._smallest(size + 1), certainty=certainty, in_core=in_core)
 
     def _in_core(self, now: float, need: Need, size: int) -> int | None:
-        """Return about the size up to which nothing needs to move, by a straight line through two that are known."""
+        """Estimate the size up to which all tensors stay resident, by linear interpolation."""
         if need.in_core_budget > self._memory and now <= 1:
             return 0
         above = planning.in_core_budget(*self._captures.of(self._axis.sized(self._training, size)))
         if above <= self._memory:
             return size
-        known = {now: need.in_core_budget, float(size): above}
-        where = _where(known, self._memory) if now != size else None
-        return None if where is None else max(min(int(where), size), 0)
+        points = {now: need.in_core_budget, float(size): above}
+        crossing = _where(points, self._memory) if now != size else None
+        return None if crossing is None else max(min(int(crossing), size), 0)
 
 
-def _search(need: Callable[[int], int], known: dict[float, int], memory: int, most: int) -> int:
-    """The largest count up to ``most`` whose need is within a memory; 0: none.
+def _search(need: Callable[[int], int], known_points: dict[float, int], memory: int, max_count: int) -> int:
+    """Return the largest count up to ``max_count`` with a need that fits the memory; 0 if no count fits.
 
-    Needs rise with the count, nearly as straight lines: the next count is where the line through the last two, or
-    through one and nothing, meets the memory; halves of the interval where that does not close in.
+    Guesses assume that needs are linear in the count; every fourth guess bisects the interval.
     """
-    points = dict(known)
+    points = dict(known_points)
 
     def fits(count: int) -> bool:
         if count not in points:
             points[count] = need(count)
         return points[count] <= memory
 
-    low, high = 0, most + 1
+    low, high = 0, max_count + 1
     for tries in range(64):
         if high - low <= 1:
             break
-        # Every fourth time the interval is halved, in case needs are no line.
+        # Every fourth guess bisects, in case needs are not linear.
         guess = _where(points, memory) if tries % 4 < 3 else None
         count = (low + high) // 2 if guess is None else int(guess)
         count = min(max(count, low + 1), high - 1)
@@ -460,21 +405,18 @@ def _search(need: Callable[[int], int], known: dict[float, int], memory: int, mo
             low = count
         else:
             high = count
-        # If the line is right, the count beside closes the interval.
+        # If the line is right, the neighbouring count closes the interval.
         if guess is not None and high - low > 1 and abs(guess - count) <= 1 and len(points) > 2:
-            beside = count + 1 if low == count else count - 1
-            if fits(beside):
-                low = beside
+            neighbour = count + 1 if low == count else count - 1
+            if fits(neighbour):
+                low = neighbour
             else:
-                high = beside
+                high = neighbour
     return low
 
 
 def _where(points: dict[float, int], memory: int) -> float | None:
-    """Where the line through the two points nearest to the memory meets it; None: it does not rise.
-
-    Of a single point, the line from nothing to it.
-    """
+    """Return where the line through the two points nearest to the memory meets it; None if it falls."""
     points = points if len(points) > 1 else {0.0: 0, **points}
     if len(points) < 2:
         return None
@@ -483,155 +425,151 @@ def _where(points: dict[float, int], memory: int) -> float | None:
     return None if rise <= 0 else near[0] + (memory - points[near[0]]) / rise
 
 
-# What would help
+# Helpful changes
 
 
 def _changes(
-    captures: Captures, found: ModelConfig, training: Training, memory: int | None, tell: Tell
+    captures: Captures, model_config: ModelConfig, training: Training, memory: int | None, tell: Tell
 ) -> list[Change]:
     graph, costs = captures.of(training)
     changes: list[Change] = []
-    pieces = _in_pieces(found, training, graph)
+    pieces = _in_pieces(model_config, training, graph)
     if pieces is not None:
         changes.append(Change(f"logits and loss in {_PIECES} pieces", "", _need(pieces, costs, memory)))
-    wanted: list[tuple[str, str, Training]] = []
+    candidates: list[tuple[str, str, Training]] = []
     if training.trains:
         if not training.checkpointing:
-            wanted.append(("gradient checkpointing", "--checkpointing", replace(training, checkpointing=True)))
+            candidates.append(("gradient checkpointing", "--checkpointing", replace(training, checkpointing=True)))
         if training.lora is None:
-            wanted.append(("LoRA of rank 16", "--lora 16", replace(training, lora=16)))
-    if dtype_of(found, training).itemsize == 4:
-        wanted.append(("parameters in bfloat16", "--dtype bf16", replace(training, dtype="bf16")))
-    for number, (what, flag, other) in enumerate(wanted):
-        tell("try what would help", number, len(wanted))
+            candidates.append(("LoRA of rank 16", "--lora 16", replace(training, lora=16)))
+    if dtype_of(model_config, training).itemsize == 4:
+        candidates.append(("parameters in bfloat16", "--dtype bf16", replace(training, dtype="bf16")))
+    for number, (name, flag, changed_training) in enumerate(candidates):
+        tell("try helpful changes", number, len(candidates))
         try:
-            changed, its_costs = captures.of(other)
+            changed, changed_costs = captures.of(changed_training)
         except (InputError, CaptureError, ModuleNotFoundError):
-            continue  # a model without checkpointing, no peft: then it is no help
-        changes.append(Change(what, flag, _need(changed, its_costs, memory)))
-    tell("try what would help", len(wanted), len(wanted))
+            continue  # e.g. a model without checkpointing, or no peft
+        changes.append(Change(name, flag, _need(changed, changed_costs, memory)))
+    tell("try helpful changes", len(candidates), len(candidates))
     return changes
 
 
-def _in_pieces(found: ModelConfig, training: Training, graph: StepGraph) -> StepGraph | None:
-    """The step with what has a number for each token and each word of the vocabulary cut down; None: there is nothing.
-
-    As a loss that is computed for some tokens at a time would have it: of logits, their copies and gradients only a
-    piece is there.
-    """
-    words, length = getattr(found.text, "vocab_size", None), training.sequence
-    if not isinstance(words, int) or not found.reads_tokens:
+def _in_pieces(model_config: ModelConfig, training: Training, graph: StepGraph) -> StepGraph | None:
+    """Return the step with logits and their gradients cut, as by a loss in pieces; None without logits."""
+    words, length = getattr(model_config.text, "vocab_size", None), training.sequence
+    if not isinstance(words, int) or not model_config.reads_tokens:
         return None
     counts = [s.bytes for s in graph.storages if s.kind is StorageKind.INPUT]
     tokens = training.batch * length if length else max((count // 8 for count in counts), default=0)
-    # A language model may leave out the last token of each sample.
+    # A language model may compute no loss for the last token of each sample.
     lengths = {tokens, tokens - training.batch}
-    whole = {count * words * item for count in lengths for item in (2, 4) if count > 0}
-    cut = [s for s in graph.storages if s.kind is StorageKind.ACTIVATION and s.bytes in whole]
-    if not cut:
+    loss_sizes = {count * words * item for count in lengths for item in (2, 4) if count > 0}
+    pieces = [s for s in graph.storages if s.kind is StorageKind.ACTIVATION and s.bytes in loss_sizes]
+    if not pieces:
         return None
-    smaller = {s.id: replace(s, bytes=s.bytes // _PIECES) for s in cut}
+    smaller = {s.id: replace(s, bytes=s.bytes // _PIECES) for s in pieces}
     return replace(graph, storages=tuple(smaller.get(s.id, s) for s in graph.storages))
 
 
 def _rank(now: Need, memory: int | None, change: Change) -> tuple[float, float]:
-    """The best first: what makes it fit, then what makes it quick, then what takes the fewest bytes."""
+    """Return a sort key, best first: changes that make the step fit, then faster ones, then smaller ones."""
     need = change.need
     if memory is None or need.bound_seconds is None:
         return (float("inf"), need.smallest_budget if memory is not None else need.in_core_budget)
     return (need.bound_seconds, need.in_core_budget)
 
 
-# What is said
+# Output
 
 
-def content_of(found: Fit) -> dict[str, object]:
-    """An answer as JSON: bytes and seconds throughout, null where nothing is known."""
+def content_of(result: Fit) -> dict[str, object]:
     return {
-        "model": found.title,
-        "unit": found.unit.value,
-        "items_per_step": found.items,
-        "parameters": found.parameters,
-        "trained_parameters": found.trained,
-        "device": None if found.device is None else found.device.key,
-        "device_bytes": None if found.device is None else found.device.memory_bytes,
-        "simulated": None if found.device is None else found.device.describe(),
-        **asdict(found.need),
-        "fits": found.fits if found.plans else None,
-        "plans": [asdict(plan) for plan in found.plans],
-        "longest_sequence": None if found.longest is None else asdict(found.longest),
-        "largest_batch": None if found.batch is None else asdict(found.batch),
-        "changes": [asdict(change) for change in found.changes],
-        "notes": [*([found.warning] if found.warning else []), *found.notes],
-        "took_seconds": found.took_seconds,
+        "model": result.title,
+        "unit": result.unit.value,
+        "items_per_step": result.items,
+        "parameters": result.parameters,
+        "trained_parameters": result.trained,
+        "device": None if result.device is None else result.device.key,
+        "device_bytes": None if result.device is None else result.device.memory_bytes,
+        "simulated": None if result.device is None else result.device.describe(),
+        **asdict(result.need),
+        "fits": result.fits if result.plans else None,
+        "plans": [asdict(plan) for plan in result.plans],
+        "longest_sequence": None if result.longest is None else asdict(result.longest),
+        "largest_batch": None if result.batch is None else asdict(result.batch),
+        "changes": [asdict(change) for change in result.changes],
+        "notes": [*([result.warning] if result.warning else []), *result.notes],
+        "took_seconds": result.took_seconds,
     }
 
 
-def text_of(found: Fit) -> str:
-    """An answer for people."""
-    need = found.need
+def text_of(result: Fit) -> str:
+    need = result.need
     rows = [
         ("smallest budget", f"{format_bytes(need.smallest_budget)} ({need.smallest_budget} bytes)"),
         ("nothing moves", f"from {format_bytes(need.in_core_budget)} ({need.in_core_budget} bytes) on"),
     ]
     if need.compute_seconds is not None:
-        rows.append(("ops alone", f"{format_seconds(need.compute_seconds)} a step{_rate(found, need.compute_seconds)}"))
-    for plan in found.plans:
-        rows.append((f"within {format_bytes(plan.budget)}", _plan_text(found, plan)))
-    if found.longest is not None:
-        rows.append(("longest sequence", _largest_text(found.longest, "tokens")))
-    if found.batch is not None:
-        rows.append(("largest batch", _largest_text(found.batch, "samples")))
-    parts = [found.title, *([found.warning] if found.warning else [])]
-    if found.device is not None:
-        parts.append(f"SIMULATED: {found.device.describe()}")
+        rows.append(
+            ("ops alone", f"{format_seconds(need.compute_seconds)} per step{_rate(result, need.compute_seconds)}")
+        )
+    for plan in result.plans:
+        rows.append((f"within {format_bytes(plan.budget)}", _plan_text(result, plan)))
+    if result.longest is not None:
+        rows.append(("longest sequence", _largest_text(result.longest, "tokens")))
+    if result.batch is not None:
+        rows.append(("largest batch", _largest_text(result.batch, "samples")))
+    parts = [result.title, *([result.warning] if result.warning else [])]
+    if result.device is not None:
+        parts.append(f"SIMULATED: {result.device.describe()}")
     parts.append("\n".join(f"  {name:<18} {value}" for name, value in rows))
-    if found.changes:
+    if result.changes:
         head = (
-            "what would change it",
+            "change",
             "smallest",
             "nothing moves",
-            *(("step, at best",) if found.device else ()),
-            "by",
+            *(("best step",) if result.device else ()),
+            "option",
         )
-        table = [head, *(_change_row(found, change) for change in found.changes)]
+        table = [head, *(_change_row(result, change) for change in result.changes)]
         parts.append(columns(table))
-    parts += [f"note: {note}" for note in found.notes]
-    if found.device is None:
-        parts.append("note: no times are told without a device: name one with --gpu, such as --gpu rtx4090-24gb")
+    parts += [f"note: {note}" for note in result.notes]
+    if result.device is None:
+        parts.append("note: step times need a device; name one, such as --device rtx4090-24gb")
     return "\n".join(parts)
 
 
-def _rate(found: Fit, seconds: float) -> str:
-    return f", {found.items / seconds:,.0f} {found.unit.value} a second" if seconds and found.items else ""
+def _rate(result: Fit, seconds: float) -> str:
+    return f", {result.items / seconds:,.0f} {result.unit.value} per second" if seconds and result.items else ""
 
 
-def _plan_text(found: Fit, plan: Planned) -> str:
+def _plan_text(result: Fit, plan: Planned) -> str:
     if not plan.fits:
-        lacking = found.need.smallest_budget - plan.budget
-        return f"does not fit: {format_bytes(lacking)} are lacking" if lacking > 0 else "no plan was found"
+        missing = result.need.smallest_budget - plan.budget
+        return f"does not fit: needs {format_bytes(missing)} more" if missing > 0 else "no plan was found"
     if plan.seconds is None:
         return "fits"
-    how = "fits, with copies" if plan.bytes_in or plan.bytes_out else "fits, and nothing moves"
+    verdict = "fits, with copies" if plan.bytes_in or plan.bytes_out else "fits, and nothing moves"
     bound = plan.bound_seconds or 0.0
-    off = "" if plan.seconds <= 1.01 * bound else f"; no plan is quicker than {format_seconds(bound)}"
-    return f"{how}: {format_seconds(plan.seconds)} a step{_rate(found, plan.seconds)}{off}"
+    bound_text = "" if plan.seconds <= 1.01 * bound else f"; any plan takes at least {format_seconds(bound)}"
+    return f"{verdict}: {format_seconds(plan.seconds)} per step{_rate(result, plan.seconds)}{bound_text}"
 
 
-def _largest_text(found: Largest, what: str) -> str:
-    if not found.size:
-        return f"none fits: {found.certainty}"
-    core = "" if found.in_core is None else f"; nothing moves up to about {found.in_core}"
-    core = "; something moves at any size" if found.in_core == 0 else core
-    return f"{found.size} {what}{core} ({found.certainty})"
+def _largest_text(largest: Largest, unit: str) -> str:
+    if not largest.size:
+        return f"none fits: {largest.certainty}"
+    in_core_text = "" if largest.in_core is None else f"; nothing moves up to about {largest.in_core}"
+    in_core_text = "; copies at any size" if largest.in_core == 0 else in_core_text
+    return f"{largest.size} {unit}{in_core_text} ({largest.certainty})"
 
 
-def _change_row(found: Fit, change: Change) -> tuple[str, ...]:
+def _change_row(result: Fit, change: Change) -> tuple[str, ...]:
     need = change.need
     times: tuple[str, ...] = ()
-    if found.device is not None:
+    if result.device is not None:
         bound = need.bound_seconds
-        times = ("does not fit",) if bound is None else (f"{format_seconds(bound)}{_rate(found, bound)}",)
+        times = ("does not fit",) if bound is None else (f"{format_seconds(bound)}{_rate(result, bound)}",)
     return (
         change.what,
         format_bytes(need.smallest_budget),
@@ -642,7 +580,7 @@ def _change_row(found: Fit, change: Change) -> tuple[str, ...]:
 
 
 def answer(
-    found: ModelConfig,
+    model_config: ModelConfig,
     training: Training,
     *,
     card: Device | None,
@@ -651,8 +589,8 @@ def answer(
     as_json: bool,
     say: Say = print,
 ) -> bool:
-    """Say what there is to say of a configuration; False: something that was asked about does not fit."""
+    """Print the answer for a configuration; return whether every budget has a plan."""
     with following(silent if as_json else None) as tell:
-        known = fit(found, training, card, budgets, policy, tell, None if as_json else say)
-    say(json.dumps(content_of(known), indent=2) if as_json else text_of(known))
-    return known.fits
+        result = fit(model_config, training, card, budgets, policy, tell, None if as_json else say)
+    say(json.dumps(content_of(result), indent=2) if as_json else text_of(result))
+    return result.fits

@@ -1,7 +1,4 @@
-"""The options of the commands, and how a function becomes a command. Without PyTorch.
-
-A parameter of a command that is annotated with one of the classes here stands for all of its fields, each an option.
-"""
+"""The options of the commands, and the decorator that makes a function a command. Without PyTorch."""
 
 from __future__ import annotations
 
@@ -44,19 +41,19 @@ Target = Annotated[
 PlannedTarget = Annotated[
     str | None,
     typer.Argument(
-        help=f"{_ZOO}; {_SCRIPT}; model.onnx, of which the forward pass is planned; or config.json of a model of "
-        "transformers, which is built without weights.",
+        help=f"{_ZOO}; {_SCRIPT}; model.onnx, to plan its forward pass; or config.json of a model of transformers, "
+        "built without weights.",
         show_default=False,
         metavar="MODEL",
         autocompletion=completion.models,
     ),
 ]
-BATCH = 8  # samples, where none are asked for
+BATCH = 8  # samples, by default
 Batch = Annotated[int, typer.Option(help="Samples per batch.")]
 _HOME = "Backing store for evicted tensors: disk, host (memory), or a folder on a disk"
 Home = Annotated[str, typer.Option(help=f"{_HOME}.", autocompletion=completion.homes)]
 HostBudget = Annotated[
-    str | None, typer.Option(help="Host memory for evicted tensors, filled before the disk, e.g. 4GiB.")
+    str | None, typer.Option(help="Host memory for evicted tensors, used before the disk, e.g. 4GiB.")
 ]
 CacheFolder = Annotated[
     Path | None,
@@ -70,18 +67,17 @@ Arrays = Annotated[
     ),
 ]
 
-# A smaller budget without a unit is taken for a mistake.
+# A smaller budget without a unit is probably a mistake.
 _LEAST_BARE = 64 * KIB
 
 
-def bytes_in(given: str | None) -> int | None:
-    """Read a byte count that may have been left out."""
-    return None if given is None else parse_bytes(given)
+def bytes_in(text: str | None) -> int | None:
+    return None if text is None else parse_bytes(text)
 
 
-def check_budget(given: str | None) -> None:
-    """Raise ``InputError`` for a small number without a unit, such as ``6`` for ``6GiB``; several have commas."""
-    for text in () if given is None else given.split(","):
+def check_budget(budgets: str | None) -> None:
+    """Raise ``InputError`` for a small number without a unit, such as ``6``; budgets have commas between."""
+    for text in () if budgets is None else budgets.split(","):
         number = text.strip()
         if number.isdigit() and 0 < int(number) < _LEAST_BARE:
             unit = "GiB" if int(number) < 100 else "MiB"
@@ -92,7 +88,6 @@ def check_budget(given: str | None) -> None:
 
 
 def _known_policy(text: str) -> str:
-    """Return the option, or refuse an unknown policy before anything else is done."""
     try:
         policy_of(text)
     except InputError as error:
@@ -102,15 +97,15 @@ def _known_policy(text: str) -> str:
 
 
 def refuse(*rules: tuple[bool, str, str]) -> None:
-    """Refuse the first option that is wrong; each rule says whether it is, how it is called, and why."""
-    for is_wrong, option, why in rules:
+    """Raise ``typer.BadParameter`` for the first rule that applies; a rule is (applies, option, reason)."""
+    for is_wrong, option, reason in rules:
         if is_wrong:
-            raise typer.BadParameter(why, param_hint=option)
+            raise typer.BadParameter(reason, param_hint=option)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a step runs and where its bytes live, how it is planned, and where measurements are kept."""
+    """Where a step runs, where its evicted tensors and measurements are stored, and how it is planned."""
 
     device: Annotated[
         str, typer.Option(help="Device of the step: cpu, cuda or cuda:0.", autocompletion=completion.own_devices)
@@ -128,33 +123,32 @@ class Places:
         str,
         typer.Option(
             callback=_known_policy,
-            help=f"Planning policy: {', '.join(POLICIES)}; with settings, as in window:reach=2.",
+            help=f"Planning policy: {', '.join(POLICIES)}; optionally with settings, e.g. window:reach=2.",
             autocompletion=completion.policies,
         ),
     ] = "auto"
     cache: CacheFolder = None
     no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Measure again, and store neither measurements nor plans.")
+        bool,
+        typer.Option("--no-cache", help="Ignore stored measurements and plans, and store no new ones."),
     ] = False
 
     @property
     def host_bytes(self) -> int | None:
-        """The host budget in bytes."""
         return bytes_in(self.host_budget)
 
     @property
     def kept(self) -> bool | Path:
-        """The value of ``compile``'s argument ``cache``."""
+        """The value for the argument ``cache`` of ``compile``."""
         return False if self.no_cache else self.cache or True
 
     def check(self) -> None:
-        """Refuse what contradicts itself."""
         both = self.no_cache and self.cache is not None
         refuse((both, "--no-cache", "give one of --cache and --no-cache"))
 
 
 def _listing(value: str) -> str:
-    """Print the devices that may be simulated, where they are asked for."""
+    """Print the devices that can be simulated and exit, if the value is ``list``."""
     if value != "list":
         return value
     rows: list[tuple[str, ...]] = [("device", "memory", "to the host", "16 bits", "tf32", "fp32", "name")]
@@ -175,16 +169,14 @@ def _listing(value: str) -> str:
 
 @dataclass(frozen=True)
 class PlannedPlaces(Places):
-    """The same for a step that may be planned for a device that is not here."""
-
     device: Annotated[
         str,
         typer.Option(
             "--device",
-            "--gpu",  # as it was called first
+            "--gpu",  # the older name
             callback=_listing,
-            help="Where the step runs: cpu, cuda or cuda:0, where it is measured; or a device that need not be here "
-            "and is simulated, such as rtx4090 (list prints all) or '24GiB, 80 TFLOPS, 25 GB/s'.",
+            help="Device to plan for: cpu, cuda or cuda:0 (measured), or a simulated one, e.g. rtx4090 (list prints "
+            "all) or '24GiB, 80 TFLOPS, 25 GB/s'.",
             autocompletion=completion.all_devices,
         ),
     ] = "cpu"
@@ -192,8 +184,6 @@ class PlannedPlaces(Places):
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What ``train`` does besides training within a budget."""
-
     steps: Annotated[int, typer.Option(min=1, help="Number of steps to train.")] = 20
     eager: Annotated[bool, typer.Option("--eager", help="Plain PyTorch without a budget, for comparison.")] = False
     picture: Annotated[Path | None, typer.Option(help="HTML file for a chart of memory over a step.")] = None
@@ -207,36 +197,33 @@ class TrainOptions:
     shard: Annotated[bool, typer.Option("--shard", help="Model sharded over the processes of torchrun.")] = False
 
     def check(self, budget: str | None) -> None:
-        """Refuse what does not go together."""
         is_elastic, draws = self.elastic is not None, self.picture is not None
         refuse(
             (
                 budget is None and not self.eager,
                 "--budget",
-                "give one, such as --budget 512MiB, or --eager for plain PyTorch",
+                "train needs --budget, such as --budget 512MiB, or --eager for plain PyTorch",
             ),
             (
                 self.eager and (budget is not None or draws),
                 "--eager",
-                "plain PyTorch knows no budget and gives no picture",
+                "--eager trains without a budget and draws no picture; leave --budget and --picture out",
             ),
             (
                 is_elastic and (self.eager or draws),
                 "--elastic",
-                "logical workers train within a budget, and give no picture",
+                "logical workers train within a budget and draw no picture; leave --eager and --picture out",
             ),
             (
                 self.shard and (self.eager or is_elastic),
                 "--shard",
-                "a model is spread by a compiled step, and not for logical workers",
+                "only a compiled step shards a model; leave --eager and --elastic out",
             ),
         )
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What ``report`` writes."""
-
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file of the report.")] = Path("report.html")
     trace: Annotated[Path | None, typer.Option(help="File for a trace that Perfetto and chrome://tracing open.")] = None
     steps: Annotated[
@@ -249,8 +236,6 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class Answers:
-    """What ``plan`` prints and writes."""
-
     compare: Annotated[bool, typer.Option("--compare", help="Table of all policies at several budgets.")] = False
     sweep: Annotated[bool, typer.Option("--sweep", help="Table of step times by budget and policy.")] = False
     picture: Annotated[
@@ -270,13 +255,12 @@ class Answers:
 
     @property
     def several(self) -> bool:
-        """Whether more than one plan is asked for."""
+        """Whether the command makes more than one plan."""
         return self.compare or self.sweep
 
     def refuse_for_config(self, places: Places, sharers: Sharers) -> None:
-        """Refuse what does not go with a model's configuration."""
-        why = "it does not go with a model's config.json"
-        given = {
+        reason = "this option does not work with a model's config.json; leave it out"
+        options = {
             "--compare": self.compare,
             "--sweep": self.sweep,
             "--picture": self.picture is not None,
@@ -287,66 +271,67 @@ class Answers:
             "--home": places.home is not None,
             "--host-budget": places.host_budget is not None,
         }
-        refuse(*((is_given, option, why) for option, is_given in given.items()))
+        refuse(*((is_given, option, reason) for option, is_given in options.items()))
 
     def check(self, budgets: tuple[int, ...]) -> None:
-        """Refuse what does not go together."""
         draws, saves = self.picture is not None, self.save_plan is not None
         refuse(
             (self.compare and self.sweep, "--sweep", "give one of --compare and --sweep"),
-            (len(budgets) > 1 and not self.several, "--budget", "several budgets need --compare or --sweep"),
-            (not budgets and saves, "--save-plan", "it needs a budget to plan for"),
-            (not budgets and draws and not self.sweep, "--picture", "it needs a budget to plan for"),
-            (self.several and saves, "--save-plan", "it takes a single plan: leave --compare and --sweep away"),
-            (self.compare and draws, "--picture", "--compare draws nothing; --sweep does"),
+            (len(budgets) > 1 and not self.several, "--budget", "more than one budget needs --compare or --sweep"),
+            (not budgets and saves, "--save-plan", "this option needs a budget to plan for; give --budget"),
+            (
+                not budgets and draws and not self.sweep,
+                "--picture",
+                "this option needs a budget to plan for; give --budget",
+            ),
+            (self.several and saves, "--save-plan", "this option saves a single plan; leave --compare and --sweep out"),
+            (self.compare and draws, "--picture", "--compare draws no picture; use --sweep"),
         )
 
 
 @dataclass(frozen=True)
 class Sharers:
-    """Processes that share a model, of which none has to be here."""
+    """Processes that share a model; they need not exist."""
 
     shard: Annotated[bool, typer.Option("--shard", help="Plan for one of --ranks processes that share the model.")] = (
         False
     )
     ranks: Annotated[
-        int | None, typer.Option(min=2, help="With --shard, the number of processes; none of them needs to exist.")
+        int | None,
+        typer.Option(min=2, help="Number of processes that share the model, with --shard. They need not exist."),
     ] = None
     between: Annotated[
         str | None,
         typer.Option(
-            help="With --shard, bytes per second that each process sends to the others, e.g. 10GiB.",
+            help="Bytes per second that each process sends to the others, with --shard, e.g. 10GiB.",
             show_default="1GiB; for a simulated device the rate of its link to the host",
         ),
     ] = None
 
     def check(self, graph: Path | None) -> None:
-        """Refuse what does not go together."""
         is_wrong = self.shard != (self.ranks is not None) or (self.shard and graph is not None)
         refuse(
             (
                 is_wrong or (self.between is not None and not self.shard),
                 "--shard",
-                "a step of your own or of the zoo is planned for processes that share a model by --shard --ranks 8; "
-                "--between goes with these",
+                "to plan for processes that share a model, give both --shard and --ranks, such as --shard --ranks 8, "
+                "without --graph; --between needs them too",
             )
         )
 
 
 @dataclass(frozen=True)
 class OnnxOptions:
-    """The sizes and arrays of an ONNX file."""
-
     dims: Annotated[
         list[str] | None,
-        typer.Option("--dim", help="Size that an ONNX file leaves open, e.g. batch=4. Repeatable."),
+        typer.Option("--dim", help="Value of a dynamic dimension of an ONNX file, e.g. batch=4. Repeatable."),
     ] = None
     arrays: Arrays = None
 
 
 @dataclass(frozen=True)
 class ZooOptions:
-    """The options of ``outofcore.zoo.workload``, where they are explained and checked."""
+    """The options of ``outofcore.zoo.workload``, which documents and checks them."""
 
     depth: Annotated[int | None, _shape(help="Depth of a resnet, as in its paper.")] = None
     size: Annotated[
@@ -388,24 +373,23 @@ class ZooOptions:
     ] = None
     lr: Annotated[float | None, _training(help="Learning rate.", show_default="a common one for the optimizer")] = None
     amp: Annotated[bool, _training("--amp", help="Forward pass under autocast to bfloat16.")] = False
-    clip: Annotated[float | None, _training(help="Maximum norm of all gradients, which are clipped to it.")] = None
+    clip: Annotated[float | None, _training(help="Maximum norm to which all gradients are clipped.")] = None
     seed: Annotated[int, _training(help="Seed of weights, data and dropout.")] = 0
 
-    def refuse(self, what: str, but: frozenset[str] = frozenset()) -> None:
-        """Refuse options that were given, except those named, for something that would ignore them."""
-        why = f"it goes with models of the zoo; {what} sets this itself"
+    def refuse(self, source: str, but: frozenset[str] = frozenset()) -> None:
+        """Refuse given options, except the named ones, for a source that would ignore them."""
+        reason = f"only models of the zoo take this option; {source} sets it itself"
         for field in fields(self):
             is_given = field.name not in but and getattr(self, field.name) != field.default
-            refuse((is_given, f"--{field.name.replace('_', '-')}", why))
+            refuse((is_given, f"--{field.name.replace('_', '-')}", reason))
 
     def with_batch(self, batch: int) -> dict[str, Any]:
-        """The options by name, as ``zoo.workload`` takes them."""
         return {**asdict(self), "batch": batch}
 
 
 @dataclass(frozen=True)
 class ConfigOptions:
-    """What goes with a model's configuration alone; see ``outofcore.cli.configs``."""
+    """Options for a model's configuration only; see ``outofcore.cli.configs``."""
 
     sequence: Annotated[int | None, _configured(help="Tokens per sequence.")] = None
     dtype: Annotated[
@@ -417,45 +401,37 @@ class ConfigOptions:
         ),
     ] = None
     lora: Annotated[
-        int | None, _configured(help="Rank of LoRA adapters on all linear layers, the only weights that are trained.")
+        int | None, _configured(help="Rank of LoRA adapters on all linear layers; only they are trained.")
     ] = None
     checkpointing: Annotated[
         bool, _configured("--checkpointing", help="Gradient checkpointing as in transformers.")
     ] = False
 
     def training(self, zoo: ZooOptions, batch: int) -> dict[str, Any]:
-        """The fields of ``configs.Training``."""
         return {**asdict(self), "batch": batch, "optimizer": zoo.optimizer, "amp": zoo.amp, "clip": zoo.clip}
 
     def refuse(self) -> None:
-        """Refuse what was given."""
-        why = "it goes with a model's config.json alone"
-        refuse(*((bool(value), f"--{name}", why) for name, value in asdict(self).items()))
+        reason = "only a model's config.json takes this option; leave it out"
+        refuse(*((bool(value), f"--{name}", reason) for name, value in asdict(self).items()))
 
 
 Debug = Annotated[
     bool,
-    typer.Option(
-        "--debug", help="Log of what the library does, and the traceback of an error.", rich_help_panel="Help"
-    ),
+    typer.Option("--debug", help="Log of the library, and the traceback of an error.", rich_help_panel="Help"),
 ]
 
 
 def command(
     app: typer.Typer, example: str, *, cls: type[Command] = Command, **settings: Any
 ) -> Callable[[Function], Function]:
-    """Register a function as a command whose parameters are its options, with those of classes in place and --debug.
-
-    An error of outofcore's own ends the command with its message and exit status 2. The help ends with the example.
-    ``settings`` are those of typer.
-    """
+    """Register a function as a command; fields of parameters that are dataclasses become options."""
 
     def register(function: Function) -> Function:
-        groups: dict[str, type] = {}
+        option_classes: dict[str, type] = {}
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(function, eval_str=True).parameters.values():
             if is_dataclass(parameter.annotation) and isinstance(parameter.annotation, type):
-                groups[parameter.name] = parameter.annotation
+                option_classes[parameter.name] = parameter.annotation
                 parameters += _options_of(parameter.annotation)
             else:
                 parameters.append(parameter)
@@ -463,13 +439,13 @@ def command(
 
         @functools.wraps(function)
         def run(*args: Any, debug: bool, **kwargs: Any) -> None:
-            for name, kind in groups.items():
-                kwargs[name] = kind(**{field.name: kwargs.pop(field.name) for field in fields(kind)})
-            is_own_step = kwargs.get("graph") is None  # a graph file may hold a toy
+            for name, option_class in option_classes.items():
+                kwargs[name] = option_class(**{field.name: kwargs.pop(field.name) for field in fields(option_class)})
+            is_own_step = kwargs.get("graph") is None  # a graph file may contain a tiny step
             checks = [partial(check_budget, kwargs.get("budget"))] if is_own_step else []
             _called(*checks, partial(function, *args, **kwargs), debug=debug)
 
-        # typer reads a command's options from these.
+        # typer reads the options of a command from these attributes.
         run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         app.command(cls=cls, epilog=f"Example: {example}", **settings)(run)
@@ -485,34 +461,34 @@ def _options_of(kind: type) -> list[inspect.Parameter]:
 
 
 def _called(*functions: Callable[[], None], debug: bool) -> None:
-    """Run checks and a command, and put their errors in a sentence; with ``debug`` they are shown as they are."""
+    """Run a command after its checks; without ``debug``, print an expected error and exit with status 2."""
     if debug:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     try:
         for function in functions:
             function()
     except Exception as error:
-        said = _said(error)
-        if debug or not said:
+        message = _said(error)
+        if debug or not message:
             raise
-        typer.echo(f"error: {said}", err=True)
+        typer.echo(f"error: {message}", err=True)
         raise typer.Exit(2) from error
 
 
 def _said(error: Exception) -> str:
-    """Return what an error tells a user; empty where only its traceback helps."""
+    """Return the message for an error; empty where only a traceback helps."""
     if isinstance(error, OutOfCoreError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return (
             "this command needs PyTorch, which is not installed; install it with: pip install torch. "
-            "Without it work: plan --graph, validate and pack."
+            "These commands work without it: plan --graph, validate and pack."
         )
     if is_out_of_memory(error):
         text = str(error).partition("\n")[0][:200] or type(error).__name__
         return (
-            f"there is not enough memory for this command ({text}). Give it smaller sizes. Planning makes no tensors, "
-            "but for one op at a time where it measures: name a device that is simulated, such as --device h100, and "
-            "have a script make its model and inputs under torch.device('meta')."
+            f"there is not enough memory for this command ({text}). Use smaller sizes. Planning allocates tensors only "
+            "to measure one op at a time: name a simulated device, such as --device h100, to measure no ops, and build "
+            "the model and inputs of a script under torch.device('meta')."
         )
     return ""

@@ -1,4 +1,4 @@
-"""``outofcore pack``: addresses for the rectangles of a file, in the CSV format of MiniMalloc."""
+"""``outofcore pack``: assign addresses to the rectangles of a file, in the CSV format of MiniMalloc."""
 
 from __future__ import annotations
 
@@ -15,70 +15,65 @@ from outofcore.planning.placement import Packing, PlacementParams, Rectangle, pa
 from outofcore.units import format_bytes
 from outofcore.validator import Placed, check_packing
 
-# Other names that MiniMalloc reads. "end" is the last moment at which the bytes are held, "upper" the one after.
+# Other column names of MiniMalloc. "end" is the last moment of a lifetime, "upper" the moment after it.
 _ALIASES = {"buffer": "id", "buffer_id": "id", "start": "lower", "begin": "lower", "end": "upper"}
 _NEEDED = ("id", "lower", "upper", "size")
-# How many characters of a field a message shows.
+# The maximum number of characters of a field in a message.
 _SHOWN = 40
-# Rectangles looked at with an effort of 1; see ``PlacementParams``.
+# Rectangles visited with an effort of 1; see ``PlacementParams``.
 EFFORT = 4_000_000_000
 
 
 @dataclass(frozen=True)
 class Table:
-    """A file of rectangles as it was read."""
-
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     rectangles: tuple[Rectangle, ...]
 
     def text(self, offsets: tuple[int, ...]) -> str:
-        """Format the file with offsets, in a column that is added if there is none."""
-        named = [name.strip() for name in self.header]
-        at = named.index("offset") if "offset" in named else len(named)
+        """Format the table with a column of offsets."""
+        names = [name.strip() for name in self.header]
+        column = names.index("offset") if "offset" in names else len(names)
         lines = [self.header, *self.rows]
         fields = ["offset", *map(str, offsets)]
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(
-            [*line[:at], field, *line[at + 1 :]] for line, field in zip(lines, fields, strict=True)
+            [*line[:column], field, *line[column + 1 :]] for line, field in zip(lines, fields, strict=True)
         )
         return out.getvalue()
 
 
 def read_table(text: str) -> Table:
-    """Read rectangles: the columns ``id``, ``lower``, ``upper`` and ``size``, in any order.
-
-    ``alignment`` and ``gaps`` (at most one for each rectangle, such as ``3-7``) are understood as well; other columns
-    are kept. Raises ``InputError`` that names the line, or a missing column.
-    """
+    """Read a table; raise ``InputError`` that names the line or the missing column."""
     lines = list(_records(text))
     if not lines:
         raise InputError("the file is empty; its first line must name the columns id,lower,upper,size")
     (_, header), *body = lines
-    given = [name.strip() for name in header]
-    names = [_ALIASES.get(name, name) for name in given]
+    raw_names = [name.strip() for name in header]
+    names = [_ALIASES.get(name, name) for name in raw_names]
     missing = [name for name in _NEEDED if name not in names]
     if missing or len(set(names)) < len(names):
-        what = f"lacks {', '.join(missing)}" if missing else "names a column twice"
-        raise InputError(f"the first line ({','.join(header)}) {what}; it must name the columns id,lower,upper,size")
-    last = 1 if "end" in given else 0
+        problem = f"lacks {', '.join(missing)}" if missing else "names a column twice"
+        raise InputError(f"the first line ({','.join(header)}) {problem}; it must name the columns id,lower,upper,size")
+    end_offset = 1 if "end" in raw_names else 0
     rectangles: list[Rectangle] = []
-    known: dict[int | str, int] = {}
+    line_of_id: dict[int | str, int] = {}
     for number, fields in body:
         if len(fields) != len(names):
-            raise InputError(f"line {number} has {len(fields)} fields, and the first line names {len(names)} columns")
-        one = _rectangle(number, dict(zip(names, fields, strict=True)), last)
-        if one.id in known:
+            raise InputError(f"line {number} has {len(fields)} fields, but the first line names {len(names)} columns")
+        rectangle = _rectangle(number, dict(zip(names, fields, strict=True)), end_offset)
+        if rectangle.id in line_of_id:
             raise InputError(
-                f"line {number}: the id {_shown(str(one.id))} is that of line {known[one.id]}; give each its own"
+                f"line {number} repeats the id {_shown(str(rectangle.id))} of line {line_of_id[rectangle.id]}; make "
+                "ids unique"
             )
-        known[one.id] = number
-        rectangles.append(one)
+        line_of_id[rectangle.id] = number
+        rectangles.append(rectangle)
     return Table(header, tuple(fields for _, fields in body), tuple(rectangles))
 
 
 def _records(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the records that are not blank, each with the number of its first line."""
+    """Yield the records that are not blank, with the number of their first line."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     while True:
         number = reader.line_num + 1
@@ -96,7 +91,7 @@ def _shown(field: str) -> str:
     return repr(field if len(field) <= _SHOWN else field[:_SHOWN] + "…")
 
 
-def _rectangle(number: int, fields: Mapping[str, str], last: int) -> Rectangle:
+def _rectangle(number: int, fields: Mapping[str, str], end_offset: int) -> Rectangle:
     def whole(name: str) -> int:
         try:
             return int(fields[name])
@@ -105,52 +100,53 @@ def _rectangle(number: int, fields: Mapping[str, str], last: int) -> Rectangle:
 
     alignment = whole("alignment") if "alignment" in fields else 1
     gap = None
-    found = fields.get("gaps", "").split()
-    if len(found) > 1 or "@" in fields.get("gaps", ""):
+    gaps = fields.get("gaps", "").split()
+    if len(gaps) > 1 or "@" in fields.get("gaps", ""):
         raise InputError(
-            f"line {number}: only one gap in a lifetime, without a window, can be used: {_shown(fields['gaps'])}"
+            f"line {number}: a lifetime may have only one gap, without a window, not {_shown(fields['gaps'])}"
         )
-    if found:
+    if gaps:
         try:
-            begin, end = (int(part) for part in found[0].split("-"))
+            begin, end = (int(part) for part in gaps[0].split("-"))
         except ValueError:
-            raise InputError(f"line {number}: a gap is written as 3-7, not {_shown(found[0])}") from None
-        gap = (begin, end + last)
-    one = Rectangle(fields["id"].strip(), whole("lower"), whole("upper") + last, whole("size"), alignment, gap)
+            raise InputError(f"line {number}: a gap is written as 3-7, not {_shown(gaps[0])}") from None
+        gap = (begin, end + end_offset)
+    rectangle = Rectangle(
+        fields["id"].strip(), whole("lower"), whole("upper") + end_offset, whole("size"), alignment, gap
+    )
     try:
-        one.check()
+        rectangle.check()
     except InputError as error:
         raise InputError(f"line {number}: {error}") from None
-    return one
+    return rectangle
 
 
 def explain(rectangles: tuple[Rectangle, ...], packing: Packing, capacity: int) -> str:
-    """Say why nothing was placed within the capacity."""
-    most = peak(rectangles)
-    if most.bytes > capacity:
-        live = set(most.ids)
+    peak_use = peak(rectangles)
+    if peak_use.bytes > capacity:
+        live = set(peak_use.ids)
         largest = sorted((r for r in rectangles if r.id in live), key=lambda r: -r.size)
         lines = [
-            f"no placement can stay within {capacity} bytes: at time {most.time}, {len(largest)} rectangles hold "
-            f"{most.bytes} bytes ({format_bytes(most.bytes)}), {most.bytes - capacity} too many:"
+            f"no placement can stay within {capacity} bytes: at time {peak_use.time}, {len(largest)} rectangles hold "
+            f"{peak_use.bytes} bytes ({format_bytes(peak_use.bytes)}), {peak_use.bytes - capacity} too many:"
         ]
-        listed, rest = largest[:12], largest[12:]
+        listed, remaining = largest[:12], largest[12:]
         lines += [f"  {r.size:>14}  {r.id}, held over [{r.lower}, {r.upper})" for r in listed]
-        if rest:
-            lines.append(f"  {sum(r.size for r in rest):>14}  {len(rest)} others")
+        if remaining:
+            lines.append(f"  {sum(r.size for r in remaining):>14}  {len(remaining)} others")
         return "\n".join(lines)
-    alone = next((r for r in rectangles if r.size > capacity), None)
-    if alone is not None:  # held at no time at all, so that it is not live above
-        return f"no placement can stay within {capacity} bytes: rectangle {alone.id} alone has {alone.size}"
+    oversized = next((r for r in rectangles if r.size > capacity), None)
+    if oversized is not None:  # its lifetime is empty, so it does not count above
+        return f"no placement can stay within {capacity} bytes: rectangle {oversized.id} alone has {oversized.size}"
     if packing.lower_bound > capacity:
         return (
-            f"no placement can stay within {capacity} bytes, although no more than {most.bytes} are live at once: "
-            f"all were tried; the lowest found takes {packing.height} ({format_bytes(packing.height)})"
+            f"no placement can stay within {capacity} bytes, although at most {peak_use.bytes} are live at once: "
+            f"the search was exhaustive; the best placement takes {packing.height} ({format_bytes(packing.height)})"
         )
     return (
-        f"no placement within {capacity} bytes was found: the lowest takes {packing.height} "
-        f"({format_bytes(packing.height)}), {packing.height - capacity} too many. No more than {packing.lower_bound} "
-        "are live at once, so there may be one: search longer with a larger --effort, or raise the capacity"
+        f"no placement within {capacity} bytes was found: the best takes {packing.height} "
+        f"({format_bytes(packing.height)}), {packing.height - capacity} too many. At most {packing.lower_bound} "
+        "are live at once, so one may exist: search longer with a larger --effort, or raise the capacity"
     )
 
 
@@ -160,32 +156,32 @@ def _text(file: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(f"line {line} is not text in UTF-8 (byte {data[error.start]:#04x})") from error
+        raise InputError(f"line {line} is not UTF-8 text (byte {data[error.start]:#04x})") from error
 
 
 def run(file: Path, *, capacity: int, output: Path | None, effort: float, seconds: float | None) -> bool:
-    """Place the rectangles of a file and write it with offsets; False if no placement within the capacity was found."""
+    """Place the rectangles of a file and write it with offsets; return False if they do not fit."""
     try:
         table = read_table(_text(file))
     except (OSError, InputError) as error:
         raise InputError(f"cannot read {file}: {error}") from error
     if not math.isfinite(effort):
-        raise InputError(f"the effort must be a finite number, and {effort} is not; give --seconds to stop by time")
+        raise InputError(f"--effort must be a finite number, not {effort}; to limit the time, use --seconds")
     params = PlacementParams(effort=int(effort * EFFORT), seconds=seconds)
-    found = pack(table.rectangles, capacity=capacity, params=params)
-    if found.height > capacity:
-        sys.stderr.write(explain(table.rectangles, found, capacity) + "\n")
+    packing = pack(table.rectangles, capacity=capacity, params=params)
+    if packing.height > capacity:
+        sys.stderr.write(explain(table.rectangles, packing, capacity) + "\n")
         return False
     check_packing(
         (
             Placed(r.id, r.lower, r.upper, r.size, offset, r.alignment, r.gap)
-            for r, offset in zip(table.rectangles, found.offsets, strict=True)
+            for r, offset in zip(table.rectangles, packing.offsets, strict=True)
         ),
         capacity,
     )
-    text = table.text(found.offsets)
+    text = table.text(packing.offsets)
     sys.stderr.write(
-        f"placed {len(table.rows)} rectangles in {found.height} bytes; {peak(table.rectangles).bytes} live at once\n"
+        f"placed {len(table.rows)} rectangles in {packing.height} bytes; {peak(table.rectangles).bytes} live at once\n"
     )
     if output is None:
         sys.stdout.write(text)

@@ -1,7 +1,4 @@
-"""Commands that torchrun has started in several processes: they train data parallel, and the first one prints.
-
-torchrun --nproc-per-node 2 -m outofcore train gpt --budget 512MiB
-"""
+"""Commands that torchrun starts in several processes: they train data parallel; the first one prints."""
 
 from __future__ import annotations
 
@@ -21,40 +18,39 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a command; ``device`` is where this one trains."""
+    """The processes of a command; ``device`` is the device of this one."""
 
     rank: int = 0
     count: int = 1
     device: str = "cpu"
 
     def wrapped(self, network: nn.Module, *, shard: bool = False) -> nn.Module:
-        """Wrap the network in ``DistributedDataParallel`` if there are other processes and they do not share it."""
+        """Wrap the network in ``DistributedDataParallel``, unless it is sharded or this process is alone."""
         if self.count == 1 or shard:
             return network
         return torch.nn.parallel.DistributedDataParallel(network)
 
     def share(self, batches: Iterator[T], begun: int) -> Iterator[T]:
-        """Select this process's batches from those of all, starting at a step."""
         return itertools.islice(batches, begun * self.count + self.rank, None, self.count)
 
 
 @contextlib.contextmanager
 def joined(device: str) -> Generator[Processes]:
-    """Join the processes that torchrun has started; in this context only the first prints."""
+    """Join the processes that torchrun has started; inside the context only the first one prints."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 or "RANK" not in os.environ or not torch.distributed.is_available():
         yield Processes(device=device)
         return
     rank = int(os.environ["RANK"])
-    if device == "cuda":  # a GPU for each process (never run)
+    if device == "cuda":  # one GPU per process; never run
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
     torch.distributed.init_process_group("gloo" if device == "cpu" else "nccl")
     try:
         with contextlib.ExitStack() as stack:
             if rank:
-                nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
-                stack.enter_context(contextlib.redirect_stdout(nowhere))
+                null = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+                stack.enter_context(contextlib.redirect_stdout(null))
             yield Processes(rank, count, device)
     finally:
         torch.distributed.destroy_process_group()

@@ -1,8 +1,4 @@
-"""``outofcore run``: run an unmodified script or module as ``python`` does, within a budget.
-
-PyTorch is imported only when the script imports it, since it then reads environment variables that the script may set.
-The loop is followed from that moment on.
-"""
+"""``outofcore run``: run an unmodified script or module as ``python`` does, within a budget."""
 
 from __future__ import annotations
 
@@ -28,34 +24,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch:
-    """What is to be run, and how.
+    """A script to run, and its budget."""
 
-    Attributes:
-        target: path of a script, or of a folder or zip file with a ``__main__.py``; or the name of a module.
-        arguments: of the script.
-        is_module: the target is the name of a module.
-        budget: in bytes, or a share such as "70%"; None: what the device can give.
-        device: where the script computes; None: a GPU if there is one, else the CPU.
-        checked: whether what is evicted unwritten is compared by checksum.
-        quiet: print nothing at the end.
-        measure: as for ``outofcore.budget``; ``grow`` as well.
-    """
-
-    target: str
+    target: str  # path of a script, of a folder or zip file with a __main__.py, or name of a module
     arguments: tuple[str, ...]
     is_module: bool
-    budget: int | str | None = None
-    device: str | None = None
+    budget: int | str | None = None  # bytes, or a share such as "70%"; None: the default share
+    device: str | None = None  # None: a GPU if there is one, else the CPU
     home: str | None = None
     host_budget: int | None = None
-    checked: bool = True
+    checked: bool = True  # compare clean evicted tensors by checksum
     quiet: bool = False
     measure: bool = False
     grow: bool = False
 
 
 class Launching(BaseException):
-    """Carries a launch out of the parser of the command line, whose frames and handlers are no part of the script."""
+    """Carries a launch out of the command-line parser, so that its handlers do not enclose the script."""
 
     def __init__(self, launch: Launch) -> None:
         super().__init__()
@@ -63,56 +48,52 @@ class Launching(BaseException):
 
 
 def checked(launch: Launch) -> Launch:
-    """Return the launch if its script exists; raises ``InputError``."""
     if launch.is_module:
         return launch
-    target, found = launch.target, split_script(launch.target)
+    target, script = launch.target, split_script(launch.target)
     path = Path(target)
-    if found is not None and found[0].is_file() and not path.exists():
+    if script is not None and script[0].is_file() and not path.exists():
         raise InputError(
-            f"run takes a whole script, and {target} is one function of it: leave :{found[1]} out, or plan that step "
-            f"by: outofcore plan {target}"
+            f"run takes a whole script, but {target} is one of its functions: leave :{script[1]} out, or plan it "
+            f"with: outofcore plan {target}"
         )
     if not path.exists():
-        near = nearest_beside(path)
-        meant = f"did you mean {near}? Else " if near else ""
+        suggestion = nearest_beside(path)
+        hint = f"did you mean {suggestion}? Otherwise " if suggestion else ""
         raise InputError(
-            f"there is no file {target}; {meant}give the path of a script, or the name of a module after -m (models of "
-            "the zoo are trained by: outofcore train)"
+            f"there is no file {target}; {hint}give the path of a script, or the name of a module after -m (to train a "
+            "model of the zoo, use: outofcore train)"
         )
     if path.is_dir() and not any((path / f"__main__.{ending}").is_file() for ending in ("py", "pyc")):
-        raise InputError(f"the folder {target} has no __main__.py, which Python would run; name the script in it")
+        raise InputError(f"the folder {target} has no __main__.py for Python to run; name the script in it")
     return launch
 
 
 def run(launch: Launch) -> NoReturn:
-    """Run the script and exit as it does: with its exit status, or by its exception.
-
-    After an interrupt of the script, Python dies of it as it would have.
-    """
-    process, follower = os.getpid(), _Follower(launch)
-    ours: OutOfCoreError | None = None
+    """Run the script and exit as it does: with its exit status, or by its exception."""
+    process, loop_starter = os.getpid(), _Follower(launch)
+    own_error: OutOfCoreError | None = None
     try:
-        with follower:
+        with loop_starter:
             code, module = _prepared(launch)
             exec(code, vars(module))
-    except BaseException as error:  # whatever ends a script, Ctrl-C and sys.exit() as well, is told as Python tells it
-        if error is not follower.raised and isinstance(error, OutOfCoreError):
-            ours = error  # in place of what PyTorch raised, or from the end of the loop
-        elif follower.raised is None:
+    except BaseException as error:  # Ctrl-C and sys.exit() too end a script as they would in Python
+        if error is not loop_starter.raised and isinstance(error, OutOfCoreError):
+            own_error = error  # it replaces an error of PyTorch, or comes from the end of the loop
+        elif loop_starter.raised is None:
             raise
-    raised = follower.raised
+    raised = loop_starter.raised
     _tell(raised)
-    if process == os.getpid():  # and not a child that came back here
-        if ours is not None:
-            _say(str(ours))
-        if not launch.quiet and (follower.began or raised is None):
-            _say(follower.summary())
-    _leave(raised, failed=ours is not None)
+    if process == os.getpid():  # a child of the script may return here, too
+        if own_error is not None:
+            _say(str(own_error))
+        if not launch.quiet and (loop_starter.began or raised is None):
+            _say(loop_starter.summary())
+    _leave(raised, failed=own_error is not None)
 
 
 def _tell(raised: BaseException | None) -> None:
-    """Print the traceback as Python would, from the script's first frame on."""
+    """Print the traceback as Python would, starting at the script's first frame."""
     if raised is None or isinstance(raised, SystemExit):
         return
     _flush()
@@ -122,19 +103,19 @@ def _tell(raised: BaseException | None) -> None:
 
 def _leave(raised: BaseException | None, *, failed: bool) -> NoReturn:
     if isinstance(raised, SystemExit):
-        told = raised.code
-        raise SystemExit(1 if failed and told in (None, 0) else told)
+        code = raised.code
+        raise SystemExit(1 if failed and code in (None, 0) else code)
     if isinstance(raised, KeyboardInterrupt):
-        # Python dies of the signal after it has cleaned up, if this reaches it; what there is to tell has been told.
+        # Python cleans up and then dies of the signal, if this reaches it. The traceback has been printed already.
         sys.excepthook = lambda *_: None
         raise KeyboardInterrupt
     raise SystemExit(1 if raised is not None or failed else 0)
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Drop our frames at the beginning, and those of a loader that found no valid code."""
-    ours = (__file__, "<frozen importlib")
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+    """Drop our leading frames, and frames of a loader that found invalid code."""
+    own_files = (__file__, "<frozen importlib")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(own_files):
         trace = trace.tb_next
     return trace
 
@@ -149,39 +130,38 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-# ---- as Python runs a script ----------------------------------------------------------------------------------------
+# ---- Running a script as Python does ---------------------------------------------------------------------------------
 
 
 def _prepared(launch: Launch) -> tuple[CodeType, ModuleType]:
-    """Return the script's code and its module ``__main__``, and set arguments and search path."""
-    contained = not launch.is_module and (Path(launch.target).is_dir() or zipfile.is_zipfile(launch.target))
+    is_container = not launch.is_module and (Path(launch.target).is_dir() or zipfile.is_zipfile(launch.target))
     if launch.is_module:
-        found = _module(launch)
-    elif contained:
-        found = _inside(launch.target)
+        module_spec = _module(launch)
+    elif is_container:
+        module_spec = _inside(launch.target)
     else:
-        found = _file(launch.target)
-    loader = found.loader
+        module_spec = _file(launch.target)
+    loader = module_spec.loader
     code = None
-    if isinstance(loader, importlib.machinery.SourceFileLoader) and not (launch.is_module or contained):
-        path = loader.get_filename(found.name)
-        code = loader.source_to_code(loader.get_data(path), path)  # and no file of bytecode beside it
-    elif loader is not None and hasattr(loader, "get_code"):  # as those of zip files have it, too
-        code = loader.get_code(found.name)  # type: ignore[attr-defined]
+    if isinstance(loader, importlib.machinery.SourceFileLoader) and not (launch.is_module or is_container):
+        path = loader.get_filename(module_spec.name)
+        code = loader.source_to_code(loader.get_data(path), path)  # writes no bytecode file
+    elif loader is not None and hasattr(loader, "get_code"):  # loaders of zip files have it, too
+        code = loader.get_code(module_spec.name)  # type: ignore[attr-defined]
     if code is None:
-        raise ImportError(f"{launch.target} cannot be run: it has no code in Python", name=launch.target)
-    spec = found if launch.is_module or contained else None
+        raise ImportError(f"{launch.target} cannot be run: it contains no Python code", name=launch.target)
+    spec = module_spec if launch.is_module or is_container else None
     main = ModuleType("__main__")
     vars(main).update(
         __builtins__=sys.modules["builtins"],
-        __file__=found.origin,
+        __file__=module_spec.origin,
         __cached__=None if spec is None else spec.cached,
         __loader__=loader,
         __package__=None if spec is None else spec.parent,
         __spec__=spec,
     )
     sys.modules["__main__"] = main  # where pickle and multiprocessing look for it
-    sys.argv = [found.origin or launch.target if launch.is_module else launch.target, *launch.arguments]
+    sys.argv = [module_spec.origin or launch.target if launch.is_module else launch.target, *launch.arguments]
     return code, main
 
 
@@ -193,39 +173,41 @@ def _file(target: str) -> importlib.machinery.ModuleSpec:
 
 
 def _inside(target: str) -> importlib.machinery.ModuleSpec:
-    """Return the spec of a folder or a zip file."""
     name = str(Path(target).absolute())
     _put_first(name)
-    found = importlib.machinery.PathFinder.find_spec("__main__", [name])
-    if found is None:
+    module_spec = importlib.machinery.PathFinder.find_spec("__main__", [name])
+    if module_spec is None:
         raise ImportError(f"can't find '__main__' module in {target!r}", path=target)
-    return found
+    return module_spec
 
 
 def _module(launch: Launch) -> importlib.machinery.ModuleSpec:
     _put_first(str(Path.cwd()))
-    sys.argv = ["-m", *launch.arguments]  # as it is while a package is imported
+    sys.argv = ["-m", *launch.arguments]  # the value that Python has while it imports a package
     name = launch.target
-    found = importlib.util.find_spec(name)
-    if found is not None and found.submodule_search_locations is not None:
+    module_spec = importlib.util.find_spec(name)
+    if module_spec is not None and module_spec.submodule_search_locations is not None:
         name = f"{name}.__main__"
-        found = importlib.util.find_spec(name)
-    if found is None:
+        module_spec = importlib.util.find_spec(name)
+    if module_spec is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    return found
+    return module_spec
 
 
 def _put_first(folder: str) -> None:
-    """Replace the first entry of the search path, where this program was found."""
+    """Replace the first entry of the search path, the folder of this program."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
 
-# ---- within the budget ----------------------------------------------------------------------------------------------
+# ---- The loop within the budget --------------------------------------------------------------------------------------
 
 
 class _Follower:
-    """Starts the loop once PyTorch has been imported, and stops it at the end; ``raised`` is what ended the script."""
+    """Starts the loop once PyTorch is imported, and stops it at the end; ``raised`` ended the script.
+
+    Importing PyTorch earlier would read environment variables that the script may still set.
+    """
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -255,7 +237,7 @@ class _Follower:
 
     def summary(self) -> str:
         if self._loop is None:
-            return "nothing ran within the budget: the script did not import torch in its main thread"
+            return "the budget had no effect: the script did not import torch in its main thread"
         return self._loop.stats.summary
 
     def _start(self) -> None:
@@ -275,13 +257,12 @@ class _Follower:
                 measure=launch.measure,
                 grow=launch.grow,
             ).start()
-        except OutOfCoreError as error:  # before any line of the script that could depend on it
+        except OutOfCoreError as error:  # no line of the script that depends on the budget has run
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from error
 
 
 def _device_here() -> str:
-    """Return this process's GPU, which torchrun numbers, or the CPU where there is none."""
     import torch  # noqa: PLC0415
 
     if not torch.cuda.is_available():
@@ -291,7 +272,7 @@ def _device_here() -> str:
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds PyTorch as other finders do, and calls a function once it has been imported."""
+    """A finder that calls a function after PyTorch has been imported."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
@@ -306,15 +287,13 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
         if fullname != "torch":
             return None
         self.forget()
-        found = importlib.util.find_spec("torch")
-        if found is not None and found.loader is not None:
-            found.loader = _ThenCalling(found.loader, self._then)
-        return found
+        torch_spec = importlib.util.find_spec("torch")
+        if torch_spec is not None and torch_spec.loader is not None:
+            torch_spec.loader = _ThenCalling(torch_spec.loader, self._then)
+        return torch_spec
 
 
 class _ThenCalling(importlib.abc.Loader):
-    """Loads a module by its own loader, and then calls a function."""
-
     def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
         self._loader, self._then = loader, then
 

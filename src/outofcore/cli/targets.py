@@ -1,4 +1,4 @@
-"""Classify what the command line names, by its text and by existing files. Nothing of it is run."""
+"""Classify the targets of the command line, by text and by existing files. Runs no user code."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ _KINDS = (
 
 
 class Kind(Enum):
-    """What a command is about."""
-
     ZOO = "a model of the zoo"
     SCRIPT = "a function of a script"
     ONNX = "an ONNX file"
@@ -30,7 +28,7 @@ class Kind(Enum):
 
 
 def kind_of(target: str) -> Kind:
-    """Classify a target; zoo models are checked later. Raises ``InputError`` that suggests what was meant."""
+    """Classify a target; raise ``InputError`` with a suggestion. Names of zoo models are checked later."""
     path = Path(target)
     if not target.strip():
         raise InputError(f"the name is empty; give {_KINDS}")
@@ -42,64 +40,59 @@ def kind_of(target: str) -> Kind:
         if not path.exists():
             raise InputError(_missing(path))
         return Kind.ONNX if path.suffix == ".onnx" else Kind.CONFIG
-    # A folder that happens to be called like a model of the zoo is no configuration.
+    # A folder that happens to have the name of a zoo model is not a configuration.
     if path.is_dir() and ((path / "config.json").is_file() or path.name != target):
         return Kind.CONFIG
     if path.is_file():
         raise InputError(_other_file(path))
     script = Path(f"{target.partition(':')[0]}.py")
     if ":" in target and script.is_file():
-        raise InputError(f"{target}: write {script}:{target.partition(':')[2]}, with the ending of the file")
+        raise InputError(f"{target}: write {script}:{target.partition(':')[2]}, with the suffix .py")
     if ":" in target or "/" in target or "\\" in target or path.suffix:
         raise InputError(_missing(path))
     return Kind.ZOO
 
 
 def split_script(target: str) -> tuple[Path, str] | None:
-    """Return the file and the function of "folder/file.py:function"; None for any other form."""
-    found = _FUNCTION.fullmatch(target)
-    return None if found is None else (Path(found["file"]), found["name"])
+    match = _FUNCTION.fullmatch(target)
+    return None if match is None else (Path(match["file"]), match["name"])
 
 
 def check_takes(target: str, takes: Iterable[Kind], command: str, instead: str) -> Kind:
-    """Classify a target, and raise ``InputError`` with the advice ``instead`` if the command does not take its kind."""
+    """Return the kind of a target; raise ``InputError`` with ``instead`` as advice if it is not allowed."""
     allowed = tuple(takes)
     is_script = Path(target).suffix == ".py" and Path(target).is_file()
     kind = Kind.SCRIPT if is_script and Kind.SCRIPT not in allowed else kind_of(target)
     if kind not in allowed:
-        names = " or ".join(each.value for each in allowed)
-        what = "a script" if is_script else kind.value
-        raise InputError(f"{command} takes {names}, and {target} is {what}; {instead}")
+        names = " or ".join(allowed_kind.value for allowed_kind in allowed)
+        actual = "a script" if is_script else kind.value
+        raise InputError(f"{command} takes {names}, but {target} is {actual}; {instead}")
     return kind
 
 
 def _script_alone(target: str) -> str:
-    """Return the message for a script without a function, or with an invalid name of one."""
     text, _, name = target.rpartition(":")
     path = Path(text if text.endswith(".py") else target)
     if not path.is_file():
         return _missing(path)
     is_named = text.endswith(".py") and name
-    said = f"{name!r} is not the name of a function" if is_named else f"{path} names a script but no function of it"
+    problem = f"{name!r} is not the name of a function" if is_named else f"{path} names a script but no function of it"
     function = next(iter(functions_in(path)), "build")
     return (
-        f"{said}; write {path}:{function}, where {function} is {BUILDS}. {functions_text(path)}. "
+        f"{problem}; write {path}:{function}, where {function} is {BUILDS}. {functions_text(path)}. "
         f"To run the whole script within a budget, use: outofcore run --budget 6GiB {path}"
     )
 
 
 def functions_in(path: Path, *, all_of_them: bool = False) -> list[str]:
-    """Return the names of a script's functions that take no arguments, or of all, ``build`` first.
-
-    Raises ``InputError`` if the script cannot be read. Nothing of it runs.
-    """
+    """Return the public functions of a script, ``build`` first; by default those without arguments."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise InputError(f"{path}{line} is no Python: {getattr(error, 'msg', error)}") from error
+        raise InputError(f"{path}{line} is not valid Python: {getattr(error, 'msg', error)}") from error
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     named = [
         node.name
@@ -109,30 +102,29 @@ def functions_in(path: Path, *, all_of_them: bool = False) -> list[str]:
     return sorted(dict.fromkeys(named), key=lambda name: name != "build")
 
 
-def _wants_arguments(given: ast.arguments) -> bool:
-    positional = len(given.posonlyargs) + len(given.args) - len(given.defaults)
-    return positional > 0 or any(default is None for default in given.kw_defaults)
+def _wants_arguments(arguments: ast.arguments) -> bool:
+    positional = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
+    return positional > 0 or any(default is None for default in arguments.kw_defaults)
 
 
 def functions_text(path: Path) -> str:
-    """List the functions of a script that may build a step in a sentence."""
     names = functions_in(path)
     if not names:
-        return f"{path} has no function that takes no arguments"
-    listed, others = names[:8], len(names[8:])
-    return f"Functions of {path} without arguments: {', '.join(listed)}{f' and {others} more' if others else ''}"
+        return f"{path} has no function without arguments"
+    listed, remaining = names[:8], len(names[8:])
+    return f"Functions of {path} without arguments: {', '.join(listed)}{f' and {remaining} more' if remaining else ''}"
 
 
 def _missing(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
-        hub = str(path).count("/") == 1 and not path.suffix and not str(path).startswith((".", "/"))
-        more = " (nothing is downloaded: of a model on a hub give its config.json)" if hub else ""
-        return f"there is no file or folder {path}, and no folder {folder}{more}; give {_KINDS}"
-    near = nearest_beside(path)
-    if path.suffix == ".py" and not near:
+        is_hub_name = str(path).count("/") == 1 and not path.suffix and not str(path).startswith((".", "/"))
+        hint = " (outofcore downloads no models: for a model on a hub, give its config.json)" if is_hub_name else ""
+        return f"there is no file or folder {path}, and no folder {folder}{hint}; give {_KINDS}"
+    suggestion = nearest_beside(path)
+    if path.suffix == ".py" and not suggestion:
         return f"there is no file {path} in {Path.cwd()}; give the path of your script"
-    return f"there is no file or folder {path}; {f'did you mean {near}?' if near else f'give {_KINDS}'}"
+    return f"there is no file or folder {path}; {f'did you mean {suggestion}?' if suggestion else f'give {_KINDS}'}"
 
 
 def _other_file(path: Path) -> str:
@@ -140,23 +132,21 @@ def _other_file(path: Path) -> str:
         return f"{path} looks like a graph file; give it as --graph {path}"
     if path.suffix in _WEIGHTS:
         return (
-            f"{path} holds weights, of which nobody can tell what a step does with them; give the model's config.json, "
+            f"{path} contains weights but no description of a step; give the model's config.json, "
             "or a function of a script, as my_script.py:build"
         )
-    return f"{path} is no file that a step can be read from; give {_KINDS}"
+    return f"{path} is not a file that describes a step; give {_KINDS}"
 
 
 def nearest_beside(path: Path) -> Path | None:
-    """Return the file in the path's folder with the most similar name."""
     try:
-        near = nearest(path.name, (each.name for each in path.parent.iterdir()))
+        name = nearest(path.name, (entry.name for entry in path.parent.iterdir()))
     except OSError:
         return None
-    return path.parent / near if near else None
+    return path.parent / name if name else None
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the most similar known name; empty if none is similar."""
-    lowered = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
-    return lowered[found[0]] if found else ""
+def nearest(name: str, choices: Iterable[str]) -> str:
+    lowered = {original.lower(): original for original in choices}
+    matches = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+    return lowered[matches[0]] if matches else ""

@@ -1,4 +1,4 @@
-"""The checks of ``outofcore doctor`` that need PyTorch; the last ones train a small model through both doors."""
+"""The checks of ``outofcore doctor`` that need PyTorch; the last ones train a small model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TRIAL_STEPS = 3
 
 
 def findings(home: str) -> Iterator[Finding]:
-    """Yield the outcome of each check as soon as it is done; raises ``SpillError`` if the home cannot be used."""
+    """Yield each outcome as soon as its check ends."""
     has_gpu = torch.cuda.is_available()
     (store,) = open_homes(home)
     try:
@@ -65,7 +65,7 @@ def _torch_findings() -> Iterator[Finding]:
         yield Finding(Result.NOTE, "PyTorch", text)
     for feature in Feature:
         if names := missing(feature):
-            text = f"{feature.value} does not work with this version: it has no {', '.join(names)}"
+            text = f"{feature.value} does not work with this version: it lacks {', '.join(names)}"
             yield Finding(Result.PROBLEM, "PyTorch", text)
 
 
@@ -77,17 +77,17 @@ def _gpu_findings() -> Iterator[Finding]:
     if torch.cuda.is_available():
         return
     if torch.version.cuda is None:
-        yield Finding(Result.OK, "GPU", "not used: this is PyTorch for the CPU")
+        yield Finding(Result.OK, "GPU", "not used: this PyTorch is built for the CPU")
     elif Path("/proc/driver/nvidia").exists():
         yield Finding(Result.NOTE, "GPU", "PyTorch cannot use the NVIDIA GPU of this machine; update its driver")
     else:
-        text = f"none; PyTorch without 5 GB of CUDA: pip uninstall torch, then {CPU_BUILD}"
+        text = f"none; to save the 5 GB of CUDA libraries: pip uninstall torch, then {CPU_BUILD}"
         yield Finding(Result.NOTE, "GPU", text)
 
 
 def _native_findings(name: str, flavor: Flavor) -> Iterator[Finding]:
-    if not is_built(library_file(flavor)) and not sys.stderr.isatty():  # which says so itself
-        yield Finding(Result.BEGINS, name, "compiling it now, about half a minute, once ...")
+    if not is_built(library_file(flavor)) and not sys.stderr.isatty():  # on a terminal the compilation reports itself
+        yield Finding(Result.BEGINS, name, "compiling now, once, for about half a minute ...")
     try:
         load_native(flavor)
     except StateError as error:
@@ -128,7 +128,7 @@ def _home_findings(store: HomeStore) -> Iterator[Finding]:
         return
     text = f"{_speeds(link.alone)}, latency {format_seconds(link.latency_s)}"
     yield Finding(Result.OK, f"{store.name} speed", text)
-    text = f"{_speeds(link.computing)} while ops run, which take {link.compute_slowdown:.0%} longer; "
+    text = f"{_speeds(link.computing)} while ops run, which slows them by {link.compute_slowdown:.0%}; "
     text += f"both at once: {_speeds(link.together)}"
     yield Finding(Result.OK, f"{store.name} under load", text)
     if isinstance(store, DiskHome):
@@ -136,7 +136,7 @@ def _home_findings(store: HomeStore) -> Iterator[Finding]:
         if store.locate(0, PAGE_BYTES).cache is file_io.Cache.PAST:
             yield Finding(Result.OK, "direct I/O", "yes")
         else:
-            text = "no: copies go through the page cache, which costs processor time"
+            text = "no: copies go through the page cache, which takes CPU time"
             yield Finding(Result.NOTE, "direct I/O", text)
 
 
@@ -149,23 +149,23 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _trial(name: str, losses_of: Callable[[_Training, str], list[float]], device: str, home: str) -> Finding:
-    """Train a small model in one of the ways, and compare its losses with those of plain PyTorch."""
+    """Train a small model with one entry point, and compare its losses with plain PyTorch's."""
     began = time.perf_counter()
     plain, trained = _Training(device), _Training(device)
     try:
         expected = [plain.step(plain.x).item() for _ in range(_TRIAL_STEPS)]
         losses = losses_of(trained, home)
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is a finding
         return Finding(Result.PROBLEM, name, f"{type(error).__name__}: {error}".partition("\n")[0])
     if losses != expected:
-        return Finding(Result.PROBLEM, name, f"the losses are {losses}, and in plain PyTorch {expected}")
+        return Finding(Result.PROBLEM, name, f"losses {losses} differ from plain PyTorch's, {expected}")
     seconds = format_seconds(time.perf_counter() - began)
     text = f"{_TRIAL_STEPS} steps within {format_bytes(_TRIAL_BUDGET)}, losses as in plain PyTorch; {seconds}"
     return Finding(Result.OK, name, text)
 
 
 class _Training:
-    """A small model, the same each time, with its optimizer and its input."""
+    """A small model with its optimizer and input; every instance starts equal."""
 
     def __init__(self, device: str) -> None:
         with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""``outofcore train`` and ``outofcore report``: run steps of a model within a budget, and print progress."""
+"""``outofcore train`` and ``outofcore report``: run steps of a model within a budget."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ from outofcore.zoo.workload import TrainStep
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """The printed facts of a step."""
-
     loss: float
     seconds: float
     arena_bytes: int | None = None
     bytes_out: int = 0
     bytes_in: int = 0
-    bits: bool = False  # whether the loss is to be told exactly
+    bits: bool = False  # print the loss with all bits
 
     def text(self) -> str:
         loss = f"{self.loss:.4f} ({self.loss.hex()})" if self.bits else f"{self.loss:.4f}"
@@ -51,25 +49,21 @@ class _Done:
 
 
 class _Lines:
-    """Progress as lines, for logs."""
-
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._stage = ""
         self.shown = nullcontext()
 
-    def stage(self, stage: str, done: int, total: int) -> None:
+    def stage(self, stage: str, finished: int, total: int) -> None:
         if stage != self._stage:
             self._stage = stage
             print(f"{stage} …", flush=True)
 
-    def step(self, number: int, done: _Done) -> None:
-        print(f"step {number}/{self._steps}  {done.text()}", flush=True)
+    def step(self, number: int, result: _Done) -> None:
+        print(f"step {number}/{self._steps}  {result.text()}", flush=True)
 
 
 class _Live:
-    """Progress as a bar, for terminals."""
-
     def __init__(self, steps: int) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -77,18 +71,20 @@ class _Live:
             TimeRemainingColumn(),
             TextColumn("{task.fields[told]}"),
             BarColumn(bar_width=10),  # last: a narrow terminal cuts it off first
-            refresh_per_second=4,  # drawing takes time from the training
+            refresh_per_second=4,  # drawing slows the training
         )
         self._stage_task = self._progress.add_task("", total=1, told="", visible=False)
         self._steps = self._progress.add_task("train", total=steps, told="")
         self.shown = self._progress
 
-    def stage(self, stage: str, done: int, total: int) -> None:
-        self._progress.update(self._stage_task, description=stage, completed=done, total=total, visible=done < total)
+    def stage(self, stage: str, finished: int, total: int) -> None:
+        self._progress.update(
+            self._stage_task, description=stage, completed=finished, total=total, visible=finished < total
+        )
 
-    def step(self, number: int, done: _Done) -> None:
+    def step(self, number: int, result: _Done) -> None:
         self._progress.update(self._stage_task, visible=False)
-        self._progress.update(self._steps, completed=number, told=done.text())
+        self._progress.update(self._steps, completed=number, told=result.text())
 
 
 def _display(steps: int) -> _Lines | _Live:
@@ -97,35 +93,32 @@ def _display(steps: int) -> _Lines | _Live:
 
 @dataclass(frozen=True)
 class _Training:
-    """A workload that a command trains, in this process among others."""
-
     work: Workload
     options: TrainOptions
     places: Places
     processes: Processes
 
     def within(self, display: _Lines | _Live, budget: int) -> None:
-        """Train within a budget."""
         options, processes = self.options, self.processes
         shard = options.shard and processes.count > 1
         with (
-            _built(self.work, processes, self.places, options.resume, shard=shard) as made,
-            made.compiled(budget, self.places, processes.device, shard=shard) as step,
+            _built(self.work, processes, self.places, options.resume, shard=shard) as built,
+            built.compiled(budget, self.places, processes.device, shard=shard) as step,
         ):
             step.on_progress = display.stage
-            done = self.loop(display, step, made.begun, step)
+            results = self.loop(display, step, built.begun, step)
             if options.save is not None and (shard or not processes.rank):
-                step.save(options.save, extra={"steps": made.begun + options.steps})
+                step.save(options.save, extra={"steps": built.begun + options.steps})
             if shard:
                 graph = step.captured.graph
-                lasting = format_bytes(sum(graph.storages[storage].bytes for storage in graph.persistent))
-                print(f"model, gradients and optimizer state in each process: {lasting}")
+                persistent = format_bytes(sum(graph.storages[storage].bytes for storage in graph.persistent))
+                print(f"model, gradients and optimizer state in each process: {persistent}")
                 step.close(whole=False)
             if processes.rank:
                 return
             if options.save is not None:
                 print(f"saved: {options.save}")
-            _print_summary(done, step)
+            _print_summary(results, step)
             if options.picture is not None:
                 planned = step.planned
                 timelines = [("measured", step.timeline), ("predicted", planned.timeline)]
@@ -135,48 +128,43 @@ class _Training:
                 print(f"picture: {options.picture}")
 
     def eagerly(self, display: _Lines | _Live) -> None:
-        """Train in plain PyTorch."""
         work, options, processes = self.work, self.options, self.processes
-        where = open_backend(processes.device).device
-        network = work.build().to(where)
+        device = open_backend(processes.device).device
+        network = work.build().to(device)
         optimizer = work.optimizer(network)
         _seed(work, processes)
         begun = 0 if options.resume is None else _steps_in(outofcore.load(options.resume, network, optimizer))
         plain = work.make_step(processes.wrapped(network), optimizer)
-        done = self.loop(display, lambda *batch: plain(*(tensor.to(where) for tensor in batch)), begun)
+        results = self.loop(display, lambda *batch: plain(*(tensor.to(device) for tensor in batch)), begun)
         if options.save is not None and not processes.rank:
             outofcore.save(options.save, network, optimizer, extra={"steps": begun + options.steps})
-        _print_summary(done)
+        _print_summary(results)
 
     def loop(
         self, display: _Lines | _Live, run: TrainStep, begun: int, step: outofcore.Step[..., Any] | None = None
     ) -> list[_Done]:
-        """Train all steps; ``step`` tells what each has moved."""
         batches = self.processes.share(self.work.batches(), begun)
-        told: list[_Done] = []
+        results: list[_Done] = []
         with display.shown:
             for number, batch in enumerate(itertools.islice(batches, self.options.steps), 1):
                 start = time.perf_counter()
                 loss = run(*batch)
-                done = _Done(loss.item(), time.perf_counter() - start, bits=self.options.bits)
+                result = _Done(loss.item(), time.perf_counter() - start, bits=self.options.bits)
                 if step is not None:
                     stats, arena = step.stats, step.planned.program.arena_bytes
-                    done = replace(done, arena_bytes=arena, bytes_out=stats.bytes_out, bytes_in=stats.bytes_in)
-                told.append(done)
-                display.step(number, done)
-        return told
+                    result = replace(result, arena_bytes=arena, bytes_out=stats.bytes_out, bytes_in=stats.bytes_in)
+                results.append(result)
+                display.step(number, result)
+        return results
 
     def elastically(self, workers: int, budget: int) -> None:
-        """Train with logical workers; process 0 prints.
-
-        Batches come in the order of the steps and within a step of the workers; each process takes its own.
-        """
+        """Train with logical workers; each process takes the batches of its workers, and process 0 prints."""
         work, options, places = self.work, self.options, self.places
         with ExitStack() as stack:
             home = _home_at(places, stack)
             network = work.build() if home is None else outofcore.build(work.build, home=home)
             optimizer = work.optimizer(network)
-            run = stack.enter_context(
+            training = stack.enter_context(
                 outofcore.elastic(
                     work.make_turn(network),
                     network,
@@ -193,42 +181,42 @@ class _Training:
                 )
             )
             if options.resume is not None:
-                run.load(options.resume)
-            batches = itertools.islice(work.batches(), run.steps * workers, None)
-            told: list[_Done] = []
-            display = _display(options.steps) if run.rank == 0 else None
+                training.load(options.resume)
+            batches = itertools.islice(work.batches(), training.steps * workers, None)
+            results: list[_Done] = []
+            display = _display(options.steps) if training.rank == 0 else None
             if display is not None:
-                processes = "process" if run.processes == 1 else "processes"
-                print(f"{work.describe()}; {workers} logical workers on {run.processes} {processes}")
-                run.step.on_progress = display.stage
+                processes = "process" if training.processes == 1 else "processes"
+                print(f"{work.describe()}; {workers} logical workers on {training.processes} {processes}")
+                training.step.on_progress = display.stage
             with nullcontext() if display is None else display.shown:
                 for number in range(1, options.steps + 1):
-                    together = list(itertools.islice(batches, workers))
-                    losses = run({worker: together[worker] for worker in run.workers})
+                    step_batches = list(itertools.islice(batches, workers))
+                    losses = training({worker: step_batches[worker] for worker in training.workers})
                     if display is not None:
-                        told.append(_Done(losses[0].item(), run.stats.seconds, bits=options.bits))
-                        display.step(number, told[-1])
+                        results.append(_Done(losses[0].item(), training.stats.seconds, bits=options.bits))
+                        display.step(number, results[-1])
             if options.save is not None:
-                run.save(options.save)
+                training.save(options.save)
             if display is not None:
                 if options.save is not None:
                     print(f"saved: {options.save}")
-                _print_summary(told)
-                sent, least = format_bytes(run.stats.bytes_sent), format_bytes(run.stats.least_bytes)
-                print(f"  sent per step  {sent} by this process; a ring would send {least} on average")
+                _print_summary(results)
+                sent, ring_bytes = format_bytes(training.stats.bytes_sent), format_bytes(training.stats.least_bytes)
+                print(f"  sent per step  {sent} by this process; a ring would send {ring_bytes} on average")
 
 
 def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: TrainOptions, places: Places) -> None:
-    """Train and print progress and a summary; without a budget plain PyTorch."""
+    """Train and print progress and a summary; without a budget, in plain PyTorch."""
     script = f"{model.rpartition('.py')[0] or 'my_script'}.py"
     check_takes(
         model,
         [Kind.ZOO],
         "train",
-        f"to train your own script as it is, use: outofcore run --budget 6GiB {script}",
+        f"to train your own script, use: outofcore run --budget 6GiB {script}",
     )
     if options.save is not None and options.save.exists() and not options.save.is_dir():
-        raise InputError(f"--save takes a folder, and {options.save} is a file; name another one")
+        raise InputError(f"--save takes a folder, but {options.save} is a file; name a folder")
     work = find_workload(model, zoo)
     if options.elastic is not None and budget is not None:
         _Training(work, options, places, Processes(device=places.device)).elastically(options.elastic, budget)
@@ -236,7 +224,7 @@ def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: Train
     with joined(places.device) as processes:
         print(work.describe())
         if processes.count > 1:
-            print(f"{processes.count} processes with a batch each; the lines below are of the first")
+            print(f"{processes.count} processes, each with its own batches; the lines below describe the first")
         training, display = _Training(work, options, places, processes), _display(options.steps)
         if budget is None:
             training.eagerly(display)
@@ -245,12 +233,11 @@ def train(model: str, zoo: Mapping[str, Any], budget: int | None, options: Train
 
 
 def _seed(work: Workload, processes: Processes) -> None:
-    """Seed dropout; the weights have a generator of their own."""
-    torch.manual_seed(work.options.seed + processes.rank)
+    torch.manual_seed(work.options.seed + processes.rank)  # for dropout; weights have their own generator
 
 
 def _home_at(places: Places, stack: ExitStack) -> outofcore.OpenHome | None:
-    """Open a home for the model to be made at; None: on a GPU, where the step opens homes of its own."""
+    """Open a home to build the model in; None for a GPU, where the step opens its own homes."""
     if open_backend(places.device).driver is not None:
         return None
     return stack.enter_context(outofcore.open_home(places.home, places.host_bytes))
@@ -258,14 +245,11 @@ def _home_at(places: Places, stack: ExitStack) -> outofcore.OpenHome | None:
 
 @dataclass(frozen=True)
 class _Made:
-    """A step ready to be compiled, and how many steps its model has behind it.
-
-    ``home`` is where the model was made; None: in ordinary memory.
-    """
+    """A step ready to be compiled."""
 
     user: UserStep[..., Any]
-    begun: int = 0
-    home: outofcore.OpenHome | None = None
+    begun: int = 0  # steps that the model has been trained for
+    home: outofcore.OpenHome | None = None  # where the model was built; None: in ordinary memory
 
     def compiled(self, budget: int, places: Places, device: str, *, shard: bool = False) -> outofcore.Step[..., Any]:
         user, home = self.user, self.home
@@ -287,7 +271,6 @@ class _Made:
 def _built(
     work: Workload, processes: Processes, places: Places, resume: Path | None = None, *, shard: bool = False
 ) -> Generator[_Made]:
-    """Yield a workload ready to be compiled, its model made at the home if that is not for a GPU."""
     with ExitStack() as stack:
         home = _home_at(places, stack)
         if home is None:
@@ -302,23 +285,26 @@ def _built(
 
 
 def report(model: str, zoo: Mapping[str, Any], budget: int, options: ReportOptions, places: Places) -> None:
-    """Train some steps, at least one, and report the last of them."""
+    """Train some steps, at least one, and write a report of the last."""
     with ExitStack() as stack:
         processes = Processes(device=places.device)
         kind = check_takes(
-            model, [Kind.ZOO, Kind.SCRIPT], "report", "plan it instead, with --picture for the memory of a step"
+            model,
+            [Kind.ZOO, Kind.SCRIPT],
+            "report",
+            "use outofcore plan instead, with --picture to draw the memory of a step",
         )
         if kind is Kind.SCRIPT:
-            own = build(model)
-            made, title = _Made(own.user), own.title
-            batches: Iterator[tuple[Any, ...]] = itertools.repeat(own.inputs)
+            user_step = build(model)
+            built, title = _Made(user_step.user), user_step.title
+            batches: Iterator[tuple[Any, ...]] = itertools.repeat(user_step.inputs)
         else:
             work = find_workload(model, zoo)
             title = work.describe()
             processes = stack.enter_context(joined(places.device))
-            made = stack.enter_context(_built(work, processes, places))
+            built = stack.enter_context(_built(work, processes, places))
             batches = processes.share(work.batches(), 0)
-        step = stack.enter_context(made.compiled(budget, places, processes.device))
+        step = stack.enter_context(built.compiled(budget, places, processes.device))
         for number in range(1, options.steps + 1):
             step(*next(batches))
             print(f"step {number}/{options.steps}  {format_seconds(step.stats.seconds)}", flush=True)
@@ -332,21 +318,24 @@ def report(model: str, zoo: Mapping[str, Any], budget: int, options: ReportOptio
 
 
 def _steps_in(extra: Any) -> int:
-    """Return how many steps a checkpoint of this command has behind it."""
     steps = extra.get("steps") if isinstance(extra, dict) else None
     if not isinstance(steps, int):
         raise InputError(
-            "the checkpoint does not say how many steps it has behind it: it was not saved by this command"
+            "the checkpoint has no number of steps, so this command did not save it; load it with outofcore.load() in "
+            "your own script"
         )
     return steps
 
 
-def _print_summary(done: list[_Done], step: outofcore.Step[..., Any] | None = None) -> None:
-    first, rest = done[0], done[1:] or done
+def _print_summary(results: list[_Done], step: outofcore.Step[..., Any] | None = None) -> None:
+    first, later = results[0], results[1:] or results
     rows = [
-        ("loss", f"first {first.loss:.4f}, last {done[-1].loss:.4f}"),
-        ("median step", f"{format_seconds(statistics.median(d.seconds for d in rest))} without the first step"),
-        ("first step", f"{format_seconds(first.seconds)}{'' if step is None else ', with measuring and planning'}"),
+        ("loss", f"first {first.loss:.4f}, last {results[-1].loss:.4f}"),
+        ("median step", f"{format_seconds(statistics.median(d.seconds for d in later))} without the first step"),
+        (
+            "first step",
+            f"{format_seconds(first.seconds)}{'' if step is None else ', including measuring and planning'}",
+        ),
     ]
     if step is not None:
         rows.append(("predicted step", format_seconds(step.stats.predicted_seconds)))

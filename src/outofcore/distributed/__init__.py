@@ -1,1 +1,1 @@
-"""Training on several processes."""
+"""Training in several processes."""

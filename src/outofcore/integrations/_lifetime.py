@@ -1,4 +1,4 @@
-"""Loops that a trainer begins and ends, one after another, all within the same budget."""
+"""Loops that a trainer starts and stops, one after another, within the same budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outofcore.errors import OutOfCoreError, StateError
 
 
 class Lifetime:
-    """Opens a loop when a trainer begins and closes it when it ends; arguments are those of ``outofcore.budget``."""
+    """Starts a loop when a trainer starts, and stops it at the end; arguments as for ``outofcore.budget``."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Lifetime:
         self._limit, self._home, self._host_budget = budget, home, host_budget
         self._check: CheckName = check
         self._logs = log
-        self._loop(None)  # refuses now what cannot be used
+        self._loop(None)  # raises InputError for invalid arguments
         self._last: Loop | None = None
 
     @property
@@ -37,33 +37,32 @@ class Lifetime:
 
     @property
     def stats(self) -> LoopStats:
-        """What has happened in the last loop so far."""
+        """Statistics of the last loop so far."""
         return LoopStats() if self._last is None else self._last.stats
 
     def _begin(self, model: nn.Module | None) -> None:
-        """Start a loop; end one first that was never ended because its training failed."""
         self._end()
         self._last = self._loop(model).start()
-        # A trainer that failed and is gone leaves no loop behind.
+        # Stops the loop of a failed trainer when it is garbage collected.
         weakref.finalize(self, _stop, self._last).atexit = False
 
     def _end(self, error: BaseException | None = None) -> None:
-        """Stop the loop, if one runs, and note its explanation on the error that made it fail."""
+        """Stop the loop, if one runs, and add its explanation to the error that ended it."""
         if self._last is None:
             return
         try:
             self._last.__exit__(
                 None if error is None else type(error), error, None if error is None else error.__traceback__
             )
-        except OutOfCoreError as told:
+        except OutOfCoreError as explanation:
             if error is None:
                 raise
-            error.add_note(f"outofcore: {told}")
+            error.add_note(f"outofcore: {explanation}")
 
     def _loop(self, model: nn.Module | None) -> Loop:
         return budget(self._limit, model, home=self._home, host_budget=self._host_budget, check=self._check)
 
 
 def _stop(loop: Loop) -> None:
-    with contextlib.suppress(StateError):  # of another thread
+    with contextlib.suppress(StateError):  # another thread has started the loop
         loop.stop()

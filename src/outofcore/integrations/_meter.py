@@ -1,4 +1,4 @@
-"""The statistics of a loop or a compiled step between two readings, for loggers."""
+"""Statistics of a loop or a compiled step between two readings, for loggers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from outofcore.api import LoopStats, StepStats
 
 
 class Meter:
-    """Adds up statistics between two readings, and averages them by step.
-
-    ``step_seconds``, ``wait_seconds`` (the part spent waiting for copies), and ``bytes_out`` and ``bytes_in`` (from the
-    arena to the homes and back) are means over the steps since the last reading. ``peak_bytes`` is the peak of the
-    arena so far.
-    """
+    """Adds up statistics between two readings; values are means over steps, except the peak."""
 
     def __init__(self) -> None:
         self._before = LoopStats()
@@ -21,11 +16,10 @@ class Meter:
         self._calls: list[StepStats] = []
 
     def begin(self, stats: LoopStats) -> None:
-        """Reset the meter."""
         self._before, self._began = stats, time.perf_counter()
 
     def of_loop(self, stats: LoopStats, steps: int) -> dict[str, float]:
-        """Return the values of a loop's steps since the last reading, by wall-clock time, data loading included."""
+        """Return the values of a loop's steps since the last reading, in wall-clock time with data loading."""
         count, before, began = max(steps, 1), self._before, self._began
         self.begin(stats)
         return {
@@ -37,11 +31,10 @@ class Meter:
         }
 
     def add(self, stats: StepStats) -> None:
-        """Count a call of a compiled step."""
         self._calls.append(stats)
 
     def of_calls(self) -> dict[str, float]:
-        """Return the values of the calls since the last reading, by the time within them."""
+        """Return the values of the calls since the last reading, without the time between calls."""
         calls, self._calls = self._calls, []
         count = max(len(calls), 1)
         return {

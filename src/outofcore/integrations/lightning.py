@@ -10,7 +10,7 @@ from outofcore.integrations._meter import Meter, prefixed
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
-    try:  # the one package goes by two names
+    try:  # the package has two names
         from lightning.pytorch.callbacks import Callback
     except ModuleNotFoundError as error:
         if error.name != "lightning":
@@ -29,21 +29,21 @@ __all__ = ["OutOfCore"]
 
 
 class OutOfCore(Lifetime, Callback):
-    """Runs all that a trainer does within a budget: ``Trainer(..., callbacks=[OutOfCore("6GiB")])``.
+    """Runs a trainer within a budget: ``Trainer(..., callbacks=[OutOfCore("6GiB")])``.
 
-    ``fit``, ``validate``, ``test`` and ``predict`` are followed from their setup to their end, also where they fail: an
-    op that does not fit is noted on the ``torch.OutOfMemoryError`` with its place and the budget that it needs.
+    ``fit``, ``validate``, ``test`` and ``predict`` run within the budget from setup to end. If an op does not fit, a
+    note on the ``torch.OutOfMemoryError`` has its source line and the budget that it needs.
 
     Args:
         budget: bytes for all tensors and workspaces, as a number or as text such as "6GiB".
         home: as for ``outofcore.budget``.
         host_budget: as for ``outofcore.budget``.
         check: as for ``outofcore.budget``.
-        log: give ``outofcore/step_seconds``, ``wait_seconds``, ``bytes_out``, ``bytes_in`` (means over the steps since
-            the last time) and ``peak_bytes`` to the trainer's loggers, every ``log_every_n_steps`` steps of ``fit``.
+        log: send ``outofcore/step_seconds``, ``wait_seconds``, ``bytes_out``, ``bytes_in`` (means over the steps since
+            the last log) and ``peak_bytes`` to the trainer's loggers, every ``log_every_n_steps`` steps of ``fit``.
 
     Raises:
-        InputError: an argument cannot be used.
+        InputError: an argument is invalid.
 
     >>> from outofcore.integrations.lightning import OutOfCore
     >>> callback = OutOfCore("6GiB")
@@ -55,30 +55,25 @@ class OutOfCore(Lifetime, Callback):
     _step = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Start the loop."""
         self._begin(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start the meter."""
         self._step = trainer.global_step
         if self._logs:
             self._meter = Meter()
             self._meter.begin(self.stats)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log if it is time to."""
-        every, done = trainer.log_every_n_steps, trainer.global_step - self._step
-        if self._meter is None or not every or done < every:
+        interval, steps = trainer.log_every_n_steps, trainer.global_step - self._step
+        if self._meter is None or not interval or steps < interval:
             return
         self._step = trainer.global_step
-        values = prefixed(self._meter.of_loop(self.stats, done), "outofcore/")
+        values = prefixed(self._meter.of_loop(self.stats, steps), "outofcore/")
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stop the loop."""
         self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop the loop."""
         self._end(exception)

@@ -1,4 +1,4 @@
-"""Step times, bytes moved, waits and peaks for TensorBoard, Weights & Biases and others, from your own loop."""
+"""Step times, copies, waits and peaks of your own loop, for TensorBoard, Weights & Biases and others."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ from outofcore.integrations._meter import Meter, prefixed
 
 __all__ = ["StepMetrics"]
 
-# How loggers are written to, by the method that they have: TensorBoard's writer, those of Lightning and MLflow, and a
-# run of Weights & Biases.
+# Methods of loggers: of TensorBoard's writer, of Lightning and MLflow, and of a run of Weights & Biases.
 _METHODS = ("add_scalar", "log_metrics", "log")
 
 
 class StepMetrics:
-    """Logs what each step of a loop, or each call of a compiled step, took and moved.
+    """Logs the time and copies of each step of a loop, or each call of a compiled step.
 
-    Values are ``step_seconds``; ``wait_seconds``, of these, what it waited for copies (of a compiled step: for copies
-    and for room); ``bytes_out`` and ``bytes_in``, moved from the arena to the homes and back; and ``peak_bytes``, what
-    was in use of the arena at the most. With ``every`` above 1 they are means over the steps since the last time, but
-    for the peak. Of a loop the time is that from one call of this to the next, so that loading data counts; of a
-    compiled step it is that within its calls.
+    Values are ``step_seconds``; ``wait_seconds``, the part spent waiting for copies (in a compiled step, also for
+    memory); ``bytes_out`` and ``bytes_in``, evicted and fetched; and ``peak_bytes``, the peak of the arena. With
+    ``every`` above 1 all but the peak are means over the steps since the last log. For a loop, the time runs from one
+    call of ``step`` to the next, including data loading; for a compiled step, it is the time within its calls.
 
     Args:
-        source: of ``outofcore.budget`` or ``outofcore.compile``.
-        writer: what is written to: anything with ``add_scalar(name, value, step)``, as a ``SummaryWriter`` of
-            TensorBoard, with ``log_metrics(values, step=...)``, as loggers of Lightning, or with ``log(values)``, as a
-            run of Weights & Biases; None: nothing, and the values are used as they are returned.
+        source: a loop of ``outofcore.budget`` or a step of ``outofcore.compile``.
+        writer: an object with ``add_scalar(name, value, step)``, such as TensorBoard's ``SummaryWriter``, with
+            ``log_metrics(values, step=...)``, such as Lightning's loggers, or with ``log(values)``, such as a run of
+            Weights & Biases; None: only return the values.
         every: steps from one log to the next.
         prefix: of the names.
 
     Raises:
-        InputError: an argument cannot be used.
+        InputError: an argument is invalid.
 
     >>> import torch
     >>> import outofcore
@@ -56,11 +54,11 @@ class StepMetrics:
                 f"{type(source).__name__}"
             )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise InputError(f"every must be a number of steps above zero, and is {every!r}")
+            raise InputError(f"every must be a number of steps above zero, not {every!r}")
         self._method = next((name for name in _METHODS if callable(getattr(writer, name, None))), "")
         if writer is not None and not self._method:
             raise InputError(
-                f"the writer has none of the methods {', '.join(_METHODS)}: give a SummaryWriter, a run of wandb, or "
+                f"the writer lacks the methods {', '.join(_METHODS)}: give a SummaryWriter, a run of wandb, or "
                 f"an object like them, not {type(writer).__name__}"
             )
         self._source, self._every, self._prefix = source, every, prefix
@@ -71,17 +69,16 @@ class StepMetrics:
             self._meter.begin(source.stats)
 
     def step(self, number: int | None = None) -> dict[str, float]:
-        """Say that a step is done; to be called once after each.
+        """Record the end of a step; call it once after each.
 
         Args:
-            number: of the step, as it is to be logged. By default steps are counted from 1, and a run of wandb counts
-                its own.
+            number: the step number to log. By default steps are counted from 1, and a run of wandb counts its own.
 
         Returns:
-            The values, by name, if this step is one that is logged; else nothing.
+            The values by name if this step is logged, else an empty dict.
 
         Raises:
-            StateError: the compiled step was not called yet.
+            StateError: the compiled step has not been called yet.
         """
         self._done += 1
         if isinstance(self._source, Step):
@@ -93,17 +90,17 @@ class StepMetrics:
             if isinstance(self._source, Step)
             else self._meter.of_loop(self._source.stats, self._every)
         )
-        named = prefixed(values, self._prefix)
-        self._write(named, number)
-        return named
+        prefixed_values = prefixed(values, self._prefix)
+        self._write(prefixed_values, number)
+        return prefixed_values
 
     def _write(self, values: dict[str, float], number: int | None) -> None:
-        at = self._done if number is None else number
+        step = self._done if number is None else number
         if self._method == "add_scalar":
             for name, value in values.items():
-                self._writer.add_scalar(name, value, at)
+                self._writer.add_scalar(name, value, step)
         elif self._method == "log_metrics":
-            self._writer.log_metrics(values, step=at)
+            self._writer.log_metrics(values, step=step)
         elif self._method == "log":
-            # A run of wandb ignores what is of a step before its own.
+            # A run of wandb ignores values for a step before its current one.
             self._writer.log(values, **({} if number is None else {"step": number}))

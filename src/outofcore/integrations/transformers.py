@@ -1,4 +1,4 @@
-"""``outofcore.budget`` for ``transformers.Trainer``, and all that derive from it, such as those of TRL."""
+"""``outofcore.budget`` for ``transformers.Trainer`` and trainers derived from it, such as TRL's."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ __all__ = ["OutOfCoreCallback"]
 
 
 class OutOfCoreCallback(Lifetime, TrainerCallback):
-    """Trains within a budget, with the very same numbers: ``Trainer(..., callbacks=[OutOfCoreCallback("6GiB")])``.
+    """Trains bit for bit the same in a budget: ``Trainer(..., callbacks=[OutOfCoreCallback("6GiB")])``.
 
-    The loop is followed from the beginning of the training to its end, with evaluations in between. A trainer does not
-    tell its callbacks when training fails: then the loop goes on until it trains again, or the trainer is gone, or
-    ``stop`` is called. In ``with outofcore.budget("6GiB", trainer.model): trainer.train()`` it ends there, and with a
-    ``BudgetError`` in place of ``torch.OutOfMemoryError``.
+    The loop runs from the beginning of the training to its end, including evaluations. A trainer does not inform its
+    callbacks when training fails. The loop then runs until the next training, until the trainer is garbage collected,
+    or until ``stop`` is called. With ``with outofcore.budget("6GiB", trainer.model): trainer.train()`` it ends at once,
+    with a ``BudgetError`` instead of ``torch.OutOfMemoryError``.
 
     Args:
         budget: bytes for all tensors and workspaces, as a number or as text such as "6GiB".
         home: as for ``outofcore.budget``.
         host_budget: as for ``outofcore.budget``.
         check: as for ``outofcore.budget``.
-        log: put ``outofcore/step_seconds``, ``wait_seconds``, ``bytes_out``, ``bytes_in`` (means over the steps since
-            the last log) and ``peak_bytes`` into the logs of the training, and so into all that it reports to.
+        log: add ``outofcore/step_seconds``, ``wait_seconds``, ``bytes_out``, ``bytes_in`` (means over the steps since
+            the last log) and ``peak_bytes`` to the logs of the training, for all its loggers.
 
     Raises:
-        InputError: an argument cannot be used.
+        InputError: an argument is invalid.
 
     >>> from outofcore.integrations.transformers import OutOfCoreCallback
     >>> callback = OutOfCoreCallback("6GiB")
@@ -50,25 +50,23 @@ class OutOfCoreCallback(Lifetime, TrainerCallback):
     _numbers: _Numbers | None = None
 
     def stop(self) -> None:
-        """Stop following, after a training that failed. May be called at any time, and again."""
+        """Stop the loop after a training that failed. May be called at any time, repeatedly."""
         self._end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the loop."""
         self._begin(kwargs.get("model"))
         if self._logs:
             self._numbers = self._numbers or _Numbers(self)
             self._numbers.begin(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the loop."""
         self._end()
         if self._numbers is not None:
             self._numbers.end()
 
 
 class _Numbers(TrainerCallback):
-    """Adds numbers to the logs before the callbacks that report them."""
+    """Adds values to the logs before the callbacks that report them."""
 
     def __init__(self, owner: OutOfCoreCallback) -> None:
         self._owner = owner
@@ -77,30 +75,30 @@ class _Numbers(TrainerCallback):
         self._handler: CallbackHandler | None = None
 
     def begin(self, step: int) -> None:
-        """Move before all callbacks of the trainer: those that report come before those of the user."""
+        """Become the trainer's first callback, since callbacks that report come before the user's."""
         self.end()
         self._step = step
         self._meter.begin(self._owner.stats)
-        # A trainer does not tell callbacks who calls them.
+        # Callbacks get no reference to their handler, so search the stack for it.
         frame = sys._getframe(1)
         while frame is not None and self._handler is None:
             handler = frame.f_locals.get("self")
             if isinstance(handler, CallbackHandler):
-                # Another list: that one is being gone through.
+                # A new list, since the handler is iterating over the old one.
                 handler.callbacks = [self, *handler.callbacks]
                 self._handler = handler
             frame = frame.f_back
 
     def end(self) -> None:
         if self._handler is not None:
-            self._handler.callbacks = [one for one in self._handler.callbacks if one is not self]
+            self._handler.callbacks = [callback for callback in self._handler.callbacks if callback is not self]
         self._handler = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not logs or "loss" not in logs or state.global_step <= self._step:  # of an evaluation, or of the end
+        if not logs or "loss" not in logs or state.global_step <= self._step:  # logs of an evaluation or of the end
             return
         steps, self._step = state.global_step - self._step, state.global_step
         values = prefixed(self._meter.of_loop(self._owner.stats, steps), "outofcore/")
         logs.update(values)
-        if state.log_history:  # where the trainer has put it before
+        if state.log_history:  # its last entry is a copy of these logs
             state.log_history[-1].update(values)

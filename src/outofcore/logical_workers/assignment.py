@@ -1,8 +1,4 @@
-"""Assign logical workers to processes.
-
-Each process has a run of consecutive workers, those of process 0 first. So the sum of all gradients, in the order of
-the workers, passes each process once (see ``chain``).
-"""
+"""Assign consecutive logical workers to each process, so that the sum passes each process once."""
 
 from __future__ import annotations
 
@@ -14,12 +10,10 @@ from outofcore.errors import InputError
 
 
 def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """Return how many workers each process takes, at least one each, so that the one that ends last ends soonest.
+    """Return the number of workers of each process, at least one, that minimises the time of the slowest.
 
-    Workers are handed out one by one, each to the process that would then end first. This is optimal: a process is
-    given its nth worker only when every other choice would end later, so in any other sharing some process has a worker
-    that was refused here because it would have ended no sooner. ``seconds`` is by process the time of one worker's
-    turn.
+    ``seconds`` has the time of a turn by process. The greedy choice is optimal: any other assignment gives some process
+    a worker that greedy refused, so that process ends no sooner than the slowest does here.
 
     >>> shares(4, [1.0, 1.0])
     (2, 2)
@@ -29,9 +23,9 @@ def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
     if workers < len(seconds):
         raise InputError(
             f"{workers} logical workers cannot be shared by {len(seconds)} processes: start at most {workers} "
-            "(torchrun --nproc-per-node, --nnodes), or begin the training with more workers"
+            "(torchrun --nproc-per-node, --nnodes), or start the training with more workers"
         )
-    if not all(math.isfinite(one) and one > 0 for one in seconds):
+    if not all(math.isfinite(duration) and duration > 0 for duration in seconds):
         raise InputError(f"the time of a turn must be a positive number of seconds for each process, not {seconds}")
     counts = [1] * len(seconds)
     for _ in range(workers - len(seconds)):
@@ -40,14 +34,8 @@ def shares(workers: int, seconds: Sequence[float]) -> tuple[int, ...]:
 
 
 def runs(counts: Sequence[int]) -> tuple[range, ...]:
-    """Return the workers of each process.
-
-    >>> runs((2, 1))
-    (range(0, 2), range(2, 3))
-    """
     return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
 
 
 def evenly(workers: int, processes: int) -> tuple[range, ...]:
-    """Return the workers of each process where their speeds are unknown."""
     return runs(shares(workers, [1.0] * processes))

@@ -1,14 +1,11 @@
-"""The schedule of a sum in a fixed order: its pieces, and where each is in which round.
+"""The schedule of a sum in a fixed order: its pieces, and which process has each piece in each round.
 
-All processes form a chain. A piece of the sum starts at process 0 with the gradients of its workers, in their order;
-each process adds its own and passes it on; the last one has the sum, which comes back the same way. Pieces follow each
-other in a pipeline, one round apart, and both directions are under way at once.
+The processes form a chain. Each adds its gradients to a piece and sends it on; the last one has the sum, which comes
+back the same way. Pieces form a pipeline, one round apart, in both directions at once. So the sum has the order of the
+workers on any number W of processes.
 
-So the sum has the order of the workers, however many processes there are. Each of the W - 1 links carries all bytes
-once in each direction: 2 (W - 1) times the gradients altogether, which is what a ring all-reduce sends (Patarasuk and
-Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, section 3), whose order depends on
-W. Exchanging slices by all-to-all first would take (N / W + 1) (W - 1) times the gradients for N workers, since
-gradients of several workers of a process cannot be added up before they are sent.
+It sends 2 (W - 1) times the gradients in total, as a ring all-reduce does in an order that depends on W. See Patarasuk
+and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, section 3.
 """
 
 from __future__ import annotations
@@ -19,8 +16,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A tensor's dtype, bytes of an element, and number of elements."""
-
     dtype: str
     itemsize: int
     elements: int
@@ -28,52 +23,45 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements [start, start + count) of a tensor, by its number."""
+    """Elements [start, start + count) of a tensor, given by its number."""
 
     tensor: int
     start: int
     count: int
 
 
-def pieces(extents: Sequence[Extent], most_bytes: int) -> list[tuple[Span, ...]]:
-    """Cut all elements of some tensors, in order, into pieces of one dtype and at most ``most_bytes``.
-
-    Tensors are cut at multiples of ``most_bytes``, which must be a multiple of the page size.
-    """
-    found: list[tuple[Span, ...]] = []
+def pieces(extents: Sequence[Extent], max_bytes: int) -> list[tuple[Span, ...]]:
+    """Cut tensors, in order, into pieces of one dtype; ``max_bytes`` is a multiple of the page size."""
+    result: list[tuple[Span, ...]] = []
     open_spans: list[Span] = []
-    room, dtype = 0, ""
+    free_bytes, dtype = 0, ""
     for number, extent in enumerate(extents):
-        step = most_bytes // extent.itemsize
+        step = max_bytes // extent.itemsize
         for start in range(0, extent.elements, step):
             span = Span(number, start, min(step, extent.elements - start))
             count = span.count * extent.itemsize
-            if open_spans and (extent.dtype != dtype or count > room):
-                found.append(tuple(open_spans))
+            if open_spans and (extent.dtype != dtype or count > free_bytes):
+                result.append(tuple(open_spans))
                 open_spans = []
             if not open_spans:
-                room, dtype = most_bytes, extent.dtype
+                free_bytes, dtype = max_bytes, extent.dtype
             open_spans.append(span)
-            room -= count
+            free_bytes -= count
     if open_spans:
-        found.append(tuple(open_spans))
-    return found
+        result.append(tuple(open_spans))
+    return result
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one process does in one round.
+    """The work of one process in one round."""
 
-    ``forward`` is the piece that it adds its gradients to, which process p - 1 has sent in the round before; ``back``
-    the piece whose sum process p + 1 has sent then.
-    """
-
-    forward: int | None
-    back: int | None
+    forward: int | None  # the piece to add gradients to; process p - 1 sent it in the round before
+    back: int | None  # the summed piece that process p + 1 sent
 
 
 def rounds(count: int, processes: int, place: int) -> Iterator[Round]:
-    """Yield what the process at a place in the chain does, round by round, until it has the sum of all pieces."""
+    """Yield the rounds of the process at a place in the chain, until it has the sum of all pieces."""
     turn = 2 * (processes - 1)
     for number in range(count + turn - place if count else 0):
         forward, back = number - place, number - turn + place

@@ -1,4 +1,4 @@
-"""The state that a logical worker has of its own: random generators of Python, NumPy and PyTorch."""
+"""The state of a logical worker: random generators of Python, NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Plain(Struct):
 
 
 class SavedContext(Struct):
-    """A context in a checkpoint: PyTorch's states are hexadecimal text."""
+    """A context in a checkpoint; PyTorch's states are hexadecimal text."""
 
     plain: _Plain
     torch: str
@@ -44,19 +44,16 @@ class SavedContext(Struct):
 
 @dataclass(frozen=True)
 class Context:
-    """The states of all generators of one logical worker; ``gpu`` is that of the step's GPU, None on the CPU."""
+    """The states of all generators of one logical worker."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
     torch: torch.Tensor
-    gpu: torch.Tensor | None
+    gpu: torch.Tensor | None  # of the step's GPU; None on the CPU
 
     @staticmethod
     def beginning(seed: int, worker: int, gpu: torch.device | None) -> Context:
-        """Return the context of a worker that has not drawn anything yet.
-
-        The seeds are independent of each other, by ``numpy.random.SeedSequence``.
-        """
+        """Return a worker's initial context, seeded independently of other workers."""
         numbers = [int(n) for n in np.random.SeedSequence([seed, worker]).generate_state(4, np.uint64)]
         numpy = np.random.RandomState(numbers[1] % 2**32).get_state(legacy=False)
         on_cpu = torch.Generator().manual_seed(numbers[2] >> 1).get_state()
@@ -65,13 +62,11 @@ class Context:
 
     @staticmethod
     def now(gpu: torch.device | None) -> Context:
-        """Save the current states."""
         on_gpu = None if gpu is None else torch.cuda.get_rng_state(gpu)
         numpy: Any = np.random.get_state(legacy=False)
         return Context(random.getstate(), numpy, torch.get_rng_state(), on_gpu)
 
     def enter(self, gpu: torch.device | None) -> None:
-        """Restore the states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -79,7 +74,6 @@ class Context:
             torch.cuda.set_rng_state(self.gpu, gpu)
 
     def saved(self) -> SavedContext:
-        """Convert to what a checkpoint has."""
         state = self.numpy["state"]
         version, numbers, gauss = self.python
         numpy = _Numpy(
@@ -94,7 +88,6 @@ class Context:
 
     @staticmethod
     def restored(saved: SavedContext) -> Context:
-        """Convert from a checkpoint; raises ``ValueError`` if text is not hexadecimal."""
         python, numpy = saved.plain.python, saved.plain.numpy
         return Context(
             (python.version, tuple(python.state), python.gauss),
@@ -111,7 +104,7 @@ class Context:
 
 @contextlib.contextmanager
 def generators_kept(gpu: torch.device | None) -> Iterator[None]:
-    """Restore the generators at the end."""
+    """Restore the generators at the end of the block."""
     before = Context.now(gpu)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Named facts that must be the same everywhere and at any time for a training to give the same bits."""
+"""Facts that must be equal in all processes and over time, so that a training gives the same bits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from outofcore.logical_workers.gradients import Buffers, Layout, Tensors
 
 
 def kernel_facts(workers: int, seed: int, gpu: torch.device | None) -> dict[str, str]:
-    """Return what decides the bits apart from model and data; it is part of a checkpoint.
-
-    Kernels on the CPU split sums by the number of threads, and other instruction sets sum in other widths.
-    """
-    found = {
+    """Return the facts apart from model and data that decide the bits; a checkpoint contains them."""
+    facts = {
         "logical workers": str(workers),
         "seed": str(seed),
+        # CPU kernels split sums by the number of threads, and the instruction set decides their width.
         "threads (torch.get_num_threads)": str(torch.get_num_threads()),
         "PyTorch": str(torch.__version__),
         "device": "cpu" if gpu is None else gpu.type,
@@ -32,12 +30,12 @@ def kernel_facts(workers: int, seed: int, gpu: torch.device | None) -> dict[str,
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
     }
     if gpu is None:
-        return found | {
+        return facts | {
             "instructions of the processor": torch.backends.cpu.get_cpu_capability(),
             "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
             "matmul precision": _matmul_precision(torch.backends.mkldnn),
         }
-    return found | {
+    return facts | {
         "GPU": torch.cuda.get_device_name(gpu),
         "CUDA": str(torch.version.cuda),
         "cuDNN": f"{torch.backends.cudnn.version()} enabled {torch.backends.cudnn.enabled}, "
@@ -47,19 +45,18 @@ def kernel_facts(workers: int, seed: int, gpu: torch.device | None) -> dict[str,
 
 
 def _matmul_precision(backend: Any) -> str:
-    """Return the precision of float32 products; "None" if it is unset."""
     return str(getattr(getattr(backend, "matmul", None), "fp32_precision", None))
 
 
 def model_facts(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], home: OpenHome) -> dict[str, str]:
-    """Return names, shapes and contents, which processes that begin together must have in common."""
+    """Return names, shapes and contents, which must be equal in processes that start together."""
     names: list[str] = []
     contents, buffers = 0, Buffers(1)
     for number, model in enumerate(models):
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             names.append(f"{number}.{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
-            whole = [tensor.detach().contiguous()]
-            layout, rows = Layout(whole), Tensors(whole, home)
+            tensors = [tensor.detach().contiguous()]
+            layout, rows = Layout(tensors), Tensors(tensors, home)
             for spans in layout.spans:
                 elements = buffers.row(0, layout, spans)
                 rows.read(spans[0], elements)
@@ -76,25 +73,26 @@ def model_facts(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], ho
 
 
 _ADVICE = {
-    "threads (torch.get_num_threads)": "call torch.set_num_threads() with one number everywhere, before anything else: "
-    "torchrun gives each of several processes one thread, and a single one as many as there are cores",
-    "values of parameters and buffers": "build the model from one seed everywhere: torch.manual_seed(0)",
+    "threads "
+    "(torch.get_num_threads)": "call torch.set_num_threads() with the same number in all processes, first of all: "
+    "torchrun gives each of several processes one thread, and a single process one thread per core",
+    "values of parameters and buffers": "build the model from the same seed in all processes: torch.manual_seed(0)",
 }
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str, str] | None:
-    """Return the first fact that differs (its name, both values, and what to do), or None."""
+    """Return the first fact that differs (name, both values, advice); None if all are equal."""
     for name in dict.fromkeys((*mine, *theirs)):
-        one, other = mine.get(name, "unknown"), theirs.get(name, "unknown")
-        if one != other:
-            return name, one, other, _ADVICE.get(name, "make them the same")
+        my_value, their_value = mine.get(name, "unknown"), theirs.get(name, "unknown")
+        if my_value != their_value:
+            return name, my_value, their_value, _ADVICE.get(name, "make them the same")
     return None
 
 
 def check_all_alike(facts: Sequence[Mapping[str, str]]) -> None:
-    """Raise ``InputError`` that names the first fact in which two processes differ."""
-    for rank, other in enumerate(facts):
-        found = difference(facts[0], other)
-        if found is not None:
-            name, one, theirs, advice = found
-            raise InputError(f"{name}: process 0 has {one}, and process {rank} has {theirs}; {advice}")
+    """Raise ``InputError`` for the first fact in which a process differs from process 0."""
+    for rank, rank_facts in enumerate(facts):
+        mismatch = difference(facts[0], rank_facts)
+        if mismatch is not None:
+            name, first_value, value, advice = mismatch
+            raise InputError(f"{name}: process 0 has {first_value}, but process {rank} has {value}; {advice}")

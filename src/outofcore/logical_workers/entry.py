@@ -1,4 +1,4 @@
-"""``outofcore.elastic``: its arguments checked, the processes found, and the step compiled."""
+"""``outofcore.elastic``: check its arguments, find the processes, and compile the step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outofcore.logical_workers.phases import phases
 from outofcore.logical_workers.processes import Processes
 from outofcore.logical_workers.training import Elastic
 
-# Wrappers that exchange gradients by themselves, by the names of their classes.
+# Class names of wrappers that exchange gradients themselves.
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"})
 
 
@@ -41,40 +41,40 @@ def elastic(
 ) -> Elastic:
     """Train with logical workers: the same bits on one process as on any number up to that of the workers.
 
-    Started by torchrun, or with ``torch.distributed`` initialised, the processes share the workers; alone, one process
-    has them all. Each worker has its own batches and its own random generators. A process runs its workers one after
-    the other within its budget; gradients are summed in the order of the workers, divided by their number, and one
-    update follows, in all processes the same. The number of processes may change from one checkpoint to the next.
+    Processes started by torchrun, or with ``torch.distributed`` initialised, share the workers; a single process has
+    them all. Each worker has its own batches and random generators. A process runs its workers one after the other
+    within its budget. Gradients are summed in the order of the workers and divided by their number; then all processes
+    make the same update. The number of processes may change from one checkpoint to the next.
 
-    A step is, bit for bit, this in plain PyTorch, each worker with its own generators and with the buffers that worker
-    0 left in the step before: ``step(*batches[k])`` for each worker ``k`` in order, which adds up gradients; ``p.grad
-    /= workers`` for each parameter; ``update()``.
+    A step equals, bit for bit, this in plain PyTorch, where each worker has its own generators and the buffers that
+    worker 0 wrote in the step before: ``step(*batches[k])`` for each worker ``k`` in order, which adds up gradients;
+    ``p.grad /= workers`` for each parameter; ``update()``.
 
     Args:
-        step: forward, loss and ``backward()`` of one worker's batch, as a function of tensors; no update.
-        model: the module that the step trains, or a list of all that it uses, in ordinary memory or born at a home.
-            The same in every process: build it from one seed.
-        optimizer: the optimizer, or a list of them. Its ``step`` is called here.
-        workers: how many logical workers there are, for the whole of the training.
+        step: forward pass, loss and ``backward()`` of one worker's batch, as a function of tensors; no update.
+        model: the module that the step trains, or a list of all that it uses, in ordinary memory or built at a home.
+            Equal in all processes: build it from one seed.
+        optimizer: the optimizer, or a list of them. ``elastic`` calls its ``step``.
+        workers: number of logical workers, fixed for the whole training.
         budget: bytes for all tensors of this process's steps, as for ``compile``. Some MiB of buffers for the sum, and
-            the model's changing buffers (running statistics), twice, lie beside it.
-        update: called in place of ``optimizer.step()`` once gradients are summed, such as one that clips them before.
-        seed: of the workers' random generators. Those of the process itself are never used.
-        timeout: seconds that a process waits for another.
+            twice the model's changing buffers (running statistics), come on top.
+        update: called instead of ``optimizer.step()`` once gradients are summed, e.g. to clip them first.
+        seed: of the workers' random generators. Generators of the process itself are not used.
+        timeout: seconds to wait for another process.
         device: as for ``compile``. The sum goes through host memory, by gloo, also between GPUs.
-        home: as for ``compile``. Processes may differ in this and the following, and in the budget.
+        home: as for ``compile``. Processes may differ in this and the following arguments, and in the budget.
         host_budget: as for ``compile``.
         policy: as for ``compile``.
         cache: as for ``compile``.
         check: as for ``compile``.
 
     Returns:
-        A callable that takes ``{logical worker: batch}`` and returns ``{logical worker: what the step returns}``.
+        A callable that takes ``{logical worker: batch}`` and returns ``{logical worker: the step's result}``.
 
     Raises:
-        InputError: an argument cannot be used, there are more processes than workers, or processes differ in what has
-            to be the same everywhere, such as threads or the model.
-        StateError: the processes do not find together.
+        InputError: an argument is invalid, there are more processes than workers, or processes differ in a fact that
+            must be equal, such as threads or the model.
+        StateError: the processes do not find each other.
 
     >>> import torch
     >>> import outofcore
@@ -94,20 +94,20 @@ def elastic(
     ([0, 1, 2, 3], 2)
     """
     if not callable(step) or isinstance(model, Optimizer):
-        outofcore.compile(step, model, optimizer, budget=budget)  # it refuses them
+        outofcore.compile(step, model, optimizer, budget=budget)  # raises InputError
     models, optimizers = _as_list(model, nn.Module), _as_list(optimizer, Optimizer)
     if not optimizers:
-        raise InputError("there is no optimizer to update the parameters with; give the one that trains the model")
+        raise InputError("elastic() needs the optimizer that trains the model; give it as the third argument")
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise InputError(f"there must be at least one logical worker, and workers is {workers!r}")
+        raise InputError(f"workers must be at least 1, not {workers!r}")
     if not timeout > 0:
         raise InputError(f"timeout must be a number of seconds above zero, not {timeout!r}")
     if seed < 0:
-        raise InputError(f"the seed must not be negative, and is {seed}")
+        raise InputError(f"seed must be at least 0, not {seed}")
     _check_unwrapped(models)
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as cleanup:
         processes = Processes(timedelta(seconds=timeout))
-        undo.callback(processes.close)
+        cleanup.callback(processes.close)
         compiled = outofcore.compile(
             phases(step, models, optimizers, update),
             models,
@@ -122,27 +122,27 @@ def elastic(
             dynamic=False,
             repeats=False,
         )
-        undo.callback(compiled.close)
-        where = torch.device(device or "cpu")
-        gpu = None if where.type == "cpu" else where
+        cleanup.callback(compiled.close)
+        device_object = torch.device(device or "cpu")
+        gpu = None if device_object.type == "cpu" else device_object
         run = Elastic(compiled, models, optimizers, workers, seed, gpu, processes)
-        undo.pop_all()
+        cleanup.pop_all()
     return run
 
 
-def _as_list(given: Any, kind: type) -> list[Any]:
-    if given is None:
+def _as_list(value: Any, kind: type) -> list[Any]:
+    if value is None:
         return []
-    return list(given) if isinstance(given, Iterable) and not isinstance(given, kind) else [given]
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, kind) else [value]
 
 
 def _check_unwrapped(models: Sequence[Any]) -> None:
-    """Refuse models that exchange gradients themselves."""
+    """Refuse models with wrappers that exchange gradients themselves."""
     modules = (named for model in models if isinstance(model, nn.Module) for named in model.named_modules())
     for path, module in modules:
-        kind, where = type(module).__name__, f"the module {path}" if path else "the model"
+        kind, location = type(module).__name__, f"the module {path}" if path else "the model"
         if kind in _WRAPPERS or hasattr(module, "_get_fsdp_state"):
             raise InputError(
-                f"{where} is wrapped in {kind}, which exchanges gradients in an order of its own; give "
-                "outofcore.elastic() the model itself (model.module): it takes the wrapper's place"
+                f"{location} is wrapped in {kind}, which exchanges gradients in another order; give "
+                "outofcore.elastic() the model itself (model.module), since it replaces the wrapper"
             )

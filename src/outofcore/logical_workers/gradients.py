@@ -1,8 +1,4 @@
-"""The gradients of one process: those that a turn has left, and those kept at home for earlier workers.
-
-They are read and written a piece at a time, past the page cache if they are on a disk, so that they need only a few
-pieces of memory beyond the budget.
-"""
+"""The gradients of one process: of the current turn, and those stored at home for earlier workers."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import torch
 from outofcore import OpenHome
 from outofcore.logical_workers.chain import Extent, Span, pieces
 
-# What is sent and added at once: a multiple of the page size, large beside what a message costs.
+# Bytes that are sent and added at once: a multiple of the page size, large enough to hide the cost of a message.
 PIECE_BYTES = 1 << 20
 
 
@@ -27,15 +23,12 @@ class Tensors:
         self._home = home
 
     def read(self, span: Span, elements: torch.Tensor) -> None:
-        """Fill a row on the CPU with elements."""
         self._home.copy(self.part(span), elements)
 
     def write(self, span: Span, elements: torch.Tensor) -> None:
-        """Replace elements by those of a row on the CPU."""
         self._home.copy(elements, self.part(span))
 
     def part(self, span: Span) -> torch.Tensor:
-        """View the elements of a span."""
         return self._rows[span.tensor][span.start : span.start + span.count]
 
 
@@ -46,10 +39,7 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Layout:
-    """The layout of a step's gradients, the same for all workers.
-
-    ``spans`` are all elements, in pieces; ``digest`` is a number that differs for other gradients.
-    """
+    """The shapes, strides and dtypes of a step's gradients, the same for all workers."""
 
     def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
         self._shapes = [(tuple(g.shape), g.stride(), g.dtype) for g in gradients]
@@ -61,7 +51,6 @@ class Layout:
         self.digest = crc32(repr(self._shapes).encode())
 
     def is_of(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Return whether gradients have this layout."""
         return self._shapes == [(tuple(g.shape), g.stride(), g.dtype) for g in gradients]
 
     def new(self, home: OpenHome) -> Tensors:
@@ -70,74 +59,65 @@ class Layout:
 
 
 class Buffers:
-    """Page-aligned memory for pieces, as direct I/O needs it."""
+    """Page-aligned memory for pieces, as direct I/O requires."""
 
     def __init__(self, count: int) -> None:
-        # Only what is used of them takes memory.
+        # Pages take memory only once they are written.
         self._bytes = [
             torch.frombuffer(mmap.mmap(-1, PIECE_BYTES, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
             for _ in range(count)
         ]
 
     def row(self, number: int, layout: Layout, spans: Sequence[Span]) -> torch.Tensor:
-        """Return a buffer as the elements of a piece."""
+        """View a buffer as the elements of a piece."""
         first = spans[0].tensor
         count = sum(span.count for span in spans) * layout.itemsizes[first]
         return self._bytes[number][:count].view(layout.dtypes[first])
 
 
 class Gradients:
-    """What the turns of one process leave in ``.grad``, and room at its home for those of earlier turns.
-
-    Attributes:
-        layout: of the gradients that ``note_layout`` has seen last.
-        kept: by the number of their turn.
-    """
+    """The gradients in ``.grad`` after a turn, and gradients of earlier turns, stored at a home."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], home: OpenHome) -> None:
         self._parameters, self._home = parameters, home
         self._buffers = Buffers(2)
         self.layout: Layout | None = None
-        self.kept: dict[int, Tensors] = {}
+        self.kept: dict[int, Tensors] = {}  # by the number of the turn
 
     @property
     def bytes(self) -> int:
-        """Of one worker's gradients."""
         return 0 if self.layout is None else self.layout.bytes
 
     def present(self) -> list[torch.Tensor]:
-        """Return all that are in ``.grad``."""
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def tensors(self) -> Tensors:
-        """Return all that are in ``.grad``, to read and write."""
         return Tensors(self.present(), self._home)
 
     def clear(self) -> None:
-        """Set each ``.grad`` to None."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def note_layout(self) -> Layout:
-        """Return the layout of what is in ``.grad``; another one than before forgets what was kept."""
+        """Return the layout of ``.grad``; a new layout discards stored gradients."""
         gradients = self.present()
         if self.layout is None or not self.layout.is_of(gradients):
             self.layout = Layout(gradients)
             self.kept.clear()
         return self.layout
 
-    def keep(self, place: int, *, add: bool) -> None:
-        """Move what is in ``.grad`` to the home, or add it to what was kept at the place."""
+    def keep(self, turn: int, *, add: bool) -> None:
+        """Move ``.grad`` to the home, or add it to the gradients stored for the turn."""
         layout = self.note_layout()
-        if place not in self.kept:
-            self.kept[place] = layout.new(self._home)
-        own, kept = self.tensors(), self.kept[place]
-        for span in (one for spans in layout.spans for one in spans):
+        if turn not in self.kept:
+            self.kept[turn] = layout.new(self._home)
+        current, stored = self.tensors(), self.kept[turn]
+        for span in (part for spans in layout.spans for part in spans):
             if not add:
-                self._home.copy(own.part(span), kept.part(span))
+                self._home.copy(current.part(span), stored.part(span))
                 continue
             elements, total = (self._buffers.row(number, layout, [span]) for number in (0, 1))
-            own.read(span, elements)
-            kept.read(span, total)
-            kept.write(span, total.add_(elements))
+            current.read(span, elements)
+            stored.read(span, total)
+            stored.write(span, total.add_(elements))
         self.clear()

@@ -14,8 +14,6 @@ from outofcore.logical_workers.contexts import Context, generators_kept
 
 
 class Samples(Protocol):
-    """A dataset as ``torch.utils.data.Dataset`` has it: a length, and samples by their number."""
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
@@ -23,17 +21,15 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Order:
-    """The order of samples, which follows from these fields alone.
+    """The order of samples: as in ``torch.utils.data.DistributedSampler`` with one replica per worker.
 
-    It is the order of ``torch.utils.data.DistributedSampler`` with as many replicas as there are workers and
-    ``drop_last=True``: of every N samples in a row, each worker has one. ``batch_size`` is that of one worker, and the
-    number of the epoch is added to ``seed``.
+    Of every N consecutive samples each worker has one; ``drop_last`` is true.
     """
 
     workers: int
-    batch_size: int
+    batch_size: int  # of one worker
     length: int
-    seed: int
+    seed: int  # the number of the epoch is added to it
     shuffle: bool
 
     def __str__(self) -> str:
@@ -42,48 +38,39 @@ class Order:
 
     @property
     def steps(self) -> int:
-        """Steps of an epoch, without a last one that does not fill the batches of all workers."""
+        """Steps of an epoch, without a last one that would not fill the batches of all workers."""
         return self.length // (self.workers * self.batch_size)
 
     def of_epoch(self, epoch: int) -> torch.Tensor:
-        """Return the numbers of all samples, in order."""
         if not self.shuffle:
             return torch.arange(self.length)
         return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
 
     def samples(self, order: torch.Tensor, step: int, worker: int) -> list[int]:
-        """Return the numbers of the samples of one worker's batch in a step, given the epoch's order."""
-        together = self.workers * self.batch_size
-        return order[step * together : (step + 1) * together][worker :: self.workers].tolist()
+        step_samples = self.workers * self.batch_size
+        return order[step * step_samples : (step + 1) * step_samples][worker :: self.workers].tolist()
 
 
 @dataclass(frozen=True)
 class Place:
-    """How far the data has been used: ``step`` steps of an epoch."""
+    """The position in the data: ``step`` steps of an epoch have been used."""
 
     epoch: int = 0
     step: int = 0
 
     def after(self, order: Order) -> Place:
-        """Return the place one step further."""
         if self.step + 1 >= order.steps:
             return Place(self.epoch + 1, 0)
         return replace(self, step=self.step + 1)
 
 
 class Course:
-    """The workers of one process: their generators, and how far they have used the data.
-
-    Attributes:
-        contexts: of the workers, as their last step has left them.
-        order: in which the data is used; None: no loader was made.
-        place: how far it has been used.
-    """
+    """The workers of one process: their random generators, and their position in the data."""
 
     def __init__(self, gpu: torch.device | None, contexts: dict[int, Context]) -> None:
         self._gpu = gpu
-        self.contexts = contexts
-        self.order: Order | None = None
+        self.contexts = contexts  # after the last step of each worker
+        self.order: Order | None = None  # None without a loader
         self.place = Place()
         self._drawn: tuple[dict[int, Any], dict[int, Context]] | None = (
             None  # the last batches, and contexts after them
@@ -102,11 +89,9 @@ class Course:
         return batches
 
     def contexts_before(self, batches: object) -> dict[int, Context]:
-        """Return the contexts in which the turns with these batches begin."""
         return self._drawn[1] if self._drawn is not None and batches is self._drawn[0] else self.contexts
 
     def end_step(self, batches: object, contexts: dict[int, Context]) -> None:
-        """Record that batches have been used, and the contexts that this has left."""
         if self._drawn is not None and batches is self._drawn[0] and self.order is not None:
             self.place = self.place.after(self.order)
         self.restore(contexts)
@@ -117,24 +102,16 @@ class Course:
             self.end_step(batches, self._drawn[1])
 
     def restore(self, contexts: dict[int, Context]) -> None:
-        """Go on with other contexts, and draw again what no step has used."""
+        """Replace the contexts, and discard batches that no step has used."""
         self.contexts, self._drawn = contexts, None
 
 
 class Loader:
-    """What ``run.loader`` returns: iterated over, it gives the rest of an epoch, step by step.
+    """The rest of an epoch, step by step; returned by ``run.loader``.
 
-    Each item is ``{logical worker: batch}`` for the workers of this process. Samples are fetched one step at a time and
-    with the random generators of their worker, so that augmentation is the same wherever the worker is.
-
-    Attributes:
-        order: in which samples come.
-
-    Args:
-        course: the training, which knows how far the data has been used.
-        dataset: samples by their number.
-        order: of them.
-        collate: makes a batch of a list of samples.
+    Each item is ``{logical worker: batch}`` for the workers of this process. Samples are read one step at a time, with
+    the random generators of their worker, so that augmentation does not depend on the process. ``order`` is the order
+    of the samples.
     """
 
     def __init__(
@@ -147,11 +124,11 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """How many epochs have been used up: the number of the one that the next iteration goes on with."""
+        """The number of completed epochs, which is the number of the current epoch."""
         return self._course.place.epoch
 
     def __len__(self) -> int:
-        """Steps of a whole epoch."""
+        """Return the steps of a whole epoch."""
         return self.order.steps
 
     def __iter__(self) -> Iterator[dict[int, Any]]:
@@ -169,17 +146,14 @@ class Loader:
 
 
 def checked_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffle: bool) -> Order:
-    """Return the order of a dataset's samples.
-
-    Raises ``InputError`` if it has no length or no samples by number, or too few samples for one step.
-    """
+    """Return the order of a dataset's samples; raise ``InputError`` for an unsuitable dataset."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise InputError(
-            f"a dataset needs a length and samples by number (__len__, __getitem__), and {type(dataset).__name__} has "
-            "not both; give run() batches of your own: a dict from each of run.workers to its batch"
+            f"a dataset needs __len__ and __getitem__, but {type(dataset).__name__} lacks one of them; call run() with "
+            "your own batches instead: a dict from each of run.workers to its batch"
         )
     if batch_size < 1:
-        raise InputError(f"a batch needs at least one sample, and batch_size is {batch_size}")
+        raise InputError(f"batch_size must be at least 1, not {batch_size}")
     order = Order(workers, batch_size, len(dataset), seed, shuffle)
     if not order.steps:
         raise InputError(
@@ -189,7 +163,7 @@ def checked_order(dataset: Any, workers: int, batch_size: int, seed: int, shuffl
 
 
 def arguments(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the step's arguments for a batch: the items of a tuple or list, of a dict by name, or the batch itself."""
+    """Return the step's arguments for a batch: a tuple or list, a dict by name, or a single value."""
     if isinstance(batch, tuple | list):
         return batch, {}
     if isinstance(batch, dict) and all(isinstance(name, str) for name in batch):

@@ -1,4 +1,4 @@
-"""Add up the gradients of all logical workers, in their order and over all processes, as ``chain`` schedules it."""
+"""Sum the gradients of all logical workers, in their order and over all processes; see ``chain``."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from outofcore.logical_workers.processes import Processes
 
 
 class OrderedSum:
-    """Sums gradients, piece by piece, through a few buffers; ``processes`` are in the order of their workers."""
+    """Sums gradients piece by piece in a few buffers; ``processes`` are in the order of their workers."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        # In each direction one piece arrives while another one is sent and a third worked on; the last is to be added.
+        # In each direction, one piece arrives, one is sent and one is added to; the last buffer has the addend.
         self._buffers = Buffers(7)
 
-    def __call__(self, own: Sequence[Tensors], target: Tensors, layout: Layout, divisor: int) -> None:
-        """Write the sum of all workers' gradients, divided once at the end, to ``target``, on every process.
+    def __call__(self, gradients: Sequence[Tensors], target: Tensors, layout: Layout, divisor: int) -> None:
+        """Write the mean of all workers' gradients to ``target`` on every process.
 
-        ``own`` are of this process, in the order of its workers; at process 0 the first may be a sum itself. ``target``
-        may be one of them. If it raises ``StateError`` for another process, gradients are part old and part new.
+        ``gradients`` are in the order of this process's workers; at process 0 the first may be a sum itself. After a
+        ``StateError`` for another process, ``target`` is partly written.
         """
         if self._processes.count == 1:
             for spans in layout.spans:
                 total = self._buffers.row(0, layout, spans)
-                self._add(own, layout, spans, total, first=True)
+                self._add(gradients, layout, spans, total, first=True)
                 self._write(target, spans, total.div_(divisor))
             return
-        self._along_the_chain(own, target, layout, divisor)
+        self._along_the_chain(gradients, target, layout, divisor)
 
-    def _along_the_chain(self, own: Sequence[Tensors], target: Tensors, layout: Layout, divisor: int) -> None:
+    def _along_the_chain(self, gradients: Sequence[Tensors], target: Tensors, layout: Layout, divisor: int) -> None:
         processes, pieces = self._processes, layout.spans
         rank, last = processes.rank, processes.count - 1
         sent: dict[int, Callable[[], None]] = {}  # by the buffer that is being sent
-        coming: dict[tuple[int, int], Callable[[], None]] = {}  # by direction and piece
+        arriving: dict[tuple[int, int], Callable[[], None]] = {}  # by direction and piece
 
         def buffer(direction: int, piece: int) -> int:
             return 3 * direction + piece % 3
@@ -47,7 +47,7 @@ class OrderedSum:
                 number = buffer(direction, piece)
                 if number in sent:
                     sent.pop(number)()
-                coming[direction, piece] = processes.receive(self._buffers.row(number, layout, pieces[piece]), source)
+                arriving[direction, piece] = processes.receive(self._buffers.row(number, layout, pieces[piece]), source)
 
         def send(number: int, row: torch.Tensor, to: int) -> None:
             sent[number] = processes.send(row, to)
@@ -60,18 +60,18 @@ class OrderedSum:
             if turn.forward is not None:
                 spans, number = pieces[turn.forward], buffer(0, turn.forward)
                 if rank > 0:
-                    coming.pop((0, turn.forward))()
+                    arriving.pop((0, turn.forward))()
                     expect(0, turn.forward + 1, rank - 1)
                 elif number in sent:
                     sent.pop(number)()
                 total = self._buffers.row(number, layout, spans)
-                self._add(own, layout, spans, total, first=rank == 0)
+                self._add(gradients, layout, spans, total, first=rank == 0)
                 if rank == last:
                     self._write(target, spans, total.div_(divisor))
                 send(number, total, rank - 1 if rank == last else rank + 1)
             if turn.back is not None:
                 spans, number = pieces[turn.back], buffer(1, turn.back)
-                coming.pop((1, turn.back))()
+                arriving.pop((1, turn.back))()
                 expect(1, turn.back + 1, rank + 1)
                 total = self._buffers.row(number, layout, spans)
                 self._write(target, spans, total)
@@ -81,19 +81,25 @@ class OrderedSum:
             wait()
 
     def _add(
-        self, own: Sequence[Tensors], layout: Layout, spans: Sequence[Span], total: torch.Tensor, *, first: bool
+        self,
+        process_gradients: Sequence[Tensors],
+        layout: Layout,
+        spans: Sequence[Span],
+        total: torch.Tensor,
+        *,
+        first: bool,
     ) -> None:
-        at = 0
+        start = 0
         for span in spans:
-            part = total[at : at + span.count]
-            for number, gradients in enumerate(own):
+            part = total[start : start + span.count]
+            for number, gradients in enumerate(process_gradients):
                 if first and number == 0:
                     gradients.read(span, part)
                 else:
-                    more = self._buffers.row(6, layout, [span])
-                    gradients.read(span, more)
-                    part.add_(more)
-            at += span.count
+                    addend = self._buffers.row(6, layout, [span])
+                    gradients.read(span, addend)
+                    part.add_(addend)
+            start += span.count
 
     @staticmethod
     def _write(target: Tensors, spans: Sequence[Span], total: torch.Tensor) -> None:

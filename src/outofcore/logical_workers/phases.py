@@ -1,4 +1,4 @@
-"""The function that is compiled: a worker's turn, and the update of all."""
+"""The function that is compiled: a worker's turn, and the common update."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ def phases(
     optimizers: Sequence[Optimizer],
     update: Callable[[], object] | None,
 ) -> Callable[..., Any]:
-    """Combine the two compiled functions: a worker's turn, and, if the argument is true, the update.
+    """Combine a worker's turn and, if the first argument is true, the update, so that they share an arena.
 
-    As one step they share an arena, so that little moves between them. A turn that adds to the gradients of the one
-    before is a capture of its own.
+    A turn that adds to gradients of the one before is a separate capture.
     """
 
     @functools.wraps(step, assigned=("__name__", "__qualname__", "__doc__"), updated=())
@@ -55,29 +54,27 @@ def phases(
 
 @contextlib.contextmanager
 def _without_step(optimizer: Optimizer) -> Iterator[None]:
-    """Refuse calls of an optimizer's ``step``."""
-    own = vars(optimizer)
-    before = own.get("step")
-    own["step"] = _refuse
+    attributes = vars(optimizer)
+    before = attributes.get("step")
+    attributes["step"] = _refuse
     try:
         yield
     finally:
         if before is None:
-            del own["step"]
+            del attributes["step"]
         else:
-            own["step"] = before
+            attributes["step"] = before
 
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise _refusal(
-        "the step updates the parameters: the gradients of the other workers are not there yet: outofcore.elastic() "
-        "calls the optimizer once they are summed; end the step after loss.backward(); what is to happen before the "
-        "update, such as clipping, is a function for outofcore.elastic(..., update=...)."
+        "the step updates the parameters before the gradients of the other workers are there: outofcore.elastic() "
+        "calls the optimizer once they are summed. End the step after loss.backward(), and pass work between sum and "
+        "update, such as clipping, as a function: outofcore.elastic(..., update=...)."
     )
 
 
 def _refusal(text: str) -> CaptureError:
-    """Build an error at the user's line on the stack."""
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
-    where = next((f"{file}:{line}" for file, line in frames if not file.startswith(_LIBRARIES)), "")
-    return CaptureError(f"{where}: {text}", where)
+    place = next((f"{file}:{line}" for file, line in frames if not file.startswith(_LIBRARIES)), "")
+    return CaptureError(f"{place}: {text}", place)

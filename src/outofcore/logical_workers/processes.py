@@ -1,4 +1,4 @@
-"""The processes that train together: torch.distributed's default group, that of torchrun, or this process alone."""
+"""The processes that train together."""
 
 from __future__ import annotations
 
@@ -17,35 +17,28 @@ from torch.distributed.rendezvous import rendezvous
 
 from outofcore.errors import StateError
 
-# What torchrun tells each process that it starts.
+# Environment variables that torchrun sets.
 _TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
 class Meeting:
-    """What processes compare at the end of ``together``.
+    """The values that processes compare at the end of ``synchronized``."""
 
-    Attributes:
-        steps: that this process has made.
-        digest: of what it has done in this one.
-        told: steps and digest of each process, by rank, once all have ended.
-    """
-
-    steps: int = 0
-    digest: int = 0
-    told: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    steps: int = 0  # made by this process
+    digest: int = 0  # of its work in this step
+    told: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # of each process, by rank
 
 
 class Processes:
-    """All processes, with a gloo group of their own: what is exchanged is in host memory.
+    """The processes that train together; the constructor raises ``StateError`` if one is missing.
 
-    They are those of ``torch.distributed`` if it has been initialised; else those that torchrun has started together,
-    for which it is initialised now; else this process alone. ``bytes_sent`` counts ``send`` and ``share``. The
-    constructor raises ``StateError`` if they do not find each other.
+    They are the processes of ``torch.distributed`` if it is initialised; otherwise torchrun's, for which it is
+    initialised now.
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        self.bytes_sent = 0
+        self.bytes_sent = 0  # by ``send`` and ``share``
         self._timeout = timeout
         self._group: Any = None
         self.rank, self.count = 0, 1
@@ -63,49 +56,50 @@ class Processes:
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
         except (RuntimeError, ValueError) as error:
             raise StateError(
-                f"the processes did not find together: {error}; start all of them within {timeout.total_seconds():g} s"
+                f"the processes did not find each other: {error}; start all of them within {timeout.total_seconds():g} "
+                "s"
             ) from error
 
     def close(self) -> None:
-        """End the group; PyTorch's default one stays for later use."""
+        """Destroy the group; PyTorch's default group stays."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
     def gather(self, item: Any) -> list[Any]:
-        """Return every process's item, by rank."""
         if self.count == 1:
             return [item]
-        found: list[Any] = [None] * self.count
-        self._answered(lambda: dist.all_gather_object(found, item, self._group))
-        return found
+        items: list[Any] = [None] * self.count
+        self._answered(lambda: dist.all_gather_object(items, item, self._group))
+        return items
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[Meeting]:
-        """Leave the block when all processes have; raise this one's error, or ``StateError`` for another one's."""
+    def together(self, activity: str) -> Iterator[Meeting]:
+        """Leave the block when all processes do; raise this one's error, or ``StateError`` for another's."""
         meeting = Meeting()
         try:
             yield meeting
-        except BaseException as error:  # the others wait for this process, whatever has happened to it
+        except BaseException as error:  # after any error, since the other processes wait for this one
             try:
                 self._numbers([0, 0, 0])
             except StateError as another:
                 error.add_note(str(another))
             raise
         numbers = self._numbers([1, meeting.steps, meeting.digest])
-        failed = [rank for rank, (is_well, _, _) in enumerate(numbers) if not is_well]
+        failed = [rank for rank, (succeeded, _, _) in enumerate(numbers) if not succeeded]
         if failed:
-            raise StateError(f"process {failed[0]} failed in {what}, and says why; this one has changed nothing in it")
+            raise StateError(
+                f"process {failed[0]} failed in {activity} and reports the cause; this process has made no changes"
+            )
         meeting.told = [(steps, digest) for _, steps, digest in numbers]
 
     def _numbers(self, numbers: list[int]) -> list[list[int]]:
-        """Return some 64-bit numbers of every process, by rank."""
         if self.count == 1:
             return [numbers]
-        own = torch.tensor(numbers, dtype=torch.int64)
-        found = [torch.empty_like(own) for _ in range(self.count)]
-        self._answered(lambda: dist.all_gather(found, own, self._group))
-        return [one.tolist() for one in found]
+        row = torch.tensor(numbers, dtype=torch.int64)
+        rows = [torch.empty_like(row) for _ in range(self.count)]
+        self._answered(lambda: dist.all_gather(rows, row, self._group))
+        return [result.tolist() for result in rows]
 
     def share(self, tensor: torch.Tensor) -> None:
         """Broadcast a tensor from process 0."""
@@ -114,12 +108,12 @@ class Processes:
             self.bytes_sent += tensor.numel() * tensor.element_size() * (self.rank == 0)
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Begin to send bytes; the returned function waits until the tensor may be used again."""
+        """Begin to send a tensor; the returned function waits until it may be used again."""
         self.bytes_sent += tensor.numel() * tensor.element_size()
         return self._begun(lambda: dist.isend(tensor.view(torch.uint8), rank, self._group))
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Begin to receive bytes; the returned function waits until they are there."""
+        """Begin to receive a tensor; the returned function waits until it is complete."""
         return self._begun(lambda: dist.irecv(tensor.view(torch.uint8), rank, self._group))
 
     def _begun(self, begin: Callable[[], Any]) -> Callable[[], None]:
@@ -131,35 +125,33 @@ class Processes:
         return wait
 
     def _answered(self, call: Callable[[], Any]) -> Any:
-        """Call the group; raises ``StateError`` if another process has ended, or did not answer in time."""
+        """Call the group; raise ``StateError`` if another process has ended or did not answer in time."""
         try:
             return call()
         except (RuntimeError, ValueError) as error:
             raise StateError(
                 f"another process has ended or did not answer within {self._timeout.total_seconds():g} s ({error}); "
-                "start all of them again and go on from the last checkpoint: torchrun does so with --max-restarts"
+                "restart all processes from the last checkpoint: torchrun does so with --max-restarts"
             ) from error
 
 
-# How often a store is looked at, in seconds.
+# Seconds between two looks at a store.
 _POLL = 0.01
 
 
 def met(store: Any, rank: int, count: int, timeout: timedelta) -> str:
-    """Return a name that all processes of this start have agreed on, and no earlier ones.
+    """Return a name that all processes of this start agree on, and that no earlier start used.
 
-    torchrun keeps its store where it starts processes again, so what earlier ones have left, such as the addresses that
-    they listened at, is still there. So each process but the first announces itself under a fresh name, and the first
-    answers every such name with that of the start, until all have read it. ``store`` is a shared
-    ``torch.distributed.Store``. Raises ``RuntimeError`` if not all have come in time.
+    torchrun keeps its store when it restarts processes, so keys of earlier starts remain. Each process but the first
+    announces itself under a fresh name, and the first answers it with the name of the start.
     """
     end = time.monotonic() + timeout.total_seconds()
     fresh = uuid.uuid4().hex
 
-    def until(done: Callable[[], bool]) -> None:
-        while not done():
+    def until(is_done: Callable[[], bool]) -> None:
+        while not is_done():
             if time.monotonic() > end:
-                raise RuntimeError("not all processes have come in time")
+                raise RuntimeError("not all processes have started in time")
             time.sleep(_POLL)
 
     if rank > 0:
@@ -170,12 +162,12 @@ def met(store: Any, rank: int, count: int, timeout: timedelta) -> str:
         return f"outofcore/{start}"
 
     def all_have_come() -> bool:
-        for other in range(1, count):
-            if store.check([f"outofcore/{fresh}/{other}"]):
+        for peer in range(1, count):
+            if store.check([f"outofcore/{fresh}/{peer}"]):
                 continue
-            if store.check([f"outofcore/here/{other}"]):
-                store.set(f"outofcore/answer/{store.get(f'outofcore/here/{other}').decode()}", fresh)
-        return all(store.check([f"outofcore/{fresh}/{other}"]) for other in range(1, count))
+            if store.check([f"outofcore/here/{peer}"]):
+                store.set(f"outofcore/answer/{store.get(f'outofcore/here/{peer}').decode()}", fresh)
+        return all(store.check([f"outofcore/{fresh}/{peer}"]) for peer in range(1, count))
 
     until(all_have_come)
     return f"outofcore/{fresh}"

@@ -1,4 +1,4 @@
-"""What a checkpoint has in addition to models and optimizers, and whether a training may go on from it."""
+"""The part of a checkpoint that describes logical workers, and whether a training may resume it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class SavedTraining(Struct):
 
     @staticmethod
     def of(facts: dict[str, str], steps: int, contexts: Mapping[int, SavedContext], course: Course) -> SavedTraining:
-        """Describe a training; ``contexts`` are of the workers of all processes."""
         order = course.order
         return SavedTraining(
             facts,
@@ -55,50 +54,50 @@ class SavedTraining(Struct):
         )
 
     def extra(self, extra: Any) -> dict[str, Any]:
-        """Return what to save along, with the user's own ``extra``."""
         return {_KEY: msgspec.to_builtins(self), "extra": extra}
 
     @staticmethod
     def read(folder: Path) -> tuple[SavedTraining, Any]:
-        """Return what a checkpoint has, and the user's own ``extra``; raises ``InputError`` if it has not."""
+        """Return this part of a checkpoint and the user's ``extra``; raise ``InputError`` if it is missing."""
         extra = outofcore.load(folder)
         if not isinstance(extra, dict) or _KEY not in extra:
             raise InputError(
-                f"the checkpoint in {folder} was not saved by an elastic training: outofcore.load() takes its model "
-                "and optimizers before outofcore.elastic() is called"
+                f"the checkpoint in {folder} was not saved by an elastic training: load its model and optimizers with "
+                "outofcore.load() before you call outofcore.elastic()"
             )
         try:
             saved = msgspec.convert(extra[_KEY], SavedTraining)
-            for one in saved.contexts.values():
-                Context.restored(one)
+            for context in saved.contexts.values():
+                Context.restored(context)
         except (msgspec.ValidationError, ValueError) as error:
-            raise InputError(f"what the checkpoint in {folder} says of its workers cannot be read: {error}") from error
+            raise InputError(f"the workers in the checkpoint in {folder} cannot be read: {error}") from error
         return saved, extra.get("extra")
 
-    def check(self, folder: Path, workers: int, own: Mapping[str, str], *, exact: bool) -> None:
-        """Refuse a checkpoint of another training; what would only change the bits is logged if not ``exact``."""
-        facts, named = dict(self.facts), "logical workers"
-        if facts.get(named) != str(workers) or self.contexts.keys() != {str(k) for k in range(workers)}:
+    def check(self, folder: Path, workers: int, current_facts: Mapping[str, str], *, exact: bool) -> None:
+        """Refuse a checkpoint of another training; if not ``exact``, only log facts that change the bits."""
+        facts, key = dict(self.facts), "logical workers"
+        if facts.get(key) != str(workers) or self.contexts.keys() != {str(k) for k in range(workers)}:
             raise InputError(
-                f"the checkpoint in {folder} is of {facts.get(named)} logical workers, and this training has "
-                f"{workers}: begin it with workers={facts.get(named)}; processes there may be any number"
+                f"the checkpoint in {folder} has {facts.get(key)} logical workers, but this training has "
+                f"{workers}: start it with workers={facts.get(key)}, on any number of processes"
             )
-        # What the workers drew is in their contexts: only how they began depends on the seed.
-        facts["seed"] = own["seed"]
-        found = difference(facts, own)
-        if found is None:
+        # The seed decides only the first contexts, and saved contexts replace them.
+        facts["seed"] = current_facts["seed"]
+        mismatch = difference(facts, current_facts)
+        if mismatch is None:
             return
-        name, before, now, advice = found
+        name, before, now, advice = mismatch
         if exact:
             raise InputError(
-                f"{name}: the checkpoint in {folder} has {before}, and this process {now}; {advice}; or load it with "
-                "exact=False, and get other bits from here on"
+                f"{name}: the checkpoint in {folder} has {before}, but this process {now}; {advice}; or load it with "
+                "exact=False, which changes the bits of later steps"
             )
-        _log.warning("%s: was %s, is %s; from here on the bits are others than they would have been", name, before, now)
+        _log.warning("%s was %s and is now %s; the bits of later steps change", name, before, now)
 
     def restore(self, course: Course, workers: range, count: int) -> None:
-        """Bring the workers of a process to where they were; ``count`` is of all workers."""
-        own = self.order
+        saved_order = self.order
         course.place = Place(self.place.epoch, self.place.step)
-        course.order = own and Order(count, own.batch_size, own.length, own.seed, own.shuffle)
+        course.order = saved_order and Order(
+            count, saved_order.batch_size, saved_order.length, saved_order.seed, saved_order.shuffle
+        )
         course.restore({k: Context.restored(self.contexts[str(k)]) for k in workers})

@@ -1,4 +1,4 @@
-"""What a step of logical workers took."""
+"""Statistics of a step of logical workers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ElasticStats:
-    """What the last step did in this process.
+    """Statistics of the last step in this process.
 
     Attributes:
-        seconds: of all of it.
+        seconds: of the whole step.
         turn_seconds: of each worker's forward and backward pass.
-        switch_seconds: between turns: generators, buffers and gradients change places.
-        sum_seconds: waiting for other processes, and the sum of all gradients.
+        switch_seconds: between turns, to switch generators, buffers and gradients.
+        sum_seconds: to wait for other processes and sum all gradients.
         update_seconds: of the optimizers.
         gradient_bytes: of one worker.
         bytes_sent: by this process.
-        least_bytes: that each process sends in a ring all-reduce of the gradients, on average.
+        least_bytes: sent by each process in a ring all-reduce of the gradients, on average.
 
     >>> import torch
     >>> import outofcore

@@ -1,4 +1,4 @@
-"""The training that ``outofcore.elastic`` returns: its steps, its data, who has which workers, and what lasts."""
+"""The training that ``outofcore.elastic`` returns: steps, data, assignment of workers, checkpoints."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from outofcore.logical_workers.turns import Turns
 
 _log = logging.getLogger("outofcore")
 
-# Of how many of the last steps the median time of a turn is taken.
+# The number of recent steps for the median time of a turn.
 _TIMED = 9
 
 
 class Elastic:
-    """A training with logical workers, of which some fall to this process: made by ``outofcore.elastic``.
+    """A training with logical workers, some of which run in this process; made by ``outofcore.elastic``.
 
-    Called with ``{logical worker: batch}`` for each of ``workers``, it runs one step. A batch that is a tuple or list
-    is given to the user's step as its arguments, a dict by name, and all else as the only argument. Between calls the
-    model and the optimizers can be read, saved and evaluated as in plain PyTorch; gradients are cleared after each
-    update. All processes have the same model at any time. A context manager: it closes the training.
+    A call with ``{logical worker: batch}`` for each of ``workers`` runs one step. A batch that is a tuple or list is
+    passed to the user's step as positional arguments, a dict by name, and any other value as the only argument. Between
+    calls the model and the optimizers can be read, saved and evaluated as in plain PyTorch; gradients are cleared after
+    each update. All processes always have the same model. As a context manager, it closes the training.
 
     Attributes:
         step: the compiled step, for its reports: of a worker's turn or, after a call, of the update.
-        steps: how many updates there were so far, those before a checkpoint included.
+        steps: number of updates so far, including those before a checkpoint.
 
     Raises:
-        InputError: processes differ in what has to be the same everywhere, or there are more than workers.
-        StateError: the processes do not find together.
+        InputError: processes differ in a fact that must be equal, or there are more processes than workers.
+        StateError: the processes do not find each other.
 
     >>> import torch
     >>> import outofcore
@@ -81,11 +81,13 @@ class Elastic:
         self.step = compiled
         self._count, self._gpu, self._processes = workers, gpu, processes
         self.steps = 0
-        own = (p for model in models for p in model.parameters())
-        others = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-        parameters = list({id(p): p for p in chain(own, others)}.values())
+        model_parameters = (p for model in models for p in model.parameters())
+        optimizer_parameters = (
+            p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+        )
+        parameters = list({id(p): p for p in chain(model_parameters, optimizer_parameters)}.values())
         self._gradients = Gradients(parameters, compiled.home)
-        self._may_add = True  # whether a turn may add its gradients to those of the one before
+        self._may_add = True  # whether a turn may add to the gradients of the previous turn
         self._timed: deque[float] = deque(maxlen=_TIMED)
         self._stats: ElasticStats | None = None
         self._facts = kernel_facts(workers, seed, gpu)
@@ -111,7 +113,7 @@ class Elastic:
         self.close()
 
     def close(self) -> None:
-        """Give model and optimizers memory of their own again, and leave the processes. May be called again."""
+        """Give model and optimizers their own memory, and leave the processes. May be called repeatedly."""
         self._gradients.kept.clear()
         self.step.close()
         self._processes.close()
@@ -128,23 +130,23 @@ class Elastic:
 
     @property
     def processes(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self._processes.count
 
     @property
     def place(self) -> Place:
-        """How far ``loader`` has used the data."""
+        """The position of ``loader`` in the data."""
         return self._course.place
 
     @property
     def stats(self) -> ElasticStats:
-        """What the last step did in this process.
+        """Statistics of the last step in this process.
 
         Raises:
-            StateError: there was none.
+            StateError: there was no step.
         """
         if self._stats is None:
-            raise StateError("no step has been made yet: run(batches) makes one")
+            raise StateError("no step has been made yet; make one with run(batches)")
         return self._stats
 
     # A step
@@ -152,21 +154,21 @@ class Elastic:
     def __call__(self, batches: Mapping[int, Any]) -> dict[int, Any]:
         """Run one step: a turn of each worker of this process, the sum over all processes, one update.
 
-        Gradients are summed in the order of the workers and then divided by their number, once: with a loss that is a
+        Gradients are summed in the order of the workers and then divided once by their number. With a loss that is a
         mean over a batch, this is the gradient of the mean over all batches, as with DDP.
 
         Args:
-            batches: for each of ``workers`` its batch, and for no other.
+            batches: a batch for each of ``workers``, and for no other.
 
         Returns:
-            For each of ``workers`` what the user's step returns.
+            The result of the user's step for each of ``workers``.
 
         Raises:
-            InputError: a batch is missing, or is of a worker of another process; or a parameter has a gradient already.
-                Nothing has been changed.
+            InputError: a batch is missing, or is of a worker of another process; or a parameter already has a gradient.
+                The state is unchanged.
             StateError: another process has failed, has ended or does not answer. The model is as before the step.
             CaptureError, BudgetError, SpillError: as a compiled step. The model is as before the step.
-            TransferError: a copy failed. The note on the error tells how the model is.
+            TransferError: a copy failed. The note on the error describes the state of the model.
         """
         started, sent = time.perf_counter(), self._processes.bytes_sent
         turns = Turns()
@@ -202,104 +204,104 @@ class Elastic:
         return losses
 
     def _check_batches(self, batches: Mapping[int, Any]) -> None:
-        given, wanted = set(batches), set(self.workers)
-        if given != wanted:
-            missing, strange = sorted(wanted - given), sorted(given - wanted, key=str)
-            what = [f"none for worker {worker}" for worker in missing]
-            what += [f"one for {worker!r}, which is not a worker of this process" for worker in strange]
+        given_workers, own_workers = set(batches), set(self.workers)
+        if given_workers != own_workers:
+            missing, foreign = sorted(own_workers - given_workers), sorted(given_workers - own_workers, key=str)
+            problems = [f"no batch for worker {worker}" for worker in missing]
+            problems += [f"a batch for {worker!r}, which is not a worker of this process" for worker in foreign]
             raise InputError(
-                f"this process has the workers {list(self.workers)} and was given {', '.join(what)}; give a dict from "
+                f"this process has the workers {list(self.workers)}, but got {', '.join(problems)}; pass a dict from "
                 "each of run.workers to its batch, such as run.loader() yields"
             )
         if self._gradients.present():
             raise InputError(
-                "parameters have gradients that no worker's turn has left, and they would be added to those of one "
-                "process alone: clear them before (optimizer.zero_grad())"
+                "parameters already have gradients, which would count in one process only; clear them first with "
+                "optimizer.zero_grad()"
             )
 
     def _take_turns(self, batches: Mapping[int, Any], turns: Turns) -> tuple[dict[int, Any], dict[int, Context]]:
         calls = {worker: arguments(batches[worker]) for worker in self.workers}
-        begin = self._course.contexts_before(batches)
+        first_contexts = self._course.contexts_before(batches)
         for args, kwargs in calls.values():
             turns.note(self.step.prepare(False, *args, **kwargs))
         turns.begin()
         losses: dict[int, Any] = {}
         contexts: dict[int, Context] = {}
-        mark = time.perf_counter()
+        idle_since = time.perf_counter()
         for number, (worker, (args, kwargs)) in enumerate(calls.items()):
             if number:
                 if not self._adds_up(args, kwargs):
                     self._keep_gradients(number - 1, turns)
                 turns.put_back()
-            begin[worker].enter(self._gpu)
+            first_contexts[worker].enter(self._gpu)
             began = time.perf_counter()
-            turns.switch_seconds += began - mark
+            turns.switch_seconds += began - idle_since
             losses[worker] = self.step(False, *args, **kwargs)
-            mark = time.perf_counter()
-            turns.seconds.append(mark - began)
+            idle_since = time.perf_counter()
+            turns.seconds.append(idle_since - began)
             contexts[worker] = Context.now(self._gpu)
             if worker == 0:
                 turns.leave()
         self._gradients.note_layout()
-        turns.switch_seconds += time.perf_counter() - mark
+        turns.switch_seconds += time.perf_counter() - idle_since
         return losses, contexts
 
     def _adds_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the next turn may add its gradients to those in ``.grad``, as in plain PyTorch.
+        """Return whether the next turn may add to the gradients in ``.grad``, as in plain PyTorch.
 
-        It may at process 0, which has the first of all workers, if each gradient is added once: a step that goes
-        backward twice would add in another order than where its worker is the first of a process. It also needs a plan,
-        which may not fit the budget.
+        It may at process 0 if each gradient is added once: two backward passes would add in another order elsewhere. It
+        also needs a plan, which may not fit the budget.
         """
         if self.rank > 0 or not self._may_add:
             return False
         try:
             captured: Any = self.step.prepare(False, *args, **kwargs)
         except (CaptureError, BudgetError, SpillError) as error:
-            _log.info("gradients are put aside after each turn and added there: %s", error)
+            _log.info("gradients are stored at home after each turn and summed there: %s", error)
             self._may_add = False
             return False
         added = Counter(storage for op in captured.graph.ops for storage in op.mutates)
-        found = [b for b in captured.states if b.kind is StorageKind.GRADIENT]
+        gradients = [b for b in captured.states if b.kind is StorageKind.GRADIENT]
         self._may_add = not captured.gradients_left and all(
-            added[captured.values[binding.value].storage] == 1 for binding in found
+            added[captured.values[binding.value].storage] == 1 for binding in gradients
         )
         return self._may_add
 
     def _keep_gradients(self, number: int, turns: Turns) -> None:
-        """Keep the gradients of a turn at home. At process 0 these are the first of all workers, and are added up."""
         before = self._gradients.layout
         if number and self._gradients.note_layout() is not before:
-            raise StateError("the workers of one step leave gradients of different parameters, which cannot be summed")
-        place = 0 if self.rank == 0 else number
-        self._gradients.keep(place, add=place in turns.kept)
-        if place not in turns.kept:
-            turns.kept.append(place)
+            raise StateError(
+                "the workers of one step have gradients of different parameters, which cannot be summed: make the step "
+                "use the same parameters for every worker"
+            )
+        turn = 0 if self.rank == 0 else number  # process 0 adds them up, since its workers are the first
+        self._gradients.keep(turn, add=turn in turns.kept)
+        if turn not in turns.kept:
+            turns.kept.append(turn)
 
     def _digest(self, turns: Turns) -> int:
-        """Return a number that differs where the gradients or the buffers of a step do."""
         layout = self._gradients.layout
         return crc32(repr((layout and layout.digest, turns.keys)).encode())
 
     def _check_alike(self, meeting: Meeting) -> None:
-        others = [(rank, steps) for rank, (steps, _) in enumerate(meeting.told) if steps != meeting.steps]
-        if others:
+        different = [(rank, steps) for rank, (steps, _) in enumerate(meeting.told) if steps != meeting.steps]
+        if different:
             raise StateError(
-                f"process {others[0][0]} is at step {others[0][1]}, and this one at {meeting.steps}: an update failed; "
-                "start all processes again and go on from the last checkpoint"
+                f"process {different[0][0]} is at step {different[0][1]}, and this one at {meeting.steps}: an update "
+                "failed; restart all processes from the last checkpoint"
             )
         if any(digest != meeting.digest for _, digest in meeting.told):
             raise StateError(
-                "the workers leave gradients of different parameters, or write different buffers, which cannot be "
-                "summed: let the step do the same for every worker"
+                "the workers have gradients of different parameters, or write different buffers, which cannot be "
+                "summed: make the step do the same for every worker"
             )
 
     def _sum_gradients(self, turns: Turns) -> None:
         layout = self._gradients.note_layout()
         if self._count > 1:
-            target, kept = self._gradients.tensors(), self._gradients.kept
-            own: list[Tensors] = [*[kept[place] for place in turns.kept], target]
-            self._sum(own, target, layout, self._count)
+            target, stored = self._gradients.tensors(), self._gradients.kept
+            process_gradients: list[Tensors] = [*[stored[place] for place in turns.kept], target]
+            self._sum(process_gradients, target, layout, self._count)
 
     def _take_back(self, turns: Turns) -> None:
         self._gradients.clear()
@@ -316,82 +318,84 @@ class Elastic:
         shuffle: bool = True,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Loader:
-        """Batches for the workers of this process: iterated over, the rest of an epoch from ``place`` on.
+        """Return batches for the workers of this process: the rest of an epoch, from ``place`` on.
 
-        The samples of each worker's batches are those that ``torch.utils.data.DistributedSampler`` gives to one of
-        as many replicas, with ``drop_last=True``. A batch counts as used once ``run`` has been called with it, or the
-        next is asked for. There is one place in the data, of which all loaders of a training know.
+        Each worker gets the samples of a replica of ``torch.utils.data.DistributedSampler`` with one replica per worker
+        and ``drop_last=True``. A batch counts as used once ``run`` has been called with it, or the next one is
+        requested. All loaders of a training share one position in the data.
 
         Args:
             dataset: with ``__len__`` and ``__getitem__``. Random augmentation may use the generators of Python, NumPy
-                and PyTorch: they are those of the worker.
+                and PyTorch, which have the worker's states.
             batch_size: samples of one worker's batch.
-            seed: of the shuffling; one epoch's is this plus its number.
-            shuffle: whether samples come in another order in each epoch.
-            collate: makes a batch of a list of samples; by default ``torch.utils.data.default_collate``.
+            seed: of the shuffling; the number of the epoch is added to it.
+            shuffle: whether each epoch has another order.
+            collate: makes a batch from a list of samples; by default ``torch.utils.data.default_collate``.
 
         Returns:
-            The loader; its ``epoch`` counts the epochs used up, its length is that of a whole epoch.
+            The loader; its ``epoch`` counts completed epochs, its length is that of a whole epoch.
 
         Raises:
-            InputError: the dataset cannot be used so, or is gone through in another order than until now.
+            InputError: the dataset is unsuitable, or the training is in the middle of data in another order.
         """
         course = self._course
         order = checked_order(dataset, self._count, batch_size, seed, shuffle)
         if course.order is not None and order != course.order and course.place != Place():
             raise InputError(
-                f"the training is in the middle of data that it goes through otherwise: {course.order}, and now "
-                f"{order}; go on with what it began with"
+                f"the training is in the middle of an epoch of {course.order}, but this loader has {order}; finish the "
+                "epoch with the same dataset, batch size and order"
             )
         course.order = order
         return Loader(course, dataset, order, collate)
 
-    # Who has which workers
+    # Assignment of workers
 
     def balance(self) -> range:
-        """Distribute the workers again by the measured times of their turns, so that the slowest process ends soonest.
+        """Reassign the workers by the measured times of their turns, so that the slowest process ends soonest.
 
-        All processes call it at the same time, between steps; the bits stay the same. Batches that ``loader`` has
-        handed out and no step has used are drawn again.
+        All processes must call it, between steps; the bits stay the same. Batches that ``loader`` has yielded and no
+        step has used are drawn again.
 
         Returns:
             The workers of this process from now on.
 
         Raises:
-            StateError: no step has been made yet, or another process does not answer.
+            StateError: there was no step, or another process does not answer.
         """
         if not self._timed:
-            raise StateError("nothing is known yet of how long turns take: make a step first")
-        told = self._processes.gather((statistics.median(self._timed), self._saved_contexts()))
-        self._ranges = runs(shares(self._count, [seconds for seconds, _ in told]))
-        everyone = {worker: context for _, contexts in told for worker, context in contexts.items()}
-        self._course.restore({k: Context.restored(everyone[k]) for k in self.workers})
+            raise StateError("there are no measured times of turns yet; make a step first")
+        reports = self._processes.gather((statistics.median(self._timed), self._saved_contexts()))
+        self._ranges = runs(shares(self._count, [seconds for seconds, _ in reports]))
+        all_contexts = {worker: context for _, contexts in reports for worker, context in contexts.items()}
+        self._course.restore({k: Context.restored(all_contexts[k]) for k in self.workers})
         self._gradients.kept.clear()
-        _log.info("the workers are shared as %s", ", ".join(f"{len(one)}" for one in self._ranges))
+        _log.info("workers per process: %s", ", ".join(f"{len(worker_range)}" for worker_range in self._ranges))
         return self.workers
 
     def _saved_contexts(self) -> dict[int, SavedContext]:
         return {worker: context.saved() for worker, context in self._course.contexts.items()}
 
-    # What lasts
+    # Checkpoints
 
     def save(self, folder: str | Path, extra: Any = None, *, frozen: bool = True) -> None:
         """Save the training; all processes must call it, and process 0 writes.
 
-        An existing checkpoint in the folder counts until the new one is complete, however a save ends. It holds models,
-        optimizers, the random generators of every worker and of process 0, and the place in the data; any number of
-        processes can load it. ``outofcore.load`` reads its models and optimizers as well.
+        An existing checkpoint in the folder stays valid until the new one is complete, however a save ends. It contains
+        models, optimizers, the random generators of every worker and of process 0, and the position in the data; any
+        number of processes can load it. ``outofcore.load`` also reads its models and optimizers.
 
         Args:
-            folder: as for ``Step.save``. Every process that will load it must see it.
-            extra: plain data of yours, such as a scheduler's state dict; that of process 0 counts.
+            folder: as for ``Step.save``. Every process that will load it must have access to it.
+            extra: your own plain data, such as a scheduler's state dict; process 0's value is saved.
             frozen: False leaves out parameters that do not require gradients, as for ``Step.save``.
 
         Raises:
-            StateError: something cannot be saved, or another process failed.
+            StateError: a value cannot be saved, or another process failed.
             TransferError: the system refuses a write; the previous checkpoint is still complete.
         """
-        contexts = dict(chain(*(told.items() for told in self._processes.gather(self._saved_contexts()))))
+        contexts = dict(
+            chain(*(saved_contexts.items() for saved_contexts in self._processes.gather(self._saved_contexts())))
+        )
         saved = SavedTraining.of(self._facts, self.steps, contexts, self._course)
         with self._processes.together("this save"):
             if self.rank == 0:
@@ -401,15 +405,15 @@ class Elastic:
         """Continue from a checkpoint, with the current number of processes; all of them must call it.
 
         Args:
-            folder: that ``save`` was given.
-            exact: refuse what would change the bits: another number of threads, another release of
-                PyTorch, other kernels. False: only log it.
+            folder: as given to ``save``.
+            exact: refuse facts that would change the bits: another number of threads, another release of PyTorch, other
+                kernels. False: only log them.
 
         Returns:
-            What was saved as ``extra``; tuples come back as lists.
+            The value saved as ``extra``; tuples become lists.
 
         Raises:
-            InputError: there is no such checkpoint, or not of such a training; nothing has been changed.
+            InputError: there is no such checkpoint, or it is of another training; the state is unchanged.
             TransferError: a file cannot be read or is damaged; the step refuses to go on.
             StateError: another process could not load it.
         """

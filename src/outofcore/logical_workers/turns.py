@@ -1,4 +1,4 @@
-"""The turns of one step: what they write beside gradients, and what they take."""
+"""The turns of one step: the buffers that they write, and their times."""
 
 from __future__ import annotations
 
@@ -12,58 +12,48 @@ from outofcore.logical_workers.processes import Processes
 
 
 class Turns:
-    """The turns of one step.
-
-    Attributes:
-        keys: the names of the buffers that a turn writes.
-        kept: the turns whose gradients have been kept at home.
-        seconds: of each turn.
-        switch_seconds: between turns.
-    """
+    """The turns of one step."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
-        self.keys: list[str] = []
-        self.kept: list[int] = []
-        self._begin: list[torch.Tensor] = []
-        self._left: list[torch.Tensor] = []  # after the turn of worker 0; empty where that is another process's
+        self.keys: list[str] = []  # of the buffers that a turn writes
+        self.kept: list[int] = []  # the turns with gradients stored at home
+        self._begin: list[torch.Tensor] = []  # before the first turn
+        self._left: list[torch.Tensor] = []  # after the turn of worker 0; empty in other processes
         self.seconds: list[float] = []
-        self.switch_seconds = 0.0
+        self.switch_seconds = 0.0  # between turns
 
     def note(self, captured: Any) -> None:
-        """Find the buffers that a turn writes; ``captured`` is what ``Step.prepare`` returns."""
+        """Find the buffers that a turn writes; ``captured`` is the result of ``Step.prepare``."""
         written = {storage for op in captured.graph.ops for storage in op.mutates}
-        known = {id(buffer) for buffer in self._buffers}
+        listed = {id(buffer) for buffer in self._buffers}
         for binding in captured.states:
             storage = captured.values[binding.value].storage
             tensor = binding.tensor if binding.kind is StorageKind.BUFFER and storage in written else None
-            if tensor is not None and id(tensor) not in known:
+            if tensor is not None and id(tensor) not in listed:
                 self._buffers.append(tensor)
                 self.keys.append(binding.key)
 
     def begin(self) -> None:
-        """Save the buffers before the first turn."""
         self._begin = self._copies()
 
     def leave(self) -> None:
-        """Save the buffers after the turn of worker 0."""
         self._left = self._copies()
 
     def put_back(self) -> None:
-        """Reset the buffers to the beginning of the step."""
         if self._begin:
             self._put(self._begin)
 
     def share(self, processes: Processes) -> None:
-        """Give all processes the buffers that worker 0 has left."""
+        """Broadcast the buffers after the turn of worker 0 to all processes."""
         if not self._buffers:
             return
         if processes.count > 1:
-            left = self._left or self._begin
-            row = torch.cat([buffer.cpu().contiguous().view(-1).view(torch.uint8) for buffer in left])
+            values = self._left or self._begin
+            row = torch.cat([buffer.cpu().contiguous().view(-1).view(torch.uint8) for buffer in values])
             processes.share(row)
-            parts = row.split([buffer.numel() * buffer.element_size() for buffer in left])
-            self._left = [part.clone().view(b.dtype).view(b.shape) for part, b in zip(parts, left, strict=True)]
+            parts = row.split([buffer.numel() * buffer.element_size() for buffer in values])
+            self._left = [part.clone().view(b.dtype).view(b.shape) for part, b in zip(parts, values, strict=True)]
         self._put(self._left)
 
     def _copies(self) -> list[torch.Tensor]:

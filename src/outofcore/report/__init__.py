@@ -1,4 +1,4 @@
-"""Reports of plans and measured steps: numbers, text, and pages with pictures."""
+"""Reports of plans and measured steps: figures, text, and HTML pages."""
 
 from outofcore.report.content import Page, page_content
 from outofcore.report.data import MemoryOverTime, Moved, StepReport, memory_over_time, step_report

@@ -1,4 +1,4 @@
-"""The content of the report's page, as plain JSON: the page itself only draws."""
+"""The content of the report's page, as plain JSON; the page only draws it."""
 
 from __future__ import annotations
 
@@ -17,31 +17,23 @@ from outofcore.report.waits import time_spent
 
 Object = dict[str, object]
 
-# Points of memory over time that a screen can tell apart; what is left out between two is never above both.
+# Moments of memory over time that a screen can resolve; omitted ones never exceed both neighbours.
 _MOMENTS = 1500
-# Waits that are told one by one: the longest.
+# The number of waits that are listed: the longest.
 _WAITS = 100
-# The rows that a page has in any case.
+# The rows that every page has.
 _ALWAYS = tuple((queue, 0) for queue in Queue if queue is not Queue.COMMUNICATE)
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a report says beside the step itself.
-
-    Attributes:
-        title: the heading.
-        budget: bytes that the user named.
-        insight: the step under other circumstances, if that is known.
-        homes: the names of the homes, in the order of their numbers.
-        notes: pairs of name and text, such as the machine.
-    """
+    """The parts of a report other than the step itself."""
 
     title: str
-    budget: int
-    insight: Insight | None = None
-    homes: Sequence[str] = ()
-    notes: Sequence[tuple[str, str]] = ()
+    budget: int  # bytes that the user named
+    insight: Insight | None = None  # predictions for other budgets
+    homes: Sequence[str] = ()  # names, by number
+    notes: Sequence[tuple[str, str]] = ()  # pairs of name and text, such as the machine
 
 
 def page_content(
@@ -50,14 +42,9 @@ def page_content(
     program: Program,
     timelines: Sequence[tuple[str, Timeline]],
     page: Page,
-    measured: LoopMeasurements | None = None,
+    measured: LoopMeasurements | None = None,  # of the first timeline, if it is of an eager loop
 ) -> Object:
-    """Return everything that a report shows. Times in microseconds, sizes in bytes.
-
-    Args:
-        timelines: of this program, each with its name; the page opens with the first.
-        measured: what is known of the first, beside the program, where it was measured without a plan.
-    """
+    """Return the content of a report, in microseconds and bytes; the page opens with the first timeline."""
     lanes = list(dict.fromkeys([*_ALWAYS, *map(lane_of, program.instructions)]))
     lanes.sort(key=lambda lane: (list(LANES).index(lane[0]), lane[1]))
     several = len({home for _, home in lanes}) > 1
@@ -76,11 +63,19 @@ def page_content(
         "storages": shown,
         "fates": fates,
         "instructions": [
-            # Lane, what it runs or copies, whether it runs again (1) or without a plan (2).
-            [lanes.index(lane_of(one)), one.op, 1 if one.again else 2 * (one.op in on_demand)]
-            if isinstance(one, Run)
-            else [lanes.index(lane_of(one)), -1 if (s := program.blocks[one.block].storage) is None else s, 0]
-            for one in program.instructions
+            # Lane; op or storage; 1 for a recomputed op, 2 for an op without a plan.
+            [
+                lanes.index(lane_of(instruction)),
+                instruction.op,
+                1 if instruction.again else 2 * (instruction.op in on_demand),
+            ]
+            if isinstance(instruction, Run)
+            else [
+                lanes.index(lane_of(instruction)),
+                -1 if (s := program.blocks[instruction.block].storage) is None else s,
+                0,
+            ]
+            for instruction in program.instructions
         ],
         "timelines": [
             _timeline(graph, program, name, timeline, None if number or measured is None else measured.memory)
@@ -139,51 +134,51 @@ def _micro(seconds: float) -> int:
 
 
 def _thinned(memory: MemoryOverTime) -> Object:
-    """Limit the number of moments to what can be seen: of neighbours keep the one with the most bytes."""
-    total = [sum(at) for at in zip(*memory.held.values(), strict=True)] or [0] * len(memory.times)
+    """Limit the moments to the resolution of a screen; of neighbours, keep the one with the most bytes."""
+    total = [sum(levels) for levels in zip(*memory.held.values(), strict=True)] or [0] * len(memory.times)
     length = memory.times[-1] or 1.0
-    kept: dict[int, int] = {}
+    indices_by_pixel: dict[int, int] = {}
     for index, time in enumerate(memory.times):
-        place = int(time / length * _MOMENTS)
-        if place not in kept or total[index] > total[kept[place]]:
-            kept[place] = index
-    indices = sorted({0, len(total) - 1, *kept.values()})
+        pixel = int(time / length * _MOMENTS)
+        if pixel not in indices_by_pixel or total[index] > total[indices_by_pixel[pixel]]:
+            indices_by_pixel[pixel] = index
+    indices = sorted({0, len(total) - 1, *indices_by_pixel.values()})
     return {
         "times": [_micro(memory.times[i]) for i in indices],
-        "held": {kind.replace("_", " "): [held[i] for i in indices] for kind, held in memory.held.items()},
+        "held": {kind.replace("_", " "): [counts[i] for i in indices] for kind, counts in memory.held.items()},
     }
 
 
 def _storages(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Object], dict[str, int]]:
-    """Return the storages that a plan decides about, the largest first; and the bytes of each fate."""
+    """Return the storages that a plan decides about, the largest first, and the bytes of each decision."""
     decisions: dict[int, list[Decision]] = defaultdict(list)
     for decision in plan.decisions:
         if decision.residency is not Residency.KEEP:
             decisions[decision.gap.storage].append(decision)
     copies: dict[int, Counter[bool]] = defaultdict(Counter)
-    for one in program.instructions:
-        if isinstance(one, CopyOut | CopyIn):
-            storage = program.blocks[one.block].storage
+    for instruction in program.instructions:
+        if isinstance(instruction, CopyOut | CopyIn):
+            storage = program.blocks[instruction.block].storage
             if storage is not None:
-                copies[storage][isinstance(one, CopyOut)] += 1
-    found: list[Object] = []
+                copies[storage][isinstance(instruction, CopyOut)] += 1
+    rows: list[Object] = []
     fates: Counter[str] = Counter()
     for data in sorted(graph.storages, key=lambda s: (-s.bytes, s.id)):
         if not is_large(data.bytes) and data.id not in copies:
             continue
         returning = [d for d in decisions[data.id] if d.gap != final_gap(graph, data.id)]
-        fate = _fate(data, returning) if returning or not decisions[data.id] else "goes home"
+        fate = _fate(data, returning) if returning or not decisions[data.id] else "evicted at the end"
         fates[fate] += data.bytes
-        made = graph.creator.get(data.id)
+        creator = graph.creator.get(data.id)
         uses = graph.uses[data.id]
-        found.append(
+        rows.append(
             {
                 "id": data.id,
                 "name": storage_text(data),
                 "kind": _kind(data.kind),
                 "bytes": data.bytes,
                 "module": _module(graph, data),
-                "source": graph.ops[made].source if made is not None else "",
+                "source": graph.ops[creator].source if creator is not None else "",
                 "fate": fate,
                 "out": copies[data.id][True],
                 "in": copies[data.id][False],
@@ -191,7 +186,7 @@ def _storages(graph: StepGraph, plan: Plan, program: Program) -> tuple[list[Obje
                 "gaps": [_gap(decision, len(graph.ops)) for decision in sorted(decisions[data.id], key=_place)],
             }
         )
-    return found, dict(fates)
+    return rows, dict(fates)
 
 
 def _place(decision: Decision) -> tuple[int, int]:
@@ -199,30 +194,29 @@ def _place(decision: Decision) -> tuple[int, int]:
 
 
 def _gap(decision: Decision, ops: int) -> list[object]:
-    """Return the residency, the op before the gap, and the op after it, which exceeds ``ops`` in the next step."""
+    """Return residency, op before, op after, and whether the op after is in the next step."""
     return [decision.residency.value, decision.gap.start, decision.gap.end % ops, int(decision.gap.end >= ops)]
 
 
 def _module(graph: StepGraph, data: Storage) -> str:
-    """Return the module of the op that made a storage, or of the first that uses it."""
-    made = graph.creator.get(data.id)
+    """Return the module of the op that creates a storage, or that uses it first."""
+    creator = graph.creator.get(data.id)
     uses = graph.uses[data.id]
-    op = made if made is not None else uses[0] if uses else None
+    op = creator if creator is not None else uses[0] if uses else None
     return graph.ops[op].module if op is not None else ""
 
 
 def _fate(data: Storage, decisions: Sequence[Decision]) -> str:
-    """Summarise the decisions about a storage in a word."""
     if data.arrives:
-        return "comes in"
+        return "fetched input"
     kinds = {decision.residency for decision in decisions}
     if kinds == {Residency.OFFLOAD, Residency.RECOMPUTE}:
-        return "leaves or is recomputed"
+        return "offloaded or recomputed"
     if Residency.OFFLOAD in kinds:
-        return "leaves, returns"
+        return "offloaded"
     if Residency.RECOMPUTE in kinds:
-        return "is recomputed"
-    return "stays"
+        return "recomputed"
+    return "resident"
 
 
 def _insight(insight: Insight) -> Object:
@@ -231,6 +225,6 @@ def _insight(insight: Insight) -> Object:
         "in_core": insight.in_core_budget,
         "compute": insight.compute_seconds,
         "points": [asdict(point) for point in insight.points],
-        "helps": [asdict(one) for one in insight.helps],
+        "helps": [asdict(help_item) for help_item in insight.helps],
         "verdict": insight.verdict,
     }

@@ -1,4 +1,4 @@
-"""The numbers of a report, from a program and a timeline, simulated or measured."""
+"""The figures of a report, from a program and a simulated or measured timeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outofcore.plan import Plan
 from outofcore.program import CopyOut, Program, Run, Timeline
 from outofcore.simulator import resident_bytes
 
-# What crosses to the caller and back in every step, whatever the plan: no movement that a plan could be blamed for.
+# Every plan copies these kinds between caller and step, so they do not count as its copies.
 _CALLERS = frozenset({StorageKind.INPUT, StorageKind.OUTPUT})
 
 WORKSPACE = "workspace"
@@ -19,10 +19,10 @@ WORKSPACE = "workspace"
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one step copies of the storages of one kind."""
+    """Copies of one step for the storages of one kind."""
 
     kind: StorageKind
-    storages: int  # how many different ones move
+    storages: int  # number of different storages that are copied
     copies_out: int
     bytes_out: int  # device to home
     copies_in: int
@@ -31,45 +31,32 @@ class Moved:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step in numbers.
-
-    Attributes:
-        budget: bytes that were allowed.
-        arena_bytes: the end of the highest block: what the step takes of the budget.
-        peak_bytes: the most bytes held by blocks at once; the rest of the arena is lost to fragmentation.
-        seconds: of the whole step.
-        compute_seconds: of which ops ran.
-        recomputed: how often an op ran that had run before in the step.
-        moved: by kind of storage; kinds of which nothing moves are absent, and so are inputs and
-            outputs, which cross to the caller in any case.
-    """
+    """One step in figures."""
 
     policy: str
-    budget: int
-    arena_bytes: int
-    peak_bytes: int
-    seconds: float
-    compute_seconds: float
-    recomputed: int
-    moved: tuple[Moved, ...]
+    budget: int  # bytes that were allowed
+    arena_bytes: int  # the end of the highest block, the part of the budget in use
+    peak_bytes: int  # the maximum of bytes in blocks; the rest of the arena is fragmentation
+    seconds: float  # of the whole step
+    compute_seconds: float  # of the ops
+    recomputed: int  # number of recomputed ops
+    moved: tuple[Moved, ...]  # by kind; without inputs and outputs, which every plan copies
 
     def again_seconds(self, costs: Costs) -> float:
-        """Return the seconds of ops that run again, given what each op costs once."""
+        """Return the seconds of recomputed ops, given the costs of all ops."""
         return max(self.compute_seconds - costs.compute_seconds, 0.0)
 
     @property
     def bytes_out(self) -> int:
-        """Bytes copied from the device to the home."""
         return sum(moved.bytes_out for moved in self.moved)
 
     @property
     def bytes_in(self) -> int:
-        """Bytes copied from the home to the device."""
         return sum(moved.bytes_in for moved in self.moved)
 
 
 def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeline, budget: int) -> StepReport:
-    """Sum up one step of a placed program; ``budget`` is the user's, and a plan's own may be less."""
+    """Summarise one step of a placed program; ``budget`` is the user's, and the plan's may be less."""
     compute = 0.0
     recomputed = 0
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
@@ -80,7 +67,7 @@ def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeli
         policy=plan.policy,
         budget=budget,
         arena_bytes=program.arena_bytes,
-        peak_bytes=max(held for _, held in resident_bytes(program, timeline)),
+        peak_bytes=max(in_use for _, in_use in resident_bytes(program, timeline)),
         seconds=timeline.step_seconds,
         compute_seconds=compute,
         recomputed=recomputed,
@@ -89,7 +76,7 @@ def step_report(graph: StepGraph, plan: Plan, program: Program, timeline: Timeli
 
 
 def _moved(graph: StepGraph, program: Program) -> tuple[Moved, ...]:
-    copies: dict[tuple[StorageKind, bool], list[int]] = {}  # (kind, whether out): the storages copied
+    copies: dict[tuple[StorageKind, bool], list[int]] = {}  # storages by (kind, is copy-out)
     for instruction in program.instructions:
         if isinstance(instruction, Run):
             continue
@@ -97,27 +84,21 @@ def _moved(graph: StepGraph, program: Program) -> tuple[Moved, ...]:
         if storage is not None and graph.storages[storage].kind not in _CALLERS:
             key = graph.storages[storage].kind, isinstance(instruction, CopyOut)
             copies.setdefault(key, []).append(storage)
-    found: list[Moved] = []
+    result: list[Moved] = []
     for kind in StorageKind:
         out, back = copies.get((kind, True), []), copies.get((kind, False), [])
         if out or back:
             out_bytes, in_bytes = (sum(graph.storages[s].bytes for s in moved) for moved in (out, back))
-            found.append(Moved(kind, len({*out, *back}), len(out), out_bytes, len(back), in_bytes))
-    return tuple(found)
+            result.append(Moved(kind, len({*out, *back}), len(out), out_bytes, len(back), in_bytes))
+    return tuple(result)
 
 
 @dataclass(frozen=True)
 class MemoryOverTime:
-    """Device bytes over one step, by what they hold, as step functions on common times.
+    """Device bytes over one step, by kind of storage, as step functions on common times."""
 
-    Attributes:
-        times: seconds, rising, the first 0.0 and the last the end of the step.
-        held: for each kind of storage (its text, or "workspace") the bytes from each time on, as
-            many as there are times. Kinds without any bytes are absent.
-    """
-
-    times: tuple[float, ...]
-    held: dict[str, tuple[int, ...]]
+    times: tuple[float, ...]  # seconds, rising, from 0.0 to the end of the step
+    held: dict[str, tuple[int, ...]]  # by kind (its text, or "workspace"), the bytes from each time on
 
     @property
     def peak_bytes(self) -> int:
@@ -125,37 +106,37 @@ class MemoryOverTime:
 
 
 def memory_over_time(graph: StepGraph, program: Program, timeline: Timeline) -> MemoryOverTime:
-    """Return the device bytes at each moment of a step, by kind of storage; the program need not be placed."""
+    """Return the device bytes over a step by kind of storage; the program need not be placed."""
     kinds = [
         WORKSPACE if block.storage is None else graph.storages[block.storage].kind.value for block in program.blocks
     ]
     levels: dict[str, list[tuple[float, int]]] = {}
     for kind in [*(kind.value for kind in StorageKind), WORKSPACE]:
         if kind in kinds:
-            # Bytes of other kinds are counted as none.
+            # Blocks of other kinds count as empty.
             blocks = (b if k == kind else replace(b, bytes=0) for b, k in zip(program.blocks, kinds, strict=True))
             levels[kind] = resident_bytes(replace(program, blocks=tuple(blocks)), timeline)
     changes = {time for level in levels.values() for time, _ in level if time < timeline.step_seconds}
     times = sorted(changes | {0.0, timeline.step_seconds})
-    held: dict[str, tuple[int, ...]] = {}
+    bytes_by_kind: dict[str, tuple[int, ...]] = {}
     for kind, level in levels.items():
         starts = [time for time, _ in level]
-        held[kind] = tuple(level[bisect_right(starts, time) - 1][1] for time in times)
-    return MemoryOverTime(tuple(times), {kind: levels for kind, levels in held.items() if any(levels)})
+        bytes_by_kind[kind] = tuple(level[bisect_right(starts, time) - 1][1] for time in times)
+    return MemoryOverTime(tuple(times), {kind: levels for kind, levels in bytes_by_kind.items() if any(levels)})
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is predicted for one budget.
+    """A prediction for one budget.
 
     Attributes:
         budget: bytes.
-        seconds: of a step; None: no plan was found.
-        policy: that planned it, or "" where none did.
+        seconds: of a step; None: there is no plan.
+        policy: that made the plan; "" without a plan.
         bytes_out: copied from the device in a step.
-        bytes_in: copied to it.
-        again_seconds: of ops that run again.
-        peak_bytes: the most bytes held at once.
+        bytes_in: copied to the device in a step.
+        again_seconds: of recomputed ops.
+        peak_bytes: the maximum of bytes in use.
     """
 
     budget: int
@@ -177,20 +158,11 @@ class Help:
 
 @dataclass(frozen=True)
 class Insight:
-    """A step under other circumstances.
+    """Predictions for a step at other budgets and on faster hardware."""
 
-    Attributes:
-        smallest_budget: in bytes.
-        in_core_budget: the bytes from which on nothing needs to move.
-        compute_seconds: all ops once.
-        points: by rising budget.
-        helps: what saves most first.
-        verdict: one sentence on what limits the step.
-    """
-
-    smallest_budget: int
-    in_core_budget: int
-    compute_seconds: float
-    points: tuple[Point, ...]
-    helps: tuple[Help, ...] = ()
-    verdict: str = ""
+    smallest_budget: int  # bytes
+    in_core_budget: int  # the smallest budget in bytes at which all tensors stay resident
+    compute_seconds: float  # of all ops, each run once
+    points: tuple[Point, ...]  # by rising budget
+    helps: tuple[Help, ...] = ()  # the largest saving first
+    verdict: str = ""  # one sentence about the bottleneck of the step

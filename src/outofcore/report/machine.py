@@ -12,8 +12,8 @@ from outofcore.units import KIB
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    cpu: str  # the model's name; the architecture where the system does not say
-    cores: int  # that this process may use
+    cpu: str  # the model's name, or else the architecture
+    cores: int  # available to this process
     memory_bytes: int
     kernel: str
     python: str
@@ -30,29 +30,22 @@ def this_machine() -> Machine:
 
 
 def available_memory_bytes() -> int | None:
-    """Return the memory that can be taken without swapping, as the kernel estimates; None where it does not say.
-
-    It is limited by the control group of this process (``memory.max`` of Linux's version 2).
-    """
-    found = [_kib(_field(Path("/proc/meminfo"), "MemAvailable")), _left_of_group(_own_group())]
-    return min((count for count in found if count is not None), default=None)
+    """Return the available memory, within the limits of the control group; None if unknown."""
+    counts = [_kib(_field(Path("/proc/meminfo"), "MemAvailable")), _left_of_group(_own_group())]
+    return min((count for count in counts if count is not None), default=None)
 
 
 def resident_memory_bytes() -> int | None:
-    """Return the current physical memory of this process (RSS); None where the system does not say."""
     return _kib(_field(Path("/proc/self/status"), "VmRSS"))
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Physical memory of this process, in bytes; 0 where the system does not say.
-
-    ``of_files`` are pages of files, ``anonymous`` ones of no file; the rest is shared memory.
-    """
+    """Physical memory of this process in bytes; 0 if the system does not report it."""
 
     resident: int
-    of_files: int
-    anonymous: int
+    of_files: int  # pages of files
+    anonymous: int  # other private pages
 
 
 def process_memory() -> ProcessMemory:
@@ -61,16 +54,15 @@ def process_memory() -> ProcessMemory:
 
 
 def peak_memory_bytes() -> int | None:
-    """Return the peak physical memory (RSS) of this process; None where the system does not say.
+    """Return the peak physical memory (RSS) of this process, exact to about a MiB; None if unknown.
 
-    Exact to about a MiB, since the kernel counts pages in batches. Not from ``getrusage``: there a process inherits the
-    peak of the one that started it.
+    ``getrusage`` is not used, since a process inherits its value from its parent.
     """
     return _kib(_field(Path("/proc/self/status"), "VmHWM"))
 
 
 def transparent_huge_pages() -> str:
-    """Return the system's setting: "always", "madvise", "never", or empty where it does not say."""
+    """Return the system's setting: "always", "madvise", "never", or "" if unknown."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
     except OSError:
@@ -79,28 +71,24 @@ def transparent_huge_pages() -> str:
 
 
 def _own_group() -> Path:
-    """Return the folder of this process's control group."""
-    line = next((each for each in _text(Path("/proc/self/cgroup")).splitlines() if each.startswith("0::")), "0::/")
+    line = next((entry for entry in _text(Path("/proc/self/cgroup")).splitlines() if entry.startswith("0::")), "0::/")
     return Path("/sys/fs/cgroup") / line.removeprefix("0::").lstrip("/")
 
 
 def _left_of_group(folder: Path) -> int | None:
-    """Return the bytes below the limits of a control group and its ancestors; None without a limit.
-
-    File pages count as free: the kernel drops them first.
-    """
-    found: list[int] = []
+    """Return the bytes free within the limits of a control group and its ancestors; None without a limit."""
+    free_bytes: list[int] = []
     for group in (folder, *folder.parents):
         limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
         if limit.isdigit() and used.isdigit():
-            facts = dict(line.split() for line in _text(group / "memory.stat").splitlines())
-            kept = int(facts.get("active_file", 0)) + int(facts.get("inactive_file", 0))
-            found.append(max(int(limit) - int(used) + kept, 0))
-    return min(found, default=None)
+            statistics = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+            file_bytes = int(statistics.get("active_file", 0)) + int(statistics.get("inactive_file", 0))
+            # The kernel drops file pages first, so they count as free.
+            free_bytes.append(max(int(limit) - int(used) + file_bytes, 0))
+    return min(free_bytes, default=None)
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file; empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -108,7 +96,7 @@ def _text(path: Path) -> str:
 
 
 def _field(path: Path, name: str) -> str:
-    """Return the value of the first line ``name: value`` of a file; empty where there is none."""
+    """Return the value of the first line ``name: value`` of a file; empty without such a line."""
     for line in _text(path).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:
@@ -117,6 +105,5 @@ def _field(path: Path, name: str) -> str:
 
 
 def _kib(text: str) -> int | None:
-    """Parse a text such as ``"1234 kB"``, the kernel's KiB, to bytes."""
     number = text.partition(" ")[0]
     return int(number) * KIB if number.isdigit() else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outofcore.graph import Op, StepGraph, Storage, StorageKind
 from outofcore.program import CopyOut, Instruction, Program, Queue, Run
 
-# Queues by the names of their rows, in the order of a page.
+# Names of the queues' rows, in the order of a page.
 LANES = {
     Queue.COMPUTE: "ops",
     Queue.COMMUNICATE: "collectives",
@@ -28,9 +28,9 @@ def op_text(op: Op) -> str:
 
 
 def instruction_text(graph: StepGraph, program: Program, instruction: Instruction) -> str:
-    """Return a name such as "copy-in of layer3.2.conv1 convolution output" or "convolution in conv1, again"."""
+    """Return a name such as "copy-in of layer3.2.conv1 convolution output" or "convolution, recomputed"."""
     if isinstance(instruction, Run):
-        return op_text(graph.ops[instruction.op]) + (", again" if instruction.again else "")
+        return op_text(graph.ops[instruction.op]) + (", recomputed" if instruction.again else "")
     block = program.blocks[instruction.block]
-    what = "scratch memory" if block.storage is None else storage_text(graph.storages[block.storage])
-    return f"{'copy-out' if isinstance(instruction, CopyOut) else 'copy-in'} of {what}"
+    name = "scratch memory" if block.storage is None else storage_text(graph.storages[block.storage])
+    return f"{'copy-out' if isinstance(instruction, CopyOut) else 'copy-in'} of {name}"

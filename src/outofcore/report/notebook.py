@@ -1,8 +1,4 @@
-"""Results in a notebook: short self-contained tables, and a report's page in a frame.
-
-A notebook asks an object for HTML by its method ``_repr_html_``. Tables have the colours of the notebook around them; a
-page has its own. All texts are escaped.
-"""
+"""Results in a notebook: short self-contained tables, and a report's page in a frame."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path, PosixPath
 
-# A notebook keeps what it shows. Longer pages are named and not put into it.
+# A notebook stores its output, so it shows longer pages by their path only.
 _LONGEST_PAGE = 8 << 20
 _TABLE = "border-collapse: collapse; margin: 4px 0; color: inherit; background: none"
 _ROW = "background: none"
@@ -23,7 +19,7 @@ _FRAME = "width: 100%; height: 720px; border: 0"
 
 
 def facts_html(title: str, facts: Sequence[tuple[str, str]]) -> str:
-    """Return a table of names and values; without a heading where the title is empty."""
+    """Return a table of names and values; it has no caption if the title is empty."""
     rows = "".join(
         f'<tr style="{_ROW}"><th scope="row" style="{_NAME}">{html.escape(name)}</th>'
         f'<td style="{_TEXT}">{html.escape(text)}</td></tr>'
@@ -33,7 +29,7 @@ def facts_html(title: str, facts: Sequence[tuple[str, str]]) -> str:
 
 
 def table_html(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first row is the heading; all but its last column are numbers."""
+    """Return a table with a heading in its first row; all columns but the last are numbers."""
     head, *body = rows
     headings = "".join(
         f'<th scope="col" style="{_style(i, head)}">{html.escape(cell)}</th>' for i, cell in enumerate(head)
@@ -57,7 +53,6 @@ def _table(title: str, body: str) -> str:
 
 
 def framed(page: str, title: str) -> str:
-    """Embed a whole page in a notebook: its scripts run, and reach nothing outside of its frame."""
     return (
         f'<iframe title="{html.escape(title)}" sandbox="allow-scripts" style="{_FRAME}" srcdoc="{html.escape(page)}">'
         "</iframe>"
@@ -65,14 +60,14 @@ def framed(page: str, title: str) -> str:
 
 
 class ReportPath(PosixPath):
-    """The path of a report: a notebook that shows it shows the page."""
+    """The path of a report; a notebook shows the page itself."""
 
     __slots__ = ()
 
     def _repr_html_(self) -> str | None:
         try:
             if not self.is_file() or self.stat().st_size > _LONGEST_PAGE:
-                return None  # then the path itself is shown
+                return None  # the notebook shows the path
             page = Path(self).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             return None

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: their content, style and the code that draws it."""
+"""Self-contained HTML pages, made of their content, their style and the scripts that draw it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from outofcore.errors import InputError
 
 
 def page_text(content: Mapping[str, object]) -> str:
-    """Return the report of a step as HTML, given ``content.page_content``."""
     return _page("page.html", ("common.js", "curves.js", "time.js", "page.js"), content)
 
 
@@ -21,27 +20,22 @@ def _page(template: str, scripts: Sequence[str], content: Mapping[str, object]) 
     parts = {
         "TITLE": html.escape(str(content["title"])),
         "STYLE": (assets / "page.css").read_text(encoding="utf-8"),
-        # No text of the user's may end the script early, or be anything but text.
+        # The user's text must not end the script element early.
         "CONTENT": json.dumps(content, separators=(",", ":")).replace("<", "\\u003c"),
         "CODE": "\n".join((assets / name).read_text(encoding="utf-8") for name in scripts),
     }
     page = (assets / template).read_text(encoding="utf-8")
-    # In one pass, so that nothing that is put in is taken for a place to put something in.
+    # In one pass, so that placeholders in inserted text are not replaced.
     pieces = page.split("%%")
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
 
 def write_report(path: Path, content: Mapping[str, object]) -> None:
-    """Write the report of a step to an HTML file, whose folder is created; raises ``InputError``."""
     _write(path, page_text(content))
 
 
 def write_sweep(path: Path, lines: Mapping[str, Sequence[tuple[int, float]]], *, title: str, floor: float) -> None:
-    """Write a page with step time over budgets, a line for each policy.
-
-    ``lines`` has for each policy its points (bytes, seconds), by rising bytes; those without points are left out.
-    ``floor`` is the least possible seconds of a step. Raises ``InputError`` if the file cannot be written.
-    """
+    """Write a page of step time over budgets, with (bytes, seconds) per policy and a bound in seconds."""
     drawn = [{"name": name, "points": [[*point, name] for point in points]} for name, points in lines.items() if points]
     content = {"title": title, "lines": drawn, "floor": floor}
     _write(path, _page("sweep.html", ("common.js", "curves.js", "sweep.js"), content))

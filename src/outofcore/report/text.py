@@ -9,7 +9,7 @@ from outofcore.units import format_bytes, format_seconds
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of equal length: the first column is aligned to the left, the others to the right."""
+    """Format rows of equal length, with the first column aligned left and the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  "
@@ -22,7 +22,6 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def moved_text(report: StepReport) -> str:
-    """List what moves in a step, by kind: one line each under a heading, or one line that nothing does."""
     if not report.moved:
         return "  nothing moves: all tensors stay on the device"
     rows = [("per step", "tensors", "evictions", "evicted", "fetches", "fetched")]
@@ -51,12 +50,12 @@ def moved_text(report: StepReport) -> str:
 
 
 def step_text(report: StepReport) -> str:
-    """Describe a step in two lines: the memory it takes, and its time."""
+    """Describe a step in two lines: its memory and its time."""
     waiting = report.seconds - report.compute_seconds
-    again = f"; ops recomputed: {report.recomputed}" if report.recomputed else ""
+    recomputed_text = f"; ops recomputed: {report.recomputed}" if report.recomputed else ""
     return (
         f"  memory  {format_bytes(report.arena_bytes)} of {format_bytes(report.budget)} reserved, "
         f"peak {format_bytes(report.peak_bytes)} (policy {report.policy})\n"
         f"  time    {format_seconds(report.seconds)}: ops {format_seconds(report.compute_seconds)}, "
-        f"waiting and overhead {format_seconds(max(waiting, 0.0))}{again}"
+        f"waiting and overhead {format_seconds(max(waiting, 0.0))}{recomputed_text}"
     )

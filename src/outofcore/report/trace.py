@@ -1,7 +1,6 @@
 """Timelines in the trace format of Chrome, which Perfetto and chrome://tracing open.
 
-Format: "Trace Event Format", Google; times in microseconds. A trace of ``torch.profiler`` has the same format, so both
-can be merged on one axis of time.
+Format: "Trace Event Format", Google; times in microseconds. ``torch.profiler`` writes the same format.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from outofcore.report.data import MemoryOverTime, memory_over_time
 from outofcore.report.naming import LANES, instruction_text, storage_text
 from outofcore.report.waits import time_spent
 
-# Above the numbers that systems give to processes, so that no process of a profiler's trace has one of them.
+# Above all process ids of systems, so that they do not clash with a profiler's trace.
 _FIRST_PROCESS = 1 << 30
-_WAITS_THREAD = 1  # its number in each process; those of the queues follow, in this order
+_WAITS_THREAD = 1  # in each process; the threads of the queues follow, in the order of ``_ROWS``
 _ROWS = (Queue.COMPUTE, Queue.COPY_IN, Queue.COPY_OUT, Queue.COMMUNICATE)
 
 Event = dict[str, Any]
@@ -30,18 +29,12 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class LoopMeasurements:
-    """What a loop has measured in a step, beside its timeline.
+    """Measurements of a step of an eager loop, other than its timeline."""
 
-    Attributes:
-        homes: the names of the links, in the order of their numbers.
-        on_demand: ids of ops that ran without a plan; all others ran by one.
-        marks: moments (seconds from the start of the step), each with its name and text.
-    """
-
-    homes: tuple[str, ...]
+    homes: tuple[str, ...]  # names of the links, by number
     memory: MemoryOverTime
-    on_demand: Collection[int]
-    marks: tuple[tuple[float, str, str], ...]
+    on_demand: Collection[int]  # ids of ops that ran without a plan
+    marks: tuple[tuple[float, str, str], ...]  # seconds from the start of the step, name, text
 
 
 def trace_events(
@@ -51,10 +44,7 @@ def trace_events(
     origin_us: float = 0.0,
     measured: LoopMeasurements | None = None,
 ) -> list[Event]:
-    """Return the events of a trace: for each named timeline a process with a thread for each queue, waits, and memory.
-
-    ``origin_us`` is where the steps begin on the axis of time, in microseconds.
-    """
+    """Return a process for each named timeline, with a thread for each queue, its waits, and memory."""
     events: list[Event] = []
     for number, (name, timeline) in enumerate(timelines):
         process = _FIRST_PROCESS + number
@@ -87,15 +77,15 @@ def _lanes(
     measured: LoopMeasurements | None,
 ) -> Iterator[Event]:
     threads: dict[tuple[Queue, int], int] = {}
-    several = any(not isinstance(i, Run) and i.home for i in program.instructions)
+    has_several_homes = any(not isinstance(i, Run) and i.home for i in program.instructions)
     for instruction, start, end in zip(program.instructions, timeline.starts, timeline.ends, strict=True):
         lane = lane_of(instruction)
         if lane not in threads:
             queue, home = lane
             threads[lane] = thread = 2 + _ROWS.index(queue) + len(_ROWS) * home
             link = f"home {home}" if measured is None else measured.homes[home]
-            of = f", {link}" if several and queue not in (Queue.COMPUTE, Queue.COMMUNICATE) else ""
-            yield from _thread(process, thread, LANES[queue] + of, thread)
+            suffix = f", {link}" if has_several_homes and queue not in (Queue.COMPUTE, Queue.COMMUNICATE) else ""
+            yield from _thread(process, thread, LANES[queue] + suffix, thread)
         args: dict[str, object] = {}
         name = instruction_text(graph, program, instruction)
         category = lane[0].value
@@ -122,16 +112,16 @@ def _lanes(
 
 
 def _waits(graph: StepGraph, program: Program, timeline: Timeline, process: int, origin: float) -> Iterator[Event]:
-    for waited in time_spent(graph, program, timeline)[1]:
+    for wait in time_spent(graph, program, timeline)[1]:
         yield {
             "ph": "X",
             "pid": process,
             "tid": _WAITS_THREAD,
             "cat": "wait",
-            "name": waited.text,
-            "ts": _time(waited.start, origin),
-            "dur": _time(waited.seconds),
-            "args": {"why": waited.why},
+            "name": wait.text,
+            "ts": _time(wait.start, origin),
+            "dur": _time(wait.seconds),
+            "args": {"why": wait.why},
         }
 
 
@@ -156,12 +146,11 @@ def _memory(memory: MemoryOverTime, process: int, origin: float) -> Iterator[Eve
             "pid": process,
             "name": "device bytes",
             "ts": _time(time, origin),
-            "args": {kind: held[index] for kind, held in memory.held.items()},
+            "args": {kind: counts[index] for kind, counts in memory.held.items()},
         }
 
 
 def _time(seconds: float, origin: float = 0.0) -> float:
-    """Return microseconds."""
     return round(origin + seconds * 1e6, 3)
 
 
@@ -175,16 +164,10 @@ def write_trace(
     beside: Path | None = None,
     measured: LoopMeasurements | None = None,
 ) -> None:
-    """Write timelines as a trace.
+    """Write named timelines as a trace, compressed if the path ends in ``.gz``.
 
-    Args:
-        path: the file, compressed if its name ends in ``.gz``; its folder is created.
-        timelines: each with its name.
-        began_ns: when the measured step began, in nanoseconds since 1970.
-        beside: a trace that ``torch.profiler`` exported, to be merged on its axis of time.
-
-    Raises:
-        InputError: the other trace cannot be read, or the file cannot be written.
+    ``beside`` is a trace exported by ``torch.profiler`` to merge; the step began at ``began_ns`` (nanoseconds since
+    1970). Raises ``InputError`` if a file cannot be read or written.
     """
     content: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": []}
     origin = 0.0
@@ -195,7 +178,7 @@ def write_trace(
     data = json.dumps(content).encode("utf-8")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Without a time in it, the same trace gives the same file.
+        # Without a time stamp, equal traces give equal files.
         path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     except OSError as error:
         raise InputError(f"cannot write the trace {path}: {error}; choose a path that can be written") from error
@@ -204,9 +187,11 @@ def write_trace(
 def _read(path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
-        found: object = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        content: object = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     except (OSError, ValueError, EOFError) as error:
         raise InputError(f"cannot read the trace {path}: {error}; give a file of export_chrome_trace()") from error
-    if not isinstance(found, Mapping) or not isinstance(cast(Mapping[str, object], found).get("traceEvents"), list):
-        raise InputError(f"{path} has no list of traceEvents: it is no trace; give a file of export_chrome_trace()")
-    return dict(cast(Mapping[str, Any], found))
+    if not isinstance(content, Mapping) or not isinstance(cast(Mapping[str, object], content).get("traceEvents"), list):
+        raise InputError(
+            f"{path} is not a trace, since it has no list of traceEvents; give a file of export_chrome_trace()"
+        )
+    return dict(cast(Mapping[str, Any], content))

@@ -1,5 +1,5 @@
 "use strict";
-// What all pages use: the content, texts for numbers, and elements.
+// Shared by all pages: the content, texts for numbers, and elements.
 
 const content = JSON.parse(document.getElementById("content").textContent);
 
@@ -8,13 +8,13 @@ function byId(id) { return document.getElementById(id); }
 // An element with attributes (``on…`` are listeners) and children, which are elements or texts.
 function make(tag, attributes = {}, ...children) {
   const svg = ["svg", "line", "path", "circle", "text", "title", "g"].includes(tag);
-  const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== false) made.setAttribute(name, value);
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== false) element.setAttribute(name, value);
   }
-  made.append(...children);
-  return made;
+  element.append(...children);
+  return element;
 }
 
 function colour(name) {

@@ -1,4 +1,4 @@
-// Everything around the chart: the summary, the lists and the table, and what the chart is told to show.
+// The page around the chart: the summary, the lists, the table, and the controls.
 
 const ROWS = 100;
 let shownRows = ROWS;
@@ -7,27 +7,27 @@ function swatch(name) { return make("span", { class: "swatch", style: "backgroun
 
 function sentence() {
   const first = content.timelines[0], predicted = content.timelines.find(timeline => timeline.name !== "measured");
-  const out = content.moved.reduce((sum, one) => sum + one.bytes_out, 0);
-  const back = content.moved.reduce((sum, one) => sum + one.bytes_in, 0);
+  const out = content.moved.reduce((sum, kind) => sum + kind.bytes_out, 0);
+  const back = content.moved.reduce((sum, kind) => sum + kind.bytes_in, 0);
   const parts = [make("b", {}, seconds(first.seconds)), " a step"];
   if (first.name !== "measured") parts.push(" (" + first.name + ")");
   else if (predicted) parts.push(" (predicted: " + seconds(predicted.seconds) + ")");
   parts.push(" within ", make("b", {}, bytes(content.budget)));
   const insight = content.insight;
   if (insight && insight.in_core > content.budget) {
-    parts.push(", where everything at once takes ", make("b", {}, bytes(insight.in_core)));
+    parts.push("; without copies it takes ", make("b", {}, bytes(insight.in_core)));
   }
   parts.push(". Ops take ", make("b", {}, share(first.spent.ops, first.seconds)), " of the time. ");
-  parts.push(out + back ? bytes(out) + " leave and " + bytes(back) + " come back in each step." :
-    "Nothing has to move.");
+  parts.push(out + back ? "Each step evicts " + bytes(out) + " and fetches " + bytes(back) + "." :
+    "All tensors stay resident.");
   return parts;
 }
 
 function fillSpent() {
   byId("verdict").textContent = content.insight ? content.insight.verdict : "";
-  const most = Math.max(...content.timelines.map(timeline => timeline.seconds));
+  const maxSeconds = Math.max(...content.timelines.map(timeline => timeline.seconds));
   const rows = content.timelines.map(timeline => {
-    const strip = make("div", { class: "strip", style: "width:" + 100 * timeline.seconds / most + "%" });
+    const strip = make("div", { class: "strip", style: "width:" + 100 * timeline.seconds / maxSeconds + "%" });
     for (const [part, name, text] of SPENT) {
       const value = timeline.spent[part];
       const title = text + ": " + seconds(value) + ", " + share(value, timeline.seconds);
@@ -65,10 +65,10 @@ function fillLegend() {
   const dash = (name, text) =>
     make("li", {}, make("span", { class: "line", style: "border-color:var(--" + name + ")" }), text);
   byId("legend").append(dash("budget", "budget"));
-  if (content.timelines.length > 1) byId("legend").append(dash("mark", "bytes held in the other timeline"));
+  if (content.timelines.length > 1) byId("legend").append(dash("mark", "memory in the other timeline"));
   byId("legend").append(make("li", {}, swatch("wait"), "ops wait"));
-  if (content.recomputed) byId("legend").append(make("li", {}, swatch("again"), "ops run again"));
-  if (content.instructions.some(one => one[2] === 2)) {
+  if (content.recomputed) byId("legend").append(make("li", {}, swatch("again"), "recomputed ops"));
+  if (content.instructions.some(instruction => instruction[2] === 2)) {
     byId("legend").append(make("li", {}, swatch("on-demand"), "ops without a plan"));
   }
 }
@@ -78,10 +78,10 @@ function fillWaits() {
   list.replaceChildren();
   const total = waits.reduce((sum, wait) => sum + wait.length, 0);
   byId("waits-note").textContent = waits.length
-    ? "Ops stood still for " + micro(total) + " in " + waits.length + (waits.length === 1 ? " wait" : " waits") +
-      (more ? " (" + more + " shorter ones are left out)" : "") + ". Choose one to see it in the chart."
-    : "Ops never wait: every copy is done when it is needed.";
-  const byLength = waits.map((wait, number) => [wait, number]).sort((one, other) => other[0].length - one[0].length);
+    ? "Ops waited for " + micro(total) + " in " + waits.length + (waits.length === 1 ? " wait" : " waits") +
+      (more ? " (" + more + " shorter waits are not listed)" : "") + ". Choose one to see it in the chart."
+    : "Ops never wait: every copy is complete in time.";
+  const byLength = waits.map((wait, number) => [wait, number]).sort((a, b) => b[0].length - a[0].length);
   for (const [wait, number] of byLength) {
     const press = () => {
       state.wait = number;
@@ -103,18 +103,18 @@ function fillCurve() {
   drawCurves(byId("curve"), [{ points: points.map(point => [point.budget, point.seconds, point.policy]) }],
     insight.compute, content.budget);
   byId("curve-note").textContent = "Predicted. The red dot is this plan; the smallest budget is " +
-    bytes(insight.smallest) + ", and from " + bytes(insight.in_core) + " on nothing has to move.";
+    bytes(insight.smallest) + ", and from " + bytes(insight.in_core) + " on all tensors stay resident.";
   return undefined;
 }
 
 function fillHelps() {
   const helps = content.insight ? content.insight.helps : [];
   if (!helps.length) return byId("helps-section").remove();
-  const most = Math.max(...helps.map(one => one.saves), 1e-9), total = content.timelines.at(-1).seconds;
-  for (const one of helps) {
-    byId("helps").append(make("li", {}, one.what + " saves ", make("b", {}, seconds(one.saves)),
-      " a step (" + share(one.saves, total) + ")",
-      make("div", { class: "gauge", style: "width:" + 100 * one.saves / most + "%" })));
+  const maxSaving = Math.max(...helps.map(help => help.saves), 1e-9), total = content.timelines.at(-1).seconds;
+  for (const help of helps) {
+    byId("helps").append(make("li", {}, help.what + " saves ", make("b", {}, seconds(help.saves)),
+      " a step (" + share(help.saves, total) + ")",
+      make("div", { class: "gauge", style: "width:" + 100 * help.saves / maxSaving + "%" })));
   }
   return undefined;
 }
@@ -126,23 +126,23 @@ function filtered() {
 }
 
 function fillRows() {
-  const found = filtered(), total = found.reduce((sum, storage) => sum + storage.bytes, 0);
-  byId("count").textContent = found.length + " of " + content.storages.length + " storages, " + bytes(total) +
-    "; the largest first. Those below 64 KiB always stay and are left out.";
-  byId("rows").replaceChildren(...found.slice(0, shownRows).map(storage =>
+  const shown = filtered(), total = shown.reduce((sum, storage) => sum + storage.bytes, 0);
+  byId("count").textContent = shown.length + " of " + content.storages.length + " storages, " + bytes(total) +
+    "; the largest first. Storages below 64 KiB always stay resident and are not listed.";
+  byId("rows").replaceChildren(...shown.slice(0, shownRows).map(storage =>
     make("tr", { "data-storage": storage.id, "aria-selected": storage.id === state.selected,
       onclick: () => select(storage.id, false) },
       make("td", {}, make("button", { type: "button" }, storage.name)),
       make("td", {}, swatch(storage.kind.replace(" ", "-")), storage.kind),
       make("td", { class: "number" }, bytes(storage.bytes)), make("td", {}, storage.fate))));
-  byId("more").hidden = found.length <= shownRows;
+  byId("more").hidden = shown.length <= shownRows;
 }
 
 function gapText([residency, start, end, next]) {
   const after = start < 0 ? "before the step" : "after " + opText(start) + timeText(start, true);
   const until = (next ? "in the next step before " : "before ") + opText(end) + timeText(end, false);
-  if (residency === "offload") return start < 0 ? "comes in " + until : "leaves " + after + ", and is back " + until;
-  return "is dropped " + after + ", and computed again " + until;
+  if (residency !== "offload") return "is released " + after + ", and recomputed " + until;
+  return start < 0 ? "is fetched " + until : "is evicted " + after + ", and fetched " + until;
 }
 
 function timeText(op, ends) {
@@ -180,8 +180,8 @@ function fillFilters() {
     byId(id).addEventListener("input", () => { shownRows = ROWS; fillRows(); });
   }
   byId("more").addEventListener("click", () => { shownRows += ROWS; fillRows(); });
-  byId("detail").append(make("p", { class: "note" }, "Choose a storage, here or in the chart, to see what becomes of " +
-    "it. Its copies and the ops that use it are then marked in the chart."));
+  byId("detail").append(make("p", { class: "note" }, "Choose a storage, here or in the chart, to see the decisions " +
+    "about it. The chart then marks its copies and the ops that use it."));
 }
 
 function fillNotes() {

@@ -1,4 +1,4 @@
-// A page of curves: one for each policy.
+// A page with one curve for each policy.
 
 const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8f5bd0", "#b8ab1c", "#6a6f78"];
 const drawn = content.lines.map((line, number) => ({ ...line, colour: COLOURS[number % COLOURS.length] }));

@@ -1,12 +1,12 @@
-// One step over time: memory above, the queues below, on one axis.
+// One step over time: memory above the queues, on one time axis.
 
 const KINDS = ["constant", "buffer", "parameter", "optimizer state", "state range", "gradient", "activation", "input",
   "output", "workspace"];
 const SPENT = [
   ["ops", "ops", "ops"],
-  ["again", "again", "ops run again"],
+  ["again", "again", "recomputed ops"],
   ["for_copies", "wait", "waits for copies"],
-  ["for_room", "room", "waits for room"],
+  ["for_room", "room", "waits for memory"],
   ["for_others", "on-demand", "waits for collectives"],
   ["end", "copies-out", "last copies"],
   ["between", "between", "between ops"],
@@ -26,22 +26,22 @@ function storageText(id) {
 }
 
 function instructionText(index) {
-  const [lane, what, how] = content.instructions[index];
-  if (runsOps(lane)) return opText(what) + ["", ", again", ", on demand"][how];
-  return (content.lanes[lane].startsWith("copies in") ? "copy-in of " : "copy-out of ") + storageText(what);
+  const [lane, id, mode] = content.instructions[index];
+  if (runsOps(lane)) return opText(id) + ["", ", recomputed", ", on demand"][mode];
+  return (content.lanes[lane].startsWith("copies in") ? "copy-in of " : "copy-out of ") + storageText(id);
 }
 
-// Whether a lane runs ops, collectives among them, and no copies.
+// Whether a lane runs ops or collectives, rather than copies.
 function runsOps(lane) {
   return lane === 0 || content.lanes[lane] === "collectives";
 }
 
-// The instructions of each lane, in program order, which is the order in which they run.
+// The instructions of each lane, in the order in which they run.
 const lanes = content.lanes.map(() => []);
 content.instructions.forEach((instruction, index) => lanes[instruction[0]].push(index));
 const runOf = new Map();
-content.instructions.forEach(([lane, what, how], index) => {
-  if (runsOps(lane) && how !== 1) runOf.set(what, index);
+content.instructions.forEach(([lane, id, mode], index) => {
+  if (runsOps(lane) && mode !== 1) runOf.set(id, index);
 });
 
 function now() { return content.timelines[state.timeline]; }
@@ -62,7 +62,7 @@ function layout() {
 function xOf(time, at) { return at.left + (time - view.from) / (view.to - view.from) * (at.right - at.left); }
 function timeOf(x, at) { return view.from + (x - at.left) / (at.right - at.left) * (view.to - view.from); }
 
-// The last place in a rising list whose value is not above the one given; -1: none.
+// The last index in a rising list whose value is at most the given one; -1 if there is none.
 function lastNotAbove(list, value) {
   let low = 0, high = list.length;
   while (low < high) {
@@ -195,16 +195,16 @@ function drawMemory(pen, at) {
   pen.fillText("budget " + bytes(content.budget), at.right - 4, y - 4);
 }
 
-function laneColour(lane, how) {
-  if (runsOps(lane)) return colour(["ops", "again", "on-demand"][how]);
+function laneColour(lane, mode) {
+  if (runsOps(lane)) return colour(["ops", "again", "on-demand"][mode]);
   return colour(content.lanes[lane].startsWith("copies in") ? "copies-in" : "copies-out");
 }
 
 function touchesSelected(index) {
-  const [lane, what] = content.instructions[index];
+  const [lane, id] = content.instructions[index];
   if (state.selected === null) return false;
   const storage = storageById.get(state.selected);
-  return runsOps(lane) ? storage !== undefined && storage.uses.includes(what) : what === state.selected;
+  return runsOps(lane) ? storage !== undefined && storage.uses.includes(id) : id === state.selected;
 }
 
 function drawLanes(pen, at) {
@@ -216,12 +216,12 @@ function drawLanes(pen, at) {
   }
   lanes.forEach((line, lane) => {
     const top = at.lanesTop + ROW * lane + 4, height = ROW - 8;
-    const colours = [0, 1, 2].map(how => laneColour(lane, how));
+    const colours = [0, 1, 2].map(mode => laneColour(lane, mode));
     for (const index of line) {
       if (ends[index] < view.from || starts[index] > view.to) continue;
       const x = xOf(starts[index], at), width = xOf(ends[index], at) - x;
       pen.fillStyle = colours[content.instructions[index][2]];
-      // A hair's breadth between neighbours, where there is room for it.
+      // A thin space between neighbours that are wide enough.
       pen.fillRect(x, top, width > 3 ? width - .7 : Math.max(width, .5), height);
       if (touchesSelected(index)) {
         pen.fillStyle = colour("accent");
@@ -242,17 +242,17 @@ function drawCursor(pen, at) {
   pen.lineWidth = 1;
 }
 
-// What there is to say of a moment.
-function read(time) {
+// Describe a moment.
+function describe(time) {
   const { times, held } = now().memory, place = Math.max(lastNotAbove(times, time), 0);
   const levels = KINDS.filter(kind => held[kind] && held[kind][place]).map(kind => [held[kind][place], kind]);
   const total = levels.reduce((sum, [count]) => sum + count, 0);
-  levels.sort((one, other) => other[0] - one[0]);
+  levels.sort((a, b) => b[0] - a[0]);
   const running = lanes.map(line => line.find(index => now().starts[index] <= time && time < now().ends[index]))
     .filter(index => index !== undefined).map(instructionText);
-  const wait = now().waits.find(one => one.start <= time && time < one.start + one.length);
+  const wait = now().waits.find(candidate => candidate.start <= time && time < candidate.start + candidate.length);
   const parts = [
-    micro(time) + ": " + bytes(total) + " held (" +
+    micro(time) + ": " + bytes(total) + " in use (" +
       levels.slice(0, 3).map(([count, kind]) => kind + " " + bytes(count)).join(", ") + ")",
   ];
   if (wait) parts.push("ops wait: " + wait.text);
@@ -327,9 +327,9 @@ function showWait(wait) {
 }
 
 function showStorageOf(index) {
-  const [lane, what] = content.instructions[index];
-  // Of an op, the largest of what it uses.
-  const id = lane > 0 ? what : (content.storages.find(storage => storage.uses.includes(what)) || { id: -1 }).id;
+  const [lane, target] = content.instructions[index];
+  // For an op, the largest storage that it uses.
+  const id = lane > 0 ? target : (content.storages.find(storage => storage.uses.includes(target)) || { id: -1 }).id;
   if (storageById.has(id)) select(id);
 }
 
@@ -340,7 +340,7 @@ function hit(event) {
   const reach = 3 * (view.to - view.from) / (at.right - at.left);
   let index;
   if (lane >= 0 && lane < lanes.length) {
-    index = lanes[lane].find(one => now().starts[one] - reach <= time && time <= now().ends[one] + reach);
+    index = lanes[lane].find(i => now().starts[i] - reach <= time && time <= now().ends[i] + reach);
   }
   return { x, time, index };
 }
@@ -357,9 +357,9 @@ function listen() {
   chart.addEventListener("pointermove", event => {
     const at = layout(), perPixel = (view.to - view.from) / (at.right - at.left);
     if (fingers.size === 2 && fingers.has(event.pointerId)) {
-      const [other] = [...fingers].filter(([id]) => id !== event.pointerId).map(([, one]) => one);
-      const before = Math.abs(fingers.get(event.pointerId).clientX - other.clientX);
-      const after = Math.abs(event.clientX - other.clientX);
+      const [second] = [...fingers].filter(([id]) => id !== event.pointerId).map(([, finger]) => finger);
+      const before = Math.abs(fingers.get(event.pointerId).clientX - second.clientX);
+      const after = Math.abs(event.clientX - second.clientX);
       if (before > 8 && after > 8) zoom(before / after, hit(event).time);
       moved = true;
       fingers.set(event.pointerId, event);
@@ -369,19 +369,19 @@ function listen() {
     } else {
       const { time, index } = hit(event);
       if (index !== undefined) readInstruction(index);
-      else if (time >= view.from && time <= view.to) byId("reading").textContent = read(time);
+      else if (time >= view.from && time <= view.to) byId("reading").textContent = describe(time);
     }
   });
-  const done = event => {
+  const release = event => {
     if (event.type === "pointerup" && !moved) {
       const { time, index } = hit(event);
-      if (index === undefined) byId("reading").textContent = read(Math.max(time, 0));
+      if (index === undefined) byId("reading").textContent = describe(Math.max(time, 0));
       else { goTo(index); showStorageOf(index); }
     }
     fingers.delete(event.pointerId);
   };
-  chart.addEventListener("pointerup", done);
-  chart.addEventListener("pointercancel", done);
+  chart.addEventListener("pointerup", release);
+  chart.addEventListener("pointercancel", release);
   chart.addEventListener("wheel", event => {
     if (!event.ctrlKey && !event.metaKey) return;
     event.preventDefault();
