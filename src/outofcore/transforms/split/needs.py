@@ -161,18 +161,18 @@ class Needs:
                 yield index, split.made.get(place)
 
     def cut_values(self, op: int, split: Way) -> Iterator[tuple[int, Cut]]:
-        """Yield the values on cuttable storages that a way cuts."""
+        """Yield the values on cuttable storages that a split cuts."""
         for index, cut in self.accesses(op, split):
             if cut is not None and self.values[index].storage in self.lines:
                 yield index, cut
 
     def axis(self, index: int, cut: Cut) -> int:
-        """Return the line of its storage at which the axis of a cut begins."""
+        """Return the line of a value's storage at which the cut axis begins."""
         run = Axes.run(self.places[index], cut.dims)
         return -1 if run is None else run[0]
 
     def uses(self, op: int, split: Way, storages: Set[int]) -> Uses:
-        """Return what the parts of an op access, and the bytes that are copied if that is cut otherwise."""
+        """Return an op's accesses to ``storages``, and the bytes that it copies from other storages."""
         written = self.graph.ops[op].mutates
         cells: list[tuple[int, int, int]] = []
         copied = 0

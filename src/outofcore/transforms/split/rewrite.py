@@ -1,7 +1,7 @@
 """Build the split step from the choices of ``search``.
 
 An op becomes one piece if it stays whole, else a piece per part. A piece includes the ops that gather and copy
-(``writer``). Updates of ranges and lookups in parts of a table are built separately.
+(``writer``). Updates of ranges and table lookups have their own kinds of parts.
 
 Pieces run depth first: the next op's part runs as soon as its arguments exist. So no tensor exists as a whole in a
 chain of ops that are cut alike.
@@ -353,7 +353,7 @@ class Builder:
     def _placed_call(
         self, func: Any, call: Call, named: dict[str, Any], *, refs: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword arguments from named ones; values become refs unless ``refs`` is False."""
+        """Return positional and keyword arguments from named ones, with refs for values if ``refs``."""
 
         def ref(value: Value) -> Any:
             return Ref(self.writer.index_of(value)) if refs else value

@@ -28,8 +28,8 @@ from outofcore.transforms.split.ways import AS_ONE, Choice, Way
 
 # Largest number of parts of an op.
 MOST_PARTS = 64
-# Differences in bytes below this fraction (1/32) are ignored: between a part and the smallest possible part, and between
-# splits that exceed the op budget.
+# Differences in bytes below this fraction (1/32) are ignored, both between a part and the smallest possible part and
+# between splits that exceed the op budget.
 _NEAR = 32
 
 
@@ -51,10 +51,10 @@ class Search:
             ops, storages = self._region(dropped, whole)
             splits = self._agreed(ops, storages)
             parts = self._parts(splits, storages)
-            splits = {op: way for op, way in splits.items() if parts[op] > 1}
+            splits = {op: split for op, split in splits.items() if parts[op] > 1}
             unfit = self._settled(splits, parts, storages, whole)
             if unfit is None:
-                return {op: Choice(way, self._ends[op]) for op, way in splits.items()}
+                return {op: Choice(split, self._ends[op]) for op, split in splits.items()}
             dropped |= unfit
 
     def cell_map(self) -> CellMap:
@@ -95,8 +95,8 @@ class Search:
         """Choose a split for each op that needs little memory and copies few bytes between parts."""
 
         def beyond(op: int, split: Way) -> int:
-            least = self.needs.in_parts(op, split, min(MOST_PARTS, split.extent))
-            return max(least - self.most, 0) // max(self.most // _NEAR, 1)
+            min_bytes = self.needs.in_parts(op, split, min(MOST_PARTS, split.extent))
+            return max(min_bytes - self.most, 0) // max(self.most // _NEAR, 1)
 
         splits: dict[int, list[Way]] = {}
         for op in ops:
@@ -132,8 +132,8 @@ class Search:
             if self.needs.whole(op) > self.most:
                 finest = min(split.extent, MOST_PARTS)
                 # Uncut arguments are a fixed cost, so finer parts stop saving memory at some number.
-                least = self.needs.in_parts(op, split, finest)
-                enough = max(self.most, least + least // _NEAR)
+                min_bytes = self.needs.in_parts(op, split, finest)
+                enough = max(self.most, min_bytes + min_bytes // _NEAR)
                 while parts * 2 <= finest and self.needs.in_parts(op, split, parts) > enough:
                     parts *= 2
             counts[op] = parts
@@ -218,7 +218,7 @@ class Search:
         """
         group = {op: op for op in splits}
 
-        def found(op: int) -> int:
+        def root(op: int) -> int:
             while group[op] != op:
                 group[op] = op = group[group[op]]
             return op
@@ -235,17 +235,17 @@ class Search:
                     continue
                 axis = axes.starts.index(self.needs.axis(index, cut))
                 if box[axis] == (0, axes.sizes[axis]):
-                    group[found(op)] = found(first_ops.setdefault((storage, axis), op))
+                    group[root(op)] = root(first_ops.setdefault((storage, axis), op))
         grains: dict[int, Fraction] = {}
         for op, split in splits.items():
             grain = Fraction(lcm(split.grain, units[op]), split.extent)
-            common = grains.get(found(op), grain)
-            grains[found(op)] = Fraction(
+            common = grains.get(root(op), grain)
+            grains[root(op)] = Fraction(
                 lcm(grain.numerator, common.numerator), gcd(grain.denominator, common.denominator)
             )
         return {
-            op: replace(split, grain=int(grains[found(op)] * split.extent))
-            if grains[found(op)] * parts[op] <= 1
+            op: replace(split, grain=int(grains[root(op)] * split.extent))
+            if grains[root(op)] * parts[op] <= 1
             else split
             for op, split in splits.items()
         }
