@@ -1,7 +1,7 @@
 """Measurements cached on disk, so that no other process repeats them.
 
-A cache is a folder with one JSON file per kind of measurement and set of facts that it depends on, such as the machine,
-its threads and the version of PyTorch.
+A cache is a folder with one JSON file per kind of measurement and set of facts. Measurements depend on facts such as
+the machine, its threads and the version of PyTorch.
 
 It is safe under concurrent use: files are replaced atomically, and writers hold a lock. Damaged files, and files of
 another format, are logged, ignored and rewritten. If the folder is not writable, each process measures again.

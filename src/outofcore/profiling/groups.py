@@ -1,8 +1,8 @@
 """The latency and bandwidth of collectives in a process group, measured by all its processes together.
 
-A collective takes the latency plus the time in which its bytes go round a ring (Patarasu and Yuan, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations", 2009). In an all-reduce among n processes each sends 2 (n - 1) / n
-of the bytes; gather, scatter and broadcast send half of that.
+A collective takes the latency plus the time in which its bytes go round a ring. In an all-reduce among n processes each
+sends 2 (n - 1) / n of the bytes; gather, scatter and broadcast send half of that (Patarasu and Yuan, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations", 2009).
 
 Limits: the time that processes wait for each other is not included. Groups of the same size are assumed to be alike.
 ``busy`` is measured only with two cores per process, because with fewer the processes slow each other down.

@@ -1,14 +1,14 @@
 """Measure the cost of each op in a few runs on scratch tensors, alone in memory.
 
 One op is measured for each family: ops with the same target, shapes, strides, dtypes and constants cost the same (the
-idea of FamilySeer, arXiv 2201.00194). The user's tensors stay untouched. Only one op is in memory at a time, so a model
-whose step does not fit can be measured, too.
+idea of FamilySeer, arXiv 2201.00194). The user's tensors stay untouched. Only one op is in memory at a time, so even a
+model can be measured that does not fit.
 
-Other processes on the cores make measured times too long (``busy``). Slowed repetitions are dropped; an op with too few
-others is marked busy and measured again by later calls.
+Other processes on the cores make measured times too long (``busy``). Slowed repetitions are dropped. A slowed op is
+marked busy, and measured again by later calls.
 
 The cache has families of PyTorch's own operators and optimizers, because the user's may change under the same name.
-Limits: an op is measured on scratch values (``scratch``), so data-dependent speed is not seen.
+Limits: ops run on scratch values (``scratch``), so data-dependent speed is not seen.
 """
 
 from __future__ import annotations
@@ -295,7 +295,8 @@ class _Bench:
                 )
                 continue
             raise refusal(
-                f"result {difference.leaf} of the operator {op.name} is {difference.real}, and was captured as {difference.captured}",
+                f"result {difference.leaf} of the operator {op.name} is {difference.real}, and was captured as "
+                f"{difference.captured}",
                 "its fake implementation and its kernel return different tensors",
                 "correct its fake or meta implementation (torch.library.register_fake), or use another operator",
                 op.source,
@@ -416,7 +417,7 @@ class KeptProfiles:
             ]
             leaves = [r.placement.key for r in requests if isinstance(r.placement, Result)]
             if results is not None and max(leaves, default=-1) >= results:
-                refuse(file, entry_path, f"names a result that the op, which has {results}, does not return")
+                refuse(file, entry_path, f"names a result beyond the {results} results of the op")
         except GraphError as error:
             _log.warning("measuring %s again, because its cached measurement cannot be used: %s", op.name, error)
             return None
@@ -482,7 +483,7 @@ class _KeptRequest(Struct, array_like=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if (self.where is None) != (self.kind == "elsewhere"):
-            raise ValueError("is not a request, which has bytes, a kind and a place (except for kind 'elsewhere')")
+            raise ValueError("must have bytes, a kind, and a place unless the kind is 'elsewhere'")
 
     @staticmethod
     def of(request: Request) -> _KeptRequest:
