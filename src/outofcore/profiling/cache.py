@@ -1,11 +1,8 @@
 """Measurements cached on disk, so that no other process repeats them.
 
-A cache is a folder with one JSON file per kind of measurement and set of facts. Measurements depend on facts such as
-the machine, its threads and the version of PyTorch.
-
-It is safe under concurrent use: files are replaced atomically, and writers hold a lock. Damaged files, and files of
-another format, are logged, ignored and rewritten. If the folder is not writable, each process measures again.
-docs/internals/caches.md lists all caches.
+There is one JSON file per kind of measurement and set of facts (machine, threads, PyTorch version). Writers hold a lock
+and replace files atomically. Damaged files, and files of another format, are logged, ignored and rewritten. See
+docs/internals/caches.md.
 """
 
 from __future__ import annotations
@@ -46,15 +43,11 @@ class _File(Struct):
 
 
 def default_cache_folder() -> Path:
-    """Return the default folder for measurements, which need not exist."""
     return user_cache_folder() / "measured"
 
 
 def open_cache(location: bool | str | os.PathLike[str]) -> Cache | None:
-    """Open the user's cache: True for the default folder, False for no cache, or a folder.
-
-    Raises ``InputError`` if the path is not a folder.
-    """
+    """Open the user's cache: True for the default folder, False for no cache, or a folder."""
     if location is False:
         return None
     folder = default_cache_folder() if location is True else Path(location)
@@ -76,7 +69,6 @@ class Cache:
         return Shelf(self.folder / f"{kind}-{digest[:16]}.json", json.loads(facts_text))
 
     def files(self) -> list[Path]:
-        """Return the files of the cache, sorted."""
         try:
             return sorted(p for p in self.folder.iterdir() if p.suffix in _ENDINGS and p.is_file())
         except OSError:
@@ -153,10 +145,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold a lock so that one process at a time runs a measurement that takes much memory.
-
-        Waits without a time limit. Proceeds without a lock if the folder is not writable.
-        """
+        """Hold a lock during a measurement that takes much memory; only hold it if the folder is writable."""
         with contextlib.ExitStack() as opened:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,18 +1,16 @@
 """Find splits that change the bits of an op, by trials on this machine: ``find_mismatches``.
 
-``transforms.split.rules`` proposes the splits; ``step_variants`` drops splits with a mismatch.
-
 A library may use another kernel for fewer rows, which adds in another order. So each split is tried once per op family
-on random numbers, whole against parts. The verdicts are cached with the measurements.
+on random numbers, whole against parts, and the verdict is cached.
 
-If the budget does not hold the whole op, the trial runs in a separate process, provided the machine has twice the
-memory free. Otherwise two ranges are tried, one at each end of the axis and as long as the budget allows. That proves
-less, because libraries choose kernels by size: of 234 splits without a mismatch on half of an op, 8 had one on the
-whole op (convolutions of a ResNet-50). If not even a quarter of an op fits, the split is dropped.
+A whole op beyond the budget is tried in a separate process, if the machine has twice the memory free. Otherwise two
+ranges within the budget are tried, one at each end of the axis. That proves less: of 234 splits without a mismatch on
+half of an op, 8 had one on the whole op (convolutions of a ResNet-50). If not even a quarter of the op fits, the split
+is dropped.
 
-Vectorized elementwise kernels may round the last elements of a range differently, and elements with gaps in memory.
-Random numbers rarely show it, so all elements are also computed in small pieces. An affected operator is split only
-where no elements remain and no gaps occur. An op with few result elements is tried several times.
+Vectorized elementwise kernels may round the last elements of a range differently, and elements with gaps in memory. So
+all elements are also computed in small pieces. An affected operator is split only where no elements remain and no gaps
+occur.
 
 Limits: a kernel that rounds differently only for rare numbers is not detected. Separate trial processes have not run on
 a GPU yet.
@@ -68,21 +66,14 @@ _SCRAPS = 1024 * _SCRAP  # elements of all scraps
 
 @dataclass(frozen=True)
 class _Effort:
-    """How thoroughly a split is tried.
+    """How thoroughly a split is tried."""
 
-    Attributes:
-        elements: repeat on new numbers until this many elements were compared,
-        bytes: or this many bytes were passed and returned,
-        draws: or this many trials ran.
-        placings: largest number of combinations of arguments in place and in their own memory.
-        share: smallest fraction of an op that may stand for it.
-    """
-
-    elements: int = 4096
-    bytes: int = 64 * MIB
+    # Trials are repeated on new numbers until they reach one of these three.
+    elements: int = 4096  # compared
+    bytes: int = 64 * MIB  # of arguments and results
     draws: int = 64
-    placings: int = 8
-    share: float = 0.25
+    placings: int = 8  # largest number of combinations of arguments in place and in their own memory
+    share: float = 0.25  # smallest fraction of an op that may stand for it
 
 
 _EFFORT = _Effort()
@@ -104,10 +95,7 @@ class Stretch:
 def refuted(
     checks: Sequence[Claim], values: Sequence[Value], backend: Backend, max_bytes: int, cache: Cache | None = None
 ) -> frozenset[str]:
-    """Return the keys of the checks that have a mismatch on this machine.
-
-    ``values`` are the values that the checks' calls refer to. A trial may take ``max_bytes`` bytes in this process.
-    """
+    """Return the keys of checks with a mismatch; trials in this process take at most ``max_bytes``."""
     shelf = None if cache is None else op_shelf(cache, backend.facts(), kind="parts")
     verdicts = _Verdicts(values, backend.device, {} if shelf is None else shelf.read())
     for check in checks:
@@ -143,7 +131,6 @@ class _Verdicts:
     holds: dict[str, bool] = field(default_factory=dict[str, bool])
 
     def is_known(self, check: Claim) -> bool:
-        """Return whether there is a verdict on the whole op."""
         return isinstance(self.known.get(_key(check, (_whole(check),))), bool)
 
     def find(self, check: Claim, ranges: Sequence[Stretch]) -> None:
@@ -177,7 +164,6 @@ def _key(check: Claim, ranges: Sequence[Stretch]) -> str:
 
 
 def _left_on(device: torch.device) -> int:
-    """Return the free bytes where trials run."""
     return (available_memory_bytes() or 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
@@ -201,7 +187,6 @@ def _tried_elsewhere(checks: Sequence[Claim], values: Sequence[Value], device: t
 
 
 def _said(work: bytes) -> tuple[list[bytes], int]:
-    """Return a trial process's verdicts, as far as it came, and its exit status."""
     with tempfile.TemporaryFile() as output:
         helper = start_process(f"{__name__}:serve", work, output)
         try:
@@ -293,7 +278,6 @@ def _needed(check: Claim, values: Sequence[Value], low: int, high: int, part: in
 
 
 def _given(check: Claim, values: Sequence[Value], low: int, high: int, names: Set[Name] | None = None) -> int:
-    """Return the bytes of a part's arguments, of all or of the named ones."""
     tensors = _tensors(check.call, values)
     cuts = check.way.given
     return sum(
@@ -302,7 +286,6 @@ def _given(check: Claim, values: Sequence[Value], low: int, high: int, names: Se
 
 
 def _made(check: Claim, values: Sequence[Value], low: int, high: int, call: Call) -> int:
-    """Return the bytes of the results of a part of a call."""
     cuts = check.way.made
     results = ((place, values[v]) for place, v in enumerate(call.results) if v is not None)
     return sum(_size(value, place in cuts, check, low, high) for place, value in results)
@@ -341,7 +324,6 @@ def _holds(check: Claim, values: Sequence[Value], device: torch.device, ranges: 
 
 
 def _draws(check: Claim, values: Sequence[Value], trial_range: Stretch) -> int:
-    """Return how often to run a trial: more often for ops with few result elements."""
     func = _operator(check.call)
     written = written_arguments(func, by_name(func, check.call.args, check.call.kwargs))
     sizes = [prod(values[v].shape) for v in check.call.results if v is not None]
@@ -398,14 +380,12 @@ _uneven: dict[str, bool] = {}
 
 
 def _rounds_gaps(call: Call, tensors: Mapping[Name, Value], device: torch.device) -> bool:
-    """Return whether elements with gaps between them are rounded differently."""
     long, run = _long(call, tensors, device)
     gaps = {n: torch.stack([t, t], dim=-1)[:, 0] if t.numel() > 1 else t.clone() for n, t in long.items()}
     return not _same(run({name: tensor.clone() for name, tensor in long.items()}), run(gaps))
 
 
 def _rounds_scraps(call: Call, tensors: Mapping[Name, Value], device: torch.device) -> bool:
-    """Return whether a few elements are rounded differently from many."""
     long, run = _long(call, tensors, device)
     whole = run({name: tensor.clone() for name, tensor in long.items()})
     for start in range(0, _SCRAPS, _SCRAP):
@@ -455,7 +435,6 @@ class Trial:
         fit(self.func, self._named(self.given, self.low, self.high, settle=not self.way.rebased))
 
     def _made(self, name: Name, value: Value) -> torch.Tensor:
-        """Return a random argument for the range."""
         cut = self.way.given.get(name)
         shape, stride = value.shape, value.stride
         if cut is not None and not self.whole:
@@ -567,7 +546,6 @@ class Trial:
             yield {name: views[name] if name in there else self._part(name, low, high) for name in self.given}
 
     def _merged(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """Merge the dimensions of a cut into one, as a view if possible."""
         return tensor.flatten(cut.dims[0], cut.dims[1] - 1) if self.whole else tensor
 
     def _slice(self, tensor: torch.Tensor, cut: Cut | None, low: int, high: int) -> torch.Tensor:
@@ -579,7 +557,6 @@ class Trial:
 
 
 def _copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor with its layout and its misalignment."""
     shift, count = tensor.storage_offset(), extent(tensor.shape, tensor.stride())
     base = torch.empty(shift + count, dtype=tensor.dtype, device=tensor.device)
     base[shift:].copy_(torch.as_strided(tensor, (count,), (1,), shift))

@@ -1,8 +1,4 @@
-"""Compare an op's results with its captured results.
-
-A step is captured on tensors without contents, with PyTorch's *meta* or *fake* kernels. Where those are wrong, later
-ops would get other tensors than expected. So each op's results are compared when it is measured.
-"""
+"""Compare an op's results with its captured ones, because *meta* and *fake* kernels can be wrong."""
 
 from __future__ import annotations
 
@@ -19,17 +15,13 @@ from outofcore.units import format_bytes
 
 @dataclass(frozen=True)
 class Difference:
-    """One result that differs from the capture.
-
-    ``what`` is "kind", "device", "dtype", "shape", "stride" or "bytes". ``survived`` is whether the step is right
-    nevertheless, because results are copied to where the plan has them.
-    """
+    """One result that differs from the capture."""
 
     leaf: int
-    what: str
+    what: str  # "kind", "device", "dtype", "shape", "stride" or "bytes"
     real: str
     captured: str
-    survived: bool = False
+    survived: bool = False  # the step is right nevertheless, because it copies the result to its place
 
 
 def differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Difference]:

@@ -1,11 +1,11 @@
 """The latency and bandwidth of collectives in a process group, measured by all its processes together.
 
-A collective takes the latency plus the time in which its bytes go round a ring. In an all-reduce among n processes each
-sends 2 (n - 1) / n of the bytes; gather, scatter and broadcast send half of that (Patarasu and Yuan, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations", 2009).
+A collective takes the latency plus the time in which its bytes go round a ring. In an all-reduce each process sends 2
+(n - 1) / n of the bytes; in other collectives half of that (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms
+for clusters of workstations", 2009).
 
-Limits: the time that processes wait for each other is not included. Groups of the same size are assumed to be alike.
-``busy`` is measured only with two cores per process, because with fewer the processes slow each other down.
+Limits: waits of processes for each other are not counted, and groups of the same size are assumed to be alike. ``busy``
+needs two cores per process, because with fewer they slow each other down.
 """
 
 from __future__ import annotations
@@ -54,15 +54,11 @@ class GroupCost:
     measured_at: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # seconds since the epoch; 0 unless busy
 
     def seconds(self, collective: Collective) -> float:
-        """Return the seconds of a collective that all processes start at once."""
         return self.latency_s + collective.sent_bytes / self.bytes_per_s
 
 
 def group_cost(group: ProcessGroup, device: torch.device, cache: Cache | None) -> GroupCost:
-    """Return the cost of a group, the same in all its processes; all of them must call this at once.
-
-    It is measured unless the cache of rank 0 has it.
-    """
+    """Return the cost of a group from rank 0's cache or a measurement; all its processes must call this."""
     key = f"{torch.distributed.get_backend(group)}/{device.type}/{group.size()}"
     shelf = None if cache is None else cache.shelf("groups", machine_facts())
     cached: list[Any] = [None]

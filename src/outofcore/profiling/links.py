@@ -1,8 +1,7 @@
 """Measure the link to a home: alone, concurrently with ops, and in both directions at once.
 
-A step copies while it computes, and copies and ops share cores, memory and buses. So plans use the rates measured
-concurrently with ops. ``Home`` also has how much copies slow down ops, and copies in the other direction. ``_measure``
-is the protocol; threads and the host's clock, or streams and the device's clock, run and time it.
+Copies and ops share cores, memory and buses, so plans use the rates measured concurrently with ops. ``_measure`` is the
+protocol; threads and the host's clock, or streams and the device's clock, run and time it.
 """
 
 from __future__ import annotations
@@ -65,29 +64,17 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """A measured link.
-
-    Attributes:
-        capacity: of the home, in bytes.
-        latency_s: of a copy of one page, alone.
-        alone: in one direction, with no other work.
-        computing: in one direction, concurrently with ops.
-        together: in both directions at once, concurrently with ops.
-        compute_alone_s: seconds of the ops, alone.
-        compute_single_s: seconds of the ops with copies in one direction, the mean of both.
-        compute_both_s: seconds of the ops with copies in both directions.
-        busy: as for ``costs.OpCost``.
-    """
+    """A measured link; ``busy`` is as for ``costs.OpCost``."""
 
     name: str
     capacity: int | None
-    latency_s: _Seconds
-    alone: Rates
-    computing: Rates
-    together: Rates
-    compute_alone_s: _Seconds
-    compute_single_s: _Seconds
-    compute_both_s: _Seconds
+    latency_s: _Seconds  # of a copy of one page, alone
+    alone: Rates  # in one direction, with no other work
+    computing: Rates  # in one direction, concurrently with ops
+    together: Rates  # in both directions, concurrently with ops
+    compute_alone_s: _Seconds  # of the ops, alone
+    compute_single_s: _Seconds  # of the ops with copies in one direction, the mean of both
+    compute_both_s: _Seconds  # of the ops with copies in both directions
     busy: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
 
     @property
@@ -110,7 +97,6 @@ class LinkReport:
 
     @property
     def home(self) -> Home:
-        """The costs of the home during a step."""
         return Home(
             self.name,
             self.capacity,
@@ -137,10 +123,7 @@ _HOST_WORK, _DEVICE_WORK = Work(512, 4, 32 * MIB), Work(2048, 1, 64 * MIB)
 
 
 def links_to(stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int) -> tuple[Home, ...]:
-    """Return the costs of a step's homes.
-
-    Each is measured on a sibling, so that no room of the home itself is used. Raises as ``measure_link``.
-    """
+    """Return the costs of a step's homes, each measured on a sibling; raises as ``measure_link``."""
     homes: list[Home] = []
     for store in stores:
         sibling = store.sibling(2 * max(buffer_bytes, PAGE_BYTES))
@@ -190,10 +173,7 @@ def known_link(
 def keep_link(
     home: HomeStore, cache: Cache, before: Home, after: Home, device: Mapping[str, object] | None = None
 ) -> None:
-    """Update a link's measured costs (``before``) in the cache to the costs observed in steps (``after``).
-
-    These are the rates and the slowdown of ops. ``device`` are facts about a device other than the CPU.
-    """
+    """Change a link's cached rates and slowdown of ops from ``before`` to ``after``, as steps observed."""
     if before == after:
         return
     shelf = _shelf(cache, device)
@@ -233,20 +213,17 @@ def measure_link(
     """Measure the link between memory, or a device, and a home.
 
     Copies go between fresh memory and space past the end of the home's contents; the home grows by twice the buffer.
-    Bandwidth is the median of several copies, latency the median of one-page copies. Between a device and a disk,
-    copies go through buffers in host memory, as in a step. The first Ctrl-C takes effect after the measurement, a
-    second one after the current copies.
+    Bandwidth is the median of several copies, latency the median of one-page copies. The first Ctrl-C takes effect
+    after the measurement, a second one after the current copies.
 
     Args:
         home: an open or unopened home; for a device preferably pinned memory, or a disk.
         buffer_bytes: size of a copy, rounded up to whole pages.
-        seconds: approximate duration, in equal parts: three each for ops alone, for copies out and in concurrently with
-            ops, and for both at once; one each for copies out and in alone. At least three copies are timed.
+        seconds: approximate duration. At least three copies are timed.
         driver: the device; None: the memory of the process.
         compute: the concurrent work; by default ops bound by arithmetic and by memory in turn.
 
-    Limits: the speed is that of this half second. A drive may slow down once its write cache is full, or while other
-    programs use it. Copies may slow other ops down more, or less.
+    Limits: the speed is that of this half second. A drive may slow down once its write cache is full.
 
     Raises:
         ArenaError: the device has no room for two buffers and 192 MiB for ops.
@@ -271,8 +248,6 @@ def measure_link(
 
 @dataclass(frozen=True, eq=False)
 class _Action:
-    """An action to repeat, on a stream."""
-
     call: Callable[[], object]
     stream: Stream = Stream.COMPUTE  # only for a device
 
@@ -284,8 +259,6 @@ _Times = Callable[[Sequence[_Action], float, int], list[list[float]]]
 
 @dataclass(frozen=True)
 class _Bench:
-    """The actions to measure, and the function that times them."""
-
     times: _Times
     work: _Action  # ops
     put: _Action  # a copy to the home
@@ -373,11 +346,7 @@ def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Cal
 
 
 def beside_each_other(actions: Sequence[_Action], seconds: float, min_runs: int) -> list[list[float]]:
-    """Time actions (see ``_TimeActions``): the first in this thread, the others in their own threads.
-
-    All threads have ended when this returns or raises, even after interrupts. Raises ``StateError`` if the system
-    cannot start a thread.
-    """
+    """Time actions as ``_TimeActions``: the first in this thread, the others in threads that end first."""
     times: list[list[float]] = [[] for _ in actions]
     enough = [threading.Event() for _ in actions]
     start = threading.Barrier(len(actions))
@@ -478,7 +447,6 @@ def _device_bench(
 def _memory_copies(
     driver: Driver, home: HomeStore, arena: Memory, slots: tuple[int, int], size: int
 ) -> tuple[_Action, ...]:
-    """Return copies between an arena's first bytes and host memory: out, in, and a page in each direction."""
     host = [home.face(slot, size) for slot in slots]
     device = arena.view(0, size), arena.view(size, size)
     host[1].fill_(1)
@@ -497,7 +465,6 @@ def _memory_copies(
 def _disk_copies(
     driver: Driver, home: DiskHome, arena: Memory, slots: tuple[int, int], size: int
 ) -> tuple[_Action, ...]:
-    """Return copies between an arena's first bytes and a disk: out, in, and a page in each direction."""
     staging = Staging(driver, home)
 
     def copy_out(count: int, slot: int) -> _Action:

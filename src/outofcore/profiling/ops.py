@@ -1,11 +1,8 @@
 """Measure the cost of each op in a few runs on scratch tensors, alone in memory.
 
-One op is measured for each family: ops with the same target, shapes, strides, dtypes and constants cost the same (the
-idea of FamilySeer, arXiv 2201.00194). The user's tensors stay untouched. Only one op is in memory at a time, so even a
-model can be measured that does not fit.
-
-Other processes on the cores make measured times too long (``busy``). Slowed repetitions are dropped. A slowed op is
-marked busy, and measured again by later calls.
+Ops with the same target, shapes, strides, dtypes and constants are a family and cost the same, so one is measured (the
+idea of FamilySeer, arXiv 2201.00194). Times on a busy machine are too long. So slowed repetitions are dropped, and
+slowed ops are marked ``busy`` and measured again later.
 
 The cache has families of PyTorch's own operators and optimizers, because the user's may change under the same name.
 Limits: ops run on scratch values (``scratch``), so data-dependent speed is not seen.
@@ -287,7 +284,6 @@ class _Bench:
             return workspace_layout(recorder.events, pointers, captured.alignment)
 
     def _check(self, op: Op, leaves: Sequence[object]) -> None:
-        """Raise if an op's kernel returns other tensors than were captured."""
         for difference in differences(self._captured, op, leaves):
             if difference.survived:
                 _log.info(
@@ -352,7 +348,6 @@ def _aligned(offset: int, count: int) -> int:
 
 
 def machine_facts() -> dict[str, object]:
-    """Return the facts that all speeds on this machine depend on."""
     machine = this_machine()
     return {
         "torch": torch.__version__,
@@ -364,11 +359,7 @@ def machine_facts() -> dict[str, object]:
 
 
 def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str = "ops") -> Shelf:
-    """Return the cached facts about ops under the current settings.
-
-    ``device`` are facts about a device other than the CPU. ``kind`` is "ops" for profiles, or "parts" for exactness
-    checks.
-    """
+    """Return the cache file for ops under the current settings; kind "parts" is for exactness checks."""
     settings = {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -399,11 +390,7 @@ class KeptProfiles:
         self._again: dict[str, OpCost] = {}  # costs to be measured again
 
     def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
-        """Return the cached profile of an op's family, or None if it must be measured.
-
-        ``first``: its first run allocates differently from later ones. ``results`` is the number of tensors that it
-        returns, if known.
-        """
+        """Return an op's cached profile, or None if it must be measured; ``first``: its first run differs."""
         value = self._known.get(_key(op)) if is_keepable(op) else None
         if value is None or self._shelf is None:
             return None
@@ -453,8 +440,7 @@ def keep_profiles(
 ) -> None:
     """Replace measured costs of ops in the cache by costs observed in steps.
 
-    A family gets the median of its ops' seconds, and the requests of the op with the most scratch memory. Only families
-    of the ops in ``only`` are saved, if given.
+    A family gets the median of its ops' seconds, and the requests of the op with the most scratch memory.
     """
     families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
@@ -519,17 +505,14 @@ class _KeptRequests(Struct):
 
 
 class _Kept(Struct, omit_defaults=True):
-    """A cached profile; without seconds only memory was measured.
-
-    ``busy`` is as for ``OpCost``; ``measured_at`` is seconds since the epoch, and 0 unless busy.
-    """
+    """A cached profile; without seconds only memory was measured."""
 
     seconds: _Seconds | None
     workspace_bytes: _Bytes
     requests: _KeptRequests
     first_requests: _KeptRequests | None = None
     busy: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
-    measured_at: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
+    measured_at: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # seconds since the epoch; 0 unless busy
 
     def __post_init__(self) -> None:
         if max(self.requests.bytes, self.first_requests.bytes if self.first_requests else 0) > self.workspace_bytes:

@@ -1,10 +1,8 @@
 """The contents of scratch tensors on which an op is measured.
 
-Floating-point tensors hold one half and integers zero, a valid index anywhere; most ops run on these. Other contents
-are tried for ops that do not, such as matrix factorisations. Indices are spread evenly: equal ones would be read from a
-cache, and additions to one element would serialize.
-
-On a GPU floating-point values are drawn from around one half. With constant bits the chip would draw less power and
+Floats are one half and integers zero, a valid index anywhere. Other contents are tried for ops that do not run on
+these, such as matrix factorisations. Indices are spread evenly: equal ones would be read from a cache, and additions to
+one element would serialize. On a GPU floats are random, because with constant bits the chip would draw less power and
 clock higher than in training.
 """
 
@@ -28,25 +26,15 @@ Given = dict[str, Any]
 
 @dataclass(frozen=True)
 class Contents:
-    """Values for the arguments of an op.
+    """Values for the arguments of an op."""
 
-    Attributes:
-        whole: the value in integer tensors.
-        identity: whether square matrices are the identity, which can be factorised and inverted.
-        random: whether other floats are drawn between 0 and 1 instead of one half.
-        varied: whether they are drawn between 1/4 and 3/4.
-    """
-
-    whole: int = 0
-    identity: bool = False
-    random: bool = False
-    varied: bool = False
+    whole: int = 0  # in integer tensors
+    identity: bool = False  # square matrices are the identity, which can be factorised and inverted
+    random: bool = False  # other floats are drawn between 0 and 1 instead of one half
+    varied: bool = False  # floats are drawn between 1/4 and 3/4
 
     def fill_bytes(self, target: torch.Tensor, dtype: torch.dtype) -> None:
-        """Fill a storage (contiguous uint8) before ``fill``: halves or random values, zeros for integers.
-
-        ``dtype`` is that of the storage's first value.
-        """
+        """Fill a storage (contiguous uint8) before ``fill``; ``dtype`` is that of its first value."""
         if not (dtype.is_floating_point or dtype.is_complex):
             target.zero_()
             return
@@ -89,17 +77,13 @@ _DRAWN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def contents_to_try(device: torch.device) -> tuple[Contents, ...]:
-    """Return contents to try one after the other until an op runs."""
     if traits_of(device).survives_bad_indices:
         return PLAIN, Contents(identity=True), Contents(whole=1, identity=True), Contents(whole=1), _RANDOM
     return Contents(varied=True), Contents(identity=True), _RANDOM
 
 
 def _even_groups(named: Given) -> None:
-    """Divide the rows evenly among the ragged groups of a matrix product.
-
-    Zeros would leave all groups empty. Routers of mixtures of experts are trained to keep groups even.
-    """
+    """Divide the rows evenly among the ragged groups of a matrix product, as trained routers do."""
     first, second, offsets = named["self"], named["mat2"], named.get("offs")
     if offsets is None:
         return
@@ -114,7 +98,6 @@ def _full_bags(named: Given) -> None:
 
 
 def _even_repeats(named: Given) -> None:
-    """Make repeats add up to the size of the result."""
     repeats, size = named["repeats"], named.get("output_size")
     if size is not None and repeats.numel():
         repeats.fill_(size // repeats.numel())
@@ -122,7 +105,6 @@ def _even_repeats(named: Given) -> None:
 
 
 def _even_segments(named: Given) -> None:
-    """Make segment lengths add up to the divided length."""
     lengths = named.get("lengths")
     if lengths is not None and lengths.numel():
         data, axis = named["data"], named.get("axis", 0)
@@ -171,27 +153,23 @@ def _rows_of(name: str) -> Callable[[Given], None]:
 
 
 def _places_along(named: Given) -> None:
-    """Spread indices along one dimension."""
     source = named["self"]
     if source.ndim:
         spread(named["index"], source.shape[named["dim"]])
 
 
 def _places_of_each(named: Given) -> None:
-    """Spread indices along each indexed dimension."""
     for indices, count in zip(named["indices"], named["self"].shape, strict=False):
         if isinstance(indices, torch.Tensor) and not indices.is_floating_point():
             spread(indices, count)
 
 
 def _classes(named: Given) -> None:
-    """Spread class numbers."""
     source = named["self"]
     spread(named["target"], source.shape[1 if source.ndim > 1 else 0])
 
 
 def _windows(named: Given) -> None:
-    """Spread a pooling's indices of largest values."""
     spread(named["indices"], named["self"].shape[-1] * named["self"].shape[-2])
 
 

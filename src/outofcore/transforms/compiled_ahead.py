@@ -1,9 +1,7 @@
-"""Compile kernels in helper processes while this process compiles others.
+"""Compile CPU kernels in helper processes while this process compiles others.
 
-Both the C++ compiler and the Python work of a kernel use one thread. Helpers start with the last recipe and this
-process with the first; they share Inductor's cache on disk. If a helper fails, this process compiles its recipes.
-
-Limits: CPU kernels only; Inductor compiles GPU kernels in its own processes.
+Helpers start with the last recipe and this process with the first; they share Inductor's cache on disk. If a helper
+fails, this process compiles its recipes. Inductor compiles GPU kernels in its own processes.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ _MOST = 8
 
 @contextlib.contextmanager
 def compiling_ahead(recipes: Sequence[Recipe], threads: int, cores: int | None = None) -> Iterator[int]:
-    """Compile recipes in helpers, last first, while the block runs; yield the number of helpers.
-
-    The block compiles the same recipes, first to last. ``cores`` defaults to the cores this process may use.
-    """
+    """Compile recipes in helpers, last first, while the block runs; yield the number of helpers."""
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     cpu_recipes = [recipe for recipe in recipes if recipe.device.type == "cpu"]
     count = min(cores - 1, len(cpu_recipes) // _EACH, _MOST)

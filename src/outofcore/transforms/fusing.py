@@ -1,11 +1,8 @@
 """The pass that fuses groups of ops (found by ``analysis.fusing``) into compiled kernels.
 
-It runs before all other passes. A large result reuses the memory of an argument at its last use, as in
-``passes.reuse``.
-
-Fused are PyTorch's own elementwise operators, reductions, norms, softmax and losses; not products, convolutions,
-attention, random ops and custom operators. The CPU keeps PyTorch's kernels where they are faster than Inductor's: norms
-other than batch norm's forward pass, and sums over the rows of a matrix (figures: the guide to compiled kernels).
+It runs before all other passes. Fused are PyTorch's own elementwise operators, reductions, norms, softmax and losses;
+not products, convolutions, attention, random ops and custom operators. The CPU keeps PyTorch's kernels where they are
+faster than Inductor's: norms other than batch norm's forward pass, and sums over the rows of a matrix.
 """
 
 from __future__ import annotations
@@ -65,10 +62,7 @@ _TAGS = (torch.Tag.pointwise, torch.Tag.reduction)
 
 
 def fused(captured: Captured, kernels: Kernels, tell: Tell = silent, *, least: int = LARGE_BYTES) -> Captured:
-    """Fuse ops that Inductor can compile into one kernel; the bits are Inductor's.
-
-    Adds new kernels to ``kernels``. Two ops are fused only over a storage of at least ``min_bytes`` bytes.
-    """
+    """Fuse ops, two only over a storage of at least ``min_bytes``; adds new kernels to ``kernels``."""
     pairs = list(zip(captured.graph.ops, captured.calls, strict=True))
     fusible, alone, scratch = [op.id for op, call in pairs if _is_fusible(captured, op, call)], list[int](), {}
     if traits_of(captured.device).knows_faster_kernels:
@@ -105,10 +99,8 @@ def fusing(capture: Callable[..., Captured], kernels: Kernels | None, tell: Tell
 
 
 def _known_scratch(captured: Captured) -> dict[int, int]:
-    """Return lower bounds of the scratch bytes of ops, by op id.
-
-    oneDNN copies convolution arguments to another layout. Batch norm's gradient needs a similar copy.
-    """
+    """Return lower bounds of the scratch bytes of ops, by op id."""
+    # oneDNN copies convolution arguments to another layout; batch norm's gradient needs a similar copy.
     storages = captured.graph.storages
     return {
         op.id: max((storages[s].bytes for s in op.reads), default=0)
@@ -185,10 +177,7 @@ def _covers(captured: Captured, value: Value) -> bool:
 
 
 class _Fusion:
-    """A group of ops and the op that replaces them.
-
-    ``over`` maps each created storage that reuses an input's memory to that input's storage. ``op`` has no family yet.
-    """
+    """A group of ops and the op that replaces them (without a family)."""
 
     def __init__(self, captured: Captured, ops: Sequence[int], min_bytes: int) -> None:
         self._captured = captured
@@ -202,6 +191,7 @@ class _Fusion:
         self.inputs = self._given(calls, mutated)
         results = [value for call in calls for value in call.results if value is not None]
         outputs = [v for v in dict.fromkeys(results) if self._is_seen(captured.values[v].storage)]
+        # Created storages that reuse the memory of an input: their ids and the input's.
         self.over = self._over(outputs, mutated, min_bytes)
         self.results = tuple(v for v in outputs if captured.values[v].storage not in self.over)
         self.recipe = self._recipe(calls, mutated)
@@ -248,7 +238,6 @@ class _Fusion:
         return tuple(inputs)
 
     def _is_seen(self, storage: int) -> bool:
-        """Return whether the user or an op outside the group reads a storage."""
         graph = self._captured.graph
         return storage in graph.outputs or not set(self.ops).issuperset(graph.uses[storage])
 

@@ -1,10 +1,8 @@
 """Compile several ops into one kernel with Inductor and its on-disk cache.
 
 Inductor's options are fixed: no autotuning, static sizes, the current thread count. So a kernel is the same in every
-process with the same versions on the same kind of machine.
-
-Limits: Inductor's bits differ from the single operators'. It computes chains in half precision in full
-precision, and adds in another order.
+process with the same versions on the same kind of machine. Its bits differ from the single operators': it computes
+chains in half precision in full precision, and adds in another order.
 """
 
 from __future__ import annotations
@@ -37,19 +35,15 @@ REWRITTEN = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 @dataclass(frozen=True)
 class Recipe:
-    """The ops that a kernel computes, with values and storages numbered by first use.
-
-    ``written`` has a pair for each input that is written: its position, and the storage with its new contents. Recipes
-    with the same ``text`` are equal.
-    """
+    """The ops that a kernel computes, with values and storages numbered by first use."""
 
     calls: tuple[Call, ...]
     values: tuple[Value, ...]
     inputs: tuple[int, ...]
-    written: tuple[tuple[int, int], ...]
+    written: tuple[tuple[int, int], ...]  # position of each written input, and the storage of its new contents
     results: tuple[int, ...]
     device: torch.device
-    text: str = ""
+    text: str = ""  # recipes with the same text are equal
 
     @property
     def name(self) -> str:
@@ -100,10 +94,7 @@ class NotFusibleError(Exception):
 
 @dataclass
 class Kernels:
-    """The kernels of a step, each compiled once.
-
-    With ``compiles=False`` kernels can be planned but not run, as for an estimate for another device.
-    """
+    """The kernels of a step, each compiled once; with ``compiles=False`` they can be planned but not run."""
 
     compiles: bool = True
     _known: dict[tuple[str, int], Kernel | None] = field(default_factory=dict[tuple[str, int], Kernel | None])
@@ -155,10 +146,7 @@ def _not_compiled(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def compiled(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Compile a recipe for a thread count, or load it from Inductor's cache.
-
-    Raises ``CompilerMissingError`` without a compiler, and Inductor's own errors.
-    """
+    """Compile a recipe or load it from Inductor's cache; raises ``CompilerMissingError`` if it cannot."""
     inputs = [(recipe.values[index], recipe.device) for index in recipe.inputs]
     layouts = [(value.shape, value.stride, value.offset, value.dtype, device) for value, device in inputs]
     return compile_traced(_Traced(recipe), layouts, threads)
@@ -196,7 +184,6 @@ class _Traced:
         return tuple(returned)
 
     def _contents_as(self, storage: int, index: int) -> torch.Tensor:
-        """Return a storage's contents, viewed with the layout of a value of any storage."""
         tensor, value = self.contents[storage]
         return _viewed(tensor, value, self.recipe.values[index])
 

@@ -1,9 +1,8 @@
 """Split sums over rows or samples into partial sums: the pass behind ``split="close"``.
 
-Gradients of weights, biases and norm scales are sums over a batch. One op needs all addends on the device at once;
-several ops need one part at a time. Another order of additions rounds differently, so such a step is close to plain
-PyTorch and not equal to the bit. The number of parts depends on tensor sizes alone, so the bits are the same at every
-budget and on every machine.
+One op needs all addends on the device at once; several ops need one part at a time. Another order of additions rounds
+differently, so such a step is close to plain PyTorch and not equal to the bit. The number of parts depends on tensor
+sizes alone, so the bits are the same at every budget.
 
 Limits: sums of 16-bit numbers (each part would be rounded to 16 bits), batch norm statistics and embedding tables stay
 whole.
@@ -39,23 +38,15 @@ _PRECISE = frozenset({torch.float32, torch.float64, torch.complex64, torch.compl
 
 @dataclass(frozen=True)
 class Sum:
-    """A split of an op's sum.
+    """A split of an op's sum."""
 
-    Attributes:
-        extent: length of the summed axis.
-        given: the arguments that have this axis, with their cuts.
-        settle: adjusts constants to a part.
-        grain: smallest length of a part.
-    """
-
-    extent: int
-    given: Mapping[Name, Cut]
-    settle: Settle | None = None
-    grain: int = 1
+    extent: int  # of the summed axis
+    given: Mapping[Name, Cut]  # the arguments that have this axis
+    settle: Settle | None = None  # adjusts constants to a part
+    grain: int = 1  # smallest length of a part
 
 
 def summing(capture: Callable[..., Captured], *, is_on: bool) -> Callable[..., Captured]:
-    """Return a capture function that also splits sums; ``capture`` itself if the pass is off."""
     return (lambda **arguments: in_partial_sums(capture(**arguments))) if is_on else capture
 
 
@@ -179,7 +170,6 @@ def _standing(own_results: Mapping[int | None, int | None], ref: Ref) -> Ref:
 
 
 def _beside(value: Value, op: Op, values: list[Value], storages: list[Storage]) -> int:
-    """Add a value with the layout of another one, on a new storage."""
     old = storages[value.storage]
     storages.append(Storage(len(storages), old.bytes, StorageKind.ACTIVATION, f"{old.name} part".strip()))
     values.append(replace(value, storage=len(storages) - 1))

@@ -1,8 +1,5 @@
 """Passes that rewrite a captured step without changing a bit.
 
-``rewrite_for_speed`` combines the passes for plentiful memory, ``rewrite_for_lowest_memory`` the passes for short
-memory.
-
 - Splitting: a convolution's backward pass becomes two ops, for the gradient of the input and of the weights.
 - Shape-only arguments: an op that reads a tensor only for its shape no longer reads it.
 - Recomputing casts: a widening cast runs again in the backward pass, so that its narrow input is saved.
@@ -63,10 +60,7 @@ def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[
 
 
 def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
-    """Split the backward pass of a layer or group norm into two ops; return other ops unchanged.
-
-    The first computes the gradient of the input, the second the gradients of the weights.
-    """
+    """Split the backward pass of a layer or group norm into two ops; return other ops unchanged."""
     is_norm = isinstance(call.func, OpOverload) and call.func._schema.name in _NORMS_BACKWARD
     return (_halves(captured, op, call) if is_norm else None) or [(op, call)]
 
@@ -138,9 +132,8 @@ def may_be_overwritten(graph: StepGraph, storage: int) -> bool:
 def recompute_casts(captured: Captured) -> Captured:
     """Recompute widening casts in the backward pass; the bits stay the same.
 
-    Norms of a bfloat16 model cast their input to float32. Plain PyTorch saves the copy for the backward pass and frees
-    the input. This pass saves the input, in half the bytes, and casts again before the copy's first use in the backward
-    pass. A plan can then recompute a transformer block from its input, too.
+    Norms of a bfloat16 model cast their input to float32. Plain PyTorch saves the copy; this pass saves the input, in
+    half the bytes. A plan can then recompute a transformer block from its input, too.
     """
     graph = captured.graph
     turn = fullest_op(graph)
@@ -215,12 +208,11 @@ class Over:
         return self.run(*args, **self.completed(args, kwargs))
 
     def completed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments for ``run``."""
         return kwargs if self.out is None else {**kwargs, self.out: args[self.place]}
 
 
 def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
-    """Write large results of elementwise ops, of at least ``min_bytes`` bytes, over an argument.
+    """Write large elementwise results, of at least ``min_bytes``, over an argument.
 
     The op must be the argument's last use, the step must have created it, and its layout must be the result's.
     """
@@ -241,7 +233,6 @@ def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
 
 
 def _written_over(captured: Captured, op: Op, call: Call, least: int) -> Over | None:
-    """Return the overload that writes an op's result over an argument, or None."""
     graph, values = captured.graph, captured.values
     func = call.func
     if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
@@ -296,9 +287,8 @@ def _alike(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverl
 def hoisting(captured: Captured) -> tuple[int, ...]:
     """Return an op order that frees memory sooner, with the same bits.
 
-    Hoisted are optimizer updates without random numbers, and ops that turn large storages into small ones, such as
-    gradient norms. Ops that may raise stay in place, and updates after them: a step that raises has run no update that
-    plain PyTorch would not have run.
+    Hoisted are optimizer updates without random numbers, and ops that turn large storages into small ones. They do not
+    pass ops that may raise, so a step that raises has run no update that plain PyTorch would not have run.
     """
     graph = captured.graph
     large = {s.id for s in graph.storages if is_large(s.bytes)}
@@ -327,10 +317,7 @@ SHARE_OF_UPDATES = 16
 
 
 def delayed(captured: Captured, max_bytes: int) -> Captured:
-    """Move each update down to the last update that it can be joined with.
-
-    At most ``max_bytes`` bytes of parameters wait for their update.
-    """
+    """Move each update to the last one it can join; at most ``max_bytes`` of parameters wait for it."""
     # The ops that run in the place of each op: a row of updates runs in the place of its last one.
     places: list[list[int]] = [[op.id] for op in captured.graph.ops]
     row: list[tuple[Op, Call]] = []
@@ -357,9 +344,8 @@ def delayed(captured: Captured, max_bytes: int) -> Captured:
 def together(captured: Captured, max_bytes: int | None = None) -> Captured:
     """Join consecutive updates.
 
-    ``max_bytes`` limits the bytes of parameters per op; None chooses a limit that needs little more memory. Optimizers
-    that go over all parameters at once need scratch memory for all of them. They are joined on devices only, where the
-    fixed cost of an update dominates.
+    ``max_bytes`` limits the bytes of parameters per op; None chooses a limit that needs little more memory. Updates of
+    all parameters at once need scratch memory for all; they are joined on devices only.
     """
     device = traits_of(captured.device)
     at_once, sizes = device.updates_all_at_once, device.update_bytes
@@ -390,7 +376,6 @@ def _update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
 
 
 def _follows(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call], max_bytes: int, *, at_once: bool) -> bool:
-    """Return whether an op can join a row of updates within ``max_bytes`` bytes of parameters."""
     first, update = _update(*row[0], at_once=at_once), _update(*pair, at_once=at_once)
     if first is None or update is None or update.optimizer is not first.optimizer:
         return False
@@ -420,10 +405,7 @@ def _joined(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
 
 
 def fastest(traced: Captured) -> Captured:
-    """Rewrite a trace for plentiful memory: joined updates and reused arguments.
-
-    Consecutive updates run faster than scattered ones, which evict each other's code and data from the caches.
-    """
+    """Rewrite a trace for plentiful memory: joined updates and reused arguments."""
     return reuse(together(by_shape(traced)))
 
 
@@ -434,10 +416,9 @@ def leanest(traced: Captured) -> Captured:
 
 
 def lean(traced: Captured, room: int) -> Captured:
-    """Rewrite a trace for low memory, with updates joined as far as ``room`` bytes allow.
+    """Rewrite a trace for low memory, with updates joined as far as ``room`` bytes allow it.
 
-    Each update costs some hundred microseconds, and a single one misses the processor's caches. So parameters with
-    gradients close together are updated together, which holds the first gradients longer.
+    Each update costs some hundred microseconds, and a single one misses the processor's caches.
     """
     captured = leanest(traced)
     max_bytes = min(room // SHARE_OF_UPDATES, traits_of(captured.device).update_bytes.delayed)

@@ -1,23 +1,19 @@
 """Split ops that need more memory than the op budget.
 
 A large op is split along an axis on which its elements do not mix, and its neighbours with it. Large tensors between
-them are cut into cells, one for each part where all ops cut them alike. The step's inputs and results stay whole; parts
-view them through windows. The same tensors and op budget give the same step.
+them are cut into cells. The step's inputs and results stay whole; parts view them through windows.
 
 - ``step``: ``split_step``, the entry point.
 - ``prepare``: rewrites ops that no rule can split.
-- ``rules``: the table of operators and the axes along which they can be split, as ``ways`` defines them.
+- ``rules``: the table of operators and their axes; ``ways`` defines its types.
 - ``needs``: bytes that ops need, whole and split.
 - ``search``: chooses the ops, axes and numbers of parts, and the ``cells`` of storages.
 - ``rewrite``: builds the split step; ``writer`` adds its ops, and copies from and to cells.
 - ``state_ranges``: parameters and optimizer state fetched range by range.
 - ``exactness``: the exactness checks that ``profiling.equality`` runs.
 
-Cutting ops along dimensions that do not mix is the idea of "Tofu" (Wang, Huang, Li: EuroSys 2019) and of FlexFlow's
-SOAP dimensions (Jia, Zaharia, Aiken: MLSys 2019), there for several devices. Here the parts run one after another on
-one device.
-
-Limits: only operators in ``rules`` can be split, and gradients that are left to the user are not.
+"Tofu" (Wang, Huang, Li: EuroSys 2019) and FlexFlow's SOAP dimensions (Jia, Zaharia, Aiken: MLSys 2019) cut ops so for
+several devices; here the parts run one after another on one.
 """
 
 from outofcore.transforms.split.exactness import Claim

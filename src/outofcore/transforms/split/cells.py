@@ -1,7 +1,4 @@
-"""The cells of storages: boxes of a large storage that are separate storages in the split step.
-
-If all ops cut a storage alike, each part has a cell; otherwise parts gather arguments from several cells.
-"""
+"""The cells of storages: boxes of a large storage that are separate storages in the split step."""
 
 from __future__ import annotations
 
@@ -17,19 +14,12 @@ WORTH = 8
 
 @dataclass(frozen=True)
 class CellMap:
-    """The storages that are cut, and where.
+    """The storages that are cut, and where."""
 
-    Attributes:
-        axes: axes of cut storages, by storage id.
-        cuts: ends of the cells along each axis, by storage id; other storages stay whole.
-        places: boxes of values on storages that may be cut, by value index.
-        ranged: storages with cells that are ranges at home.
-    """
-
-    axes: Mapping[int, Axes]
-    cuts: Mapping[int, list[list[int]]]
-    places: Mapping[int, Placed]
-    ranged: frozenset[int]
+    axes: Mapping[int, Axes]  # by storage
+    cuts: Mapping[int, list[list[int]]]  # ends of the cells along each axis, by storage; others stay whole
+    places: Mapping[int, Placed]  # boxes of values on storages that may be cut, by value index
+    ranged: frozenset[int]  # storages with cells that are ranges at home
 
     def box(self, storage: int, value: int, cut: Cut | None, low: int, high: int) -> Box | None:
         """Return the box of a value on a cut storage, or of one part of it; None if it is not a box."""

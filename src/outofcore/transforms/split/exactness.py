@@ -1,8 +1,6 @@
 """The exactness checks of a split step, which ``profiling.equality`` runs on this machine.
 
-A check compares the bits of an op with the bits of its parts, or of the op on arguments with another layout. Its key
-has all that decides the outcome, so a check runs once per machine. After a mismatch the step is split again without
-that split.
+After a mismatch the step is split again without that split.
 """
 
 from __future__ import annotations
@@ -21,25 +19,18 @@ from outofcore.transforms.split.ways import AS_ONE, Choice, Name, Way
 
 @dataclass(frozen=True)
 class Claim:
-    """An exactness check: the parts of an op must compute the same bits as the whole op.
+    """An exactness check: the parts of an op must compute the same bits as the whole op."""
 
-    Attributes:
-        key: the op's family, the axis and the ends of the parts; equal keys mean the same check.
-        ends: ends of the parts, from the start of the first one.
-        of: the call with the expected results; None: the op's own.
-        laid: strides of uncut arguments that are gathered from cells into another layout or alignment.
-    """
-
-    key: str
+    key: str  # the op's family, the axis and the ends of the parts; equal keys mean the same check
     call: Call
     way: Way
-    ends: tuple[int, ...]
-    of: Call | None = None
+    ends: tuple[int, ...]  # of the parts, from the start of the first one
+    of: Call | None = None  # the call with the expected results; None: `call`
+    # Strides of uncut arguments that are gathered from cells into another layout or alignment.
     laid: Mapping[Name, tuple[int, ...]] = field(default_factory=dict[Name, tuple[int, ...]])
 
 
 def claim_of(captured: Captured, cell_map: CellMap, op: int, choice: Choice) -> Claim:
-    """Return the check that an op's parts compute the bits of the whole op."""
     strides = _laid(captured, cell_map, op, choice.way)
     name = f"{captured.graph.ops[op].family} by {choice.way.name} at {list(choice.ends)}{_lies(captured, op, strides)}"
     return Claim(name, captured.calls[op], choice.way, choice.ends, laid=strides)

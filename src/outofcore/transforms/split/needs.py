@@ -19,13 +19,7 @@ from outofcore.transforms.split.ways import Cut, Way
 
 
 class Needs:
-    """The possible splits of each op, and the bytes that its parts need.
-
-    Attributes:
-        lines: lines of the storages that may be cut, by storage id.
-        places: boxes of values on those storages, by value index.
-        ranged: storages of parameters and optimizer state that may be fetched range by range.
-    """
+    """The possible splits of each op, and the bytes that its parts need."""
 
     def __init__(
         self,
@@ -41,15 +35,14 @@ class Needs:
         self.ranged, self._least, self._workspaces, self._home = ranged, min_bytes, workspaces, home
         self._refused_ways = {key.rpartition(" at [")[0] for key in refused}
         self._ways: dict[int, list[Way]] = {}
-        self.lines = self._cuttable()
-        self.places = {
+        self.lines = self._cuttable()  # of storages that may be cut
+        self.places = {  # by value index
             index: place
             for index, value in enumerate(self.values)
             if value.storage in self.lines and (place := placed(self.lines[value.storage], value.window()))
         }
 
     def _cuttable(self) -> dict[int, Lines]:
-        """Return the lines of the storages that may be cut."""
         graph = self.graph
         used: dict[int, list[Value]] = {}
         for index in dict.fromkeys(index for call in self.captured.calls for index in values_of(call)):
@@ -109,7 +102,6 @@ class Needs:
         return (placed_well or value.storage not in self.lines) and value.merged(cut.dims) is not None
 
     def size(self, index: int) -> int:
-        """Return the bytes of a value's elements."""
         value = self.values[index]
         return prod(value.shape) * value.dtype.itemsize
 

@@ -1,8 +1,4 @@
-"""Rewrite ops that no rule can split: the backward passes of norms, and losses of many classes.
-
-Both rewrites keep the bits. A norm's two gradients become two ops, which an exactness check compares. A loss reads only
-the targets' log-probabilities, which needs no check.
-"""
+"""Rewrite ops that no rule can split: the backward passes of norms, and losses of many classes."""
 
 from __future__ import annotations
 
@@ -29,10 +25,7 @@ _LOSSES: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 2, _aten.nll_l
 
 
 def halved(captured: Captured, max_bytes: int, refused: Set[str]) -> tuple[Captured, list[Claim]]:
-    """Split the large backward passes of norms into two ops; return the step and its exactness checks.
-
-    The gradient of the input can be cut by rows, the gradients of scale and offset by columns.
-    """
+    """Split the large backward passes of norms into two ops; return the step and its exactness checks."""
     graph = captured.graph
     pairs: list[tuple[Op, Call]] = []
     claims: list[Claim] = []
@@ -51,8 +44,7 @@ def halved(captured: Captured, max_bytes: int, refused: Set[str]) -> tuple[Captu
 def small_losses(captured: Captured, max_bytes: int) -> Captured:
     """Let losses over large log-probabilities read only the targets' ones, without changing a bit.
 
-    ``nll_loss`` adds up one number per row or pixel. A tensor with a single class that has these numbers gives the same
-    sum.
+    ``nll_loss`` adds up one number per row or pixel; so it does on a tensor with one class that has these numbers.
     """
     graph, values = captured.graph, list(captured.values)
     storages = list(graph.storages)
@@ -67,7 +59,6 @@ def small_losses(captured: Captured, max_bytes: int) -> Captured:
 
 
 def _small_loss(op: Op, call: Call, storages: list[Storage], values: list[Value]) -> list[tuple[Op, Call]] | None:
-    """Return the ops of a loss that reads only the targets' log-probabilities, or None."""
     rank = _LOSSES.get(call.func) if isinstance(call.func, OpOverload) else None
     if rank is None or call.kwargs:
         return None

@@ -1,10 +1,7 @@
 """Build the split step from the choices of ``search``.
 
-An op becomes one piece if it stays whole, else a piece per part. A piece includes the ops that gather and copy
-(``writer``). Updates of ranges and table lookups have their own kinds of parts.
-
-Pieces run depth first: the next op's part runs as soon as its arguments exist. So no tensor exists as a whole in a
-chain of ops that are cut alike.
+An op becomes one piece if it stays whole, else a piece per part, with the ops that gather and copy. Pieces run depth
+first, so no tensor exists as a whole in a chain of ops that are cut alike.
 """
 
 from __future__ import annotations
@@ -37,18 +34,14 @@ _aten = torch.ops.aten
 
 @dataclass
 class _Arguments:
-    """The arguments of a part.
-
-    Attributes:
-        parts: argument slices, by name.
-        shapes: names of arguments of which only the shape matters; their values have no storage.
-        written: arguments written in place: the value in the original step, its cut, and the slice.
-    """
+    """The arguments of a part."""
 
     parts: dict[Name, Value] = field(default_factory=dict[Name, Value])
+    # Arguments of which only the shape matters; their values have no storage.
     shapes: list[Name] = field(default_factory=list[Name])
     reads: list[int] = field(default_factory=list[int])
     discards: list[int] = field(default_factory=list[int])
+    # Arguments written in place: the value in the original step, its cut, and the slice.
     written: list[tuple[int, Cut | None, Value]] = field(default_factory=list[tuple[int, Cut | None, Value]])
 
 
@@ -255,10 +248,7 @@ class Builder:
         return piece
 
     def _part_of_lookup(self, op: Op, choice: Choice, number: int) -> Piece:
-        """Look up the rows in one slice of a table.
-
-        The first and the last part also look up indices out of range, so that the operator refuses them.
-        """
+        """Look up rows in a slice of a table; the first and last part refuse indices out of range."""
         piece = self.writer.begin(op)
         call, (low, high) = self.old.calls[op.id], choice.ends[number : number + 2]
         func: Any = call.func
@@ -294,7 +284,6 @@ class Builder:
         return piece
 
     def _rebased(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
-        """Count indices into a table from the beginning of a part."""
         places = self.writer.argument(op, index, None, 0, 0)
 
         def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
@@ -306,7 +295,6 @@ class Builder:
     def _run(
         self, like: Op, func: OpOverload, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Value:
-        """Add an op on values; its result gets a new storage."""
         result = Value(
             self.writer.new_storage(prod(shape) * dtype.itemsize, f"{like.module} part".strip()),
             dtype,

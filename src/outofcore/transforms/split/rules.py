@@ -1,10 +1,8 @@
 """The table of axes along which each operator can be split.
 
 A part is the same operator on slices of its arguments and makes a slice of its results: rows of a product, channels of
-a norm, planes of a convolution with their neighbours. No sum is split. Whether a library's kernels also round alike is
-checked on this machine before a step relies on it (``profiling.equality``).
-
-Limits: operators that are not in the table, and operators that draw random numbers, stay whole.
+a norm, planes of a convolution with their neighbours. No sum is split. Operators that are not in the table, or draw
+random numbers, stay whole.
 """
 
 from __future__ import annotations
@@ -119,8 +117,8 @@ def _apart(
 ) -> Rule:
     """Return a rule for operators with independent dimensions.
 
-    ``dims`` returns those dimensions, which all ``arguments`` and results share; ``whole`` arguments are not cut.
-    ``settle`` returns the adjustment of constants for a run of merged dimensions.
+    ``dims`` returns those dimensions, which all ``arguments`` and results share. ``settle`` returns the adjustment of
+    constants for a run of merged dimensions.
     """
 
     def rule(view: Given) -> list[Way]:
@@ -159,8 +157,6 @@ def _but(argument: str) -> Callable[[Given], list[tuple[int, int]]]:
 
 
 def _planes(argument: str, spatial: int) -> Callable[[Given], list[tuple[int, int]]]:
-    """Return the dimensions before the spatial ones."""
-
     def dims(view: Given) -> list[tuple[int, int]]:
         value = view.value(argument)
         return [] if value is None else [(d, d + 1) for d in range(len(value.shape) - spatial)]
@@ -203,7 +199,6 @@ def _list(named: dict[str, Any], low: int, high: int, *, name: str) -> None:
 
 
 def _reduced(view: Given) -> list[Way]:
-    """Split the remaining dimensions of sums, means and similar reductions."""
     value, result = view.value("self"), view.result()
     if value is None or result is None or len(view.results()) != 1 or len(view.tensors()) != 1:
         return []
@@ -262,8 +257,6 @@ def _of_scales(view: Given, value: Value, arguments: Sequence[str]) -> list[Way]
 
 
 def _product(first_name: str, second_name: str, added: str = "") -> Rule:
-    """Split products by rows, columns and batch."""
-
     def rule(view: Given) -> list[Way]:
         first, second, result, addend = (
             view.value(first_name),
@@ -311,8 +304,6 @@ def _linear(view: Given) -> list[Way]:
 
 @dataclass(frozen=True)
 class _Plane:
-    """A convolution along its first spatial dimension."""
-
     kernel: int
     stride: int
     padding: int
@@ -504,7 +495,6 @@ def _nll_backward(view: Given) -> list[Way]:
 
 
 def _attention(view: Given) -> list[Way]:
-    """Split by samples, and by heads if queries and keys have equally many."""
     query, key = view.value("query"), view.value("key")
     mask = view.value("attn_mask")
     if query is None or key is None or len(query.shape) != 4 or view.named.get("dropout_p", 0.0):
@@ -565,11 +555,7 @@ _NOWHERE = -1  # an excluded index
 
 
 def rebased(places: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]) -> T:
-    """Count indices into a table from row ``low``; other indices, and ``left_out``, become -1.
-
-    Indices outside of ``low:high`` are other indices. ``run`` runs an operator and returns its result. ``left_out`` -1
-    excludes no index.
-    """
+    """Count table indices from row ``low``; ``left_out`` and indices outside of ``low:high`` become -1."""
     counted = run(_aten.sub.Scalar, (places, low))
     elsewhere = run(_aten.ne.Tensor, (counted, run(_aten.clamp.default, (counted, 0, high - low - 1))))
     rebased_indices = run(_aten.masked_fill.Scalar, (counted, elsewhere, _NOWHERE))
@@ -588,7 +574,6 @@ def _rebase(named: dict[str, Any], low: int, high: int) -> None:
 
 
 def _joined(view: Given) -> list[Way]:
-    """Split a concatenation along its other dimensions."""
     tensors, result = view.tensors(), view.result()
     if result is None or any(len(value.shape) != len(result.shape) for value in tensors.values()):
         return []

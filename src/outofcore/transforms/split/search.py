@@ -34,8 +34,6 @@ _NEAR = 32
 
 
 class Search:
-    """Chooses the split of each op and the cells of storages."""
-
     def __init__(self, needs: Needs, max_bytes: int, refused: frozenset[str], parts: int | None) -> None:
         self.captured, self.graph, self.values = needs.captured, needs.graph, needs.values
         self.needs, self.most, self.refused, self.parts = needs, max_bytes, refused, parts
@@ -58,7 +56,6 @@ class Search:
             dropped |= unfit
 
     def cell_map(self) -> CellMap:
-        """Return the cells of the last choice."""
         return CellMap(self.axes, self.cuts, self.needs.places, self.needs.ranged)
 
     def _wants(self, op: int) -> bool:
@@ -114,11 +111,8 @@ class Search:
         return {op: splits[op][position] for op, position in positions.items()}
 
     def _has_one_axis(self, storage: int) -> bool:
-        """Return whether a storage is cut along a single axis, so that ops split along another one copy.
-
-        With cells along several axes all ops copy. But a part of an op that is split along another axis accesses all
-        cells. They should then stay on the device, which they do if they fit into the op budget.
-        """
+        """Return whether a storage is cut along a single axis, so that ops split along another one copy."""
+        # With several axes all ops copy. With one, parts along another axis access all cells, which must be resident.
         return self.graph.storages[storage].bytes <= self.most and storage not in self.needs.ranged
 
     def _parts(self, splits: Mapping[int, Way], storages: set[int]) -> dict[int, int]:
@@ -159,10 +153,7 @@ class Search:
     def _settled(
         self, splits: Mapping[int, Way], parts: Mapping[int, int], storages: set[int], whole: set[int]
     ) -> set[int] | None:
-        """Set axes, ends and cuts; return None if they are possible.
-
-        Else return the ops that cannot be cut so, and add storages that must stay whole to ``whole``.
-        """
+        """Set axes, ends and cuts; or return ops that cannot be cut, and add uncuttable storages to ``whole``."""
         starts: dict[int, set[int]] = {}
         for op, split in splits.items():
             for index, cut in self.needs.cut_values(op, split):
@@ -211,11 +202,7 @@ class Search:
     def _with_neighbours(
         self, splits: Mapping[int, Way], parts: Mapping[int, int], units: Mapping[int, int]
     ) -> dict[int, Way]:
-        """Return the splits with grains such that neighbours on the same axis begin their parts alike.
-
-        With different grains a part would need pieces of several parts. Grains are fractions of the axis; the common
-        one is the least common multiple.
-        """
+        """Return the splits with common grains, so that neighbours on an axis begin their parts alike."""
         group = {op: op for op in splits}
 
         def root(op: int) -> int:
@@ -236,7 +223,7 @@ class Search:
                 axis = axes.starts.index(self.needs.axis(index, cut))
                 if box[axis] == (0, axes.sizes[axis]):
                     group[root(op)] = root(first_ops.setdefault((storage, axis), op))
-        grains: dict[int, Fraction] = {}
+        grains: dict[int, Fraction] = {}  # as fractions of the axis
         for op, split in splits.items():
             grain = Fraction(lcm(split.grain, units[op]), split.extent)
             common = grains.get(root(op), grain)

@@ -1,9 +1,8 @@
 """Ranges of parameters and optimizer state: whole pages at home that are fetched one by one.
 
-For parameters that take most of the budget, and for the optimizer state of parameters that are updated in ranges. Their
-cells are storages of kind ``STATE_RANGE``, fetched in each step like inputs and written back if they change.
-
-Limits: elementwise optimizers of ``torch.optim``, in float32 and float64, on the CPU.
+For parameters that take most of the budget, and for optimizer state. The ranges are storages of kind ``STATE_RANGE``,
+fetched in each step like inputs and written back if they change. Limits: elementwise optimizers of ``torch.optim``, in
+float32 and float64, on the CPU.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ from outofcore.units import PAGE_BYTES
 
 
 def rangeable(captured: Captured, max_bytes: int, parts: int | None, home: int | None) -> frozenset[int]:
-    """Return the storages of parameters and optimizer state that may be fetched range by range.
-
-    A parameter is included only if it alone needs the whole op budget. ``home`` is the capacity of the first home in
-    bytes, or None without a limit.
-    """
+    """Return storages to fetch range by range: optimizer state, and parameters beyond the op budget."""
     graph = captured.graph
     bound: dict[int, list[StateBinding]] = {}
     for binding in captured.states:

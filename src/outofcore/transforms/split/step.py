@@ -19,16 +19,12 @@ from outofcore.transforms.split.writer import LimitError, UnfitError
 
 @dataclass(frozen=True)
 class Tiled:
-    """A step with split ops.
-
-    ``checks`` are its exactness checks, ``values`` the values that their calls refer to. ``is_split`` is whether any op
-    is split; a split step may need no checks.
-    """
+    """A step with split ops."""
 
     captured: Captured
     claims: tuple[Claim, ...]
-    values: tuple[Value, ...]
-    is_cut: bool = False
+    values: tuple[Value, ...]  # that the calls of the checks refer to
+    is_cut: bool = False  # whether any op is split, which may need no checks
 
 
 def tiled(

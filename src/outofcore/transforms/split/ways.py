@@ -1,8 +1,4 @@
-"""Types that describe how an op is split, used by ``rules`` and the rest of the package.
-
-A ``Split`` is an axis, with a ``Cut`` for each argument and result that has it. A ``ChosenSplit`` adds the ends of the
-parts. ``CallView`` is the input of a rule.
-"""
+"""Types that describe how an op is split, used by ``rules`` and the rest of the package."""
 
 from __future__ import annotations
 
@@ -31,7 +27,6 @@ class Cut:
     after: int = 0
 
     def ends(self, low: int, high: int) -> tuple[int, int]:
-        """Return the slice of the tensor for a part of the op."""
         return low * self.scale - self.before, high * self.scale + self.after
 
     def part_shape(self, shape: Sequence[int], low: int, high: int) -> tuple[int, ...]:
@@ -52,33 +47,20 @@ Settle = Callable[[dict[str, Any], int, int], None]
 
 @dataclass(frozen=True)
 class Way:
-    """An axis along which an op can be split.
-
-    Attributes:
-        given: cuts of arguments; other arguments are passed whole.
-        made: cuts of results, by position; the first part computes the other results.
-        settle: adjusts constants to a part.
-        unread: arguments of which only shape and dtype matter.
-        grain: parts should begin at multiples of this.
-        strict: parts must begin at multiples of ``grain``.
-        rebased: the argument of indices along the axis, which parts count from their own beginning.
-        looks_up: each part looks up the rows in its slice of a table.
-        updates: each part updates a range of a parameter.
-        least: length of the shortest part.
-    """
+    """An axis along which an op can be split."""
 
     name: str
     extent: int
-    given: Mapping[Name, Cut]
-    made: Mapping[int, Cut]
+    given: Mapping[Name, Cut]  # other arguments are passed whole
+    made: Mapping[int, Cut]  # by position; the first part computes the other results
     settle: Settle | None = None
-    unread: frozenset[str] = frozenset()
-    grain: int = 1
-    strict: bool = False
-    rebased: str = ""
-    looks_up: bool = False
-    updates: bool = False
-    least: int = 1
+    unread: frozenset[str] = frozenset()  # arguments of which only shape and dtype matter
+    grain: int = 1  # parts should begin at multiples of this
+    strict: bool = False  # parts must begin at multiples of the grain
+    rebased: str = ""  # argument of indices along the axis, which parts count from their own beginning
+    looks_up: bool = False  # each part looks up the rows in its slice of a table
+    updates: bool = False  # each part updates a range of a parameter
+    least: int = 1  # length of the shortest part
 
     @property
     def is_exact(self) -> bool:
@@ -86,10 +68,7 @@ class Way:
         return self.looks_up or self.updates
 
     def ends(self, parts: int, unit: int = 1) -> tuple[int, ...]:
-        """Return the ends of at most ``parts`` parts, from 0, at multiples of ``unit``.
-
-        They include the ends of half as many parts.
-        """
+        """Return the ends of at most ``parts`` parts at multiples of ``unit``; half as many end among them."""
         parts = min(parts, self.extent // self.least)
         count = self.extent // unit
         if self.extent % unit or count < 2 or parts < 2:
@@ -125,7 +104,6 @@ class Given:
     named: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def value(self, name: str, place: int = -1) -> Value | None:
-        """Return a tensor argument, or None."""
         item: Any = self.named.get(name)
         if place >= 0:
             item = item[place]
@@ -142,10 +120,8 @@ class Given:
         return tensors
 
     def result(self, place: int = 0) -> Value | None:
-        """Return a result that the op creates, or None."""
         index = self.call.results[place] if place < len(self.call.results) else None
         return None if index is None else self.values[index]
 
     def results(self) -> dict[int, Value]:
-        """Return the results that the op creates, by position."""
         return {place: self.values[v] for place, v in enumerate(self.call.results) if v is not None}

@@ -1,8 +1,4 @@
-"""Add the ops of a split step, with the ops that gather arguments from cells and copy results to them.
-
-``argument`` returns the value that a part reads: a cell, or a copy gathered from several. ``result_of`` returns the
-value that a part makes; ``store_result`` and ``store_written`` copy it to the cells that other ops read.
-"""
+"""Add the ops of a split step, with the ops that gather arguments from cells and copy results to them."""
 
 from __future__ import annotations
 
@@ -57,16 +53,14 @@ class Piece:
 
 
 class StepWriter:
-    """Adds ops, storages and values to a step that is being split.
-
-    ``fresh`` has boxes of cut storages that exist as a whole: the storage with the box, and the op that made it.
-    """
+    """Adds ops, storages and values to a step that is being split."""
 
     def __init__(self, captured: Captured, cell_map: CellMap, limit: int | None) -> None:
         self.old, self.cell_map, self.limit = captured, cell_map, limit
         self.storages: list[Storage] = list(captured.graph.storages)
         self.values: list[Value] = list(captured.values)
         self.ranges: dict[int, StateRange] = {}
+        # Boxes of cut storages that exist as a whole: their storage, and the op that made it.
         self.fresh: dict[tuple[int, Box], tuple[int, int]] = {}
         self._index: dict[Value, int] = {}
         for index, value in enumerate(self.values):
@@ -77,19 +71,16 @@ class StepWriter:
         self._emitted = 0
 
     def begin(self, op: Op) -> Piece:
-        """Begin a part of an op; later ops are added to it."""
         self._piece = Piece(op.id)
         return self._piece
 
     def index_of(self, value: Value) -> int:
-        """Return the index of a value in the split step; add the value if it is new."""
         if value not in self._index:
             self._index[value] = len(self.values)
             self.values.append(value)
         return self._index[value]
 
     def new_storage(self, count: int, name: str) -> int:
-        """Add a storage of ``count`` bytes."""
         self.storages.append(Storage(len(self.storages), count, StorageKind.ACTIVATION, name))
         return len(self.storages) - 1
 
@@ -145,7 +136,6 @@ class StepWriter:
         return index
 
     def make_zero(self, like: Op, value: Value) -> None:
-        """Add ops that create a value and its storage, filled with zeros."""
         call = Call(_aten.zero_.default, (Ref(self.make_empty(like, value)),), {}, (None,))
         self.emit(like, call, (), [value.storage])
 
@@ -201,7 +191,6 @@ class StepWriter:
             )
 
     def _exists(self, storage: int) -> bool:
-        """Return whether a storage exists, and mark it as existing."""
         if storage in self._begun or storage in self.ranges:
             return True
         self._begun.add(storage)
