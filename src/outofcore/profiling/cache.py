@@ -145,7 +145,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold a lock during a measurement that takes much memory; only hold it if the folder is writable."""
+        """Hold a lock during a measurement that takes much memory, if the folder is writable."""
         with contextlib.ExitStack() as opened:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -122,7 +122,7 @@ def refuted(
 
 @dataclass
 class _Verdicts:
-    """Verdicts: ``known`` and ``new`` by cache key, ``holds`` by the keys of completed checks."""
+    """Verdicts: ``cached`` and ``new`` by cache key, ``holds`` by the keys of completed checks."""
 
     values: Sequence[Value]
     device: torch.device

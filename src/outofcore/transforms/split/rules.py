@@ -113,11 +113,11 @@ def _apart(
     dims: Callable[[Given], Sequence[tuple[int, int]]],
     arguments: Sequence[str],
     whole: Sequence[str] = (),
-    settle: Callable[[tuple[int, int]], Settle | None] = lambda run: None,
+    adjust: Callable[[tuple[int, int]], Settle | None] = lambda run: None,
 ) -> Rule:
     """Return a rule for operators with independent dimensions.
 
-    ``dims`` returns those dimensions, which all ``arguments`` and results share. ``settle`` returns the adjustment of
+    ``dims`` returns those dimensions, which all ``arguments`` and results share. ``adjust`` returns the adjustment of
     constants for a run of merged dimensions.
     """
 
@@ -134,7 +134,7 @@ def _apart(
             if len(extents) == 1 and results:
                 result_cuts = dict.fromkeys(results, cut)
                 name = f"dimension {first}" if end - first == 1 else f"dimensions {first} to {end - 1}"
-                splits.append(Way(name, extents.pop(), dict.fromkeys(shapes, cut), result_cuts, settle((first, end))))
+                splits.append(Way(name, extents.pop(), dict.fromkeys(shapes, cut), result_cuts, adjust((first, end))))
         return splits
 
     return rule

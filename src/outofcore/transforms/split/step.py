@@ -38,12 +38,12 @@ def tiled(
     workspaces: Mapping[str, int] | None = None,
     home: int | None = None,
 ) -> Tiled:
-    """Split ops that need more than ``most`` bytes, where possible.
+    """Split ops that need more than ``max_bytes`` bytes, where possible.
 
     Args:
         refused: keys of checks with a mismatch.
         parts: split every op that can be split into this many parts, even small ones.
-        least: storages with fewer bytes stay whole.
+        min_bytes: storages with fewer bytes stay whole.
         limit: largest number of ops; with more the step stays unchanged.
         workspaces: known scratch bytes of whole ops, by family.
         home: capacity of the first home in bytes, or None without a limit. Cut parameters and optimizer state are there
