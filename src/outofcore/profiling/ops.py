@@ -1,8 +1,8 @@
 """Measure the cost of each op in a few runs on scratch tensors, alone in memory.
 
-Ops with the same target, shapes, strides, dtypes and constants are a family and cost the same, so one is measured (the
-idea of FamilySeer, arXiv 2201.00194). Times on a busy machine are too long. So slowed repetitions are dropped, and
-slowed ops are marked ``busy`` and measured again later.
+Ops with the same target, shapes, strides, dtypes and constants are a family, of which one is measured (the idea of
+FamilySeer, arXiv 2201.00194). Times on a busy machine are too long. So slowed repetitions are dropped, and slowed ops
+are marked ``busy`` and measured again later.
 
 The cache has families of PyTorch's own operators and optimizers, because the user's may change under the same name.
 Limits: ops run on scratch values (``scratch``), so data-dependent speed is not seen.
