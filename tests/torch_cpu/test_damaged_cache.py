@@ -88,7 +88,7 @@ def test_files_that_are_cut(tmp_path: Path, whole: dict[str, str], caplog: pytes
             (folder / name).write_text(text[: int(len(text) * share)])
         with caplog.at_level(logging.WARNING, "outofcore.profiling"):
             check(Cache(folder))
-        assert caplog.text.count("taken anew") >= 2
+        assert caplog.text.count("measuring again") >= 2
         caplog.clear()
 
 

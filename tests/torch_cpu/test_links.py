@@ -201,9 +201,9 @@ def test_measure_link_raises_without_threads(most: int, monkeypatch: pytest.Monk
     limit_threads(monkeypatch, most)
     # Two of the three actions need a thread.
     actions = [links._Action(lambda: None)] * 3
-    with pytest.raises(StateError, match="no thread to measure"):
+    with pytest.raises(StateError, match="cannot start a thread to measure"):
         links.beside_each_other(actions, 0.01, 1)
-    with pytest.raises(StateError, match="no thread to measure"):
+    with pytest.raises(StateError, match="cannot start a thread to measure"):
         measure_link(home, buffer_bytes=MIB, seconds=0.01)
     assert threading.active_count() == before
     home.close()
@@ -277,7 +277,7 @@ def test_an_old_and_a_damaged_link_are_measured_anew(
         with caplog.at_level(logging.WARNING, "outofcore.profiling"):
             known_link(home, cache)
     assert len(counted) == 6
-    assert caplog.text.count("measured anew") == 3
+    assert caplog.text.count("measuring the link again") == 3
 
 
 def test_a_link_of_a_busy_machine_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

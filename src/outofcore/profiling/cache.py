@@ -1,11 +1,8 @@
-"""Measurements kept on disk, so that no process has to take them again.
+"""Measurements cached on disk, so that no other process repeats them.
 
-A cache is a folder with a JSON file for each kind of measurement and each set of facts on which it depends (the
-machine, its threads, the version of PyTorch): other facts, another file.
-
-Safe under concurrent use: a file is replaced as a whole, so a reader finds the old or the new one; a writer adds to it
-under a lock, so that two writers lose nothing. Damaged files, or those of another format, are ignored, logged, and
-rewritten. A folder that cannot be written to costs time and nothing else. docs/internals/caches.md lists all caches.
+There is one JSON file per kind of measurement and set of facts (machine, threads, PyTorch version). Writers hold a lock
+and replace files atomically. Damaged files, and files of another format, are logged, ignored and rewritten. See
+docs/internals/caches.md.
 """
 
 from __future__ import annotations
@@ -32,9 +29,9 @@ _log = logging.getLogger("outofcore.profiling")
 
 FORMAT = "outofcore-measured/1"
 
-# A file holds no more than this; what was written longest ago goes first.
+# Entries in a file; the oldest are dropped first.
 _MOST_ENTRIES = 20_000
-# How long a writer waits for another one before it gives up: what it has measured is then lost, not wrong.
+# How long a writer waits for the lock before it drops its measurements.
 _LOCK_SECONDS = 5.0
 _ENDINGS = (".json", ".lock", ".part")
 
@@ -46,37 +43,32 @@ class _File(Struct):
 
 
 def default_cache_folder() -> Path:
-    """Return the default folder for measurements. It need not exist."""
     return user_cache_folder() / "measured"
 
 
-def open_cache(given: bool | str | os.PathLike[str]) -> Cache | None:
-    """Open the user's cache: True for the default folder, False for none, or a folder.
-
-    Raises ``InputError`` if the path is not a folder.
-    """
-    if given is False:
+def open_cache(location: bool | str | os.PathLike[str]) -> Cache | None:
+    """Open the user's cache: True for the default folder, False for no cache, or a folder."""
+    if location is False:
         return None
-    folder = default_cache_folder() if given is True else Path(given)
+    folder = default_cache_folder() if location is True else Path(location)
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"the cache {folder} is not a folder; name a folder, or go without a cache")
+        raise InputError(f"the cache {folder} is not a folder; name a folder, or use no cache")
     return Cache(folder)
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Measurements in a folder, which is made when something is first written."""
+    """Measurements in a folder, which is created at the first write."""
 
     folder: Path
 
     def shelf(self, kind: str, facts: Mapping[str, object]) -> Shelf:
         """Return the measurements of one kind, such as "ops", that depend on these facts (JSON values)."""
-        settled = json.dumps(facts, sort_keys=True, default=str)
-        digest = hashlib.sha256(f"{FORMAT}\0{settled}".encode()).hexdigest()
-        return Shelf(self.folder / f"{kind}-{digest[:16]}.json", json.loads(settled))
+        facts_text = json.dumps(facts, sort_keys=True, default=str)
+        digest = hashlib.sha256(f"{FORMAT}\0{facts_text}".encode()).hexdigest()
+        return Shelf(self.folder / f"{kind}-{digest[:16]}.json", json.loads(facts_text))
 
     def files(self) -> list[Path]:
-        """Return the files of the cache, in order."""
         try:
             return sorted(p for p in self.folder.iterdir() if p.suffix in _ENDINGS and p.is_file())
         except OSError:
@@ -85,24 +77,24 @@ class Cache:
     def bytes(self) -> int:
         total = 0
         for path in self.files():
-            with contextlib.suppress(FileNotFoundError):  # another process may clear it meanwhile
+            with contextlib.suppress(FileNotFoundError):  # another process may clear the cache
                 total += path.stat().st_size
         return total
 
     def clear(self) -> int:
-        """Delete the files of the cache, and nothing else in its folder; return how many there were."""
-        found = self.files()
-        for path in found:
+        """Delete the files of the cache, and no others in its folder; return their number."""
+        files = self.files()
+        for path in files:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 raise InputError(f"cannot delete {path}: {error.strerror}; delete the folder by hand") from error
-        return len(found)
+        return len(files)
 
 
 @lru_cache(8)
 def _read(path: Path, *_: int) -> _File:
-    """Read a file of a cache, once for each inode, time and size: reading takes longer than planning a small step."""
+    """Read a cache file, once per inode, time and size: reading takes longer than planning a small step."""
     return decode_json(path, FORMAT, _File, whole=False)
 
 
@@ -114,62 +106,59 @@ class Shelf:
     facts: Mapping[str, object]
 
     def read(self) -> dict[str, object]:
-        """Return all entries by key; none where the file is missing or damaged."""
+        """Return all entries by key, or an empty dict if the file is missing or damaged."""
         try:
-            seen = self.path.stat()
+            status = self.path.stat()
         except OSError:
             return {}
         try:
-            file = _read(self.path, seen.st_ino, seen.st_mtime_ns, seen.st_size)
+            file = _read(self.path, status.st_ino, status.st_mtime_ns, status.st_size)
             if file.facts != self.facts:
-                refuse(self.path, "$.facts", "are not those by which the file is named")
+                refuse(self.path, "$.facts", "do not match the name of the file")
             return dict(file.entries)
         except (GraphError, InputError) as error:
-            _log.warning("measurements are taken anew, for those kept cannot be read: %s", error)
+            _log.warning("measuring again, because the cached measurements cannot be read: %s", error)
             return {}
 
     def write(self, entries: Mapping[str, object]) -> None:
-        """Add or replace entries; a failure is logged, not raised."""
+        """Add or replace entries; log failures instead of raising."""
         if not entries:
             return
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked() as locked:
                 if not locked:
-                    _log.warning("measurements are not kept: %s is being written by another process", self.path)
+                    _log.warning("measurements are not cached: another process is writing %s", self.path)
                     return
-                kept = {key: value for key, value in self.read().items() if key not in entries}
-                together = [*kept.items(), *entries.items()][-_MOST_ENTRIES:]
+                old_entries = {key: value for key, value in self.read().items() if key not in entries}
+                merged = [*old_entries.items(), *entries.items()][-_MOST_ENTRIES:]
                 try:
-                    self._replace(dict(together))
+                    self._replace(dict(merged))
                 except (ValueError, OverflowError):
-                    # What was kept is damaged in a way that can be read and not written.
+                    # Some old entry can be read but not written.
                     self._replace(entries)
         except (OSError, InputError) as error:
-            _log.warning("measurements are not kept: %s", error)
+            _log.warning("measurements are not cached: %s", error)
 
     def _replace(self, entries: Mapping[str, object]) -> None:
         replace_json(self.path, {"format": FORMAT, "facts": self.facts, "entries": entries})
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Take turns with other processes in a measurement that takes much memory, then read again.
-
-        It waits as long as another process is measuring. Where no lock can be had, all go at once.
-        """
+        """Hold a lock during a measurement that takes much memory, if the folder is writable."""
         with contextlib.ExitStack() as opened:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 lock = opened.enter_context(self.path.with_name(f"{self.path.stem}-turn.lock").open("wb"))
                 fcntl.flock(lock, fcntl.LOCK_EX)
             except OSError as error:
-                _log.debug("others may measure at the same time: %s", error)
+                _log.debug("measuring without a lock, so other processes may measure at the same time: %s", error)
             yield
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Hold the lock of the file; False if another process keeps it for too long."""
-        # A file of its own: the lock of one that is replaced would be that of the former one.
+        """Hold the lock of the file; yield False if another process holds it for too long."""
+        # A separate file, because replacing a locked file leaves the lock on the old one.
         with self.path.with_suffix(".lock").open("wb") as lock:
             until = time.monotonic() + _LOCK_SECONDS
             while True:

@@ -1,21 +1,19 @@
-"""Decide whether a split op gives the bits of the whole op, by trying it on this machine: ``refuted``.
+"""Find splits that change the bits of an op, by trials on this machine: ``find_mismatches``.
 
-``transforms.split.rules`` proposes the splits; ``step_variants`` drops those that fail here.
+A library may use another kernel for fewer rows, which adds in another order. So each split is tried once per op family
+on random numbers, whole against parts, and the verdict is cached.
 
-A library may use another kernel for fewer rows, which adds up in another order. So each way to split is tried on random
-numbers, whole against parts, once for a family of ops, and verdicts are kept with the measurements.
+A whole op beyond the budget is tried in a separate process, if the machine has twice the memory free. Otherwise two
+ranges within the budget are tried, one at each end of the axis. That proves less: of 234 splits without a mismatch on
+half of an op, 8 had one on the whole op (convolutions of a ResNet-50). If not even a quarter of the op fits, the split
+is dropped.
 
-An op that the budget does not hold as a whole is tried in a process of its own, if the machine has twice as much memory
-left. Otherwise two stretches are tried in its place, one at each end and as long as the budget allows. That proves
-less, as libraries choose kernels by sizes: of the parts that held for half of an op, 8 of 234 did not for all of it
-(convolutions of a ResNet-50). An op of which not even a quarter fits is not split so.
+Vectorized elementwise kernels may round the last elements of a range differently, and elements with gaps in memory. So
+all elements are also computed in small pieces. An affected operator is split only where no elements remain and no gaps
+occur.
 
-Elementwise kernels are vectorised and may round differently what is left over at the end of a stretch, or what has gaps
-in memory. Random numbers rarely show it, so all elements are computed in scraps; an affected operator is split only
-where nothing is left over, and there are no gaps. An op that makes few elements is tried several times.
-
-Limits: a kernel that rounds differently for rare numbers alone would not be noticed. On a GPU trials in processes of
-their own have not run yet.
+Limits: a kernel that rounds differently only for rare numbers is not detected. Separate trial processes have not run on
+a GPU yet.
 """
 
 from __future__ import annotations
@@ -58,43 +56,36 @@ from outofcore.units import MIB
 _log = logging.getLogger("outofcore.profiling")
 
 _SEED = 20_406
-# A stretch of an elementwise operator that a thread takes is at least so long (GRAIN_SIZE of ATen/TensorIterator.h).
+# Least elements per thread of an elementwise operator (GRAIN_SIZE of ATen/TensorIterator.h).
 _THREAD_ELEMENTS = 32_768
-# More elements than a kernel takes at a time.
+# An upper bound of a kernel's vector length.
 _LANES = 64
-_SCRAP = 7  # elements, of which no kernel takes so few at a time
-_SCRAPS = 1024 * _SCRAP  # of all scraps
+_SCRAP = 7  # elements, fewer than any kernel's vector length
+_SCRAPS = 1024 * _SCRAP  # elements of all scraps
 
 
 @dataclass(frozen=True)
 class _Effort:
-    """How much is tried before a split is believed.
+    """How thoroughly a split is tried."""
 
-    Attributes:
-        elements: parts are tried on new numbers until so many were compared,
-        bytes: or so many were given and made,
-        draws: or so often.
-        placings: in so many ways are arguments placed, in place or in memory of their own.
-        share: a stretch of an op stands for it if it is at least so large a part.
-    """
-
-    elements: int = 4096
-    bytes: int = 64 * MIB
+    # Trials are repeated on new numbers until they reach one of these three.
+    elements: int = 4096  # compared
+    bytes: int = 64 * MIB  # of arguments and results
     draws: int = 64
-    placings: int = 8
-    share: float = 0.25
+    placings: int = 8  # largest number of combinations of arguments in place and in their own memory
+    share: float = 0.25  # smallest fraction of an op that may stand for it
 
 
 _EFFORT = _Effort()
-# What PyTorch says where the system gives it no memory.
+# Part of PyTorch's error message when memory runs out.
 _NO_MEMORY = "DefaultCPUAllocator"
-# Whole numbers of as many bytes as others.
+# Integer types by size, to compare bits.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """The range ``low:high`` of the axis that is computed at once in a trial, and the parts to compare with it."""
+    """The range ``low:high`` of the axis that a trial computes at once, and the parts to compare with it."""
 
     low: int
     high: int
@@ -102,39 +93,36 @@ class Stretch:
 
 
 def refuted(
-    claims: Sequence[Claim], values: Sequence[Value], backend: Backend, most: int, cache: Cache | None = None
+    checks: Sequence[Claim], values: Sequence[Value], backend: Backend, max_bytes: int, cache: Cache | None = None
 ) -> frozenset[str]:
-    """Return the keys of the claims that do not hold on this machine.
-
-    ``values`` are what the refs of the claims' calls name. A trial may take ``most`` bytes in this process.
-    """
+    """Return the keys of checks with a mismatch; trials in this process take at most ``max_bytes``."""
     shelf = None if cache is None else op_shelf(cache, backend.facts(), kind="parts")
     verdicts = _Verdicts(values, backend.device, {} if shelf is None else shelf.read())
-    for claim in claims:
-        if verdicts.is_known(claim) or _fits(claim, values, _whole(claim), most):
-            verdicts.find(claim, (_whole(claim),))
-    large = [claim for claim in claims if claim.key not in verdicts.holds]
-    if large:
-        # The processes of a machine would all take the memory at once.
+    for check in checks:
+        if verdicts.is_known(check) or _fits(check, values, _whole(check), max_bytes):
+            verdicts.find(check, (_whole(check),))
+    large_checks = [check for check in checks if check.key not in verdicts.holds]
+    if large_checks:
+        # Otherwise the processes of a machine would all use the memory at once.
         with contextlib.nullcontext() if shelf is None else shelf.turn():
             verdicts.known |= {} if shelf is None else shelf.read()
-            verdicts.find_elsewhere(large)
+            verdicts.find_elsewhere(large_checks)
             if shelf is not None:
                 shelf.write(verdicts.new)
-        for claim in large:
-            if claim.key not in verdicts.holds:
-                verdicts.find(claim, stretches_of(claim, values, most))
+        for check in large_checks:
+            if check.key not in verdicts.holds:
+                verdicts.find(check, stretches_of(check, values, max_bytes))
     if shelf is not None:
         shelf.write(verdicts.new)
-    wrong = frozenset(key for key, holds in verdicts.holds.items() if not holds)
-    for key in sorted(wrong):
-        _log.info("parts are not the whole, to the bit: %s", key)
-    return wrong
+    mismatches = frozenset(key for key, holds in verdicts.holds.items() if not holds)
+    for key in sorted(mismatches):
+        _log.info("mismatch: the parts do not give the bits of the whole op: %s", key)
+    return mismatches
 
 
 @dataclass
 class _Verdicts:
-    """Verdicts on claims: ``known`` and ``new`` ones by ``_key``, and ``holds`` by the keys of checked claims."""
+    """Verdicts: ``cached`` and ``new`` by cache key, ``holds`` by the keys of completed checks."""
 
     values: Sequence[Value]
     device: torch.device
@@ -142,168 +130,169 @@ class _Verdicts:
     new: dict[str, object] = field(default_factory=dict[str, object])
     holds: dict[str, bool] = field(default_factory=dict[str, bool])
 
-    def is_known(self, claim: Claim) -> bool:
-        """Return whether there is a verdict on the whole op."""
-        return isinstance(self.known.get(_key(claim, (_whole(claim),))), bool)
+    def is_known(self, check: Claim) -> bool:
+        return isinstance(self.known.get(_key(check, (_whole(check),))), bool)
 
-    def find(self, claim: Claim, stretches: Sequence[Stretch]) -> None:
-        """Try a claim here, if there is no verdict on these stretches."""
-        key = _key(claim, stretches)
-        found = self.known.get(key)
-        if not isinstance(found, bool):
-            found = _holds(claim, self.values, self.device, stretches)
-            if found is not None:
-                self.new[key] = found
-        self.holds[claim.key] = bool(found)
+    def find(self, check: Claim, ranges: Sequence[Stretch]) -> None:
+        """Run a check in this process unless there is a verdict on these ranges."""
+        key = _key(check, ranges)
+        verdict = self.known.get(key)
+        if not isinstance(verdict, bool):
+            verdict = _holds(check, self.values, self.device, ranges)
+            if verdict is not None:
+                self.new[key] = verdict
+        self.holds[check.key] = bool(verdict)
 
-    def find_elsewhere(self, claims: Sequence[Claim]) -> None:
-        """Try the whole ops in a process of its own, as far as there is memory."""
-        # A trial takes scratch memory as well, of which little is known.
-        most = _left_on(self.device) // 2
-        unknown = [c for c in claims if not self.is_known(c) and _fits(c, self.values, _whole(c), most)]
-        found = _tried_elsewhere(unknown, self.values, self.device)
-        self.new |= {_key(claim, (_whole(claim),)): found[claim.key] for claim in unknown if claim.key in found}
-        for claim in claims:
-            key = _key(claim, (_whole(claim),))
+    def find_elsewhere(self, checks: Sequence[Claim]) -> None:
+        """Run checks on whole ops in a separate process, as far as memory allows."""
+        # A trial also needs an unknown amount of scratch memory.
+        max_bytes = _left_on(self.device) // 2
+        unknown = [c for c in checks if not self.is_known(c) and _fits(c, self.values, _whole(c), max_bytes)]
+        verdicts = _tried_elsewhere(unknown, self.values, self.device)
+        self.new |= {_key(check, (_whole(check),)): verdicts[check.key] for check in unknown if check.key in verdicts}
+        for check in checks:
+            key = _key(check, (_whole(check),))
             holds = self.new.get(key, self.known.get(key))
             if isinstance(holds, bool):
-                self.holds[claim.key] = holds
+                self.holds[check.key] = holds
 
 
-def _key(claim: Claim, stretches: Sequence[Stretch]) -> str:
-    """Return the key of a verdict: it includes the stretches, as a trial on less memory proves less."""
-    tried = [(stretch.low, stretch.high, stretch.parts) for stretch in stretches]
-    return hashlib.sha256(f"stretches, several draws: {claim.key} {tried}".encode()).hexdigest()[:24]
+def _key(check: Claim, ranges: Sequence[Stretch]) -> str:
+    """Return the cache key of a verdict, with its ranges: a trial on less memory proves less."""
+    tried = [(trial_range.low, trial_range.high, trial_range.parts) for trial_range in ranges]
+    return hashlib.sha256(f"stretches, several draws: {check.key} {tried}".encode()).hexdigest()[:24]
 
 
 def _left_on(device: torch.device) -> int:
-    """Return the bytes of memory that are free where trials run."""
     return (available_memory_bytes() or 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
-def _tried_elsewhere(claims: Sequence[Claim], values: Sequence[Value], device: torch.device) -> dict[str, bool]:
-    """Return verdicts on whole ops from a process of its own, without those that it died of."""
+def _tried_elsewhere(checks: Sequence[Claim], values: Sequence[Value], device: torch.device) -> dict[str, bool]:
+    """Return verdicts on whole ops from a separate process; checks that crash it have no verdict."""
     verdicts = {b"True": True, b"False": False}
-    found: dict[str, bool] = {}
-    while claims:
+    results: dict[str, bool] = {}
+    while checks:
         try:
-            said, status = _said(packed((claims, values, device)))
+            answers, status = _said(packed((checks, values, device)))
         except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
-            _log.info("no process can try parts: %s", error)
+            _log.info("cannot start a process for exactness checks: %s", error)
             break
-        found |= {c.key: verdicts[each] for c, each in zip(claims, said, strict=False) if each in verdicts}
-        if len(said) == len(claims):
+        results |= {c.key: verdicts[answer] for c, answer in zip(checks, answers, strict=False) if answer in verdicts}
+        if len(answers) == len(checks):
             break
-        _log.info("a process that tried parts ended with status %d: %s", status, claims[len(said)].key)
-        # One that was ended from outside may have taken too much memory; others may do as they would here.
-        claims = claims[len(said) + 1 :] if status < 0 else []
-    return found
+        _log.info("a process for exactness checks ended with status %d: %s", status, checks[len(answers)].key)
+        # A process killed by a signal may have needed too much memory for this check; run the later ones in another.
+        checks = checks[len(answers) + 1 :] if status < 0 else []
+    return results
 
 
 def _said(work: bytes) -> tuple[list[bytes], int]:
-    """Return a process's verdicts on the claims that it is given, as far as it came, and its exit status."""
-    with tempfile.TemporaryFile() as answer:
-        helper = start_process(f"{__name__}:serve", work, answer)
+    with tempfile.TemporaryFile() as output:
+        helper = start_process(f"{__name__}:serve", work, output)
         try:
             status = helper.wait()
         finally:
             helper.kill()
             helper.wait()
-        answer.seek(0)
-        return answer.read().split(), status
+        output.seek(0)
+        return output.read().split(), status
 
 
 def serve() -> None:
-    """Try the claims that come in by standard input: the main function of a trial process."""
-    # Where memory runs out all the same, this process shall go, not another one.
+    """Run the checks received on standard input: the main function of a trial process."""
+    # If memory runs out anyway, the kernel must kill this process first.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    claims, values, device = received()
-    # A device that this process cannot have says nothing of parts: it ends here.
+    checks, values, device = received()
+    # Fail now if the device is not available, so that no verdict is returned.
     torch.zeros(1, device=device)
-    for claim in claims:
-        sys.stdout.write(f"{_holds(claim, values, device, (_whole(claim),))}\n")
+    for check in checks:
+        sys.stdout.write(f"{_holds(check, values, device, (_whole(check),))}\n")
         sys.stdout.flush()
 
 
-def _whole(claim: Claim) -> Stretch:
-    return Stretch(claim.ends[0], claim.ends[-1], tuple(_one_of_each(claim.ends)))
+def _whole(check: Claim) -> Stretch:
+    return Stretch(check.ends[0], check.ends[-1], tuple(_one_of_each(check.ends)))
 
 
-def _fits(claim: Claim, values: Sequence[Value], stretch: Stretch, most: int) -> bool:
-    part = max(high - low for low, high in stretch.parts)
-    return _needed(claim, values, stretch.low, stretch.high, part) <= most
+def _fits(check: Claim, values: Sequence[Value], trial_range: Stretch, max_bytes: int) -> bool:
+    part = max(high - low for low, high in trial_range.parts)
+    return _needed(check, values, trial_range.low, trial_range.high, part) <= max_bytes
 
 
-def stretches_of(claim: Claim, values: Sequence[Value], most: int) -> tuple[Stretch, ...]:
-    """Choose what to try of an op within ``most`` bytes: all of it, a stretch at either end, or nothing."""
-    parts, end = list(itertools.pairwise(claim.ends)), claim.ends[-1]
-    # What is one part needs no more than the budget holds.
-    if len(parts) == 1 or _fits(claim, values, _whole(claim), most):
-        return (_whole(claim),)
+def stretches_of(check: Claim, values: Sequence[Value], max_bytes: int) -> tuple[Stretch, ...]:
+    """Choose trial ranges within ``max_bytes`` bytes: the whole op, one at either end, or an empty tuple."""
+    parts, end = list(itertools.pairwise(check.ends)), check.ends[-1]
+    # A single part always fits into the budget.
+    if len(parts) == 1 or _fits(check, values, _whole(check), max_bytes):
+        return (_whole(check),)
 
     def fits(low: int, high: int, compared: Sequence[tuple[int, int]]) -> bool:
-        return _fits(claim, values, Stretch(low, high, tuple(compared)), most)
+        return _fits(check, values, Stretch(low, high, tuple(compared)), max_bytes)
 
-    grain, found = claim.way.grain, list[Stretch]()
+    grain, ranges = check.way.grain, list[Stretch]()
     for ordered in (parts, parts[::-1]):
-        # Several parts; else one, and as much beside it as there is room for; else one, and its halves.
+        # As many parts as fit; else one part within the longest range that fits; else one part and its halves.
         counts = range(len(parts) - 1, 1, -1)
-        place = bisect_left(counts, True, key=lambda n, of=ordered: fits(*_span(of[:n]), of[:n]))
-        if place < len(counts):
-            some = ordered[: counts[place]]
-            ends = sorted({edge for part in some for edge in part})
-            found.append(Stretch(*_span(some), tuple(_one_of_each(ends))))
+        position = bisect_left(
+            counts, True, key=lambda n, ordered_parts=ordered: fits(*_span(ordered_parts[:n]), ordered_parts[:n])
+        )
+        if position < len(counts):
+            fitting_parts = ordered[: counts[position]]
+            ends = sorted({edge for part in fitting_parts for edge in part})
+            ranges.append(Stretch(*_span(fitting_parts), tuple(_one_of_each(ends))))
             continue
         low, high = first = ordered[0]
-        beside = ordered[1]
-        edges = range(beside[0], low, grain) if high == end else range(beside[1], high, -grain)
+        neighbour = ordered[1]
+        edges = range(neighbour[0], low, grain) if high == end else range(neighbour[1], high, -grain)
         wider = [(min(edge, low), max(edge, high)) for edge in edges]
-        place = bisect_left(wider, True, key=lambda span, part=first: fits(*span, [part]))
-        if place < len(wider):
-            found.append(Stretch(*wider[place], (first,)))
+        position = bisect_left(wider, True, key=lambda span, part=first: fits(*span, [part]))
+        if position < len(wider):
+            ranges.append(Stretch(*wider[position], (first,)))
             continue
         middle = (low + high) // 2
         middle = middle // grain * grain if middle // grain * grain > low else middle
         if low < middle:
-            found.append(Stretch(low, high, ((low, middle), (middle, high))))
-    least = (end - claim.ends[0]) * _EFFORT.share
-    return () if any(stretch.high - stretch.low < least for stretch in found) else tuple(dict.fromkeys(found))
+            ranges.append(Stretch(low, high, ((low, middle), (middle, high))))
+    min_length = (end - check.ends[0]) * _EFFORT.share
+    return (
+        ()
+        if any(trial_range.high - trial_range.low < min_length for trial_range in ranges)
+        else tuple(dict.fromkeys(ranges))
+    )
 
 
 def _span(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return min(low for low, _ in parts), max(high for _, high in parts)
 
 
-def _needed(claim: Claim, values: Sequence[Value], low: int, high: int, part: int) -> int:
-    """Return the bytes of a stretch, of what it changes in place, and of a part of length ``part``."""
-    func, names = _operator(claim.call), _tensors(claim.call, values)
-    written = written_arguments(func, by_name(func, claim.call.args, claim.call.kwargs))
+def _needed(check: Claim, values: Sequence[Value], low: int, high: int, part: int) -> int:
+    """Return the bytes of a range, a copy of its in-place arguments, and a part of length ``part``."""
+    func, names = _operator(check.call), _tensors(check.call, values)
+    written = written_arguments(func, by_name(func, check.call.args, check.call.kwargs))
     changed = {name for name in names if name[0] in written}
-    copied = changed | {name for name in names if name in claim.way.given or name in claim.laid}
-    whole = _given(claim, values, low, high) + _made(claim, values, low, high, claim.of or claim.call)
-    own = _given(claim, values, low, low + part, copied) + _made(claim, values, low, low + part, claim.call)
-    return whole + _given(claim, values, low, high, changed) + own
+    copied = changed | {name for name in names if name in check.way.given or name in check.laid}
+    whole = _given(check, values, low, high) + _made(check, values, low, high, check.of or check.call)
+    part_bytes = _given(check, values, low, low + part, copied) + _made(check, values, low, low + part, check.call)
+    return whole + _given(check, values, low, high, changed) + part_bytes
 
 
-def _given(claim: Claim, values: Sequence[Value], low: int, high: int, names: Set[Name] | None = None) -> int:
-    """Return the bytes of a part's arguments, of all or of the named ones."""
-    tensors = _tensors(claim.call, values)
-    cuts = claim.way.given
+def _given(check: Claim, values: Sequence[Value], low: int, high: int, names: Set[Name] | None = None) -> int:
+    tensors = _tensors(check.call, values)
+    cuts = check.way.given
     return sum(
-        _size(v, name in cuts, claim, low, high) for name, v in tensors.items() if names is None or name in names
+        _size(v, name in cuts, check, low, high) for name, v in tensors.items() if names is None or name in names
     )
 
 
-def _made(claim: Claim, values: Sequence[Value], low: int, high: int, call: Call) -> int:
-    """Return the bytes of what a part of a call makes."""
-    cuts = claim.way.made
-    made = ((place, values[v]) for place, v in enumerate(call.results) if v is not None)
-    return sum(_size(value, place in cuts, claim, low, high) for place, value in made)
+def _made(check: Claim, values: Sequence[Value], low: int, high: int, call: Call) -> int:
+    cuts = check.way.made
+    results = ((place, values[v]) for place, v in enumerate(call.results) if v is not None)
+    return sum(_size(value, place in cuts, check, low, high) for place, value in results)
 
 
-def _size(value: Value, is_cut: bool, claim: Claim, low: int, high: int) -> int:
-    share = (high - low) / claim.way.extent if is_cut else 1.0
+def _size(value: Value, is_cut: bool, check: Claim, low: int, high: int) -> int:
+    share = (high - low) / check.way.extent if is_cut else 1.0
     return int(prod(value.shape) * value.dtype.itemsize * share)
 
 
@@ -315,51 +304,50 @@ def _operator(call: Call) -> Any:
     return call.func
 
 
-def _holds(claim: Claim, values: Sequence[Value], device: torch.device, stretches: Sequence[Stretch]) -> bool | None:
-    """Return whether a claim holds on stretches of its op; None if memory ran out."""
-    if not stretches:
+def _holds(check: Claim, values: Sequence[Value], device: torch.device, ranges: Sequence[Stretch]) -> bool | None:
+    """Return whether the parts match the whole on the given ranges; None if memory ran out."""
+    if not ranges:
         return False
     with TURN, internals.below_autograd():
         try:
-            if is_elementwise(_operator(claim.call)) and not _rounds_alike(claim, values, device):
+            if is_elementwise(_operator(check.call)) and not _rounds_alike(check, values, device):
                 return False
             return all(
-                Trial(claim, values, device, stretch, draw).holds()
-                for stretch in stretches
-                for draw in range(_draws(claim, values, stretch))
+                Trial(check, values, device, trial_range, draw).holds()
+                for trial_range in ranges
+                for draw in range(_draws(check, values, trial_range))
             )
         except (RuntimeError, ValueError, IndexError) as error:
-            # What does not run in parts is not cut.
-            _log.info("parts could not be tried: %s: %s", claim.key, error)
+            # An op that fails in a trial is not split.
+            _log.info("an exactness check failed to run: %s: %s", check.key, error)
             return None if isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY in str(error) else False
 
 
-def _draws(claim: Claim, values: Sequence[Value], stretch: Stretch) -> int:
-    """Return how often to try parts: ops that make few elements more often."""
-    func = _operator(claim.call)
-    written = written_arguments(func, by_name(func, claim.call.args, claim.call.kwargs))
-    made = [prod(values[v].shape) for v in claim.call.results if v is not None]
-    made += [prod(value.shape) for (name, _), value in _tensors(claim.call, values).items() if name in written]
-    share = (stretch.high - stretch.low) / claim.way.extent
-    wanted = ceil(_EFFORT.elements / max(min(made, default=1) * share, 1))
-    low, high = stretch.low, stretch.high
-    tried = _given(claim, values, low, high) + _made(claim, values, low, high, claim.call)
-    affordable = _EFFORT.bytes // max(tried, 1)
-    return max(min(wanted, affordable, _EFFORT.draws), 1)
+def _draws(check: Claim, values: Sequence[Value], trial_range: Stretch) -> int:
+    func = _operator(check.call)
+    written = written_arguments(func, by_name(func, check.call.args, check.call.kwargs))
+    sizes = [prod(values[v].shape) for v in check.call.results if v is not None]
+    sizes += [prod(value.shape) for (name, _), value in _tensors(check.call, values).items() if name in written]
+    share = (trial_range.high - trial_range.low) / check.way.extent
+    draws = ceil(_EFFORT.elements / max(min(sizes, default=1) * share, 1))
+    low, high = trial_range.low, trial_range.high
+    bytes_per_trial = _given(check, values, low, high) + _made(check, values, low, high, check.call)
+    affordable = _EFFORT.bytes // max(bytes_per_trial, 1)
+    return max(min(draws, affordable, _EFFORT.draws), 1)
 
 
-def _rounds_alike(claim: Claim, values: Sequence[Value], device: torch.device) -> bool:
-    """Return whether an elementwise operator rounds all elements alike, or the parts make no difference."""
-    tensors = _tensors(claim.call, values)
-    # Parts are put side by side where the whole was not.
+def _rounds_alike(check: Claim, values: Sequence[Value], device: torch.device) -> bool:
+    """Return whether an elementwise operator rounds all elements alike, with and without the split."""
+    tensors = _tensors(check.call, values)
+    # Parts may be contiguous although the whole is not.
     apart = any(prod(v.shape) > 1 and not is_dense(v.shape, v.stride) for v in tensors.values())
-    if (apart or claim.laid) and _is_uneven(claim, tensors, device, _rounds_gaps):
+    if (apart or check.laid) and _is_uneven(check, tensors, device, _rounds_gaps):
         return False
-    return _leaves_nothing(claim, tensors) or not _is_uneven(claim, tensors, device, _rounds_scraps)
+    return _leaves_nothing(check, tensors) or not _is_uneven(check, tensors, device, _rounds_scraps)
 
 
-def _leaves_nothing(claim: Claim, tensors: Mapping[Name, Value]) -> bool:
-    """Return whether parts of an elementwise operator end where no element is left over."""
+def _leaves_nothing(check: Claim, tensors: Mapping[Name, Value]) -> bool:
+    """Return whether all parts of an elementwise operator end at full vectors."""
     sizes = {prod(value.shape) for value in tensors.values()}
     elements = max(sizes, default=0)
     threads = torch.get_num_threads()
@@ -368,18 +356,18 @@ def _leaves_nothing(claim: Claim, tensors: Mapping[Name, Value]) -> bool:
         stretches = min(threads, -(-count // _THREAD_ELEMENTS))
         return stretches < 2 or not -(-count // stretches) % _LANES
 
-    inner = elements // claim.way.extent
-    alike = all(value.shape == next(iter(tensors.values())).shape for value in tensors.values() if value.shape)
-    counts = [(high - low) * inner for low, high in zip(claim.ends, claim.ends[1:], strict=False)]
-    return alike and not any(count % _LANES for count in counts[:-1]) and all(map(is_even, [elements, *counts]))
+    inner = elements // check.way.extent
+    same_shape = all(value.shape == next(iter(tensors.values())).shape for value in tensors.values() if value.shape)
+    counts = [(high - low) * inner for low, high in zip(check.ends, check.ends[1:], strict=False)]
+    return same_shape and not any(count % _LANES for count in counts[:-1]) and all(map(is_even, [elements, *counts]))
 
 
 Rounds = Callable[[Call, Mapping[Name, Value], torch.device], bool]
 
 
-def _is_uneven(claim: Claim, tensors: Mapping[Name, Value], device: torch.device, rounds: Rounds) -> bool:
-    """Return whether an elementwise operator rounds some elements otherwise than the middle of long stretches."""
-    call, func = claim.call, _operator(claim.call)
+def _is_uneven(check: Claim, tensors: Mapping[Name, Value], device: torch.device, rounds: Rounds) -> bool:
+    """Return whether an elementwise operator rounds some elements differently, by the test ``rounds``."""
+    call, func = check.call, _operator(check.call)
     kinds = ", ".join(f"{name}: {value.dtype} {prod(value.shape) > 1}" for name, value in tensors.items())
     constants = [item for item in (*call.args, *call.kwargs.values()) if not isinstance(item, Ref | list | tuple)]
     key = f"{rounds.__name__} {func} {kinds} {constants} {device} {torch.backends.cpu.get_cpu_capability()}"
@@ -392,14 +380,12 @@ _uneven: dict[str, bool] = {}
 
 
 def _rounds_gaps(call: Call, tensors: Mapping[Name, Value], device: torch.device) -> bool:
-    """Return whether elements with gaps between them are rounded differently."""
     long, run = _long(call, tensors, device)
     gaps = {n: torch.stack([t, t], dim=-1)[:, 0] if t.numel() > 1 else t.clone() for n, t in long.items()}
     return not _same(run({name: tensor.clone() for name, tensor in long.items()}), run(gaps))
 
 
 def _rounds_scraps(call: Call, tensors: Mapping[Name, Value], device: torch.device) -> bool:
-    """Return whether a few elements are rounded otherwise than many."""
     long, run = _long(call, tensors, device)
     whole = run({name: tensor.clone() for name, tensor in long.items()})
     for start in range(0, _SCRAPS, _SCRAP):
@@ -412,50 +398,49 @@ def _rounds_scraps(call: Call, tensors: Mapping[Name, Value], device: torch.devi
 def _long(
     call: Call, tensors: Mapping[Name, Value], device: torch.device
 ) -> tuple[dict[Name, torch.Tensor], Callable[[Mapping[Name, torch.Tensor]], torch.Tensor]]:
-    """Return a long stretch of an elementwise operator's arguments, and a function that runs it on such."""
+    """Return long arguments of an elementwise operator, and a function that runs it on such arguments."""
     func = _operator(call)
     generator = torch.Generator(device).manual_seed(_SEED)
-    long: dict[Name, torch.Tensor] = {}
+    tensors_by_name: dict[Name, torch.Tensor] = {}
     for name, value in tensors.items():
         tensor = torch.empty(_SCRAPS if prod(value.shape) > 1 else 1, dtype=value.dtype, device=device)
         if value.dtype.is_floating_point or value.dtype.is_complex:
             tensor.normal_(generator=generator)
         else:
             tensor.random_(0, 2, generator=generator)
-        long[name] = tensor
+        tensors_by_name[name] = tensor
 
-    def run(given: Mapping[Name, torch.Tensor]) -> torch.Tensor:
-        args, kwargs = placed(func, call, with_tensors(by_name(func, call.args, call.kwargs), given))
+    def run(inputs: Mapping[Name, torch.Tensor]) -> torch.Tensor:
+        args, kwargs = placed(func, call, with_tensors(by_name(func, call.args, call.kwargs), inputs))
         return internals.result_leaves(func(*args, **kwargs))[0]
 
-    return long, run
+    return tensors_by_name, run
 
 
 Same = Callable[[torch.Tensor, Any], bool]
 
 
 class Trial:
-    """A stretch of an op and its parts on the same random numbers; each draw has other numbers."""
+    """A range of an op and its parts on the same random numbers, which differ in each draw."""
 
     def __init__(
-        self, claim: Claim, values: Sequence[Value], device: torch.device, stretch: Stretch, draw: int = 0
+        self, check: Claim, values: Sequence[Value], device: torch.device, stretch: Stretch, draw: int = 0
     ) -> None:
-        self.claim, self.way, self.func = claim, claim.way, _operator(claim.call)
+        self.claim, self.way, self.func = check, check.way, _operator(check.call)
         self.low, self.high, self.parts, self.device = stretch.low, stretch.high, stretch.parts, device
         self.whole = (self.low, self.high) == (0, self.way.extent)
         self.generator = torch.Generator(device).manual_seed(_SEED + draw)
-        self.given = {name: self._made(name, value) for name, value in _tensors(claim.call, values).items()}
-        # Places in a table are spread over all of it, and then counted from where a part begins.
+        self.given = {name: self._made(name, value) for name, value in _tensors(check.call, values).items()}
+        # Indices are spread over the whole table; parts then count them from their own beginning.
         fit(self.func, self._named(self.given, self.low, self.high, settle=not self.way.rebased))
 
     def _made(self, name: Name, value: Value) -> torch.Tensor:
-        """Make an argument of the stretch."""
         cut = self.way.given.get(name)
         shape, stride = value.shape, value.stride
         if cut is not None and not self.whole:
             shape = cut.part_shape(value.shape, self.low, self.high)
             stride = dense_like(shape, (*stride[: cut.dims[0]], stride[cut.dims[1] - 1], *stride[cut.dims[1] :]))
-        # Where it begins matters as well: libraries take other ways through memory that is not aligned.
+        # Keep the offset, because libraries use other code for misaligned memory.
         shift = value.offset % max(SMALL_ALIGNMENT // value.dtype.itemsize, 1)
         base = torch.empty(shift + extent(shape, stride), dtype=value.dtype, device=self.device)
         flat, tensor = base[shift:], torch.as_strided(base, shape, stride, shift)
@@ -485,7 +470,7 @@ class Trial:
     def _run(
         self, tensors: Mapping[Name, torch.Tensor], low: int, high: int, call: Call | None = None
     ) -> tuple[list[Any], dict[Name, torch.Tensor]]:
-        """Run a part; return its results, and what it has written in place."""
+        """Run a part; return its results, and the arguments that it wrote in place."""
         named = self._named(tensors, low, high, call=call)
         args, kwargs = placed(self.func, self.claim.call, named)
         written = written_arguments(self.func, named)
@@ -512,29 +497,29 @@ class Trial:
         part = tensor.narrow(dim, inside[0], max(inside[1] - inside[0], 0))
         shape = [*tensor.shape]
         shape[dim] = last - first
-        made = torch.empty_strided(shape, dense_like(shape, tensor.stride()), dtype=tensor.dtype, device=self.device)
+        result = torch.empty_strided(shape, dense_like(shape, tensor.stride()), dtype=tensor.dtype, device=self.device)
         if inside != (first, last):
-            made.zero_()
-        made.narrow(dim, inside[0] - first, part.shape[dim]).copy_(part)
-        return made
+            result.zero_()
+        result.narrow(dim, inside[0] - first, part.shape[dim]).copy_(part)
+        return result
 
     def holds(self, same: Same | None = None) -> bool:
-        """Return whether the parts equal the stretch, by ``same`` or to the bit."""
+        """Return whether the parts equal the range, by ``same`` or to the bit."""
         same = same or _same
         written = written_arguments(self.func, self._named(self.given, self.low, self.high))
-        # What is not written to need not be there twice.
-        given = {name: _copy_in_place(t) if name[0] in written else t for name, t in self.given.items()}
-        together, changed = self._run(given, self.low, self.high, self.claim.of)
+        # Only written arguments need a copy.
+        arguments = {name: _copy_in_place(t) if name[0] in written else t for name, t in self.given.items()}
+        whole_results, changed = self._run(arguments, self.low, self.high, self.claim.of)
         for low, high in self.parts:
-            for given in self._parts(low, high):
-                apart, written = self._run(given, low, high)
+            for arguments in self._parts(low, high):
+                part_results, written = self._run(arguments, low, high)
                 for place, index in enumerate(self.claim.call.results):
-                    if index is None or not isinstance(together[place], torch.Tensor):
+                    if index is None or not isinstance(whole_results[place], torch.Tensor):
                         continue
                     cut = self.way.made.get(place)
                     if cut is None and low:
                         continue
-                    if not same(self._slice(together[place], cut, low, high), apart[place]):
+                    if not same(self._slice(whole_results[place], cut, low, high), part_results[place]):
                         return False
                 for name, tensor in written.items():
                     if not same(self._slice(changed[name], self.way.given.get(name), low, high), tensor):
@@ -542,7 +527,7 @@ class Trial:
         return True
 
     def _parts(self, low: int, high: int) -> Iterator[dict[Name, torch.Tensor]]:
-        """Yield the arguments of a part: in memory of their own, or in place, if the layout differs there."""
+        """Yield the arguments of a part: in memory of their own, or in place, where the layout differs."""
         written = written_arguments(self.func, self._named(self.given, low, high))
         views: dict[Name, torch.Tensor] = {}
         for name, tensor in self.given.items():
@@ -552,7 +537,7 @@ class Trial:
             merged = self._merged(tensor, cut)
             view = merged.narrow(cut.dims[0], low - (0 if self.whole else self.low), high - low)
             gaps = not is_dense(view.shape, view.stride())
-            # What has no gaps as a whole is copied where a part has some.
+            # `StepWriter.argument` copies such parts of tensors without gaps.
             is_copied = gaps and is_dense(merged.shape, merged.stride())
             if not is_copied and (gaps or view.data_ptr() % SMALL_ALIGNMENT):
                 views[name] = view
@@ -561,19 +546,17 @@ class Trial:
             yield {name: views[name] if name in there else self._part(name, low, high) for name in self.given}
 
     def _merged(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """View a tensor with the dimensions that are cut as one; copy it if needed."""
         return tensor.flatten(cut.dims[0], cut.dims[1] - 1) if self.whole else tensor
 
     def _slice(self, tensor: torch.Tensor, cut: Cut | None, low: int, high: int) -> torch.Tensor:
         if cut is None:
             return tensor
         base = cut.ends(self.low, self.high)[0] if not self.whole else 0
-        start, last = (each - base for each in cut.ends(low, high))
+        start, last = (end - base for end in cut.ends(low, high))
         return self._merged(tensor, cut).narrow(cut.dims[0], start, last - start)
 
 
 def _copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor with its layout and its misalignment."""
     shift, count = tensor.storage_offset(), extent(tensor.shape, tensor.stride())
     base = torch.empty(shift + count, dtype=tensor.dtype, device=tensor.device)
     base[shift:].copy_(torch.as_strided(tensor, (count,), (1,), shift))
@@ -581,27 +564,27 @@ def _copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _one_of_each(ends: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the last part, and one of each length: kernels are chosen by sizes."""
+    """Return the first part, the last, and one of each length, because kernels are chosen by size."""
     parts = list(itertools.pairwise(ends))
     lengths = {high - low: (low, high) for low, high in parts[1:-1]}
     return list(dict.fromkeys([parts[0], *lengths.values(), parts[-1]]))
 
 
-def _same(one: torch.Tensor, other: Any) -> bool:
-    """Return whether two tensors have the same bits; all NaN are alike."""
-    if not isinstance(other, torch.Tensor) or one.dtype != other.dtype or one.numel() != other.numel():
+def _same(first: torch.Tensor, second: Any) -> bool:
+    """Return whether two tensors have the same bits; all NaN are equal."""
+    if not isinstance(second, torch.Tensor) or first.dtype != second.dtype or first.numel() != second.numel():
         return False
-    one, other = one.reshape(-1), other.reshape(-1)
-    if one.is_complex():
-        one, other = torch.view_as_real(one).reshape(-1), torch.view_as_real(other).reshape(-1)
-    whole = _WHOLE.get(one.dtype.itemsize)
-    if not one.is_floating_point() or whole is None:
-        return torch.equal(one, other)
-    if torch.equal(one.contiguous().view(whole), other.contiguous().view(whole)):
+    first, second = first.reshape(-1), second.reshape(-1)
+    if first.is_complex():
+        first, second = torch.view_as_real(first).reshape(-1), torch.view_as_real(second).reshape(-1)
+    integer_type = _WHOLE.get(first.dtype.itemsize)
+    if not first.is_floating_point() or integer_type is None:
+        return torch.equal(first, second)
+    if torch.equal(first.contiguous().view(integer_type), second.contiguous().view(integer_type)):
         return True
-    nan = one.isnan()
-    if not torch.equal(nan, other.isnan()):
+    nan = first.isnan()
+    if not torch.equal(nan, second.isnan()):
         return False
-    return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(
-        one.signbit() & ~nan, other.signbit() & ~nan
+    return torch.equal(first.nan_to_num(), second.nan_to_num()) and torch.equal(
+        first.signbit() & ~nan, second.signbit() & ~nan
     )

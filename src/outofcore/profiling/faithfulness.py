@@ -1,8 +1,4 @@
-"""Compare what an op returns with what it was captured to return.
-
-A step is captured on tensors without contents, with PyTorch's *meta* or *fake* kernels. Where they are wrong, later ops
-would find other tensors than they expect. So each op is compared when it is measured, before a step relies on it.
-"""
+"""Compare an op's results with its captured ones, because *meta* and *fake* kernels can be wrong."""
 
 from __future__ import annotations
 
@@ -19,51 +15,51 @@ from outofcore.units import format_bytes
 
 @dataclass(frozen=True)
 class Difference:
-    """One result that is not what was captured.
-
-    ``what`` is "kind", "device", "dtype", "shape", "stride" or "bytes". ``survived`` tells whether a step is right
-    nevertheless, because results are copied to where the plan has them.
-    """
+    """One result that differs from the capture."""
 
     leaf: int
-    what: str
+    what: str  # "kind", "device", "dtype", "shape", "stride" or "bytes"
     real: str
     captured: str
-    survived: bool = False
+    survived: bool = False  # the step is right nevertheless, because it copies the result to its place
 
 
 def differences(captured: Captured, op: Op, leaves: Sequence[object]) -> list[Difference]:
-    """Return how the flattened results of an op differ from the capture; for each only the gravest difference."""
+    """Return the gravest difference of each flattened result of an op from the capture."""
     unseen = captured.graph.unseen
-    found: list[Difference] = []
+    all_differences: list[Difference] = []
     for leaf, index in enumerate(captured.calls[op.id].results):
         if index is None or captured.values[index].storage in unseen:
-            continue  # nobody looks at it
+            continue  # no op reads it
         value = captured.values[index]
-        given = leaves[leaf] if leaf < len(leaves) else None
-        if given is None and 0 in value.shape:
+        result = leaves[leaf] if leaf < len(leaves) else None
+        if result is None and 0 in value.shape:
             continue
-        found += [one for one in (next(_compared(captured, leaf, value, given), None),) if one is not None]
-    return found
+        all_differences += [
+            difference
+            for difference in (next(_compared(captured, leaf, value, result), None),)
+            if difference is not None
+        ]
+    return all_differences
 
 
-def _compared(captured: Captured, leaf: int, value: Value, given: object) -> Iterator[Difference]:
-    wanted = _kind(value.dtype, value.shape)
-    if not isinstance(given, torch.Tensor):
-        yield Difference(leaf, "kind", "undefined" if given is None else f"a {type(given).__name__}", wanted)
+def _compared(captured: Captured, leaf: int, value: Value, result: object) -> Iterator[Difference]:
+    expected = _kind(value.dtype, value.shape)
+    if not isinstance(result, torch.Tensor):
+        yield Difference(leaf, "kind", "undefined" if result is None else f"a {type(result).__name__}", expected)
         return
     device = CPU if value.foreign else captured.device
-    real = _kind(given.dtype, tuple(given.shape))
-    if not are_alike(given.device, device):
-        yield Difference(leaf, "device", f"{real} on {given.device}", f"{wanted} on {device}")
-    if given.dtype != value.dtype:
-        yield Difference(leaf, "dtype", real, wanted)
-    if tuple(given.shape) != value.shape:
-        yield Difference(leaf, "shape", real, wanted)
-    if given.numel() and given.stride() != value.stride:
-        yield Difference(leaf, "stride", f"strides {given.stride()}", f"strides {value.stride}", survived=True)
-    count, planned = given.untyped_storage().nbytes(), captured.own_bytes(value.storage)
-    if given.storage_offset() == value.offset == 0 and count > planned:
+    real = _kind(result.dtype, tuple(result.shape))
+    if not are_alike(result.device, device):
+        yield Difference(leaf, "device", f"{real} on {result.device}", f"{expected} on {device}")
+    if result.dtype != value.dtype:
+        yield Difference(leaf, "dtype", real, expected)
+    if tuple(result.shape) != value.shape:
+        yield Difference(leaf, "shape", real, expected)
+    if result.numel() and result.stride() != value.stride:
+        yield Difference(leaf, "stride", f"strides {result.stride()}", f"strides {value.stride}", survived=True)
+    count, planned = result.untyped_storage().nbytes(), captured.own_bytes(value.storage)
+    if result.storage_offset() == value.offset == 0 and count > planned:
         yield Difference(leaf, "bytes", format_bytes(count), format_bytes(planned), survived=True)
 
 

@@ -1,12 +1,11 @@
-"""The cost of collectives in a process group: latency and bandwidth, measured once by all its processes together.
+"""The latency and bandwidth of collectives in a process group, measured by all its processes together.
 
-The model: a collective takes the latency of the group, and the time in which its bytes go round a ring (Patarasu and
-Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): each process sends 2 (n - 1) / n of
-the bytes of an all-reduce among n processes, and half of that for what only gathers, scatters or broadcasts.
+A collective takes the latency plus the time in which its bytes go round a ring. In an all-reduce each process sends 2
+(n - 1) / n of the bytes; in other collectives half of that (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms
+for clusters of workstations", 2009).
 
-Limits: waits of processes for each other are not included, and groups of the same size within one step are assumed to
-be alike. Whether the machine was busy (``busy``) is only told where it has two cores for each process: with fewer, the
-processes hold each other up.
+Limits: waits of processes for each other are not counted, and groups of the same size are assumed to be alike. ``busy``
+needs two cores per process, because with fewer they slow each other down.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ if TYPE_CHECKING:
 
 class _Message(NamedTuple):
     bytes: int
-    rounds: int  # in which it is sent
+    rounds: int  # repetitions
 
 
-# One takes the latency, the other the time of its bytes.
+# The small message measures latency, the large one bandwidth.
 _SMALL, _LARGE = _Message(1024, 20), _Message(8 * MIB, 4)
 
 
@@ -50,50 +49,46 @@ class GroupCost:
     """The cost of a collective in a group of a given size."""
 
     latency_s: Annotated[float, Meta(ge=0, le=1e6)]
-    bytes_per_s: Annotated[float, Meta(gt=0)]  # that each process sends
+    bytes_per_s: Annotated[float, Meta(gt=0)]  # sent by each process
     busy: Annotated[int, Meta(ge=0, le=1 << 30)] = 0  # as for ``costs.OpCost``
-    measured_at: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # seconds since the epoch; 0 unless it is busy
+    measured_at: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # seconds since the epoch; 0 unless busy
 
     def seconds(self, collective: Collective) -> float:
-        """Return the seconds of a collective that all processes start at once."""
         return self.latency_s + collective.sent_bytes / self.bytes_per_s
 
 
 def group_cost(group: ProcessGroup, device: torch.device, cache: Cache | None) -> GroupCost:
-    """Return the cost of a group, the same in all its processes; all of them must call this at once.
-
-    The cache of rank 0 counts: what is kept there is not measured again.
-    """
+    """Return the cost of a group from rank 0's cache or a measurement; all its processes must call this."""
     key = f"{torch.distributed.get_backend(group)}/{device.type}/{group.size()}"
     shelf = None if cache is None else cache.shelf("groups", machine_facts())
-    kept: list[Any] = [None]
+    cached: list[Any] = [None]
     busy = 0
     if group.rank() == 0 and shelf is not None and (entry := shelf.read().get(key)) is not None:
         try:
-            found = convert_json(entry, GroupCost, shelf.path, f"$.entries.{key}")
-            is_wanted = is_due(found.busy, time.time() - found.measured_at)
-            kept, busy = [None if is_wanted else found], found.busy
+            entry_cost = convert_json(entry, GroupCost, shelf.path, f"$.entries.{key}")
+            is_wanted = is_due(entry_cost.busy, time.time() - entry_cost.measured_at)
+            cached, busy = [None if is_wanted else entry_cost], entry_cost.busy
         except GraphError:
-            kept = [None]
-    torch.distributed.broadcast_object_list(kept, group=group, group_src=0)
-    if kept[0] is not None:
-        return kept[0]
+            cached = [None]
+    torch.distributed.broadcast_object_list(cached, group=group, group_src=0)
+    if cached[0] is not None:
+        return cached[0]
     with Watch() as watch:
         cost = _measured(group, device)
     if device.type == "cpu" and 2 * group.size() <= this_machine().cores and was_busy(watch.counted, computes=False):
         cost = replace(cost, busy=busy + 1, measured_at=time.time())
-    told = [cost]
-    torch.distributed.broadcast_object_list(told, group=group, group_src=0)
+    agreed = [cost]
+    torch.distributed.broadcast_object_list(agreed, group=group, group_src=0)
     if group.rank() == 0 and shelf is not None:
-        shelf.write({key: asdict(told[0])})
-    return told[0]
+        shelf.write({key: asdict(agreed[0])})
+    return agreed[0]
 
 
 def _measured(group: ProcessGroup, device: torch.device) -> GroupCost:
     small, large = _median(group, device, _SMALL), _median(group, device, _LARGE)
     count = group.size()
     sent = 2 * (_LARGE.bytes - _SMALL.bytes) * (count - 1) / count
-    # A group of processes that have nothing to send has no bandwidth that matters.
+    # A group of one process sends no bytes.
     return GroupCost(small, max(sent, 1.0) / max(large - small, 1e-9))
 
 
@@ -105,7 +100,7 @@ def _median(group: ProcessGroup, device: torch.device, message: _Message) -> flo
         torch.distributed.all_reduce(tensor, group=group)
         wait_for(device)
         seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[1:])  # the first makes connections
+    return statistics.median(seconds[1:])  # the first round opens connections
 
 
 def collectives_of(captured: Captured) -> tuple[Collective, ...]:
@@ -115,10 +110,10 @@ def collectives_of(captured: Captured) -> tuple[Collective, ...]:
 def with_collectives(
     captured: Captured, profiles: tuple[OpProfile, ...], costs: Mapping[int, GroupCost]
 ) -> tuple[OpProfile, ...]:
-    """Add the costs of collectives to the profiles; ``costs`` is by the number of processes in the group."""
-    found = list(profiles)
+    """Add the costs of collectives to the profiles; ``costs`` is by group size."""
+    updated = list(profiles)
     for index, call in enumerate(captured.calls):
         if isinstance(call.func, Collective) and call.func.group.size() in costs:
             cost = costs[call.func.group.size()]
-            found[index] = replace(found[index], cost=OpCost(cost.seconds(call.func), busy=cost.busy))
-    return tuple(found)
+            updated[index] = replace(updated[index], cost=OpCost(cost.seconds(call.func), busy=cost.busy))
+    return tuple(updated)

@@ -1,8 +1,7 @@
-"""Measure the link to a home: alone, concurrently with ops, and both ways at once; and how much copies slow ops down.
+"""Measure the link to a home: alone, concurrently with ops, and in both directions at once.
 
-A step copies while it computes, and both share cores, memory and buses. So plans use the rates measured concurrently
-with ops; ``Home`` also has how much copies both ways slow each other, and ops, down. The protocol is one
-(``_measured``); threads and the host's clock, or streams and the device's clock, run and time it.
+Copies and ops share cores, memory and buses, so plans use the rates measured concurrently with ops. ``_measure`` is the
+protocol; threads and the host's clock, or streams and the device's clock, run and time it.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from outofcore.units import MIB, PAGE_BYTES, round_up
 
 _log = logging.getLogger("outofcore.profiling")
 
-_LATENCY_COPIES = 9  # of a page, of which the median is taken
-_MOST_COPIES = 500  # that are issued to a device at once
-# How often what plans go by is measured, in turn with the others; in how many parts this and copies alone are.
+_LATENCY_COPIES = 9  # one-page copies for the median latency
+_MOST_COPIES = 500  # issued to a device at once
+# Rounds of the four concurrent measurements, and the total number of parts, two of them for copies alone.
 _ROUNDS = 3
 _PARTS = 4 * _ROUNDS + 2
-# Disks fill up and grow old: what was measured longer ago is measured again.
+# Disks fill up and age, so older measurements are repeated.
 _FRESH_SECONDS = 7 * 24 * 3600.0
-# Nothing that was measured lies beyond these; what is kept and does is damaged.
+# Ranges of plausible measurements; cached values outside are damaged.
 _Seconds = Annotated[float, Meta(ge=1e-12, le=1e6)]
 _Rate = Annotated[float, Meta(ge=1.0, le=1e15)]  # bytes per second
 
@@ -57,7 +56,7 @@ class _Measured(Struct):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes per second each way."""
+    """Bytes per second in each direction."""
 
     out: _Rate
     into: _Rate
@@ -65,29 +64,17 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """A measured link.
-
-    Attributes:
-        capacity: of the home, in bytes.
-        latency_s: of a copy of one page, alone.
-        alone: one way at a time, with nothing else to do.
-        computing: one way at a time, concurrently with ops.
-        together: both ways at once, concurrently with ops.
-        compute_alone_s: seconds of the ops, alone.
-        compute_single_s: concurrently with copies one way, the median of both ways.
-        compute_both_s: concurrently with copies both ways.
-        busy: as for ``costs.OpCost``.
-    """
+    """A measured link; ``busy`` is as for ``costs.OpCost``."""
 
     name: str
     capacity: int | None
-    latency_s: _Seconds
-    alone: Rates
-    computing: Rates
-    together: Rates
-    compute_alone_s: _Seconds
-    compute_single_s: _Seconds
-    compute_both_s: _Seconds
+    latency_s: _Seconds  # of a copy of one page, alone
+    alone: Rates  # in one direction, with no other work
+    computing: Rates  # in one direction, concurrently with ops
+    together: Rates  # in both directions, concurrently with ops
+    compute_alone_s: _Seconds  # of the ops, alone
+    compute_single_s: _Seconds  # of the ops with copies in one direction, the mean of both
+    compute_both_s: _Seconds  # of the ops with copies in both directions
     busy: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
 
     @property
@@ -110,7 +97,6 @@ class LinkReport:
 
     @property
     def home(self) -> Home:
-        """The costs of the home during a step."""
         return Home(
             self.name,
             self.capacity,
@@ -126,7 +112,7 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The ops that copies are measured beside: products of matrices, and a pass over memory that no cache holds."""
+    """The ops that run concurrently with copies: matrix products, and a pass over uncached memory."""
 
     rows: int  # of a square matrix
     products: int
@@ -137,20 +123,16 @@ _HOST_WORK, _DEVICE_WORK = Work(512, 4, 32 * MIB), Work(2048, 1, 64 * MIB)
 
 
 def links_to(stores: Sequence[HomeStore], cache: Cache | None, backend: Backend, buffer_bytes: int) -> tuple[Home, ...]:
-    """Return the costs of a step's homes.
-
-    The homes are in use, or soon will be: each is measured on one like it, so that it loses no room. Raises as
-    ``measure_link``.
-    """
-    found: list[Home] = []
+    """Return the costs of a step's homes, each measured on a sibling; raises as ``measure_link``."""
+    homes: list[Home] = []
     for store in stores:
-        other = store.sibling(2 * max(buffer_bytes, PAGE_BYTES))
+        sibling = store.sibling(2 * max(buffer_bytes, PAGE_BYTES))
         try:
-            link = known_link(other, cache, buffer_bytes=buffer_bytes, driver=backend.driver, device=backend.facts())
-            found.append(replace(link.home, bytes=store.capacity))
+            link = known_link(sibling, cache, buffer_bytes=buffer_bytes, driver=backend.driver, device=backend.facts())
+            homes.append(replace(link.home, bytes=store.capacity))
         finally:
-            other.close()
-    return tuple(found)
+            sibling.close()
+    return tuple(homes)
 
 
 def known_link(
@@ -161,27 +143,27 @@ def known_link(
     driver: Driver | None = None,
     device: Mapping[str, object] | None = None,
 ) -> LinkReport:
-    """Return the cached link to a home, or measure and keep it; raises as ``measure_link``.
+    """Return the cached link to a home, or measure and cache it; raises as ``measure_link``.
 
-    ``buffer_bytes`` is rounded down to a power of two; each buffer size is another link. ``driver`` is the device at
-    the other end and ``device`` the facts about it; None: the CPU.
+    ``buffer_bytes`` is rounded down to a power of two; each buffer size is a separate link. ``driver`` is the device at
+    the other end and ``device`` the facts about it; None means the CPU.
     """
     size = 1 << max(buffer_bytes, PAGE_BYTES).bit_length() - 1
     if cache is None:
         return measure_link(home, buffer_bytes=size, driver=driver)
     shelf, key = _shelf(cache, device), f"{home.identity}/{size}"
-    kept, where, busy = shelf.read().get(key), f"$.entries.{key}", 0
-    if kept is not None:
+    entry, entry_path, busy = shelf.read().get(key), f"$.entries.{key}", 0
+    if entry is not None:
         try:
-            age = time.time() - convert_json(kept, _Measured, shelf.path, where).measured_at
+            age = time.time() - convert_json(entry, _Measured, shelf.path, entry_path).measured_at
             if 0 <= age < _FRESH_SECONDS:
-                found = convert_json(kept, LinkReport, shelf.path, where)
-                if not is_due(found.busy, age):
-                    # How much room there is may have changed.
-                    return replace(found, name=home.name, capacity=home.capacity)
-                busy = found.busy
+                cached = convert_json(entry, LinkReport, shelf.path, entry_path)
+                if not is_due(cached.busy, age):
+                    # The capacity may have changed.
+                    return replace(cached, name=home.name, capacity=home.capacity)
+                busy = cached.busy
         except GraphError as error:
-            _log.warning("the link is measured anew: %s", error)
+            _log.warning("measuring the link again, because its cached measurement cannot be used: %s", error)
     report = measure_link(home, buffer_bytes=size, driver=driver)
     report = replace(report, busy=busy + 1) if report.busy else report
     shelf.write({key: {"measured_at": time.time(), **asdict(report)}})
@@ -191,31 +173,28 @@ def known_link(
 def keep_link(
     home: HomeStore, cache: Cache, before: Home, after: Home, device: Mapping[str, object] | None = None
 ) -> None:
-    """Replace a link's measured costs (``before``) in the cache by those that steps have shown (``after``).
-
-    Those are the rates, and how much copies slow ops down. ``device`` are facts about a device other than the CPU.
-    """
+    """Change a link's cached rates and slowdown of ops from ``before`` to ``after``, as steps observed."""
     if before == after:
         return
     shelf = _shelf(cache, device)
     out, into = after.bytes_per_s_out / before.bytes_per_s_out, after.bytes_per_s_in / before.bytes_per_s_in
     changed: dict[str, object] = {}
-    for key, kept in shelf.read().items():
+    for key, entry in shelf.read().items():
         if not key.startswith(f"{home.identity}/"):
             continue
         try:
-            found = convert_json(kept, LinkReport, shelf.path, f"$.entries.{key}")
-            at = convert_json(kept, _Measured, shelf.path, f"$.entries.{key}").measured_at
+            cached = convert_json(entry, LinkReport, shelf.path, f"$.entries.{key}")
+            measured_at = convert_json(entry, _Measured, shelf.path, f"$.entries.{key}").measured_at
         except GraphError:
-            continue  # it is damaged, and measured anew when it is next asked for
+            continue  # damaged; the next `load_or_measure_link` measures it again
         report = replace(
-            found,
-            computing=Rates(found.computing.out * out, found.computing.into * into),
-            together=Rates(found.together.out * out, found.together.into * into),
-            compute_single_s=found.compute_alone_s * (1 + after.compute_slowdown),
-            compute_both_s=found.compute_alone_s * (1 + 2 * after.compute_slowdown),
+            cached,
+            computing=Rates(cached.computing.out * out, cached.computing.into * into),
+            together=Rates(cached.together.out * out, cached.together.into * into),
+            compute_single_s=cached.compute_alone_s * (1 + after.compute_slowdown),
+            compute_both_s=cached.compute_alone_s * (1 + 2 * after.compute_slowdown),
         )
-        changed[key] = {"measured_at": at, **asdict(report)}
+        changed[key] = {"measured_at": measured_at, **asdict(report)}
     shelf.write(changed)
 
 
@@ -233,26 +212,23 @@ def measure_link(
 ) -> LinkReport:
     """Measure the link between memory, or a device, and a home.
 
-    Copies go between fresh memory and room past the end of the home's contents; the home is larger afterwards by twice
-    the buffer. Bandwidth is the median of several copies, latency that of copies of one page. Between a device and a
-    disk they go as in a step, through buffers in host memory. Ctrl-C takes effect when the link is measured; a second
-    one when the copies that are under way have ended.
+    Copies go between fresh memory and space past the end of the home's contents; the home grows by twice the buffer.
+    Bandwidth is the median of several copies, latency the median of one-page copies. The first Ctrl-C takes effect
+    after the measurement, a second one after the current copies.
 
     Args:
-        home: an open or unopened home; for a device pinned at best, or a disk.
+        home: an open or unopened home; for a device preferably pinned memory, or a disk.
         buffer_bytes: size of a copy, rounded up to whole pages.
-        seconds: about how long to measure, in equal parts: three each for ops alone, for copies out and in concurrently
-            with ops, and for both at once; one each for copies out and in alone. At least three copies are timed.
+        seconds: approximate duration. At least three copies are timed.
         driver: the device; None: the memory of the process.
-        compute: what runs concurrently; by default ops bound by arithmetic and by memory in turn.
+        compute: the concurrent work; by default ops bound by arithmetic and by memory in turn.
 
-    Limits: the speed is that of this half second. A drive may slow down once its write cache is full, or while others
-    use it; copies may slow other ops down more, or less.
+    Limits: the speed is that of this half second. A drive may slow down once its write cache is full.
 
     Raises:
         ArenaError: the device has no room for two buffers and 192 MiB for ops.
         SpillError: the home has no room for the measurement.
-        StateError: the system gives no thread for copies.
+        StateError: the system cannot start a thread for copies.
         TransferError: a copy failed.
     """
     size = round_up(buffer_bytes, PAGE_BYTES)
@@ -264,7 +240,7 @@ def measure_link(
             report = _measured(home, size, seconds / _PARTS, _host_bench(home, slots, size, compute))
         else:
             with _device_bench(driver, home, slots, size, compute) as bench:
-                # A device's own clock counts nothing that others do to the cores.
+                # Other processes on the cores do not affect the device's clock.
                 report = replace(_measured(home, size, seconds / _PARTS, bench), busy=0)
         is_marked = report.busy or (folder is not None and was_disk_busy(disk, read_disk(folder)))
         return replace(report, busy=int(is_marked))
@@ -272,21 +248,17 @@ def measure_link(
 
 @dataclass(frozen=True, eq=False)
 class _Action:
-    """A repeated action, on a stream."""
-
     call: Callable[[], object]
-    stream: Stream = Stream.COMPUTE  # on a device: where it is issued
+    stream: Stream = Stream.COMPUTE  # only for a device
 
 
-# Runs actions side by side, of which the first is that of the ops if they are among them, for about so many seconds and
-# each at least so often: the seconds that each run of each took while all others were at work.
+# Runs actions concurrently for about the given seconds, each at least the given number of times. Ops, if any, are
+# the first action. Returns the seconds of each run of each action while all others ran.
 _Times = Callable[[Sequence[_Action], float, int], list[list[float]]]
 
 
 @dataclass(frozen=True)
 class _Bench:
-    """The measured actions, and how they are timed."""
-
     times: _Times
     work: _Action  # ops
     put: _Action  # a copy to the home
@@ -296,34 +268,34 @@ class _Bench:
 
 
 def _measured(home: HomeStore, size: int, part: float, bench: _Bench) -> LinkReport:
-    work, put, get, pages = bench.work, bench.put, bench.get, (bench.put_page, bench.get_page)
-    # The first writes to fresh pages of memory and of a file cost more than all later ones; so does an op's first run.
-    for action in (put, get, work, *pages):
+    work, copy_out, copy_in, pages = bench.work, bench.put, bench.get, (bench.put_page, bench.get_page)
+    # First writes to fresh pages of memory or a file are slower, and so is an op's first run.
+    for action in (copy_out, copy_in, work, *pages):
         bench.times((action,), 0.0, 1)
     latency = statistics.median(t for page in pages for t in bench.times((page,), 0.0, _LATENCY_COPIES)[0])
-    # In turn, several times over: what else runs for a while would else seem to be what copies take from ops.
-    series = ((work,), (work, put), (work, get), (work, put, get))
+    # Interleaved, so that a temporary load on the machine is not mistaken for a slowdown by copies.
+    series = ((work,), (work, copy_out), (work, copy_in), (work, copy_out, copy_in))
     rounds: list[list[list[list[float]]]] = []
     watch = Watch()
     for _ in range(_ROUNDS):
-        # Beside copies, the own threads want more cores than there may be.
+        # Not during copies, when the process's own threads may need more cores than the machine has.
         with watch:
             alone = bench.times(series[0], part, 1)
         rounds.append([alone, *(bench.times(actions, part, 1) for actions in series[1:])])
-    out_s, in_s = (statistics.median(bench.times((copy,), part, _ROUNDS)[0]) for copy in (put, get))
+    out_s, in_s = (statistics.median(bench.times((copy,), part, _ROUNDS)[0]) for copy in (copy_out, copy_in))
 
-    def copying(which: int, action: int) -> float:
-        return statistics.median(t for one in rounds for t in one[which][action])
+    def copying(series_index: int, action: int) -> float:
+        return statistics.median(t for series_times in rounds for t in series_times[series_index][action])
 
-    def computing(which: int) -> float:
-        return min(statistics.median(one[which][0]) for one in rounds)
+    def computing(series_index: int) -> float:
+        return min(statistics.median(series_times[series_index][0]) for series_times in rounds)
 
     with_out, with_in = (computing(1), copying(1, 1)), (computing(2), copying(2, 1))
     both = computing(3), copying(3, 1), copying(3, 2)
 
     def rates(*copies: float) -> Rates:
-        # Once the latency is taken off, as ``costs.Home`` counts it.
-        return Rates(*(size / max(taken - latency, taken / 2) for taken in copies))
+        # Without the latency, which ``costs.Home`` adds.
+        return Rates(*(size / max(copy_s - latency, copy_s / 2) for copy_s in copies))
 
     return LinkReport(
         name=home.name,
@@ -340,16 +312,16 @@ def _measured(home: HomeStore, size: int, part: float, bench: _Bench) -> LinkRep
 
 
 def _ops(
-    left: torch.Tensor, product: torch.Tensor, source: torch.Tensor, target: torch.Tensor, products: int
+    matrix: torch.Tensor, product: torch.Tensor, source: torch.Tensor, target: torch.Tensor, products: int
 ) -> Callable[[], object]:
-    """Return ops whose results take no new memory, so that no page fault disturbs them."""
-    left.fill_(0.5)
+    """Return ops that allocate no memory for results, so that no page fault disturbs them."""
+    matrix.fill_(0.5)
     source.fill_(0.5)
 
     def run() -> None:
         with torch.no_grad():
             for _ in range(products):
-                torch.mm(left, left, out=product)
+                torch.mm(matrix, matrix, out=product)
             torch.add(source, 1.0, out=target)
 
     return run
@@ -358,8 +330,8 @@ def _ops(
 def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Callable[[], object] | None) -> _Bench:
     region = Region(map_anonymous(2 * size), 2 * size)
     outgoing, incoming = region.memory(0, size), region.memory(size, size)
-    random = torch.Generator().manual_seed(0)  # of its own: the user's draws are not to be shifted
-    torch.frombuffer(outgoing, dtype=torch.int64).random_(generator=random)  # compressible bytes would flatter
+    random = torch.Generator().manual_seed(0)  # separate, to keep the user's random numbers
+    torch.frombuffer(outgoing, dtype=torch.int64).random_(generator=random)  # compressible bytes would be faster
     home.write(slots[1], outgoing)
     work = _HOST_WORK
     squares, passes = torch.empty(2, work.rows, work.rows), torch.empty(2, work.pass_bytes // 4)
@@ -373,12 +345,8 @@ def _host_bench(home: HomeStore, slots: tuple[int, int], size: int, compute: Cal
     )
 
 
-def beside_each_other(actions: Sequence[_Action], seconds: float, least: int) -> list[list[float]]:
-    """Time actions (see ``_Times``): the first runs in this thread, the others in threads of their own.
-
-    No thread is left when this returns or raises, whatever interrupts it. Raises ``StateError`` if the system gives no
-    thread.
-    """
+def beside_each_other(actions: Sequence[_Action], seconds: float, min_runs: int) -> list[list[float]]:
+    """Time actions as ``_TimeActions``: the first in this thread, the others in threads that end first."""
     times: list[list[float]] = [[] for _ in actions]
     enough = [threading.Event() for _ in actions]
     start = threading.Barrier(len(actions))
@@ -388,58 +356,58 @@ def beside_each_other(actions: Sequence[_Action], seconds: float, least: int) ->
         for event in enough:
             event.set()
 
-    def run(which: int) -> None:
+    def run(index: int) -> None:
         try:
             start.wait()
-            taken = 0.0
-            # Go on until the others have enough too: what runs alone would not count.
+            total = 0.0
+            # Go on until all actions have enough runs, as each must run concurrently with all others.
             while not all(event.is_set() for event in enough):
                 begin = time.perf_counter()
-                actions[which].call()
-                times[which].append(time.perf_counter() - begin)
-                taken += times[which][-1]
-                if len(times[which]) >= least and taken >= seconds:
-                    enough[which].set()
+                actions[index].call()
+                times[index].append(time.perf_counter() - begin)
+                total += times[index][-1]
+                if len(times[index]) >= min_runs and total >= seconds:
+                    enough[index].set()
         finally:
-            stop()  # either all have enough, or this one has failed
+            stop()  # all have enough runs, or this action failed
 
-    # Those who waited for one that failed say nothing new.
+    # Raised in threads that waited for a failed one; the original error is raised below.
     waited_in_vain = suppress(threading.BrokenBarrierError)
     pool = ThreadPoolExecutor(len(actions), "outofcore-measure")
     try:
-        others = [_submit(pool, run, which) for which in range(1, len(actions))]
+        futures = [_submit(pool, run, index) for index in range(1, len(actions))]
         with waited_in_vain:
             run(0)
     finally:
         stop()
         _join(pool)
-    while others:
+    while futures:
         with waited_in_vain:
-            others.pop(0).result()
+            futures.pop(0).result()
     return times
 
 
-def _submit(pool: ThreadPoolExecutor, run: Callable[[int], None], which: int) -> Future[None]:
+def _submit(pool: ThreadPoolExecutor, run: Callable[[int], None], index: int) -> Future[None]:
     try:
-        return pool.submit(run, which)
+        return pool.submit(run, index)
     except RuntimeError as error:
         raise StateError(
-            f"the system gives no thread to measure copies beside ops ({error}); raise the limit on processes "
+            f"cannot start a thread to measure copies concurrently with ops: {error}. Raise the limit on processes "
             "(ulimit -u), or end other programs"
         ) from error
 
 
 def _join(pool: ThreadPoolExecutor) -> None:
-    """Return when the threads of a pool have ended, whatever interrupts the wait."""
+    """Wait until the threads of a pool have ended, despite interrupts."""
     try:
         pool.shutdown()
-    except BaseException:  # of the handler of a signal; the threads use memory that the caller closes
+    except BaseException:  # from a signal handler; the threads still use memory that the caller closes
         _join(pool)
         raise
 
 
 def measure_memory_bandwidth(*, buffer_bytes: int = 64 * MIB) -> float:
-    """Return the bytes per second that PyTorch's threads read plus write when they copy one large tensor to another."""
+    """Return the bytes per second that PyTorch reads plus writes when it copies a large tensor."""
     source = torch.ones(buffer_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
     (times,) = beside_each_other([_Action(lambda: target.copy_(source))], 0.2, 2)
@@ -471,7 +439,7 @@ def _device_bench(
                 copies = _memory_copies(driver, home, arena, slots, size)
             yield _Bench(_DeviceTimes(driver), _Action(lambda: driver.launch(None, work)), *copies)
     finally:
-        # Copies that were issued end before their memory goes.
+        # Issued copies must end before their memory is released.
         driver.synchronize()
         arena.close()
 
@@ -479,64 +447,62 @@ def _device_bench(
 def _memory_copies(
     driver: Driver, home: HomeStore, arena: Memory, slots: tuple[int, int], size: int
 ) -> tuple[_Action, ...]:
-    """Return copies between the first bytes of an arena and host memory: out, in, and a page each way."""
     host = [home.face(slot, size) for slot in slots]
     device = arena.view(0, size), arena.view(size, size)
     host[1].fill_(1)
 
-    def put(count: int) -> _Action:
+    def copy_out(count: int) -> _Action:
         to, of = host[0][:count], device[0][:count]
         return _Action(lambda: driver.copy(Stream.COPY_OUT, -1, to, of), Stream.COPY_OUT)
 
-    def get(count: int) -> _Action:
+    def copy_in(count: int) -> _Action:
         to, of = device[1][:count], host[1][:count]
         return _Action(lambda: driver.copy(Stream.COPY_IN, -1, to, of), Stream.COPY_IN)
 
-    return put(size), get(size), put(PAGE_BYTES), get(PAGE_BYTES)
+    return copy_out(size), copy_in(size), copy_out(PAGE_BYTES), copy_in(PAGE_BYTES)
 
 
 def _disk_copies(
     driver: Driver, home: DiskHome, arena: Memory, slots: tuple[int, int], size: int
 ) -> tuple[_Action, ...]:
-    """Return copies between the first bytes of an arena and a disk: out, in, and a page each way."""
     staging = Staging(driver, home)
 
-    def put(count: int, slot: int) -> _Action:
+    def copy_out(count: int, slot: int) -> _Action:
         parts = staging.parts(arena.view, 0, slot, count)
         return _Action(lambda: staging.out(-1, parts), Stream.DISK_OUT)
 
-    def get(count: int) -> _Action:
+    def copy_in(count: int) -> _Action:
         parts = staging.parts(arena.view, size, slots[1], count)
         return _Action(lambda: staging.into(-1, parts, ()), Stream.DISK_IN)
 
-    # What was never written is not read from the disk.
-    put(size, slots[1]).call()
+    # Reading bytes that were never written would not access the disk.
+    copy_out(size, slots[1]).call()
     driver.synchronize()
-    return put(size, slots[0]), get(size), put(PAGE_BYTES, slots[0]), get(PAGE_BYTES)
+    return copy_out(size, slots[0]), copy_in(size), copy_out(PAGE_BYTES, slots[0]), copy_in(PAGE_BYTES)
 
 
 class _DeviceTimes:
-    """Times actions (see ``_Times``) on concurrent streams by the device's clock."""
+    """Times actions (see ``_TimeActions``) on concurrent streams by the device's clock."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._alone: dict[_Action, float] = {}
 
-    def __call__(self, actions: Sequence[_Action], seconds: float, least: int) -> list[list[float]]:
+    def __call__(self, actions: Sequence[_Action], seconds: float, min_runs: int) -> list[list[float]]:
         if not seconds:
-            return self._issue(actions, [least] * len(actions))
+            return self._issue(actions, [min_runs] * len(actions))
         for action in actions:
             if action not in self._alone:
                 self._alone[action] = statistics.median(*self._issue((action,), [2]))
         counts = [
-            min(max(math.ceil(seconds / max(self._alone[action], 1e-6)), least), _MOST_COPIES) for action in actions
+            min(max(math.ceil(seconds / max(self._alone[action], 1e-6)), min_runs), _MOST_COPIES) for action in actions
         ]
         if len(actions) > 1:
-            # Together they are slower, so that twice as many of the others may be needed while one is at work.
+            # Concurrent actions are slower, so one may overlap with twice as many runs of another.
             return self._issue(actions, [2 * count for count in counts])
-        found = self._issue(actions, counts)
-        self._alone[actions[0]] = statistics.median(found[0])
-        return found
+        times = self._issue(actions, counts)
+        self._alone[actions[0]] = statistics.median(times[0])
+        return times
 
     def _issue(self, actions: Sequence[_Action], counts: Sequence[int]) -> list[list[float]]:
         """Return the seconds of each repetition that began before another stream ran dry."""
@@ -547,16 +513,17 @@ class _DeviceTimes:
             if action.stream is not Stream.COMPUTE:
                 driver.wait(first_stream(action.stream), begin)
         stamps: list[list[tuple[Mark, Mark]]] = [[] for _ in actions]
-        turns = zip_longest(*([which] * count for which, count in enumerate(counts)))
-        for which in (which for turn in turns for which in turn if which is not None):
+        turns = zip_longest(*([index] * count for index, count in enumerate(counts)))
+        for index in (index for turn in turns for index in turn if index is not None):
             start, end = driver.mark(timed=True), driver.mark(timed=True)
-            driver.record(first_stream(actions[which].stream), start)
-            actions[which].call()
-            driver.record(last_stream(actions[which].stream), end)
-            stamps[which].append((start, end))
+            driver.record(first_stream(actions[index].stream), start)
+            actions[index].call()
+            driver.record(last_stream(actions[index].stream), end)
+            stamps[index].append((start, end))
         driver.synchronize()
         spans = [[(driver.seconds(begin, start), driver.seconds(begin, end)) for start, end in s] for s in stamps]
-        until = min(found[-1][1] for found in spans)
+        until = min(action_spans[-1][1] for action_spans in spans)
         return [
-            [end - start for start, end in found if start < until] or [found[0][1] - found[0][0]] for found in spans
+            [end - start for start, end in action_spans if start < until] or [action_spans[0][1] - action_spans[0][0]]
+            for action_spans in spans
         ]

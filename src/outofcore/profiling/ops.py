@@ -1,14 +1,11 @@
-"""The cost of each op: measured by running it a few times on scratch tensors, alone in memory; and kept.
+"""Measure the cost of each op in a few runs on scratch tensors, alone in memory.
 
-Ops of one family (same target, shapes, strides, dtypes and constants) cost the same, so one stands for all of them (the
-idea of FamilySeer, arXiv 2201.00194). Nothing of the user's is touched, and a model whose step does not fit is measured
-all the same: only one op is in memory at a time.
+Ops with the same target, shapes, strides, dtypes and constants are a family, of which one is measured (the idea of
+FamilySeer, arXiv 2201.00194). Times on a busy machine are too long. So slowed repetitions are dropped, and slowed ops
+are marked ``busy`` and measured again later.
 
-While other processes want the cores, measured times are too long (``busy``): such repetitions are left out, and an op
-that was held up is marked, and measured again by later calls.
-
-The cache keeps families of PyTorch's own operators and optimizers: those of the user's may change while their names do
-not. Limits: an op whose speed depends on its inputs' values is measured for those of scratch tensors (``scratch``).
+The cache has families of PyTorch's own operators and optimizers, because the user's may change under the same name.
+Limits: ops run on scratch values (``scratch``), so data-dependent speed is not seen.
 """
 
 from __future__ import annotations
@@ -60,9 +57,9 @@ _log = logging.getLogger("outofcore.profiling")
 # An op is repeated until its measurements add up to this, or number _REPEATS.
 _ENOUGH_SECONDS = 0.03
 _REPEATS = 5
-# One that takes longer is measured once: the first step waits for it, and what disturbs it is small beside it.
+# A longer op is measured once: the first step waits for it, and disturbances are relatively small.
 _LONG_SECONDS = 0.1
-# Nothing that was measured lies above these; what is kept and does is damaged.
+# Ranges of plausible measurements; cached values outside are damaged.
 _Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 _Bytes = Annotated[int, Meta(ge=0, le=1 << 44)]
 
@@ -86,13 +83,13 @@ def profile_ops(
 ) -> tuple[OpProfile, ...]:
     """Measure every op of a captured step, once per family, and leave the random generators unchanged.
 
-    ``advance`` is called with (families measured, families). ``measure_time`` False learns only allocator requests, in
-    a single run of each family. Raises ``CaptureError`` if an op does not run on made-up contents, or returns other
-    tensors than captured.
+    ``advance`` is called with (families measured, families). With ``measure_time=False`` each family runs once, for its
+    allocator requests only. Raises ``CaptureError`` if an op does not run on scratch contents, or returns other tensors
+    than captured.
     """
     ops = range(len(captured.graph.ops))
-    found = profile_some(captured, ops, advance=advance, measure_time=measure_time, cache=cache, backend=backend)
-    return tuple(found[index] for index in ops)
+    profiles = profile_some(captured, ops, advance=advance, measure_time=measure_time, cache=cache, backend=backend)
+    return tuple(profiles[index] for index in ops)
 
 
 def profile_some(
@@ -106,25 +103,25 @@ def profile_some(
 ) -> dict[int, OpProfile]:
     """Measure some ops of a captured step, as ``profile_ops`` measures all."""
     backend = backend or CpuBackend()
-    kept = KeptProfiles(cache, backend.facts())
-    # Of updates that are alike, those that have yet to make their state ask for other memory.
+    profile_cache = KeptProfiles(cache, backend.facts())
+    # The first update of a parameter also allocates its state.
     families: dict[tuple[str, bool], list[int]] = {}
     for op in (captured.graph.ops[index] for index in ops):
         first = captured.calls[op.id].rehearse_first is not None
         families.setdefault((op.family or f"#{op.id}", first), []).append(op.id)
-    found: dict[int, OpProfile] = {}
+    profiles: dict[int, OpProfile] = {}
     with TURN, _generators_kept(backend), _Bench(captured, backend) as bench:
         try:
             for number, members in enumerate(families.values(), 1):
-                # An interrupt between two ops finds nothing half done.
+                # Interrupts take effect between two ops.
                 with Deferred("the measurement of an op"):
-                    profile = bench.profile(members[0], measure_time, kept)
-                found.update(dict.fromkeys(members, profile))
+                    profile = bench.profile(members[0], measure_time, profile_cache)
+                profiles.update(dict.fromkeys(members, profile))
                 if advance is not None:
                     advance(number, len(families))
         finally:
-            kept.save()
-    return found
+            profile_cache.save()
+    return profiles
 
 
 @contextlib.contextmanager
@@ -158,7 +155,7 @@ class _Bench:
     def _release(self) -> None:
         if self._arena is not None:
             if self._backend.driver is not None:
-                # An op that was interrupted may have been issued and not have run yet.
+                # An interrupted op may be issued and still run.
                 self._backend.driver.synchronize()
             self._arena.close()
             self._arena = None
@@ -169,20 +166,20 @@ class _Bench:
             try:
                 self._arena = self._backend.arena(count + count // 4 + MIB, 1 << 62)
             except ArenaError:
-                # There may yet be room for what is needed, and no more.
+                # Without the extra space it may still fit.
                 self._arena = self._backend.arena(count, 1 << 62)
         return self._arena
 
-    def profile(self, index: int, measure_time: bool, kept: KeptProfiles) -> OpProfile:
+    def profile(self, index: int, measure_time: bool, profile_cache: KeptProfiles) -> OpProfile:
         captured = self._captured
         op, call = captured.graph.ops[index], captured.calls[index]
         if not op.touched or op.communicates or (not op.rerunnable and call.rehearse is None):
             return OpProfile(OpCost(0.0), Requests((), 0))
         first_differs = call.rehearse_first is not None
-        known = kept.find(op, timed=measure_time, first=first_differs, results=len(call.results))
-        if known is not None:
-            return known
-        return kept.add(op, self._measured(op, call, measure_time), timed=measure_time)
+        cached = profile_cache.find(op, timed=measure_time, first=first_differs, results=len(call.results))
+        if cached is not None:
+            return cached
+        return profile_cache.add(op, self._measured(op, call, measure_time), timed=measure_time)
 
     def _measured(self, op: Op, call: Call, measure_time: bool) -> OpProfile:
         failed: Exception | None = None
@@ -196,31 +193,31 @@ class _Bench:
                 except (OutOfCoreError, MemoryError):
                     raise
                 except Exception as error:
-                    # Not every op runs on made-up numbers: a factorisation may find its matrix singular.
+                    # Not every op runs on scratch contents: a factorisation may find its matrix singular.
                     failed = failed or error
                     continue
                 workspace = max(requests.workspace_bytes, first.workspace_bytes if first else 0)
-                # What others do to the cores, a device's own clock does not count.
+                # Other processes on the cores do not affect a device's clock.
                 is_busy = measure_time and self._backend.timer is None and was_busy(watch.counted)
                 return OpProfile(OpCost(seconds, workspace, int(is_busy)), requests, first)
             raise _unmeasurable(op, failed) from failed
         finally:
-            del failed  # its traceback refers to this frame, and to what the op worked on
+            del failed  # its traceback refers to this frame, and so to the op's tensors
 
     def _layout(self, op: Op, workspace: int) -> tuple[Program, int, int]:
-        """Return a program of this op alone; where its arguments end, and where everything ends."""
+        """Return a program of this op alone, the end of its arguments and the end of all blocks."""
         storages = self._captured.graph.storages
         blocks: list[Block] = []
         offset = 0
-        # What exists before the op comes first, so that the rest can be discarded before it runs.
+        # Existing storages come first, so that the rest of the arena can be discarded before the op runs.
         existing = [s for s in op.touched if s not in op.creates]
-        places: dict[int, int] = {}
+        block_of: dict[int, int] = {}
         arguments_end = 0
         for group in (existing, op.creates):
             for storage in group:
                 count = placed_bytes(storages[storage].bytes)
                 offset = _aligned(offset, count)
-                places[storage] = len(blocks)
+                block_of[storage] = len(blocks)
                 blocks.append(Block(len(blocks), storage, count, 0, 0, True, offset))
                 offset += count
             if group is existing:
@@ -232,7 +229,7 @@ class _Bench:
             scratch = len(blocks)
             blocks.append(Block(scratch, None, count, 0, 0, True, offset))
             offset += count
-        run = Run(op.id, tuple(places[s] for s in op.touched), scratch)
+        run = Run(op.id, tuple(block_of[s] for s in op.touched), scratch)
         return Program((run,), tuple(blocks), offset), arguments_end, offset
 
     def _bound(
@@ -263,7 +260,7 @@ class _Bench:
     def _record(self, op: Op, func: Callable[..., object], contents: Contents) -> Requests:
         captured = self._captured
         if self._backend.warms_up:
-            # Libraries choose kernels at an op's first run, for which they ask for memory that no later run wants.
+            # Libraries choose kernels at an op's first run, with memory that no later run needs.
             run = self._bound(op, Requests((), 0), contents)[0]
             with internals.below_autograd():
                 func(*run.args, **run.kwargs)
@@ -274,7 +271,7 @@ class _Bench:
                 out = func(*run.args, **run.kwargs)
                 leaves = internals.result_leaves(out)
                 for leaf, _, _, stride in run.results:
-                    # At its place in other strides than captured, it is put aside before it is laid out there.
+                    # With other strides than captured, the result is copied before it is laid out at its place.
                     result = leaves[leaf] if leaf < len(leaves) else None
                     if isinstance(result, torch.Tensor) and result.stride() != stride:
                         result.clone()
@@ -287,34 +284,36 @@ class _Bench:
             return workspace_layout(recorder.events, pointers, captured.alignment)
 
     def _check(self, op: Op, leaves: Sequence[object]) -> None:
-        """Refuse an op whose kernel returns other tensors than were captured."""
-        for other in differences(self._captured, op, leaves):
-            if other.survived:
-                _log.info("the operator %s returns %s, and was captured with %s", op.name, other.real, other.captured)
+        for difference in differences(self._captured, op, leaves):
+            if difference.survived:
+                _log.info(
+                    "the operator %s returns %s but was captured with %s", op.name, difference.real, difference.captured
+                )
                 continue
             raise refusal(
-                f"result {other.leaf} of the operator {op.name} is {other.real}, and was captured as {other.captured}",
-                "what it returns for tensors without contents is not what its kernel returns",
+                f"result {difference.leaf} of the operator {op.name} is {difference.real}, and was captured as "
+                f"{difference.captured}",
+                "its fake implementation and its kernel return different tensors",
                 "correct its fake or meta implementation (torch.library.register_fake), or use another operator",
                 op.source,
             )
 
     def _time(self, op: Op, requests: Requests, contents: Contents) -> float:
-        # The arguments lie where the recording left them, unless a larger arena has to be made.
+        # The recording left the arguments in the arena, unless a larger one is needed.
         grown = self._arena is None or self._layout(op, requests.workspace_bytes)[2] > self._arena.bytes
         run, arena, planned, _ = self._bound(op, requests, contents if grown else None)
         func = self._captured.calls[op.id].rehearse or run.func
         table = ScopeTable(arena, planned)
 
         def call() -> tuple[float, float]:
-            # Whatever happens, the thread does not stay in a scope of a table that is soon gone.
+            # The thread must leave the scope even after an error, because the table is freed.
             try:
                 table.begin(0)
                 cpu, start = thread_time(), perf_counter()
                 out = func(*run.args, **run.kwargs)
-                taken = perf_counter() - start, thread_time() - cpu
+                times = perf_counter() - start, thread_time() - cpu
                 del out
-                return taken
+                return times
             finally:
                 table.end()
 
@@ -327,18 +326,18 @@ class _Bench:
                 runs.append(call())
                 if runs[0][0] > _LONG_SECONDS:
                     break
-        # The first run fills caches, which matters little to one that is long; the recording has faulted pages in.
+        # The first run fills caches, which matters little for a long op; the recording has faulted pages in.
         return typical_seconds(runs[1:] or runs)
 
 
 def _unmeasurable(op: Op, error: Exception | None) -> CaptureError:
     first = (str(error) or type(error).__name__).splitlines()[0]
     return refusal(
-        f"the operator {op.name} runs on none of the tensors made up to measure it ({first})",
-        "its memory has to be known before the first step, and it refuses constants, identity matrices and random "
+        f"the operator {op.name} does not run on any scratch contents ({first})",
+        "its memory must be measured before the first step, and it refuses constants, identity matrices and random "
         "numbers",
-        "use an operator that reports what it refuses in its results, such as torch.linalg.cholesky_ex, or call it "
-        "before the step",
+        "use an operator that returns errors in its results, such as torch.linalg.cholesky_ex, or call it before the "
+        "step",
         op.source,
     )
 
@@ -349,7 +348,6 @@ def _aligned(offset: int, count: int) -> int:
 
 
 def machine_facts() -> dict[str, object]:
-    """Return what the speed of anything on this machine depends on."""
     machine = this_machine()
     return {
         "torch": torch.__version__,
@@ -361,11 +359,7 @@ def machine_facts() -> dict[str, object]:
 
 
 def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str = "ops") -> Shelf:
-    """Return the cached facts about ops under the current settings.
-
-    ``device`` are facts about a device other than the CPU. ``kind`` is "ops" for profiles, or "parts" for exactness
-    checks.
-    """
+    """Return the cache file for ops under the current settings; kind "parts" is for exactness checks."""
     settings = {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -373,57 +367,56 @@ def op_shelf(cache: Cache, device: Mapping[str, object] | None = None, kind: str
         "onednn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
         "large_bytes": LARGE_BYTES,
         "update_elements": PIECE_ELEMENTS,
-        "results": "by leaf",  # how the requests of results are numbered
-        "places": "spread",  # what ops are given that look things up
+        "results": "by leaf",  # numbering of the requests of results
+        "places": "spread",  # index arguments
         "layouts": "of kernels",  # strides of results when arguments are not contiguous
     }
     return cache.shelf(kind, {**machine_facts(), **settings, **(device or {})})
 
 
 def is_keepable(op: Op) -> bool:
-    """Return whether the family of an op means the same in every process."""
-    own = op.name.startswith(("aten.", "fused.")) or (op.name.startswith("optimizer.") and not op.random)
-    return own and bool(op.family) and " at 0x" not in op.family
+    """Return whether an op's family means the same in every process."""
+    is_torchs = op.name.startswith(("aten.", "fused.")) or (op.name.startswith("optimizer.") and not op.random)
+    return is_torchs and bool(op.family) and " at 0x" not in op.family
 
 
 class KeptProfiles:
-    """The profiles of a shelf, and those to be added to it; none without a cache."""
+    """The cached profiles of ops, and new ones to be saved; empty without a cache."""
 
     def __init__(self, cache: Cache | None, device: Mapping[str, object] | None = None) -> None:
         self._shelf = None if cache is None else op_shelf(cache, device)
         self._known = {} if self._shelf is None else self._shelf.read()
         self._new: dict[str, object] = {}
-        self._again: dict[str, OpCost] = {}  # what is measured again
+        self._again: dict[str, OpCost] = {}  # costs to be measured again
 
     def find(self, op: Op, *, timed: bool, first: bool, results: int | None = None) -> OpProfile | None:
-        """Return the profile of an op's family; None where there is none, it is damaged, or it is to be measured again.
-
-        ``first``: its first run allocates differently from later ones. ``results`` is the number of tensors that it
-        returns, if known.
-        """
+        """Return an op's cached profile, or None if it must be measured; ``first``: its first run differs."""
         value = self._known.get(_key(op)) if is_keepable(op) else None
         if value is None or self._shelf is None:
             return None
-        file, where = self._shelf.path, f"$.entries.{_key(op)}"
+        file, entry_path = self._shelf.path, f"$.entries.{_key(op)}"
         try:
-            kept = convert_json(value, _Kept, file, where)
-            profile = kept.profile()
-            asked = [*profile.requests.requests, *(profile.first_requests.requests if profile.first_requests else ())]
-            leaves = [r.placement.key for r in asked if isinstance(r.placement, Result)]
+            cached = convert_json(value, _Kept, file, entry_path)
+            profile = cached.profile()
+            requests = [
+                *profile.requests.requests,
+                *(profile.first_requests.requests if profile.first_requests else ()),
+            ]
+            leaves = [r.placement.key for r in requests if isinstance(r.placement, Result)]
             if results is not None and max(leaves, default=-1) >= results:
-                refuse(file, where, f"names a result that is not among the {results} of the op")
+                refuse(file, entry_path, f"names a result beyond the {results} results of the op")
         except GraphError as error:
-            _log.warning("%s is measured anew: %s", op.name, error)
+            _log.warning("measuring %s again, because its cached measurement cannot be used: %s", op.name, error)
             return None
-        if (timed and kept.seconds is None) or first != (profile.first_requests is not None):
+        if (timed and cached.seconds is None) or first != (profile.first_requests is not None):
             return None
-        if timed and is_due(kept.busy, time() - kept.measured_at):
+        if timed and is_due(cached.busy, time() - cached.measured_at):
             self._again[_key(op)] = profile.cost
             return None
         return profile
 
     def add(self, op: Op, profile: OpProfile, *, timed: bool) -> OpProfile:
-        """Add a new measurement; return it, with the shortest of its times as long as the machine is busy."""
+        """Add a new measurement; return it, with the shortest time so far while the machine is busy."""
         before = self._again.get(_key(op))
         if before is not None and profile.cost.busy:
             cost = replace(profile.cost, seconds=min(before.seconds, profile.cost.seconds), busy=before.busy + 1)
@@ -445,24 +438,23 @@ def keep_profiles(
     only: Collection[int] | None = None,
     device: Mapping[str, object] | None = None,
 ) -> None:
-    """Replace measured costs of ops in the cache by those that steps have shown.
+    """Replace measured costs of ops in the cache by costs observed in steps.
 
-    A family gets the median of its ops' seconds, and the requests of the one that needs the most scratch memory.
-    ``only`` limits the ops whose families are kept.
+    A family gets the median of its ops' seconds, and the requests of the op with the most scratch memory.
     """
-    wanted = None if only is None else {graph.ops[index].family for index in only}
+    families_to_save = None if only is None else {graph.ops[index].family for index in only}
     families: dict[str, list[int]] = {}
     for op in graph.ops:
-        if op.touched and is_keepable(op) and (wanted is None or op.family in wanted):
+        if op.touched and is_keepable(op) and (families_to_save is None or op.family in families_to_save):
             families.setdefault(op.family, []).append(op.id)
-    kept = KeptProfiles(cache, device)
+    profile_cache = KeptProfiles(cache, device)
     for members in families.values():
         largest = max(members, key=lambda index: profiles[index].cost.workspace_bytes)
         seconds = statistics.median(profiles[index].cost.seconds for index in members)
         profile = profiles[largest]
         cost = replace(profile.cost, seconds=seconds)
-        kept.add(graph.ops[members[0]], replace(profile, cost=cost), timed=True)
-    kept.save()
+        profile_cache.add(graph.ops[members[0]], replace(profile, cost=cost), timed=True)
+    profile_cache.save()
 
 
 def _key(op: Op) -> str:
@@ -477,7 +469,7 @@ class _KeptRequest(Struct, array_like=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if (self.where is None) != (self.kind == "elsewhere"):
-            raise ValueError("is not a request: it needs bytes, what they are for, and where they go")
+            raise ValueError("must have bytes, a kind, and a place unless the kind is 'elsewhere'")
 
     @staticmethod
     def of(request: Request) -> _KeptRequest:
@@ -502,7 +494,7 @@ class _KeptRequests(Struct):
     def __post_init__(self) -> None:
         for item in self.list:
             if item.kind == "scratch" and (item.where or 0) + item.bytes > self.bytes:
-                raise ValueError(f"a request does not lie in {self.bytes} bytes of scratch memory")
+                raise ValueError(f"a request is outside of the {self.bytes} bytes of scratch memory")
 
     @staticmethod
     def of(requests: Requests) -> _KeptRequests:
@@ -513,21 +505,18 @@ class _KeptRequests(Struct):
 
 
 class _Kept(Struct, omit_defaults=True):
-    """A profile in the cache; without seconds only memory was measured.
-
-    ``busy`` is as for ``OpCost``; ``measured_at`` is seconds since the epoch, and 0 unless it is busy.
-    """
+    """A cached profile; without seconds only memory was measured."""
 
     seconds: _Seconds | None
     workspace_bytes: _Bytes
     requests: _KeptRequests
     first_requests: _KeptRequests | None = None
     busy: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
-    measured_at: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
+    measured_at: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # seconds since the epoch; 0 unless busy
 
     def __post_init__(self) -> None:
         if max(self.requests.bytes, self.first_requests.bytes if self.first_requests else 0) > self.workspace_bytes:
-            raise ValueError("workspace_bytes is less than what the op asked for")
+            raise ValueError("workspace_bytes is less than the op's requests")
 
     @staticmethod
     def of(profile: OpProfile, *, timed: bool) -> _Kept:

@@ -1,14 +1,8 @@
-"""Transforms: what rewrites a captured step into another step before it is planned.
+"""Transforms that rewrite a captured step (``Captured``) before it is planned.
 
-Each takes a ``Captured`` from ``capture`` and returns one, so planner, validator and engines see ordinary ops and
-storages. ``passes`` keep every bit:
+``passes`` and ``split`` keep every bit, ``split`` by exactness checks. ``fusing`` and ``partial_sums`` are optional,
+run first and change bits.
 
-    fastest    by_shape → together → reuse                                 where memory is plentiful
-    leanest    by_shape → recompute_casts → split → reuse → reordered      where memory is short
-
-``split`` splits ops that need more memory than there is, along axes on which they do not mix. The bits stay the same
-where ``profiling.equality`` confirms it.
-
-Two optional transforms come first and do change bits: ``fusing`` turns the ops between products into kernels
-(``kernels``, compiled in parallel by ``compiled_ahead``), and ``partial_sums`` splits large sums.
+    rewrite_for_speed           drop_shape_only_arguments → join_updates → reuse
+    rewrite_for_lowest_memory   drop_shape_only_arguments → recompute_casts → split_convolutions → reuse → hoist
 """

@@ -1,11 +1,8 @@
-"""The pass that fuses several ops into one: those that ``analysis.fusing`` finds, as far as they can be compiled.
+"""The pass that fuses groups of ops (found by ``analysis.fusing``) into compiled kernels.
 
-It comes before all other passes, so that they, the planner, the simulator, the validator and the engines see ordinary
-ops and storages. Large results reuse the memory of an argument that nobody needs any more (as in ``passes.reuse``).
-
-PyTorch's own elementwise operators, reductions, norms, softmax and losses are fused. Products, convolutions, attention,
-random ops and custom operators are not. On the CPU neither are ops whose own kernels are faster than Inductor's: norms
-but for the forward pass of batch norm, and sums over the rows of a matrix (figures: the guide to compiled kernels).
+It runs before all other passes. Fused are PyTorch's own elementwise operators, reductions, norms, softmax and losses;
+not products, convolutions, attention, random ops and custom operators. The CPU keeps PyTorch's kernels where they are
+faster than Inductor's: norms other than batch norm's forward pass, and sums over the rows of a matrix.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ _DTYPES = frozenset(
 _NORMS = ("native_batch_norm", "native_layer_norm", "native_group_norm")
 _SOFTMAXES = ("_softmax", "_log_softmax")
 _LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
-# Elementwise and not tagged so, or written by Inductor as loops over elements and nothing else.
+# Elementwise operators without the tag, and operators that Inductor compiles to plain loops over elements.
 _FUSED = frozenset(
     f"aten::{name}"
     for name in (
@@ -52,23 +49,20 @@ _FUSED = frozenset(
         *("hardtanh_backward", "log_sigmoid_forward", "log_sigmoid_backward", "glu", "glu_backward", "rsub"),
     )
 )
-# On the CPU PyTorch's own kernels of these go through memory once where Inductor's go twice.
+# PyTorch's CPU kernels read memory once where Inductor's read it twice.
 _OWN_ON_CPU = frozenset(
     (
         "aten::native_batch_norm_backward",
         *(f"aten::{norm}{part}" for norm in ("native_layer_norm", "native_group_norm") for part in ("", "_backward")),
     )
 )
-# On the CPU their functions take much longer than memory does, and are faster as Inductor writes them.
+# Bound by arithmetic on the CPU, where Inductor's kernel for a single op is faster than PyTorch's.
 _ALONE_ON_CPU = frozenset({"aten::gelu", "aten::gelu_backward", "aten::tanh", "aten::tanh_"})
 _TAGS = (torch.Tag.pointwise, torch.Tag.reduction)
 
 
 def fused(captured: Captured, kernels: Kernels, tell: Tell = silent, *, least: int = LARGE_BYTES) -> Captured:
-    """Fuse ops where Inductor can write one kernel for them; the bits are Inductor's.
-
-    New kernels are added to ``kernels``. Two ops are fused only over a storage of at least ``least`` bytes.
-    """
+    """Fuse ops, two only over a storage of at least ``min_bytes``; adds new kernels to ``kernels``."""
     pairs = list(zip(captured.graph.ops, captured.calls, strict=True))
     fusible, alone, scratch = [op.id for op, call in pairs if _is_fusible(captured, op, call)], list[int](), {}
     if traits_of(captured.device).knows_faster_kernels:
@@ -76,40 +70,37 @@ def fused(captured: Captured, kernels: Kernels, tell: Tell = silent, *, least: i
         alone = [op for op in fusible if _is_worth_it_alone(captured.calls[op])]
         scratch = _known_scratch(captured)
     groups = ops_to_fuse(captured.graph, fusible, alone=alone, scratch=scratch, least=least)
-    made = [_Fusion(captured, group, least) for group in groups]
-    found = kernels.of([fusion.recipe for fusion in made], tell)
-    kept = [fusion for fusion in made if fusion.recipe.text in found]
-    if not kept:
+    fusions = [_Fusion(captured, group, least) for group in groups]
+    compiled = kernels.of([fusion.recipe for fusion in fusions], tell)
+    compilable = [fusion for fusion in fusions if fusion.recipe.text in compiled]
+    if not compilable:
         return captured
-    last = {fusion.ops[-1]: fusion for fusion in kept}
-    gone = {op for fusion in kept for op in fusion.ops}
-    instead: dict[int, int] = {}
+    last = {fusion.ops[-1]: fusion for fusion in compilable}
+    fused_ops = {op for fusion in compilable for op in fusion.ops}
+    reused: dict[int, int] = {}
     ops: list[tuple[Op, Call]] = []
     for op, call in pairs:
         fusion = last.get(op.id)
         if fusion is not None:
-            for storage, other in fusion.over.items():
-                instead[storage] = instead.get(other, other)
-            kernel = found[fusion.recipe.text]
+            for storage, reused_input in fusion.over.items():
+                reused[storage] = reused.get(reused_input, reused_input)
+            kernel = compiled[fusion.recipe.text]
             family = f"{fusion.recipe.text}, {kernel.threads} threads"
             refs = tuple(Ref(value) for value in fusion.inputs)
             ops.append((replace(fusion.op, family=family), Call(kernel, refs, {}, fusion.results)))
-        elif op.id not in gone:
+        elif op.id not in fused_ops:
             ops.append((op, call))
-    return compacted(with_ops(captured, ops), instead)
+    return compacted(with_ops(captured, ops), reused)
 
 
 def fusing(capture: Callable[..., Captured], kernels: Kernels | None, tell: Tell = silent) -> Callable[..., Captured]:
-    """Return ``capture`` followed by fusing; ``capture`` itself without ``kernels``."""
-    return capture if kernels is None else lambda **given: fused(capture(**given), kernels, tell)
+    """Return a capture function that also fuses ops; ``capture`` itself without ``kernels``."""
+    return capture if kernels is None else lambda **arguments: fused(capture(**arguments), kernels, tell)
 
 
 def _known_scratch(captured: Captured) -> dict[int, int]:
-    """Return lower bounds in bytes of the scratch memory of ops, known without measuring.
-
-    oneDNN copies the arguments of a convolution to another layout, and the gradient of batch norm is
-    computed in two parts.
-    """
+    """Return lower bounds of the scratch bytes of ops, by op id."""
+    # oneDNN copies convolution arguments to another layout; batch norm's gradient needs a similar copy.
     storages = captured.graph.storages
     return {
         op.id: max((storages[s].bytes for s in op.reads), default=0)
@@ -142,21 +133,21 @@ def _is_fusible(captured: Captured, op: Op, call: Call) -> bool:
 
 
 def _is_worth_it(captured: Captured, call: Call) -> bool:
-    """Return whether measurements found Inductor's loops no slower than PyTorch's own kernel."""
+    """Return whether Inductor's loop is at least as fast as PyTorch's kernel, by our measurements."""
     func: Any = call.func
     name = func._schema.name
     if name in _OWN_ON_CPU:
         return False
-    given = by_name(func, call.args, call.kwargs)
-    first = next((captured.values[item.value] for item in given.values() if isinstance(item, Ref)), None)
+    named = by_name(func, call.args, call.kwargs)
+    first = next((captured.values[item.value] for item in named.values() if isinstance(item, Ref)), None)
     if first is None:
         return True
     long = [dim for dim, size in enumerate(first.shape) if size > 1]
     innermost = min(long, key=first.stride.__getitem__, default=0)
     if name == BATCH_NORM:
-        return innermost != 1  # else it is laid out with channels last
+        return innermost != 1  # 1 means channels last
     if torch.Tag.reduction in func.tags:
-        dims = given.get("dim")
+        dims = named.get("dim")
         reduced = [dims] if isinstance(dims, int) else list(dims or range(len(first.shape)))
         return innermost in [dim % max(len(first.shape), 1) for dim in reduced]
     return True
@@ -164,8 +155,8 @@ def _is_worth_it(captured: Captured, call: Call) -> bool:
 
 def _is_worth_it_alone(call: Call) -> bool:
     func: Any = call.func
-    given = by_name(func, call.args, call.kwargs)
-    return func._schema.name in _ALONE_ON_CPU and given.get("approximate", "none") == "none"
+    named = by_name(func, call.args, call.kwargs)
+    return func._schema.name in _ALONE_ON_CPU and named.get("approximate", "none") == "none"
 
 
 def _values_of(captured: Captured, call: Call) -> Iterator[Value]:
@@ -186,13 +177,9 @@ def _covers(captured: Captured, value: Value) -> bool:
 
 
 class _Fusion:
-    """Ops of a step that become one.
+    """A group of ops and the op that replaces them (without a family)."""
 
-    ``over`` maps storages that the ops create and others use to the argument whose memory they reuse. ``op`` is the
-    replacement, without a family.
-    """
-
-    def __init__(self, captured: Captured, ops: Sequence[int], least: int) -> None:
+    def __init__(self, captured: Captured, ops: Sequence[int], min_bytes: int) -> None:
         self._captured = captured
         self.ops = tuple(ops)
         graph = captured.graph
@@ -202,10 +189,11 @@ class _Fusion:
         mutated = dict.fromkeys(s for op in members for s in op.mutates if s not in self._created)
         reads = tuple(dict.fromkeys(self._read_first(members)))
         self.inputs = self._given(calls, mutated)
-        made = [value for call in calls for value in call.results if value is not None]
-        seen = [v for v in dict.fromkeys(made) if self._is_seen(captured.values[v].storage)]
-        self.over = self._over(seen, mutated, least)
-        self.results = tuple(v for v in seen if captured.values[v].storage not in self.over)
+        results = [value for call in calls for value in call.results if value is not None]
+        outputs = [v for v in dict.fromkeys(results) if self._is_seen(captured.values[v].storage)]
+        # Created storages that reuse the memory of an input: their ids and the input's.
+        self.over = self._over(outputs, mutated, min_bytes)
+        self.results = tuple(v for v in outputs if captured.values[v].storage not in self.over)
         self.recipe = self._recipe(calls, mutated)
         discarded = self._discarded(members)
         heaviest = max(members, key=lambda op: sum(graph.storages[s].bytes for s in op.touched))
@@ -222,17 +210,17 @@ class _Fusion:
         )
 
     def _read_first(self, members: Sequence[Op]) -> Iterator[int]:
-        """Yield the storages from outside whose former contents matter."""
+        """Yield outside storages that the group reads before it overwrites them."""
         overwritten: set[int] = set()
         for op in members:
             yield from (s for s in op.reads if s not in self._created and s not in overwritten)
             overwritten.update(s for s in op.mutates if s not in op.reads)
 
     def _given(self, calls: Sequence[Call], mutated: dict[int, None]) -> tuple[int, ...]:
-        """Return the values used from outside; of a storage that is written, only the value that is written."""
+        """Return the input values; of a storage that is written, only the value written."""
         values = self._captured.values
         bases: dict[int, int] = {}
-        found: dict[int, None] = {}
+        inputs: dict[int, None] = {}
         for call in calls:
             func: Any = call.func
             named = by_name(func, call.args, call.kwargs)
@@ -244,47 +232,46 @@ class _Fusion:
             for ref in leaves_in((call.args, call.kwargs), Ref):
                 storage = values[ref.value].storage
                 if storage in mutated:
-                    found[bases[storage]] = None
+                    inputs[bases[storage]] = None
                 elif storage not in self._created:
-                    found[ref.value] = None
-        return tuple(found)
+                    inputs[ref.value] = None
+        return tuple(inputs)
 
     def _is_seen(self, storage: int) -> bool:
-        """Return whether other ops or the user read a storage that these ops make."""
         graph = self._captured.graph
         return storage in graph.outputs or not set(self.ops).issuperset(graph.uses[storage])
 
-    def _over(self, seen: Sequence[int], mutated: dict[int, None], least: int) -> dict[int, int]:
+    def _over(self, outputs: Sequence[int], mutated: dict[int, None], min_bytes: int) -> dict[int, int]:
         graph, values = self._captured.graph, self._captured.values
-        of: dict[int, list[int]] = {}
+        values_by_storage: dict[int, list[int]] = {}
         for index in self.inputs:
-            of.setdefault(values[index].storage, []).append(index)
+            values_by_storage.setdefault(values[index].storage, []).append(index)
         free = [
             (storage, values[indices[0]])
-            for storage, indices in of.items()
+            for storage, indices in values_by_storage.items()
             if len(indices) == 1
             and storage not in mutated
             and may_be_overwritten(graph, storage)
             and graph.uses[storage][-1] in self.ops
         ]
-        found: dict[int, int] = {}
-        for index in seen:
+        reused: dict[int, int] = {}
+        for index in outputs:
             result = values[index]
             size = graph.storages[result.storage].bytes
-            if size < least or result.storage in graph.outputs or not _covers(self._captured, result):
+            if size < min_bytes or result.storage in graph.outputs or not _covers(self._captured, result):
                 continue
-            for place, (storage, value) in enumerate(free):
-                alike = (value.dtype, value.layout()) == (result.dtype, result.layout())
-                if alike and graph.storages[storage].bytes == size:
-                    found[result.storage] = storage
-                    del free[place]
+            for position, (storage, value) in enumerate(free):
+                same_layout = (value.dtype, value.layout()) == (result.dtype, result.layout())
+                if same_layout and graph.storages[storage].bytes == size:
+                    reused[result.storage] = storage
+                    del free[position]
                     break
-        return found
+        return reused
 
     def _discarded(self, members: Sequence[Op]) -> set[int]:
-        """Return the storages that one of the ops discards and no other touches."""
-        found = {storage for op in members for storage in op.discards}
-        return {s for s in found if sum(s in op.touched for op in members) == 1}
+        """Return the storages that one op of the group discards and no other op of it touches."""
+        discarded = {storage for op in members for storage in op.discards}
+        return {s for s in discarded if sum(s in op.touched for op in members) == 1}
 
     def _recipe(self, calls: Sequence[Call], mutated: dict[int, None]) -> Recipe:
         values: dict[int, int] = {}
@@ -303,8 +290,8 @@ class _Fusion:
             local.append(Call(call.func, args, kwargs, results))
         place = {self._captured.values[index].storage: place for place, index in enumerate(self.inputs)}
         written = [(place[storage], storages[storage]) for storage in mutated]
-        written += [(place[other], storages[storage]) for storage, other in self.over.items()]
-        found = Recipe(
+        written += [(place[reused_input], storages[storage]) for storage, reused_input in self.over.items()]
+        recipe = Recipe(
             tuple(local),
             tuple(
                 replace(self._captured.values[old], storage=storages[self._captured.values[old].storage])
@@ -315,4 +302,4 @@ class _Fusion:
             tuple(values[result] for result in self.results),
             self._captured.device,
         )
-        return replace(found, text=described(found))
+        return replace(recipe, text=described(recipe))

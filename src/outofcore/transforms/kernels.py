@@ -1,11 +1,8 @@
-"""Compile several ops into one kernel with PyTorch's own compiler, Inductor, and keep it in its cache.
+"""Compile several ops into one kernel with Inductor and its on-disk cache.
 
-The captured ATen operators are compiled as they are. Options fix all choices of Inductor: no autotuning, static sizes,
-and the current number of threads. So a kernel is the same in every process with the same versions on the same kind of
-machine, wherever its tensors lie.
-
-Limits: the bits are Inductor's own, not those of the single operators. It computes chains in half precision in full
-precision throughout, and adds up in another order.
+Inductor's options are fixed: no autotuning, static sizes, the current thread count. So a kernel is the same in every
+process with the same versions on the same kind of machine. Its bits differ from the single operators': it computes
+chains in half precision in full precision, and adds in another order.
 """
 
 from __future__ import annotations
@@ -32,25 +29,21 @@ _log = logging.getLogger("outofcore")
 _aten = torch.ops.aten
 
 BATCH_NORM = "aten::native_batch_norm"
-# Written in place, and made anew by no operator of the same arguments.
+# In-place operators without an out-of-place counterpart of the same arguments.
 REWRITTEN = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The ops that a kernel computes, on values and storages numbered by first use.
-
-    ``written`` lists, for each input that is written, its place and the storage whose contents it receives. Recipes
-    with the same ``text`` are equal.
-    """
+    """The ops that a kernel computes, with values and storages numbered by first use."""
 
     calls: tuple[Call, ...]
     values: tuple[Value, ...]
     inputs: tuple[int, ...]
-    written: tuple[tuple[int, int], ...]
+    written: tuple[tuple[int, int], ...]  # position of each written input, and the storage of its new contents
     results: tuple[int, ...]
     device: torch.device
-    text: str = ""
+    text: str = ""  # recipes with the same text are equal
 
     @property
     def name(self) -> str:
@@ -59,8 +52,8 @@ class Recipe:
         return "fused." + "+".join(names[:_NAMES]) + (f"+{len(names) - _NAMES}" if len(names) > _NAMES else "")
 
 
-_NAMES = 4  # of operators in the name of a kernel
-_CACHED_SECONDS = 0.5  # that a kernel takes at most which is in Inductor's cache
+_NAMES = 4  # operators listed in the name of a kernel
+_CACHED_SECONDS = 0.5  # upper bound for loading a kernel from Inductor's cache
 
 
 def described(recipe: Recipe) -> str:
@@ -84,7 +77,7 @@ def _text(item: Any) -> str:
 
 
 class Kernel:
-    """A compiled recipe: called with the tensors of its inputs, returns a tuple of its results."""
+    """A compiled recipe: maps input tensors to a tuple of result tensors."""
 
     def __init__(self, recipe: Recipe, threads: int, run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]):
         self.recipe = recipe
@@ -101,20 +94,17 @@ class NotFusibleError(Exception):
 
 @dataclass
 class Kernels:
-    """The kernels of a step, each compiled once.
-
-    With ``compiles`` False they can be planned but not run, for a device that is not here.
-    """
+    """The kernels of a step, each compiled once; with ``compiles=False`` they can be planned but not run."""
 
     compiles: bool = True
     _known: dict[tuple[str, int], Kernel | None] = field(default_factory=dict[tuple[str, int], Kernel | None])
     _missing: bool = False
 
     def of(self, recipes: Iterable[Recipe], tell: Tell = silent) -> Mapping[str, Kernel]:
-        """Return the kernels of recipes by their text; log and leave out those that cannot be compiled."""
+        """Return the kernels of recipes by recipe text; log and omit recipes that fail to compile."""
         threads = torch.get_num_threads()
-        wanted = {recipe.text: recipe for recipe in recipes}
-        new = [recipe for text, recipe in wanted.items() if (text, threads) not in self._known]
+        by_text = {recipe.text: recipe for recipe in recipes}
+        new = [recipe for text, recipe in by_text.items() if (text, threads) not in self._known]
         with contextlib.ExitStack() as stack:
             for number, recipe in enumerate(new):
                 if self._missing:
@@ -122,13 +112,13 @@ class Kernels:
                 tell("compile kernels", number, len(new))
                 begin = time.monotonic()
                 self._known[recipe.text, threads] = self._made(recipe, threads)
-                # The first kernel of a process takes seconds in any case; the second tells whether they are cached.
+                # The first kernel of a process always takes seconds; the second shows whether kernels are cached.
                 if number == 1 and self.compiles and time.monotonic() - begin > _CACHED_SECONDS:
                     stack.enter_context(compiling_ahead(new[number + 1 :], threads))
         if new:
             tell("compile kernels", len(new), len(new))
-        found = {text: self._known.get((text, threads)) for text in wanted}
-        return {text: kernel for text, kernel in found.items() if kernel is not None}
+        kernels = {text: self._known.get((text, threads)) for text in by_text}
+        return {text: kernel for text, kernel in kernels.items() if kernel is not None}
 
     def _made(self, recipe: Recipe, threads: int) -> Kernel | None:
         if not self.compiles:
@@ -139,44 +129,43 @@ class Kernels:
         except CompilerMissingError as error:
             self._missing = True
             _log.warning(
-                "kernels='inductor' was asked for, and nothing can be compiled: %s. The step runs with PyTorch's own "
-                "kernels, and with their numbers",
+                "kernels='inductor' cannot compile kernels: %s. The step runs with PyTorch's own kernels, "
+                "and rounds as they do",
                 error,
             )
         except Exception as error:
-            said = str(error).strip().partition("\n")[0]
-            _log.warning("%s stays unfused, as Inductor refuses it: %s: %s", recipe.name, type(error).__name__, said)
+            first_line = str(error).strip().partition("\n")[0]
+            _log.warning(
+                "%s is not fused because Inductor failed: %s: %s", recipe.name, type(error).__name__, first_line
+            )
         return None
 
 
 def _not_compiled(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    raise RuntimeError("a kernel that was made for an estimate was run; please report it")
+    raise RuntimeError("a kernel that was only planned (compiles=False) cannot run; please report this")
 
 
 def compiled(recipe: Recipe, threads: int) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Compile a recipe with Inductor for a number of threads, or load it from Inductor's cache.
-
-    Raises ``CompilerMissingError`` without a compiler, and whatever Inductor raises if it cannot compile the recipe.
-    """
-    given = [(recipe.values[index], recipe.device) for index in recipe.inputs]
-    layouts = [(value.shape, value.stride, value.offset, value.dtype, device) for value, device in given]
+    """Compile a recipe or load it from Inductor's cache; raises ``CompilerMissingError`` if it cannot."""
+    inputs = [(recipe.values[index], recipe.device) for index in recipe.inputs]
+    layouts = [(value.shape, value.stride, value.offset, value.dtype, device) for value, device in inputs]
     return compile_traced(_Traced(recipe), layouts, threads)
 
 
 class _Traced:
-    """Run a recipe with functional operators, writing in place only at the end: this is what Inductor traces."""
+    """A functional version of a recipe for Inductor to trace; it writes in place only at the end."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         targets = {place for place, _ in recipe.written}
-        # The storages whose contents change have one window that all others are made of.
+        # All values of a changing storage are views of one window.
         self.changing = {recipe.values[recipe.inputs[place]].storage for place in targets}
 
-    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         recipe = self.recipe
         self.plain: dict[int, torch.Tensor] = {}
         self.contents: dict[int, tuple[torch.Tensor, Value]] = {}
-        for index, tensor in zip(recipe.inputs, given, strict=True):
+        for index, tensor in zip(recipe.inputs, inputs, strict=True):
             value = recipe.values[index]
             if value.storage in self.changing:
                 self.contents[value.storage] = tensor, value
@@ -191,13 +180,12 @@ class _Traced:
             returned.append(result if result.stride() == stride else force_strides(result, stride))
         ends = [(place, self._contents_as(storage, recipe.inputs[place])) for place, storage in recipe.written]
         for place, contents in ends:
-            _aten.copy_.default(given[place], contents)
+            _aten.copy_.default(inputs[place], contents)
         return tuple(returned)
 
     def _contents_as(self, storage: int, index: int) -> torch.Tensor:
-        """Return the contents of a storage, viewed with the layout of a value (of this storage or of another)."""
-        tensor, lies = self.contents[storage]
-        return _viewed(tensor, lies, self.recipe.values[index])
+        tensor, value = self.contents[storage]
+        return _viewed(tensor, value, self.recipe.values[index])
 
     def _read(self, index: int) -> torch.Tensor:
         if index in self.plain:
@@ -207,97 +195,97 @@ class _Traced:
     def _run(self, call: Call) -> None:
         func: Any = call.func
         args, kwargs = map_leaves((call.args, call.kwargs), lambda ref: self._read(ref.value), Ref)
-        given = by_name(func, args, kwargs)
-        named = by_name(func, call.args, call.kwargs)
-        results, written = _functional(func, args, kwargs, given)
+        tensors = by_name(func, args, kwargs)
+        refs = by_name(func, call.args, call.kwargs)
+        results, written = _functional(func, args, kwargs, tensors)
         for leaf, index in enumerate(call.results):
             if index is not None:
                 self._write(index, results[leaf])
-        for name in written_arguments(func, named):
-            ref = named.get(name)
+        for name in written_arguments(func, refs):
+            ref = refs.get(name)
             if isinstance(ref, Ref):
                 self._write(ref.value, written[name])
 
     def _write(self, index: int, tensor: torch.Tensor) -> None:
         value = self.recipe.values[index]
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
-            raise NotFusibleError(f"{value_text(value)} was to be made, and {tensor.dtype} {tuple(tensor.shape)} is")
+            raise NotFusibleError(f"expected {value_text(value)}, got {tensor.dtype} {tuple(tensor.shape)}")
         self.contents[value.storage] = tensor, value
 
 
-def _viewed(tensor: torch.Tensor, lies: Value, wanted: Value) -> torch.Tensor:
-    if lies.layout() == wanted.layout() and lies.dtype == wanted.dtype:
+def _viewed(tensor: torch.Tensor, value: Value, target: Value) -> torch.Tensor:
+    if value.layout() == target.layout() and value.dtype == target.dtype:
         return tensor
-    found = None if lies.dtype != wanted.dtype else derivation(lies.window(), wanted.window())
-    if found is None:
-        raise NotFusibleError(f"{value_text(wanted)} is no view of {value_text(lies)}")
-    return derived(tensor, found)
+    view = None if value.dtype != target.dtype else derivation(value.window(), target.window())
+    if view is None:
+        raise NotFusibleError(f"{value_text(target)} is not a view of {value_text(value)}")
+    return derived(tensor, view)
 
 
-def derived(tensor: torch.Tensor, how: Derivation) -> torch.Tensor:
-    tensor = tensor.permute(how.order).reshape(how.factors)
-    for dim, (first, count) in enumerate(how.ranges):
-        if count != how.factors[dim]:
+def derived(tensor: torch.Tensor, view: Derivation) -> torch.Tensor:
+    tensor = tensor.permute(view.order).reshape(view.factors)
+    for dim, (first, count) in enumerate(view.ranges):
+        if count != view.factors[dim]:
             tensor = tensor.narrow(dim, first, count)
-    shown = [place for place in how.places if place is not None]
-    hidden = [place for place in range(len(how.factors)) if place not in shown]  # of one element each
+    shown = [place for place in view.places if place is not None]
+    hidden = [place for place in range(len(view.factors)) if place not in shown]  # of size 1
     tensor = tensor.permute([*shown, *hidden])
     for _ in hidden:
         tensor = tensor.squeeze(-1)
-    for dim, place in enumerate(how.places):
+    for dim, place in enumerate(view.places):
         if place is None:
             tensor = tensor.unsqueeze(dim)
-    return tensor.expand(how.shape)
+    return tensor.expand(view.shape)
 
 
 def functional_of(func: OpOverload) -> OpOverload | None:
-    """Return the functional counterpart of an in-place operator with the same arguments; None if there is none."""
+    """Return the out-of-place overload with an in-place operator's argument types, or None."""
     name = func._schema.name.partition("::")[2]
     packet = getattr(_aten, name[:-1], None) if name.endswith("_") else None
     if packet is None:
         return None
-    wanted = [str(argument.type) for argument in func._schema.arguments]
+    types = [str(argument.type) for argument in func._schema.arguments]
     for overload in packet.overloads():
-        other: OpOverload = getattr(packet, overload)
-        arguments = other._schema.arguments
-        if [str(argument.type) for argument in arguments] == wanted and not any(a.is_out for a in arguments):
-            return other
+        candidate: OpOverload = getattr(packet, overload)
+        arguments = candidate._schema.arguments
+        if [str(argument.type) for argument in arguments] == types and not any(a.is_out for a in arguments):
+            return candidate
     return None
 
 
 def _functional(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Return the results of an operator, and what it would have written by argument name."""
+    """Return an operator's results, and the tensors that it would have written, by argument name."""
     name = func._schema.name
     if name == BATCH_NORM:
-        return _batch_norm(given)
+        return _batch_norm(named)
     if not name.endswith("_"):
         result = func(*args, **kwargs)
         return [result] if isinstance(result, torch.Tensor) else list(result), {}
-    target: torch.Tensor = given["self"]
+    target: torch.Tensor = named["self"]
     if name == "aten::copy_":
-        made = _aten.clone.default(given["src"].to(target.dtype).expand(target.shape))
+        written = _aten.clone.default(named["src"].to(target.dtype).expand(target.shape))
     elif name in REWRITTEN:
-        number = given.get("value", 0)
-        likewise = {"dtype": target.dtype, "device": target.device}
+        number = named.get("value", 0)
+        options = {"dtype": target.dtype, "device": target.device}
         if isinstance(number, torch.Tensor):
-            made = _aten.clone.default(number.to(target.dtype).expand(target.shape))
+            written = _aten.clone.default(number.to(target.dtype).expand(target.shape))
         else:
-            made = _aten.full.default(list(target.shape), number, **likewise)
+            written = _aten.full.default(list(target.shape), number, **options)
     else:
-        other = functional_of(func)
-        if other is None:
-            raise NotFusibleError(f"{func} writes in place, and nothing returns what it writes")
-        made = other(*args, **kwargs).to(target.dtype)
-    return [None], {"self": made}
+        counterpart = functional_of(func)
+        if counterpart is None:
+            raise NotFusibleError(f"{func} writes in place and has no out-of-place overload")
+        written = counterpart(*args, **kwargs).to(target.dtype)
+    return [None], {"self": written}
 
 
-def _batch_norm(given: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    weight, bias = given.get("weight"), given.get("bias")
-    mean, variance = given.get("running_mean"), given.get("running_var")
-    how = given["training"], given["momentum"], given["eps"]
+def _batch_norm(named: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    weight, bias = named.get("weight"), named.get("bias")
+    mean, variance = named.get("running_mean"), named.get("running_var")
+    options = named["training"], named["momentum"], named["eps"]
     if mean is None or variance is None:
-        return list(_aten._native_batch_norm_legit.no_stats(given["input"], weight, bias, *how)), {}
-    found = _aten._native_batch_norm_legit_functional.default(given["input"], weight, bias, mean, variance, *how)
-    return list(found[:3]), {"running_mean": found[3], "running_var": found[4]}
+        return list(_aten._native_batch_norm_legit.no_stats(named["input"], weight, bias, *options)), {}
+    results = _aten._native_batch_norm_legit_functional.default(named["input"], weight, bias, mean, variance, *options)
+    return list(results[:3]), {"running_mean": results[3], "running_var": results[4]}

@@ -1,13 +1,11 @@
-"""Sums over rows or samples computed in parts that are added up: the pass behind ``split="close"``.
+"""Split sums over rows or samples into partial sums: the pass behind ``split="close"``.
 
-The gradients of a weight, a norm's scale or a bias are sums over all rows or samples of a batch. One op needs
-everything that it adds up on the device at once; several ops need one part at a time (``split``). Another order of
-additions rounds differently, so such a step is close to plain PyTorch and not equal to the bit. The number of parts
-depends on tensor sizes alone, and the pass precedes all that depend on the budget or the machine: the bits of a step
-are the same at every budget.
+One op needs all addends on the device at once; several ops need one part at a time. Another order of additions rounds
+differently, so such a step is close to plain PyTorch and not equal to the bit. The number of parts depends on tensor
+sizes alone, so the bits are the same at every budget.
 
-Limits: sums of 16-bit numbers stay whole, as each part would be rounded to 16 bits; so do the statistics of batch
-norms, and tables of embeddings.
+Limits: sums of 16-bit numbers (each part would be rounded to 16 bits), batch norm statistics and embedding tables stay
+whole.
 """
 
 from __future__ import annotations
@@ -33,28 +31,23 @@ from outofcore.transforms.split.ways import Cut, Given, Name, Settle
 from outofcore.units import MIB
 
 _aten = torch.ops.aten
-# What a part adds up takes at least so many bytes; there are at most so many parts.
+# Minimal bytes that a part adds up, and maximal number of parts.
 PART_BYTES, _MOST_PARTS = 4 * MIB, 16
 _PRECISE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
 @dataclass(frozen=True)
 class Sum:
-    """How an op's sum can be split.
+    """A split of an op's sum."""
 
-    ``extent`` is the length of what is added up, ``given`` the arguments that are cut with it, ``settle`` what else
-    changes from part to part, and ``grain`` the least length of a part.
-    """
-
-    extent: int
-    given: Mapping[Name, Cut]
-    settle: Settle | None = None
-    grain: int = 1
+    extent: int  # of the summed axis
+    given: Mapping[Name, Cut]  # the arguments that have this axis
+    settle: Settle | None = None  # adjusts constants to a part
+    grain: int = 1  # smallest length of a part
 
 
 def summing(capture: Callable[..., Captured], *, is_on: bool) -> Callable[..., Captured]:
-    """Return ``capture`` followed by the pass; ``capture`` itself if it is off."""
-    return (lambda **given: in_partial_sums(capture(**given))) if is_on else capture
+    return (lambda **arguments: in_partial_sums(capture(**arguments))) if is_on else capture
 
 
 def in_partial_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Captured:
@@ -66,15 +59,15 @@ def in_partial_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Capt
         halves = [
             part for half in halves_of_convolution(captured, op, call) for part in halves_of_norm(captured, *half)
         ]
-        apart = [_apart(captured, *half, fixed, part_bytes) for half in halves]
-        if not any(apart):  # then it is not taken in halves either
+        splits = [_apart(captured, *half, fixed, part_bytes) for half in halves]
+        if not any(splits):  # then the backward pass stays one op, too
             pairs.append((op, call))
             continue
-        for (half, of_half), found in zip(halves, apart, strict=True):
-            if found is None:
+        for (half, of_half), split in zip(halves, splits, strict=True):
+            if split is None:
                 pairs.append((half, of_half))
             else:
-                pairs += _in_parts(half, of_half, *found, values, storages)
+                pairs += _in_parts(half, of_half, *split, values, storages)
     if len(pairs) == len(captured.graph.ops):
         return captured
     graph = StepGraph(tuple(storages), captured.graph.ops, captured.graph.outputs)
@@ -82,53 +75,53 @@ def in_partial_sums(captured: Captured, *, part_bytes: int = PART_BYTES) -> Capt
 
 
 def _fixed(captured: Captured) -> frozenset[int]:
-    """Return storages that are the same for every row: persistent ones and what follows from them alone."""
+    """Return persistent storages and storages computed from them alone: they do not depend on the batch."""
     graph = captured.graph
-    found = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
+    fixed = {s.id for s in graph.storages if s.id not in graph.creator and s.kind is not StorageKind.INPUT}
     for op in graph.ops:
-        if op.reads and found.issuperset(op.reads):
-            found.update(op.creates)
-    return frozenset(found)
+        if op.reads and fixed.issuperset(op.reads):
+            fixed.update(op.creates)
+    return frozenset(fixed)
 
 
 def _apart(
     captured: Captured, op: Op, call: Call, fixed: frozenset[int], part_bytes: int
 ) -> tuple[Sum, tuple[int, ...]] | None:
-    """Return how an op's sum is split, and where the parts begin and the last one ends; None if it stays whole."""
+    """Return the split of an op's sum and the ends of its parts, or None if the sum stays whole."""
     func = call.func
     rule = _SUMS.get(func._schema.name) if isinstance(func, OpOverload) else None
     if rule is None or not isinstance(func, OpOverload) or op.mutates or op.random or op.communicates:
         return None
     values, storages = captured.values, captured.graph.storages
-    given = Given(func, call, values, by_name(func, call.args, call.kwargs))
-    results = given.results().values()
+    view = Given(func, call, values, by_name(func, call.args, call.kwargs))
+    results = view.results().values()
     if any(v.dtype not in _PRECISE or not covers(v, storages[v.storage].bytes) for v in results):
         return None
     if set(op.creates) != {v.storage for v in results}:
         return None
-    if any(v.foreign or v.conjugate or v.negated for v in given.tensors().values()):
+    if any(v.foreign or v.conjugate or v.negated for v in view.tensors().values()):
         return None
-    found = rule(given)
-    if found is None or found.extent < 2:
+    split = rule(view)
+    if split is None or split.extent < 2:
         return None
     count = 0
-    for name, cut in found.given.items():
-        value = given.value(*name)
+    for name, cut in split.given.items():
+        value = view.value(*name)
         if value is None or value.merged(cut.dims) is None or value.storage in fixed:
             return None
         count += prod(value.shape) * value.dtype.itemsize
     parts = 1
-    while 2 * parts <= min(_MOST_PARTS, found.extent // found.grain) and count >= 2 * parts * part_bytes:
+    while 2 * parts <= min(_MOST_PARTS, split.extent // split.grain) and count >= 2 * parts * part_bytes:
         parts *= 2
     if parts == 1:
         return None
-    return found, tuple(found.extent * part // parts for part in range(parts + 1))
+    return split, tuple(split.extent * part // parts for part in range(parts + 1))
 
 
 def _in_parts(
-    op: Op, call: Call, found: Sum, ends: tuple[int, ...], values: list[Value], storages: list[Storage]
+    op: Op, call: Call, split: Sum, ends: tuple[int, ...], values: list[Value], storages: list[Storage]
 ) -> list[tuple[Op, Call]]:
-    """Build the ops that compute the parts of a sum, each followed by the op that adds it to the earlier parts."""
+    """Build an op for each part of a sum, and after each but the first an op that adds it to the sum."""
     func: Any = call.func
     pairs: list[tuple[Op, Call]] = []
     numbers: dict[Value, int] = {}
@@ -141,84 +134,83 @@ def _in_parts(
 
     for low, high in pairwise(ends):
         named = dict(by_name(func, call.args, call.kwargs))
-        for (name, place), cut in found.given.items():
+        for (name, place), cut in split.given.items():
             item = named[name] if place < 0 else named[name][place]
-            whole = values[item.value].merged(cut.dims)
-            if whole is None:
-                raise RuntimeError(f"{op.name} was to be taken apart and cannot be; please report it")
-            part = Ref(number(whole.narrowed(cut.dims[0], low, high)))
+            merged = values[item.value].merged(cut.dims)
+            if merged is None:
+                raise RuntimeError(f"the split of {op.name} cannot be viewed as slices; please report this")
+            part = Ref(number(merged.narrowed(cut.dims[0], low, high)))
             named[name] = part if place < 0 else [part if p == place else i for p, i in enumerate(named[name])]
-        if found.settle is not None:
-            found.settle(named, low, high)
+        if split.settle is not None:
+            split.settle(named, low, high)
         args, kwargs = placed(func, call, named)
         results = call.results
         if low:
             results = tuple(None if v is None else _beside(values[v], op, values, storages) for v in call.results)
         creates = tuple(dict.fromkeys(values[v].storage for v in results if v is not None))
-        # Where only the shape of a result matters, the result itself stands in.
-        own = dict(zip(call.results, results, strict=True))
-        args, kwargs = map_leaves((args, kwargs), partial(_standing, own), Ref)
+        # An argument of which only the shape matters may be the result itself.
+        own_results = dict(zip(call.results, results, strict=True))
+        args, kwargs = map_leaves((args, kwargs), partial(_standing, own_results), Ref)
         family = family_text(op.name, args, kwargs, values)
         pairs.append((replace(op, creates=creates, family=family), Call(func, args, kwargs, results)))
-        for result, made in zip(call.results, results, strict=True):
-            if low and result is not None and made is not None:
-                reads, mutates = (values[result].storage, values[made].storage), (values[result].storage,)
-                args = (Ref(result), Ref(made))
+        for result, result_part in zip(call.results, results, strict=True):
+            if low and result is not None and result_part is not None:
+                reads, mutates = (values[result].storage, values[result_part].storage), (values[result].storage,)
+                args = (Ref(result), Ref(result_part))
                 family = family_text("aten.add_.Tensor", args, {}, values)
-                added = Op(-1, "aten.add_.Tensor", reads, mutates, (), family=family, module=op.module)
-                added = replace(added, source=op.source, module_class=op.module_class)
-                pairs.append((added, Call(_aten.add_.Tensor, args, {}, (None,))))
+                addition = Op(-1, "aten.add_.Tensor", reads, mutates, (), family=family, module=op.module)
+                addition = replace(addition, source=op.source, module_class=op.module_class)
+                pairs.append((addition, Call(_aten.add_.Tensor, args, {}, (None,))))
     return pairs
 
 
-def _standing(own: Mapping[int | None, int | None], ref: Ref) -> Ref:
-    instead = own.get(ref.value)
-    return ref if instead is None else Ref(instead)
+def _standing(own_results: Mapping[int | None, int | None], ref: Ref) -> Ref:
+    replacement = own_results.get(ref.value)
+    return ref if replacement is None else Ref(replacement)
 
 
 def _beside(value: Value, op: Op, values: list[Value], storages: list[Storage]) -> int:
-    """Add a value like another, on a new storage."""
     old = storages[value.storage]
     storages.append(Storage(len(storages), old.bytes, StorageKind.ACTIVATION, f"{old.name} part".strip()))
     values.append(replace(value, storage=len(storages) - 1))
     return len(values) - 1
 
 
-# --- which sums can be taken apart -----------------------------------------------------------------------------------
+# --- rules for splitting sums ----------------------------------------------------------------------------------------
 
 
-def _product(given: Given) -> Sum | None:
-    """Split the product of two matrices that both have a row for each row of the batch."""
-    one = given.value("self")
-    if one is None or len(one.shape) != 2:
+def _product(view: Given) -> Sum | None:
+    """Split the product of two matrices along the dimension that they share."""
+    first = view.value("self")
+    if first is None or len(first.shape) != 2:
         return None
     cuts: dict[Name, Cut] = {("self", -1): Cut((1, 2)), ("mat2", -1): Cut((0, 1))}
-    return Sum(one.shape[1], cuts, grain=ROWS)
+    return Sum(first.shape[1], cuts, grain=ROWS)
 
 
-def _added_up(given: Given) -> Sum | None:
-    """Split the sum over the first dimension, and maybe others."""
-    one, dims = given.value("self"), given.named.get("dim")
-    if one is None or not one.shape or not dims or given.named.get("dtype") is not None:
+def _added_up(view: Given) -> Sum | None:
+    """Split a sum over the first dimension, possibly among others."""
+    summand, dims = view.value("self"), view.named.get("dim")
+    if summand is None or not summand.shape or not dims or view.named.get("dtype") is not None:
         return None
-    if 0 not in {d % len(one.shape) for d in dims}:
+    if 0 not in {d % len(summand.shape) for d in dims}:
         return None
-    return Sum(one.shape[0], {("self", -1): Cut((0, 1))})
+    return Sum(summand.shape[0], {("self", -1): Cut((0, 1))})
 
 
 def _of_weights(*arguments: str, sized: str = "") -> Callable[[Given], Sum | None]:
-    """Return a rule for the half of a backward pass that makes gradients of weights, split by samples."""
+    """Return a rule that splits the gradients of weights by samples."""
 
     def settle(named: dict[str, Any], low: int, high: int) -> None:
         if sized:
             named[sized] = high - low
 
-    def rule(given: Given) -> Sum | None:
-        first = given.value(arguments[0])
-        if given.named["output_mask"][0] or first is None or not first.shape:
+    def rule(view: Given) -> Sum | None:
+        first = view.value(arguments[0])
+        if view.named["output_mask"][0] or first is None or not first.shape:
             return None
         cuts: dict[Name, Cut] = {(name, -1): Cut((0, 1)) for name in arguments}
-        if any((value := given.value(name)) is None or value.shape[0] != first.shape[0] for name in arguments):
+        if any((value := view.value(name)) is None or value.shape[0] != first.shape[0] for name in arguments):
             return None
         return Sum(first.shape[0], cuts, settle)
 
@@ -226,13 +218,13 @@ def _of_weights(*arguments: str, sized: str = "") -> Callable[[Given], Sum | Non
 
 
 def _of_layer_norm(*arguments: str) -> Callable[[Given], Sum | None]:
-    """Return a rule for the gradients of a layer norm's weights: split along the dimensions that are not normalized."""
+    """Return a rule that splits a layer norm's weight gradients along its leading dimensions."""
 
-    def rule(given: Given) -> Sum | None:
-        first = given.value("input")
-        if given.named["output_mask"][0] or first is None:
+    def rule(view: Given) -> Sum | None:
+        first = view.value("input")
+        if view.named["output_mask"][0] or first is None:
             return None
-        lead = len(first.shape) - len(given.named["normalized_shape"])
+        lead = len(first.shape) - len(view.named["normalized_shape"])
         cuts: dict[Name, Cut] = {(name, -1): Cut((0, lead)) for name in ("input", *arguments)}
         return Sum(prod(first.shape[:lead]), cuts, grain=ROWS) if lead else None
 

@@ -1,14 +1,11 @@
-"""Passes over a captured step; each rewrites the step without changing a bit.
+"""Passes that rewrite a captured step without changing a bit.
 
-``fastest`` combines those for plentiful memory, ``leanest`` those for short memory.
-
-- Splitting: a convolution's backward pass becomes two ops, for the gradient of its input and for those of weight and
-  bias. The peak is then that of the larger one; the first needs only the input's shape.
-- By shape: an op that reads another tensor only for its shape, as dropout does for its mask, does without it.
-- Recomputing casts: a widening cast runs again in the backward pass, so that its input is saved and not its result.
-- Reuse: an elementwise op writes its result over an argument that nobody needs any more.
+- Splitting: a convolution's backward pass becomes two ops, for the gradient of the input and of the weights.
+- Shape-only arguments: an op that reads a tensor only for its shape no longer reads it.
+- Recomputing casts: a widening cast runs again in the backward pass, so that its narrow input is saved.
+- Reuse: an elementwise op writes its result over an argument at its last use.
 - Hoisting: updates and gradient norms move up to where gradients are final.
-- Joining: consecutive updates become one op, as an optimizer's step has a fixed price.
+- Joining: consecutive updates become one op, which saves fixed costs.
 """
 
 from __future__ import annotations
@@ -40,21 +37,21 @@ _NORMS_BACKWARD = frozenset({"aten::native_group_norm_backward", "aten::native_l
 
 
 def split(captured: Captured) -> Captured:
-    """Split every convolution's backward pass that has both halves into two ops."""
+    """Split each convolution backward pass that computes both kinds of gradients into two ops."""
     pairs = zip(captured.graph.ops, captured.calls, strict=True)
     return with_ops(captured, [part for op, call in pairs for part in halves_of_convolution(captured, op, call)])
 
 
 def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
-    """Split a convolution's backward pass into two ops; return any other op, or one with a single half, unchanged."""
+    """Split a convolution's backward pass into two ops; return other ops unchanged."""
     halves = _halves(captured, op, call) if call.func is _CONVOLUTION_BACKWARD else None
     if halves is None:
         return [(op, call)]
     (of_input, call_of_input), of_weights = halves
     place = traits(_CONVOLUTION_BACKWARD).names.index("input")
-    given, result, values = call_of_input.args[place], call_of_input.results[0], captured.values
-    if result is not None and isinstance(given, Ref) and values[given.value].is_laid_like(values[result]):
-        # Of the input only the shape matters.
+    input_ref, result, values = call_of_input.args[place], call_of_input.results[0], captured.values
+    if result is not None and isinstance(input_ref, Ref) and values[input_ref.value].is_laid_like(values[result]):
+        # The op needs only the input's shape, which the result has.
         args = (*call_of_input.args[:place], Ref(result), *call_of_input.args[place + 1 :])
         used = {values[arg.value].storage for arg in args if isinstance(arg, Ref)}
         of_input = replace(of_input, reads=tuple(storage for storage in op.reads if storage in used))
@@ -63,23 +60,20 @@ def halves_of_convolution(captured: Captured, op: Op, call: Call) -> list[tuple[
 
 
 def halves_of_norm(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]]:
-    """Split a layer or group norm's backward pass into two ops: gradient of the input, and of the weights.
-
-    Any other op is returned unchanged.
-    """
+    """Split the backward pass of a layer or group norm into two ops; return other ops unchanged."""
     is_norm = isinstance(call.func, OpOverload) and call.func._schema.name in _NORMS_BACKWARD
     return (_halves(captured, op, call) if is_norm else None) or [(op, call)]
 
 
 def _halves(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]] | None:
-    """Split a backward pass into the gradient of its input and those of its weights; None if it makes only one."""
+    """Split a backward pass into input and weight gradients; return None if it computes only one kind."""
     func: Any = call.func
     named = by_name(func, call.args, call.kwargs)
-    wanted = [bool(flag) for flag in named["output_mask"]]
-    if not wanted[0] or not any(wanted[1:]) or len(call.results) != len(wanted):
+    computed = [bool(flag) for flag in named["output_mask"]]
+    if not computed[0] or not any(computed[1:]) or len(call.results) != len(computed):
         return None
     halves: list[tuple[Op, Call]] = []
-    for mask in ([True] + [False] * len(wanted[1:]), [False, *wanted[1:]]):
+    for mask in ([True] + [False] * len(computed[1:]), [False, *computed[1:]]):
         args, kwargs = placed(func, call, named | {"output_mask": mask})
         results = tuple(v if flag else None for v, flag in zip(call.results, mask, strict=True))
         creates = tuple(dict.fromkeys(captured.values[v].storage for v in results if v is not None))
@@ -88,7 +82,7 @@ def _halves(captured: Captured, op: Op, call: Call) -> list[tuple[Op, Call]] | N
     return halves
 
 
-# Operators that take nothing of a tensor but its shape, and the number that they fill another with; None: with nothing.
+# Operators that need only the shape of their argument, with their fill value; None: uninitialized.
 _AS_LARGE: dict[Any, int | None] = {
     _aten.empty_like.default: None,
     _aten.new_empty.default: None,
@@ -126,21 +120,20 @@ def _by_shape(captured: Captured, op: Op, call: Call) -> tuple[Op, Call]:
     return replace(op, name=str(func), reads=(), family=family), Call(func, args, kwargs, call.results)
 
 
-# What may be written over: what the step itself has made, and what nobody sees when it ends.
+# Kinds of storages that the step creates for itself alone; they may be overwritten.
 PASSING = frozenset({StorageKind.ACTIVATION, StorageKind.GRADIENT})
 
 
 def may_be_overwritten(graph: StepGraph, storage: int) -> bool:
-    """Return whether only ops of the step can miss what a storage held."""
+    """Return whether no reader outside the step can need a storage's contents."""
     return graph.storages[storage].kind in PASSING and storage in graph.creator and storage not in graph.outputs
 
 
 def recompute_casts(captured: Captured) -> Captured:
-    """Return the same step, to the bit, with widening casts recomputed in the backward pass.
+    """Recompute widening casts in the backward pass; the bits stay the same.
 
-    Norms of a bfloat16 model cast their input to float32. Plain PyTorch saves the copy for the backward pass and frees
-    the input. Here the input is saved, in half the bytes, and the cast runs a second time before the first use of the
-    copy in the backward pass. A plan can then recompute a transformer block from its input as well.
+    Norms of a bfloat16 model cast their input to float32. Plain PyTorch saves the copy; this pass saves the input, in
+    half the bytes. A plan can then recompute a transformer block from its input, too.
     """
     graph = captured.graph
     turn = fullest_op(graph)
@@ -181,7 +174,7 @@ def recompute_casts(captured: Captured) -> Captured:
 
 
 def _is_worth_recomputing(captured: Captured, op: Op, call: Call, turn: int) -> bool:
-    """Return whether an op is a widening cast that can run again after the turn and whose input is freed before."""
+    """Return whether an op is a widening cast that can run again after the turn, with a short-lived input."""
     graph = captured.graph
     if call.func is not _aten._to_copy.default or len(op.reads) != 1 or len(op.creates) != 1 or op.mutates:
         return False
@@ -205,100 +198,97 @@ def _is_worth_recomputing(captured: Captured, op: Op, call: Call, turn: int) -> 
 
 @dataclass(frozen=True)
 class Over:
-    """The overload of an op that takes the place of its result, and which argument it may overwrite."""
+    """An overload that writes an op's result over one of its arguments."""
 
     run: OpOverload
-    out: str | None  # what it calls the tensor that it writes its result to; None: it is always the first argument
-    place: int  # of the argument that is written over
+    out: str | None  # name of the out argument; None: it writes to the first argument
+    place: int  # of the overwritten argument
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.run(*args, **self.completed(args, kwargs))
 
     def completed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments for ``run``."""
         return kwargs if self.out is None else {**kwargs, self.out: args[self.place]}
 
 
 def reuse(captured: Captured, *, least: int = LARGE_BYTES) -> Captured:
-    """Write large results of elementwise ops, of at least ``least`` bytes, over an argument.
+    """Write large elementwise results, of at least ``min_bytes``, over an argument.
 
-    An argument is overwritten if this is its last use, the step has made it, and its layout is that of the result.
+    The op must be the argument's last use, the step must have created it, and its layout must be the result's.
     """
     graph = captured.graph
-    into: dict[int, int] = {}  # a storage that is gone, and the one in its place
+    reused: dict[int, int] = {}  # replaced storage -> reused storage
     pairs: list[tuple[Op, Call]] = []
     for op, call in zip(graph.ops, captured.calls, strict=True):
         over = _written_over(captured, op, call, least)
         if over is None:
             pairs.append((op, call))
             continue
-        kept: int = captured.values[call.args[over.place].value].storage
-        into[op.creates[0]] = into.get(kept, kept)
+        argument_storage: int = captured.values[call.args[over.place].value].storage
+        reused[op.creates[0]] = reused.get(argument_storage, argument_storage)
         family = f"{op.family}, over argument {over.place}" if op.family else ""
-        op_over = replace(op, mutates=(*op.mutates, kept), creates=(), family=family)
+        op_over = replace(op, mutates=(*op.mutates, argument_storage), creates=(), family=family)
         pairs.append((op_over, replace(call, func=over, results=(None,))))
-    return compacted(with_ops(captured, pairs), into) if into else captured
+    return compacted(with_ops(captured, pairs), reused) if reused else captured
 
 
 def _written_over(captured: Captured, op: Op, call: Call, least: int) -> Over | None:
-    """Return how an op writes its result over one of its arguments; None if it may not."""
     graph, values = captured.graph, captured.values
     func = call.func
     if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
         return None
     if len(op.creates) != 1 or op.mutates or op.random or len(call.results) != 1 or call.results[0] is None:
         return None
-    ways = _told_where(func)
+    overloads = _told_where(func)
     result = values[call.results[0]]
-    gone = op.creates[0]
-    if not ways or gone in graph.outputs or graph.storages[gone].bytes < least:
+    result_storage = op.creates[0]
+    if not overloads or result_storage in graph.outputs or graph.storages[result_storage].bytes < least:
         return None
     refs = [item for item in (*call.args, *call.kwargs.values()) if isinstance(item, Ref)]
     for place, item in enumerate(call.args):
-        if not isinstance(item, Ref) or (ways[0].out is None and place != 0):
+        if not isinstance(item, Ref) or (overloads[0].out is None and place != 0):
             continue
         value = values[item.value]
-        kept = value.storage
+        argument_storage = value.storage
         if (
             (value.dtype, value.layout()) == (result.dtype, result.layout())
-            and graph.storages[kept].bytes == graph.storages[gone].bytes
-            and may_be_overwritten(graph, kept)
-            and graph.uses[kept][-1] == op.id
-            and sum(values[ref.value].storage == kept for ref in refs) == 1
+            and graph.storages[argument_storage].bytes == graph.storages[result_storage].bytes
+            and may_be_overwritten(graph, argument_storage)
+            and graph.uses[argument_storage][-1] == op.id
+            and sum(values[ref.value].storage == argument_storage for ref in refs) == 1
         ):
-            return replace(ways[0], place=place)
+            return replace(overloads[0], place=place)
     return None
 
 
 @cache
 def _told_where(func: OpOverload) -> list[Over]:
-    """Return how to run an op with its result in a given place: in any, or in that of its first argument only."""
+    """Return overloads that write the result to any tensor, or else to the first argument."""
     packet = func._overloadpacket
-    found = [Over(other, outs[0], -1) for other, outs in _alike(func, packet) if len(outs) == 1]
+    overloads = [Over(overload, outs[0], -1) for overload, outs in _alike(func, packet) if len(outs) == 1]
     in_place = getattr(torch.ops.aten, f"{packet.__name__}_", None)
-    if not found and in_place is not None:
-        found = [Over(other, None, 0) for other, outs in _alike(func, in_place) if not outs]
-    return found
+    if not overloads and in_place is not None:
+        overloads = [Over(overload, None, 0) for overload, outs in _alike(func, in_place) if not outs]
+    return overloads
 
 
 def _alike(func: OpOverload, packet: OpOverloadPacket) -> Iterator[tuple[OpOverload, list[str]]]:
-    """Yield a packet's overloads that take an op's arguments, with the names of their extra arguments for results."""
-    wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
+    """Yield a packet's overloads that take an op's arguments, with the names of their out arguments."""
+    parameters = [(a.name, str(a.type)) for a in func._schema.arguments]
     for name in packet.overloads():
-        other = getattr(packet, name)
-        arguments = other._schema.arguments
-        same = [(a.name, str(a.type)) for a in arguments if not a.is_out] == wanted
-        # Those generated from the plain overload compute elsewhere and then copy.
-        if same and torch.Tag.generated not in other.tags:
-            yield other, [a.name for a in arguments if a.is_out]
+        overload = getattr(packet, name)
+        arguments = overload._schema.arguments
+        has_parameters = [(a.name, str(a.type)) for a in arguments if not a.is_out] == parameters
+        # Overloads generated from the plain one compute in another tensor and copy.
+        if has_parameters and torch.Tag.generated not in overload.tags:
+            yield overload, [a.name for a in arguments if a.is_out]
 
 
 def hoisting(captured: Captured) -> tuple[int, ...]:
-    """Order the op ids so that some ops move up to where memory is freed soonest; the bits stay the same.
+    """Return an op order that frees memory sooner, with the same bits.
 
-    Moved are optimizer updates that draw no random numbers, and ops that turn large storages into small ones without
-    changing any, such as the norm of a gradient. Ops that may raise stay where they are, and updates behind them: so a
-    step that raises leaves what plain PyTorch leaves, or less.
+    Hoisted are optimizer updates without random numbers, and ops that turn large storages into small ones. They do not
+    pass ops that may raise, so a step that raises has run no update that plain PyTorch would not have run.
     """
     graph = captured.graph
     large = {s.id for s in graph.storages if is_large(s.bytes)}
@@ -320,56 +310,52 @@ def reordered(captured: Captured, order: Sequence[int]) -> Captured:
     return with_ops(captured, [(captured.graph.ops[old], captured.calls[old]) for old in order])
 
 
-# Updates that go over all parameters at once need scratch memory for as many: a small part of what the step holds.
+# Updates of all parameters at once need scratch memory: at most this fraction (1/8) of the step's live bytes.
 _SMALL_PART = 8
-# Parameters that are updated together, where memory is short, are of this part of it at most.
+# When memory is short, parameters updated together take at most this fraction (1/16) of the room.
 SHARE_OF_UPDATES = 16
 
 
-def delayed(captured: Captured, most: int) -> Captured:
-    """Move each update down to the last one that it can be joined with.
-
-    At most ``most`` bytes of parameters wait for their update.
-    """
-    # By op, what runs in its place. The updates of a row all do so in that of its last one.
+def delayed(captured: Captured, max_bytes: int) -> Captured:
+    """Move each update to the last one it can join; at most ``max_bytes`` of parameters wait for it."""
+    # The ops that run in the place of each op: a row of updates runs in the place of its last one.
     places: list[list[int]] = [[op.id] for op in captured.graph.ops]
     row: list[tuple[Op, Call]] = []
-    held: set[int] = set()
+    waiting: set[int] = set()
     at_once = traits_of(captured.device).updates_all_at_once
     raising = ops_that_may_raise(captured)
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
         op = pair[0]
         if _update(*pair, at_once=at_once) is None:
-            if op.id in raising or not held.isdisjoint(op.touched):
-                row, held = [], set()
+            if op.id in raising or not waiting.isdisjoint(op.touched):
+                row, waiting = [], set()
             continue
-        if row and _follows(row, pair, most, at_once=at_once):
+        if row and _follows(row, pair, max_bytes, at_once=at_once):
             before = places[row[-1][0].id]
             places[op.id] = [*before, op.id]
             before.clear()
         else:
-            row, held = [], set()
+            row, waiting = [], set()
         row.append(pair)
-        held.update(op.touched)
+        waiting.update(op.touched)
     return reordered(captured, [op for place in places for op in place])
 
 
-def together(captured: Captured, most: int | None = None) -> Captured:
+def together(captured: Captured, max_bytes: int | None = None) -> Captured:
     """Join consecutive updates.
 
-    An optimizer that goes from parameter to parameter needs scratch memory for one at a time; the fused ones need none.
-    Those that go over all at once are joined on a device alone, where their fixed price is what counts. ``most`` limits
-    the bytes of parameters of an op; None chooses a limit that needs little more memory.
+    ``max_bytes`` limits the bytes of parameters per op; None chooses a limit that needs little more memory. Updates of
+    all parameters at once need scratch memory for all; they are joined on devices only.
     """
     device = traits_of(captured.device)
     at_once, sizes = device.updates_all_at_once, device.update_bytes
-    if most is None:
-        most = sizes.joined
+    if max_bytes is None:
+        max_bytes = sizes.joined
         if at_once:
-            most = max(sizes.chunk, min(live_bytes(captured.graph) // _SMALL_PART, most))
+            max_bytes = max(sizes.chunk, min(live_bytes(captured.graph) // _SMALL_PART, max_bytes))
     rows: list[list[tuple[Op, Call]]] = []
     for pair in zip(captured.graph.ops, captured.calls, strict=True):
-        if rows and _follows(rows[-1], pair, most, at_once=at_once):
+        if rows and _follows(rows[-1], pair, max_bytes, at_once=at_once):
             rows[-1].append(pair)
         else:
             rows.append([pair])
@@ -377,30 +363,29 @@ def together(captured: Captured, most: int | None = None) -> Captured:
 
 
 def _update(op: Op, call: Call, *, at_once: bool) -> OptimizerUpdate | None:
-    """Return the op's update if it may be joined with others: on the CPU, if it goes from parameter to parameter."""
+    """Return the op's update if it may be joined; on the CPU only updates that go parameter by parameter."""
     update = call.func
     if not isinstance(update, OptimizerUpdate) or not is_torchs_own(update.optimizer) or op.random:
         return None
     for index in {member.group for member in update.members}:
         group = update.optimizer.param_groups[index]
-        # Where nothing is said, torch.optim goes over all at once, but for the CPU.
+        # By default torch.optim goes over all parameters at once, except on the CPU.
         if group.get("foreach") and not group.get("fused") and not at_once:
             return None
     return update
 
 
-def _follows(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call], most: int, *, at_once: bool) -> bool:
-    """Return whether an op can join a row of updates without exceeding ``most`` bytes of parameters."""
+def _follows(row: Sequence[tuple[Op, Call]], pair: tuple[Op, Call], max_bytes: int, *, at_once: bool) -> bool:
     first, update = _update(*row[0], at_once=at_once), _update(*pair, at_once=at_once)
     if first is None or update is None or update.optimizer is not first.optimizer:
         return False
     if update.is_first() != first.is_first():
-        return False  # those that have yet to make their state ask for other memory
-    known = [m for _, call in row if isinstance(call.func, OptimizerUpdate) for m in call.func.members]
+        return False  # first updates allocate their state, too
+    members = [m for _, call in row if isinstance(call.func, OptimizerUpdate) for m in call.func.members]
     # A parameter that is updated twice has a second update of its own.
-    if {id(m.parameter) for m in known} & {id(m.parameter) for m in update.members}:
+    if {id(m.parameter) for m in members} & {id(m.parameter) for m in update.members}:
         return False
-    return sum(m.parameter.numel() * m.parameter.element_size() for m in (*known, *update.members)) <= most
+    return sum(m.parameter.numel() * m.parameter.element_size() for m in (*members, *update.members)) <= max_bytes
 
 
 def _joined(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
@@ -420,10 +405,7 @@ def _joined(row: Sequence[tuple[Op, Call]]) -> tuple[Op, Call]:
 
 
 def fastest(traced: Captured) -> Captured:
-    """Rewrite a trace for plentiful memory: the ops as plain PyTorch runs them, except for reuse.
-
-    Updates in a row run faster than updates among other ops, which evict each other's code and data from the caches.
-    """
+    """Rewrite a trace for plentiful memory: joined updates and reused arguments."""
     return reuse(together(by_shape(traced)))
 
 
@@ -434,12 +416,10 @@ def leanest(traced: Captured) -> Captured:
 
 
 def lean(traced: Captured, room: int) -> Captured:
-    """Rewrite a trace as ``leanest`` does, but join updates where a step within ``room`` bytes can afford it.
+    """Rewrite a trace for low memory, with updates joined as far as ``room`` bytes allow it.
 
-    Each update costs some hundred microseconds, and a single one finds its optimizer's code out of the processor's
-    caches. So parameters whose gradients come soon after one another are updated together, and the first gradients are
-    held longer.
+    Each update costs some hundred microseconds, and a single one misses the processor's caches.
     """
     captured = leanest(traced)
-    most = min(room // SHARE_OF_UPDATES, traits_of(captured.device).update_bytes.delayed)
-    return together(delayed(captured, most), most)
+    max_bytes = min(room // SHARE_OF_UPDATES, traits_of(captured.device).update_bytes.delayed)
+    return together(delayed(captured, max_bytes), max_bytes)

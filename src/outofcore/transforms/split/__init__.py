@@ -1,22 +1,19 @@
-"""Split ops that need more memory than there is; what passes between parts has storages of its own.
+"""Split ops that need more memory than the op budget.
 
-A large op is split along an axis on which its parts do not mix, and its neighbours with it. Large tensors between them
-are cut into cells, one for each part where all cut them alike. Inputs and results of the step stay whole, and parts
-view them through windows. The same tensors and the same op budget give the same step.
+A large op is split along an axis on which its elements do not mix, and its neighbours with it. Large tensors between
+them are cut into cells. The step's inputs and results stay whole; parts view them through windows.
 
-- ``step``: ``tiled``, the front door: prepares, searches, builds, and leaves out what an operator refuses.
-- ``prepare``: divides ops that no rule can split.
-- ``rules``: the table: along which axes an operator can be split, in the words of ``ways``.
-- ``needs``: what ops need and access, as a whole and in parts.
-- ``search``: which ops are split, along which axes, into how many parts; the ``cells`` of storages.
-- ``rewrite``: the pieces of the split step; ``writer`` adds their ops, and copies from and to cells.
-- ``state_ranges``: parameters and optimizer state that are at home and fetched range by range.
-- ``exactness``: the claims on which the bits rely, checked by ``profiling.equality``.
+- ``step``: ``split_step``, the entry point.
+- ``prepare``: rewrites ops that no rule can split.
+- ``rules``: the table of operators and their axes; ``ways`` defines its types.
+- ``needs``: bytes that ops need, whole and split.
+- ``search``: chooses the ops, axes and numbers of parts, and the ``cells`` of storages.
+- ``rewrite``: builds the split step; ``writer`` adds its ops, and copies from and to cells.
+- ``state_ranges``: parameters and optimizer state fetched range by range.
+- ``exactness``: the exactness checks that ``profiling.equality`` runs.
 
-Cutting ops along dimensions that do not mix is the idea of "Tofu" (Wang, Huang, Li: EuroSys 2019) and of FlexFlow's
-SOAP dimensions (Jia, Zaharia, Aiken: MLSys 2019), there for several devices; here the parts follow one another on one.
-
-Limits: ``rules`` says which operators can be split. Gradients that are left to the user are not.
+"Tofu" (Wang, Huang, Li: EuroSys 2019) and FlexFlow's SOAP dimensions (Jia, Zaharia, Aiken: MLSys 2019) cut ops so for
+several devices; here the parts run one after another on one.
 """
 
 from outofcore.transforms.split.exactness import Claim

@@ -1,4 +1,4 @@
-"""What the ops of a step need and access, as a whole and in parts: what ``search`` decides by."""
+"""Bytes that the ops of a step need and access, whole and split; ``search`` decides by them."""
 
 from __future__ import annotations
 
@@ -19,43 +19,36 @@ from outofcore.transforms.split.ways import Cut, Way
 
 
 class Needs:
-    """The ways to split each op, and what its parts need.
-
-    Attributes:
-        lines: of storages that may be cut, by storage id.
-        places: of values on those storages, by index.
-        ranged: storages of parameters and optimizer state that may come range by range.
-    """
+    """The possible splits of each op, and the bytes that its parts need."""
 
     def __init__(
         self,
         captured: Captured,
         ranged: frozenset[int],
-        least: int,
+        min_bytes: int,
         refused: frozenset[str],
         workspaces: Mapping[str, int],
         home: int | None,
     ) -> None:
-        """``refused`` are keys of claims that do not hold; for the others see ``tiled``."""
+        """``refused`` are keys of checks with a mismatch; for the other parameters see ``split_step``."""
         self.captured, self.graph, self.values = captured, captured.graph, captured.values
-        self.ranged, self._least, self._workspaces, self._home = ranged, least, workspaces, home
+        self.ranged, self._least, self._workspaces, self._home = ranged, min_bytes, workspaces, home
         self._refused_ways = {key.rpartition(" at [")[0] for key in refused}
         self._ways: dict[int, list[Way]] = {}
-        self.lines = self._cuttable()
-        self.places = {
+        self.lines = self._cuttable()  # of storages that may be cut
+        self.places = {  # by value index
             index: place
             for index, value in enumerate(self.values)
             if value.storage in self.lines and (place := placed(self.lines[value.storage], value.window()))
         }
 
     def _cuttable(self) -> dict[int, Lines]:
-        """Return the lines of the storages that may be cut."""
         graph = self.graph
         used: dict[int, list[Value]] = {}
         for index in dict.fromkeys(index for call in self.captured.calls for index in values_of(call)):
             value = self.values[index]
             used.setdefault(value.storage, []).append(value)
-        found: dict[int, Lines] = {}
+        lines_by_storage: dict[int, Lines] = {}
         for storage in graph.storages:
             values = used.get(storage.id, [])
             if (
@@ -70,31 +63,31 @@ class Needs:
                 continue
             lines = lines_of(storage.bytes // size, map(Value.window, values))
             if lines is not None and all(placed(lines, v.window()) for v in values):
-                found[storage.id] = lines
-        return found
+                lines_by_storage[storage.id] = lines
+        return lines_by_storage
 
     def ways(self, op: int) -> list[Way]:
-        """Return the ways to split an op that are not refused."""
+        """Return the splits of an op without a known mismatch."""
         if op not in self._ways:
             graph_op, call = self.graph.ops[op], self.captured.calls[op]
-            found = [] if graph_op.communicates or graph_op.random else ways_of(call, self.values)
+            splits = [] if graph_op.communicates or graph_op.random else ways_of(call, self.values)
             if is_update(self.captured, op, self._home):
-                found = ways_of_update(self.captured, op)
+                splits = ways_of_update(self.captured, op)
             self._ways[op] = [
-                way
-                for way in found
-                if f"{graph_op.family} by {way.name}" not in self._refused_ways and self._fits(op, way)
+                split
+                for split in splits
+                if f"{graph_op.family} by {split.name}" not in self._refused_ways and self._fits(op, split)
             ]
         return self._ways[op]
 
-    def _fits(self, op: int, way: Way) -> bool:
-        """Return whether everything that a way cuts can be viewed in parts."""
+    def _fits(self, op: int, split: Way) -> bool:
+        """Return whether all tensors that a split cuts can be viewed in slices."""
         call = self.captured.calls[op]
-        for name, cut in way.given.items():
+        for name, cut in split.given.items():
             index = ref_at(call, name).value
             if not self._can_narrow(index, cut):
                 return False
-        for result, cut in way.made.items():
+        for result, cut in split.made.items():
             index = call.results[result]
             value = self.values[index] if index is not None else None
             if index is None or value is None or not self._can_narrow(index, cut):
@@ -109,79 +102,78 @@ class Needs:
         return (placed_well or value.storage not in self.lines) and value.merged(cut.dims) is not None
 
     def size(self, index: int) -> int:
-        """Return the bytes of a value's elements."""
         value = self.values[index]
         return prod(value.shape) * value.dtype.itemsize
 
     def whole(self, op: int) -> int:
-        """Return the bytes that a whole op needs; of storages that may be cut, only what it accesses."""
+        """Return the bytes that a whole op needs; of cuttable storages only the bytes that it accesses."""
         storages = self.graph.storages
-        seen: dict[int, int] = {}
+        accessed: dict[int, int] = {}
         for index in dict.fromkeys(values_of(self.captured.calls[op])):
             storage = self.values[index].storage
             if storage in self.lines:
-                seen[storage] = seen.get(storage, 0) + self.size(index)
+                accessed[storage] = accessed.get(storage, 0) + self.size(index)
         touched = (storages[s] for s in self.graph.ops[op].touched)
         return self._workspace(op) + sum(
-            min(seen.get(s.id, s.bytes), s.bytes) for s in touched if s.kind is not StorageKind.CONSTANT
+            min(accessed.get(s.id, s.bytes), s.bytes) for s in touched if s.kind is not StorageKind.CONSTANT
         )
 
     def _workspace(self, op: int) -> int:
         return self._workspaces.get(self.graph.ops[op].family, 0)
 
-    def in_parts(self, op: int, way: Way, parts: int) -> int:
-        """Return the bytes that a part of an op needs."""
+    def in_parts(self, op: int, split: Way, parts: int) -> int:
+        """Return the bytes that the largest part of an op needs."""
         storages = self.graph.storages
-        width = max(high - low for low, high in itertools.pairwise(way.ends(parts)))
-        seen: dict[int, int] = {}
-        # What a kernel needs beside its tensors is mostly as large as these.
-        counted = self._workspace(op) * width / way.extent
-        for index, cut in self.accesses(op, way):
+        width = max(high - low for low, high in itertools.pairwise(split.ends(parts)))
+        accessed: dict[int, int] = {}
+        # A kernel's scratch memory grows mostly in proportion to its tensors.
+        counted = self._workspace(op) * width / split.extent
+        for index, cut in self.accesses(op, split):
             value = self.values[index]
             storage = storages[value.storage]
             if storage.kind is StorageKind.CONSTANT:
                 continue
             if storage.id not in self.lines:
-                seen[storage.id] = storage.bytes
+                accessed[storage.id] = storage.bytes
             elif cut is None:
-                seen[storage.id] = max(seen.get(storage.id, 0), self.size(index))
+                accessed[storage.id] = max(accessed.get(storage.id, 0), self.size(index))
             else:
                 extent = prod(value.shape[cut.dims[0] : cut.dims[1]])
                 counted += self.size(index) * min(1.0, (width * cut.scale + cut.before + cut.after) / extent)
-        return int(counted + sum(seen.values()))
+        return int(counted + sum(accessed.values()))
 
-    def accesses(self, op: int, way: Way) -> Iterator[tuple[int, Cut | None]]:
-        """Yield the values that the parts of an op access, with the cut of each; None: the whole value."""
+    def accesses(self, op: int, split: Way) -> Iterator[tuple[int, Cut | None]]:
+        """Yield the values that an op's parts access, each with its cut, or None for the whole value."""
         call = self.captured.calls[op]
         for name, index in named_refs(call):
-            if name[0] not in way.unread:
-                yield index, way.given.get(name)
+            if name[0] not in split.unread:
+                yield index, split.given.get(name)
         for place, index in enumerate(call.results):
             if index is not None:
-                yield index, way.made.get(place)
+                yield index, split.made.get(place)
 
-    def cut_values(self, op: int, way: Way) -> Iterator[tuple[int, Cut]]:
-        """Yield the values on cuttable storages that a way cuts."""
-        for index, cut in self.accesses(op, way):
+    def cut_values(self, op: int, split: Way) -> Iterator[tuple[int, Cut]]:
+        """Yield the values on cuttable storages that a split cuts."""
+        for index, cut in self.accesses(op, split):
             if cut is not None and self.values[index].storage in self.lines:
                 yield index, cut
 
     def axis(self, index: int, cut: Cut) -> int:
-        """Return the line of its storage at which the axis of a cut begins."""
+        """Return the line of a value's storage at which the cut axis begins."""
         run = Axes.run(self.places[index], cut.dims)
         return -1 if run is None else run[0]
 
-    def uses(self, op: int, way: Way, storages: Set[int]) -> Uses:
-        """Return what the parts of an op access, and the bytes that are copied if that is cut otherwise."""
+    def uses(self, op: int, split: Way, storages: Set[int]) -> Uses:
+        """Return an op's accesses to ``storages``, and the bytes that it copies from other storages."""
         written = self.graph.ops[op].mutates
         cells: list[tuple[int, int, int]] = []
         copied = 0
-        for index, cut in self.accesses(op, way):
+        for index, cut in self.accesses(op, split):
             value = self.values[index]
             storage = value.storage
-            count = self.size(index) * (2 if storage in written else 1)  # there and back
+            count = self.size(index) * (2 if storage in written else 1)  # copied in and out
             if storage in storages:
                 cells.append((storage, WHOLE if cut is None else self.axis(index, cut), count))
             elif cut is not None and prod(value.shape[: cut.dims[0]]) > 1:
-                copied += count  # what is not side by side in memory
+                copied += count  # the slice is not contiguous
         return Uses(tuple(cells), copied)

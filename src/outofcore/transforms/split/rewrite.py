@@ -1,10 +1,7 @@
 """Build the split step from the choices of ``search``.
 
-Each op becomes pieces: itself if it stays whole, else a piece for each part, with the ops around it that gather and
-copy (``writer``). Updates of ranges and lookups in parts of a table have parts of their own kind.
-
-Pieces run depth first: the next op's part as soon as its arguments exist. So in a chain of ops that are cut alike no
-tensor ever exists as a whole.
+An op becomes one piece if it stays whole, else a piece per part, with the ops that gather and copy. Pieces run depth
+first, so no tensor exists as a whole in a chain of ops that are cut alike.
 """
 
 from __future__ import annotations
@@ -37,18 +34,14 @@ _aten = torch.ops.aten
 
 @dataclass
 class _Arguments:
-    """The arguments of a part.
-
-    Attributes:
-        parts: by name.
-        shapes: names of those of which only the shape matters; their values have no storage.
-        written: those that the operator writes in place: the value in the step before, how it is cut, and the part.
-    """
+    """The arguments of a part."""
 
     parts: dict[Name, Value] = field(default_factory=dict[Name, Value])
+    # Arguments of which only the shape matters; their values have no storage.
     shapes: list[Name] = field(default_factory=list[Name])
     reads: list[int] = field(default_factory=list[int])
     discards: list[int] = field(default_factory=list[int])
+    # Arguments written in place: the value in the original step, its cut, and the slice.
     written: list[tuple[int, Cut | None, Value]] = field(default_factory=list[tuple[int, Cut | None, Value]])
 
 
@@ -59,11 +52,11 @@ class Builder:
         self.old, self.cell_map, self.chosen = captured, cell_map, chosen
         self.writer = StepWriter(captured, cell_map, limit)
         self.mode = FakeTensorMode()
-        self._looked_up: dict[int, Value] = {}  # by op, where what is looked up part by part comes together
+        self._looked_up: dict[int, Value] = {}  # results of lookups, by op
         self._shapes: dict[str, list[tuple[Value, int] | None]] = {}
 
     def built(self) -> Captured:
-        """Build the step; raises ``LimitError`` for too many ops, ``UnfitError`` if an op cannot be cut as chosen."""
+        """Return the split step; raises ``LimitError`` for too many ops, ``UnfitError`` for an impossible cut."""
         rows: list[list[Piece]] = []
         for op in self.old.graph.ops:
             choice = self.chosen.get(op.id)
@@ -98,41 +91,41 @@ class Builder:
                 self.writer.forget(storage)
             piece.ops.append((op, call))
             return piece
-        instead: dict[int, int] = {}  # values
-        moved: dict[int, int] = {}  # storages
-        made: list[tuple[int, int]] = []
+        new_values: dict[int, int] = {}  # by value
+        new_storages: dict[int, int] = {}  # by storage
+        read_pairs: list[tuple[int, int]] = []
         for index in dict.fromkeys(ref.value for ref in refs_of(call)):
             value = self.old.values[index]
             if value.storage in cuts and value.storage not in op.creates:
                 part = self.writer.argument(op, index, None, 0, 0)
-                instead[index] = self.writer.index_of(part)
-                moved.setdefault(value.storage, part.storage)
+                new_values[index] = self.writer.index_of(part)
+                new_storages.setdefault(value.storage, part.storage)
                 if value.storage in op.reads:
-                    made.append((value.storage, part.storage))
-        reads = [s for s in op.reads if s not in cuts] + [new for _, new in made]
+                    read_pairs.append((value.storage, part.storage))
+        reads = [s for s in op.reads if s not in cuts] + [new for _, new in read_pairs]
         for index in (v for v in call.results if v is not None):
             value = self.old.values[index]
             if value.storage in cuts:
-                if value.storage not in moved:
-                    moved[value.storage] = self.writer.new_storage(
+                if value.storage not in new_storages:
+                    new_storages[value.storage] = self.writer.new_storage(
                         self.writer.storages[value.storage].bytes, self.writer.storages[value.storage].name
                     )
-                instead[index] = self.writer.index_of(replace(value, storage=moved[value.storage]))
-        for ref in refs_of(call):  # of what is created here: stands in for its shape alone
+                new_values[index] = self.writer.index_of(replace(value, storage=new_storages[value.storage]))
+        for ref in refs_of(call):  # a result passed as an argument for its shape alone
             index = ref.value
             value = self.old.values[index]
-            if index not in instead and value.storage in moved:
-                instead[index] = self.writer.index_of(replace(value, storage=moved[value.storage]))
+            if index not in new_values and value.storage in new_storages:
+                new_values[index] = self.writer.index_of(replace(value, storage=new_storages[value.storage]))
 
         def moved_ref(ref: Ref) -> Ref:
-            return Ref(instead.get(ref.value, ref.value))
+            return Ref(new_values.get(ref.value, ref.value))
 
         args, kwargs = map_leaves((call.args, call.kwargs), moved_ref, Ref)
-        results = tuple(None if v is None else instead.get(v, v) for v in call.results)
+        results = tuple(None if v is None else new_values.get(v, v) for v in call.results)
         new = replace(
             op,
             reads=tuple(dict.fromkeys(reads)),
-            creates=tuple(moved.get(s, s) for s in op.creates),
+            creates=tuple(new_storages.get(s, s) for s in op.creates),
             family=family_text(op.name, args, kwargs, self.writer.values),
         )
         piece.ops.append((new, replace(call, args=args, kwargs=kwargs, results=results)))
@@ -140,8 +133,8 @@ class Builder:
             if storage in cuts:
                 dtype = next(v.dtype for v in self.old.values if v.storage == storage)
                 box = self.cell_map.axes[storage].whole()
-                self.writer.scatter(op, storage, dtype, box, moved[storage])
-                self.writer.fresh[storage, box] = moved[storage], op.id
+                self.writer.scatter(op, storage, dtype, box, new_storages[storage])
+                self.writer.fresh[storage, box] = new_storages[storage], op.id
         return piece
 
     def _part(self, op: Op, choice: Choice, number: int) -> Piece:
@@ -150,32 +143,32 @@ class Builder:
         if choice.way.looks_up:
             return self._part_of_lookup(op, choice, number)
         piece = self.writer.begin(op)
-        way, call = choice.way, self.old.calls[op.id]
+        split, call = choice.way, self.old.calls[op.id]
         low, high = choice.ends[number : number + 2]
-        func: Any = call.func  # ways are those of PyTorch's operators
+        func: Any = call.func  # only OpOverloads can be split so
         named = dict(by_name(func, call.args, call.kwargs))
-        given = self._arguments(op, way, written_arguments(func, named), low, high)
-        parts, reads = given.parts, given.reads
+        arguments = self._arguments(op, split, written_arguments(func, named), low, high)
+        parts, reads = arguments.parts, arguments.reads
         named = with_tensors(named, parts)
-        if way.rebased:
-            index = by_name(func, call.args, call.kwargs)[way.rebased].value
-            parts[way.rebased, -1] = named[way.rebased] = self._rebased(op, index, low, high, named["padding_idx"])
-            reads = [part.storage for name, part in parts.items() if name not in given.shapes]
-        if way.settle is not None:
-            way.settle(named, low, high)
+        if split.rebased:
+            index = by_name(func, call.args, call.kwargs)[split.rebased].value
+            parts[split.rebased, -1] = named[split.rebased] = self._rebased(op, index, low, high, named["padding_idx"])
+            reads = [part.storage for name, part in parts.items() if name not in arguments.shapes]
+        if split.settle is not None:
+            split.settle(named, low, high)
         try:
             shapes = self._results(func, call, named)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise UnfitError(op.id) from error
         results: list[int | None] = []
-        done: list[tuple[int, Cut | None, Value]] = []
+        unplaced: list[tuple[int, Cut | None, Value]] = []
         for place, index in enumerate(call.results):
             shape = shapes[place] if place < len(shapes) else None
-            if index is None or shape is None or (place not in way.made and number):
+            if index is None or shape is None or (place not in split.made and number):
                 results.append(None)
                 continue
-            results.append(self.writer.result_of(op, index, way.made.get(place), shape, low, high, done))
-        for name in given.shapes:
+            results.append(self.writer.result_of(op, index, split.made.get(place), shape, low, high, unplaced))
+        for name in arguments.shapes:
             part = self._standing_in(op, parts[name], results, reads)
             if name[1] < 0:
                 named[name[0]] = part
@@ -183,45 +176,49 @@ class Builder:
                 named[name[0]] = [part if p == name[1] else i for p, i in enumerate(named[name[0]])]
         args, kwargs = self._placed_call(func, call, named)
         new = Call(func, args, kwargs, tuple(results))
-        self.writer.emit(op, new, reads, [part.storage for _, _, part in given.written], given.discards, op.name)
-        for index, cut, part in given.written:
+        self.writer.emit(
+            op, new, reads, [part.storage for _, _, part in arguments.written], arguments.discards, op.name
+        )
+        for index, cut, part in arguments.written:
             self.writer.put_back(op, index, cut, part, low, high)
-        for index, cut, made in done:
-            self.writer.put(op, index, cut, made, low, high)
+        for index, cut, result in unplaced:
+            self.writer.put(op, index, cut, result, low, high)
         return piece
 
-    def _arguments(self, op: Op, way: Way, written: frozenset[str], low: int, high: int) -> _Arguments:
-        """Gather the arguments of a part; ``written`` are those that the operator writes in place."""
-        found = _Arguments()
+    def _arguments(self, op: Op, split: Way, written: frozenset[str], low: int, high: int) -> _Arguments:
+        """Gather the arguments of a part; ``written`` names those written in place."""
+        arguments = _Arguments()
         for name, index in named_refs(self.old.calls[op.id]):
             old = self.old.values[index]
-            cut = way.given.get(name)
-            if name[0] in way.unread or old.storage in op.creates:
-                found.shapes.append(name)
-                found.parts[name] = self._shape_of(old, cut, low, high)
+            cut = split.given.get(name)
+            if name[0] in split.unread or old.storage in op.creates:
+                arguments.shapes.append(name)
+                arguments.parts[name] = self._shape_of(old, cut, low, high)
                 continue
-            part = found.parts[name] = self.writer.argument(op, index, cut, low, high)
+            part = arguments.parts[name] = self.writer.argument(op, index, cut, low, high)
             if old.storage in op.reads or (name[0] in written and not self._is_all(part)):
-                found.reads.append(part.storage)
+                arguments.reads.append(part.storage)
             if name[0] in written:
-                found.written.append((index, cut, part))
+                arguments.written.append((index, cut, part))
                 if old.storage in op.discards:
-                    found.discards.append(part.storage)
-        return found
+                    arguments.discards.append(part.storage)
+        return arguments
 
-    def _standing_in(self, op: Op, want: Value, results: Sequence[int | None], reads: list[int]) -> Value:
-        """Return a value where only the shape matters: that of a result, or else memory that nobody fills."""
+    def _standing_in(self, op: Op, shape_value: Value, results: Sequence[int | None], reads: list[int]) -> Value:
+        """Return a value of a wanted shape: a result of that layout, or else uninitialized memory."""
         for index in results:
-            if index is not None and self.writer.values[index].is_laid_like(want):
+            if index is not None and self.writer.values[index].is_laid_like(shape_value):
                 return self.writer.values[index]
-        made = replace(want, storage=self.writer.new_storage(prod(want.shape) * want.dtype.itemsize, "shape"))
-        self.writer.make_empty(op, made)
-        reads.append(made.storage)
-        return made
+        empty = replace(
+            shape_value, storage=self.writer.new_storage(prod(shape_value.shape) * shape_value.dtype.itemsize, "shape")
+        )
+        self.writer.make_empty(op, empty)
+        reads.append(empty.storage)
+        return empty
 
     def _part_of_update(self, op: Op, choice: Choice, number: int) -> Piece:
         piece = self.writer.begin(op)
-        way, call = choice.way, self.old.calls[op.id]
+        split, call = choice.way, self.old.calls[op.id]
         whole: Any = call.func
         low, high = choice.ends[number : number + 2]
         is_last = number == len(choice.ends) - 2
@@ -231,30 +228,27 @@ class Builder:
         mutates: list[int] = []
         for name, index in named_refs(call):
             old = self.old.values[index]
-            part = self.writer.argument(op, index, way.given.get(name), low, high)
+            part = self.writer.argument(op, index, split.given.get(name), low, high)
             parts.append(part)
             reads.append(part.storage)
             if old.storage in op.mutates and (old.shape or is_last):
                 mutates.append(part.storage)
         refs = [Ref(self.writer.index_of(part)) for part in parts]
         args = ([refs[0]], [refs[1]], [refs[2:]])
-        made = replace(
+        update_op = replace(
             op,
             reads=tuple(dict.fromkeys(reads)),
             mutates=tuple(dict.fromkeys(mutates)),
             family=family_of_update(op.name, update, args, self.writer.values),
         )
-        piece.ops.append((made, call_of_update(update, args)))
+        piece.ops.append((update_op, call_of_update(update, args)))
         for (name, index), part in zip(named_refs(call), parts, strict=True):
             if part.storage in mutates:
-                self.writer.put_back(op, index, way.given.get(name), part, low, high)
+                self.writer.put_back(op, index, split.given.get(name), part, low, high)
         return piece
 
     def _part_of_lookup(self, op: Op, choice: Choice, number: int) -> Piece:
-        """Look up the rows that are in a part of a table.
-
-        The first and last part also look up indices out of range, which the operator refuses.
-        """
+        """Look up rows in a slice of a table; the first and last part refuse indices out of range."""
         piece = self.writer.begin(op)
         call, (low, high) = self.old.calls[op.id], choice.ends[number : number + 2]
         func: Any = call.func
@@ -290,7 +284,6 @@ class Builder:
         return piece
 
     def _rebased(self, op: Op, index: int, low: int, high: int, left_out: int = -1) -> Value:
-        """Count indices into a table from the beginning of a part."""
         places = self.writer.argument(op, index, None, 0, 0)
 
         def run(func: OpOverload, args: tuple[Any, ...]) -> Value:
@@ -302,30 +295,29 @@ class Builder:
     def _run(
         self, like: Op, func: OpOverload, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Value:
-        """Add an op on values; its result has memory of its own."""
-        made = Value(
+        result = Value(
             self.writer.new_storage(prod(shape) * dtype.itemsize, f"{like.module} part".strip()),
             dtype,
             shape,
             dense_like(shape, tuple(range(len(shape), 0, -1))),
         )
-        given = map_leaves(args, lambda value: Ref(self.writer.index_of(value)), Value)
+        refs = map_leaves(args, lambda value: Ref(self.writer.index_of(value)), Value)
         reads = [value.storage for value in leaves_in(args, Value)]
-        self.writer.emit(like, Call(func, given, {}, (self.writer.index_of(made),)), reads)
-        return made
+        self.writer.emit(like, Call(func, refs, {}, (self.writer.index_of(result),)), reads)
+        return result
 
     def _is_all(self, value: Value) -> bool:
         return covers(value, self.writer.storages[value.storage].bytes)
 
     def _shape_of(self, value: Value, cut: Cut | None, low: int, high: int) -> Value:
-        """Return a value without a storage for an argument, or a part of it, of which only the shape matters."""
+        """Return a value without a storage for an argument, or slice, of which only the shape matters."""
         shape = value.shape if cut is None else cut.part_shape(value.shape, low, high)
         whole = value if cut is None else value.merged(cut.dims)
         stride = dense_like(shape, whole.stride if whole is not None else value.stride)
         return Value(-1, value.dtype, shape, stride)
 
     def _results(self, func: Any, call: Call, named: dict[str, Any]) -> list[tuple[Value, int] | None]:
-        """Return a part's results as its kernel makes them: values without storages, and the storages' bytes."""
+        """Return a part's results as its kernel lays them out, without storages, and their storages' bytes."""
         args, kwargs = self._placed_call(func, call, named, refs=False)
         texts: tuple[Any, dict[str, Any]] = _texts((args, kwargs))
         key = family_text(str(func), texts[0], texts[1], [])
@@ -335,9 +327,9 @@ class Builder:
                 return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self.old.device)
 
             with self.mode, torch.no_grad():
-                given, more = map_leaves((args, kwargs), fake, Value)
-                there = by_name(func, given, more)
-                leaves = result_leaves(fake_result(func, there, partial(func, *given, **more)))
+                fake_args, fake_kwargs = map_leaves((args, kwargs), fake, Value)
+                by_argument = by_name(func, fake_args, fake_kwargs)
+                leaves = result_leaves(fake_result(func, by_argument, partial(func, *fake_args, **fake_kwargs)))
             self._shapes[key] = [
                 (Value(-1, t.dtype, tuple(t.shape), t.stride()), t.untyped_storage().nbytes())
                 if isinstance(t, torch.Tensor)
@@ -349,7 +341,7 @@ class Builder:
     def _placed_call(
         self, func: Any, call: Call, named: dict[str, Any], *, refs: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put named arguments back where the call had them; with refs in place of values."""
+        """Return positional and keyword arguments from named ones, with refs for values if ``refs``."""
 
         def ref(value: Value) -> Any:
             return Ref(self.writer.index_of(value)) if refs else value
@@ -358,7 +350,7 @@ class Builder:
 
 
 def _depth_first(pieces: Sequence[Piece]) -> list[Piece]:
-    """Order pieces so that each finds its arguments: of those that can run, one of the last op's."""
+    """Order pieces by dependencies; among runnable pieces, one of the latest op runs first."""
     last_write: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     after: list[list[int]] = [[] for _ in pieces]
@@ -368,8 +360,8 @@ def _depth_first(pieces: Sequence[Piece]) -> list[Piece]:
         writes = {s for op, _ in piece.ops for s in op.mutates + op.creates}
         before = {last_write[s] for s in touched if s in last_write}
         before |= {reader for s in writes for reader in readers.get(s, ())}
-        for other in before:
-            after[other].append(number)
+        for successor in before:
+            after[successor].append(number)
         waits[number] = len(before)
         for storage in touched:
             if storage in writes:
@@ -381,15 +373,15 @@ def _depth_first(pieces: Sequence[Piece]) -> list[Piece]:
     for number, piece in enumerate(pieces):
         if not waits[number]:
             heappush(ready, (-piece.op, number))
-    found: list[Piece] = []
+    ordered: list[Piece] = []
     while ready:
         _, number = heappop(ready)
-        found.append(pieces[number])
-        for other in after[number]:
-            waits[other] -= 1
-            if not waits[other]:
-                heappush(ready, (-pieces[other].op, other))
-    return found
+        ordered.append(pieces[number])
+        for successor in after[number]:
+            waits[successor] -= 1
+            if not waits[successor]:
+                heappush(ready, (-pieces[successor].op, successor))
+    return ordered
 
 
 def _texts(tree: Any) -> Any:

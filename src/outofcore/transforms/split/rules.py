@@ -1,11 +1,8 @@
-"""Along which axes an operator can be split: a table.
+"""The table of axes along which each operator can be split.
 
-A part is the same operator on parts of its arguments, and makes a part of its results: rows of a product, channels of a
-norm, planes of a convolution with their neighbours. No sum is split, so each element is computed as in the whole.
-Whether a library's kernels round the same way is checked on the machine (``profiling.equality``) before a step relies
-on it.
-
-Limits: operators that are not in the table stay whole, as do those that draw random numbers.
+A part is the same operator on slices of its arguments and makes a slice of its results: rows of a product, channels of
+a norm, planes of a convolution with their neighbours. No sum is split. Operators that are not in the table, or draw
+random numbers, stay whole.
 """
 
 from __future__ import annotations
@@ -27,28 +24,28 @@ from outofcore.transforms.split.ways import Cut, Given, Name, Settle, Way
 T = TypeVar("T")
 
 _aten = torch.ops.aten
-# Rows that a product is given at a time, if it may be so many: libraries work on blocks of them. With fewer than the
-# second, how they round depends on how memory is aligned.
+# Preferred and smallest number of rows in a part of a product. Libraries work on blocks of rows; with fewer than the
+# second number, rounding depends on the alignment of memory.
 ROWS, _FEW = 64, 16
 
 Rule = Callable[[Given], list[Way]]
 
 
 def ways_of(call: Call, values: Sequence[Value]) -> list[Way]:
-    """Return the axes along which an op can be split, the one that is best for its kernels first."""
+    """Return the possible splits of an op, starting with the split that suits its kernels best."""
     func = call.func
     if not isinstance(func, OpOverload):
         return []
     named = by_name(func, call.args, call.kwargs)
-    given = Given(func, call, values, named)
-    everything = [*given.tensors().values(), *given.results().values()]
-    if is_random(func, named) or any(v.foreign or v.conjugate or v.negated for v in everything):
+    view = Given(func, call, values, named)
+    all_values = [*view.tensors().values(), *view.results().values()]
+    if is_random(func, named) or any(v.foreign or v.conjugate or v.negated for v in all_values):
         return []
     rule = _RULES.get(func._schema.name)
     if rule is None and is_elementwise(func):
         rule = _pointwise
-    found = [] if rule is None else rule(given)
-    return [way for way in found if len(way.ends(2)) > 2]
+    splits = [] if rule is None else rule(view)
+    return [split for split in splits if len(split.ends(2)) > 2]
 
 
 # Elementwise operators that PyTorch does not tag as such.
@@ -62,7 +59,7 @@ _ELEMENTWISE = frozenset(
 
 
 def is_elementwise(func: OpOverload) -> bool:
-    """Return whether each result element depends only on argument elements in the same place."""
+    """Return whether each result element depends only on argument elements at the same position."""
     tagged = torch.Tag.pointwise in func.tags or func._schema.name in _ELEMENTWISE
     return tagged and not traits(func).reshapes
 
@@ -74,19 +71,19 @@ def _one(dim: int) -> Cut:
 # --- elementwise -----------------------------------------------------------------------------------------------------
 
 
-def _pointwise(given: Given) -> list[Way]:
-    """Split any dimension of the result, or the first ones as one."""
-    written = written_arguments(given.func, given.named)
-    results = given.results()
-    tensors = given.tensors()
+def _pointwise(view: Given) -> list[Way]:
+    """Split any dimension of the result, or its leading dimensions merged."""
+    written = written_arguments(view.func, view.named)
+    results = view.results()
+    tensors = view.tensors()
     models = list(results.values()) or [v for (name, _), v in tensors.items() if name in written]
     if not models or any(v.shape != models[0].shape for v in models):
         return []
     shape = models[0].shape
     full = [name for name, value in tensors.items() if value.shape == shape]
-    found: list[Way] = []
-    # A memory format is one of tensors with as many dimensions.
-    formed = given.named.get("memory_format") in (torch.channels_last, torch.channels_last_3d)
+    splits: list[Way] = []
+    # A memory format requires its number of dimensions, so they cannot be merged.
+    formed = view.named.get("memory_format") in (torch.channels_last, torch.channels_last_3d)
     runs = [] if formed else [(0, end) for end in range(len(shape), 1, -1)]
     for first, end in [*runs, *((d, d + 1) for d in range(len(shape)))]:
         cuts: dict[Name, Cut] = {}
@@ -104,54 +101,54 @@ def _pointwise(given: Given) -> list[Way]:
             inner = prod(shape) // extent
             grain = GRAIN // gcd(GRAIN, inner)
             name = f"dimensions {first} to {end - 1}" if end - first > 1 else f"dimension {first}"
-            made = {place: Cut((first, end)) for place in results}
-            found.append(Way(name, extent, cuts, made, grain=grain))
-    return found
+            result_cuts = {place: Cut((first, end)) for place in results}
+            splits.append(Way(name, extent, cuts, result_cuts, grain=grain))
+    return splits
 
 
-# --- operators whose arguments and results share dimensions that do not mix ------------------------------------------
+# --- operators with independent dimensions ---------------------------------------------------------------------------
 
 
 def _apart(
     dims: Callable[[Given], Sequence[tuple[int, int]]],
     arguments: Sequence[str],
     whole: Sequence[str] = (),
-    settle: Callable[[tuple[int, int]], Settle | None] = lambda run: None,
+    adjust: Callable[[tuple[int, int]], Settle | None] = lambda run: None,
 ) -> Rule:
-    """Return a rule for operators of which some dimensions do not mix.
+    """Return a rule for operators with independent dimensions.
 
-    ``dims`` returns those dimensions, shared by all ``arguments`` and results; ``whole`` tensors are not cut.
-    ``settle`` returns the change of constants for the dimensions that are cut as one.
+    ``dims`` returns those dimensions, which all ``arguments`` and results share. ``adjust`` returns the adjustment of
+    constants for a run of merged dimensions.
     """
 
-    def rule(given: Given) -> list[Way]:
-        tensors = given.tensors()
+    def rule(view: Given) -> list[Way]:
+        tensors = view.tensors()
         if any(name not in arguments and name not in whole for name, _ in tensors):
             return []
-        found: list[Way] = []
-        results = given.results()
-        for first, end in dims(given):
+        splits: list[Way] = []
+        results = view.results()
+        for first, end in dims(view):
             cut = Cut((first, end))
             shapes = {name: value.shape for name, value in tensors.items() if name[0] in arguments}
             extents = {prod(s[first:end]) for s in (*shapes.values(), *(v.shape for v in results.values()))}
             if len(extents) == 1 and results:
-                made = dict.fromkeys(results, cut)
+                result_cuts = dict.fromkeys(results, cut)
                 name = f"dimension {first}" if end - first == 1 else f"dimensions {first} to {end - 1}"
-                found.append(Way(name, extents.pop(), dict.fromkeys(shapes, cut), made, settle((first, end))))
-        return found
+                splits.append(Way(name, extents.pop(), dict.fromkeys(shapes, cut), result_cuts, adjust((first, end))))
+        return splits
 
     return rule
 
 
 def _but(argument: str) -> Callable[[Given], list[tuple[int, int]]]:
-    """Return all dimensions of an argument but one, those before it first and as one."""
+    """Return all dimensions of an argument but ``dim``, the leading ones merged and first."""
 
-    def dims(given: Given) -> list[tuple[int, int]]:
-        value = given.value(argument)
+    def dims(view: Given) -> list[tuple[int, int]]:
+        value = view.value(argument)
         if value is None or not value.shape:
             return []
         count = len(value.shape)
-        mixed = given.named["dim"]
+        mixed = view.named["dim"]
         mixed = {d % count for d in (mixed if isinstance(mixed, list | tuple) else [mixed])}
         lead = min(mixed, default=count)
         return [*([(0, lead)] if lead > 1 else []), *((d, d + 1) for d in range(count) if d not in mixed)]
@@ -160,17 +157,15 @@ def _but(argument: str) -> Callable[[Given], list[tuple[int, int]]]:
 
 
 def _planes(argument: str, spatial: int) -> Callable[[Given], list[tuple[int, int]]]:
-    """Return the dimensions before the spatial ones."""
-
-    def dims(given: Given) -> list[tuple[int, int]]:
-        value = given.value(argument)
+    def dims(view: Given) -> list[tuple[int, int]]:
+        value = view.value(argument)
         return [] if value is None else [(d, d + 1) for d in range(len(value.shape) - spatial)]
 
     return dims
 
 
 def _sized(name: str, dim: str = "") -> Callable[[tuple[int, int]], Settle]:
-    """Adapt size arguments to the part, and a dimension number where dimensions before it are merged."""
+    """Adjust size arguments to the part, and a dimension number if dimensions before it are merged."""
     return lambda run: partial(_resize, name=name, dim=dim, run=run)
 
 
@@ -189,117 +184,119 @@ def _renumber(named: dict[str, Any], low: int, high: int, *, dim: str, run: tupl
 
 
 def _renumbered(run: tuple[int, int]) -> Settle | None:
-    """Adapt a non-negative dimension number where dimensions before it are merged."""
+    """Adjust a non-negative dimension number if dimensions before it are merged."""
     return None if run[1] - run[0] == 1 else partial(_renumber, dim="dim", run=run)
 
 
 def _count(named: dict[str, Any], low: int, high: int, *, sizes: Mapping[str, int]) -> None:
-    """Adapt number arguments that are a multiple of the part's length."""
+    """Adjust number arguments that are multiples of the part's length."""
     named.update({name: (high - low) * size for name, size in sizes.items()})
 
 
 def _list(named: dict[str, Any], low: int, high: int, *, name: str) -> None:
-    """Adapt a list argument that holds only the length of the part."""
+    """Adjust a list argument that has the part's length as its only element."""
     named[name] = [high - low]
 
 
-def _reduced(given: Given) -> list[Way]:
-    """Split the remaining dimensions of sums, means and the like."""
-    value, result = given.value("self"), given.result()
-    if value is None or result is None or len(given.results()) != 1 or len(given.tensors()) != 1:
+def _reduced(view: Given) -> list[Way]:
+    value, result = view.value("self"), view.result()
+    if value is None or result is None or len(view.results()) != 1 or len(view.tensors()) != 1:
         return []
     count = len(value.shape)
     if not count:
         return []
-    dims = given.named.get("dim")
+    dims = view.named.get("dim")
     mixed = {d % count for d in (dims if isinstance(dims, list | tuple) else [] if dims is None else [dims])}
     if not mixed:
         return []
-    found: list[Way] = []
-    keep = bool(given.named.get("keepdim", False))
+    splits: list[Way] = []
+    keep = bool(view.named.get("keepdim", False))
     for dim in range(count):
         if dim not in mixed:
-            there = dim if keep else dim - sum(d < dim for d in mixed)
+            result_dim = dim if keep else dim - sum(d < dim for d in mixed)
             cuts = {("self", -1): _one(dim)}
-            found.append(Way(f"dimension {dim}", value.shape[dim], cuts, {0: _one(there)}, grain=GRAIN))
-    return found
+            splits.append(Way(f"dimension {dim}", value.shape[dim], cuts, {0: _one(result_dim)}, grain=GRAIN))
+    return splits
 
 
-def _normalized(argument: str, others: Sequence[str], whole: Sequence[str]) -> Rule:
-    """Split layer norms along the dimensions that are not normalized, as one or one by one."""
+def _normalized(argument: str, other_arguments: Sequence[str], whole: Sequence[str]) -> Rule:
+    """Split layer norms along their leading dimensions, merged or one by one."""
 
-    def rule(given: Given) -> list[Way]:
-        value = given.value(argument)
-        mask = given.named.get("output_mask", [True])
+    def rule(view: Given) -> list[Way]:
+        value = view.value(argument)
+        mask = view.named.get("output_mask", [True])
         if value is None:
             return []
         if any(mask[1:]):
-            return [] if mask[0] else _of_scales(given, value, [argument, *others])
-        lead = len(value.shape) - len(given.named["normalized_shape"])
+            return [] if mask[0] else _of_scales(view, value, [argument, *other_arguments])
+        lead = len(value.shape) - len(view.named["normalized_shape"])
         runs = [*([(0, lead)] if lead > 1 else []), *((d, d + 1) for d in range(lead))]
-        return _apart(lambda _: runs, [argument, *others], whole)(given)
+        return _apart(lambda _: runs, [argument, *other_arguments], whole)(view)
 
     return rule
 
 
-def _of_scales(given: Given, value: Value, arguments: Sequence[str]) -> list[Way]:
-    """Split the scale and offset gradients of a layer norm's backward pass by columns."""
+def _of_scales(view: Given, value: Value, arguments: Sequence[str]) -> list[Way]:
+    """Split the gradients of a layer norm's scale and offset by columns."""
     last = len(value.shape) - 1
-    if len(given.named["normalized_shape"]) != 1:
+    if len(view.named["normalized_shape"]) != 1:
         return []
 
     cuts: dict[Name, Cut] = {}
-    for name, tensor in given.tensors().items():
+    for name, tensor in view.tensors().items():
         if name[0] in arguments and tensor.shape == value.shape:
             cuts[name] = _one(last)
         elif tensor.shape == value.shape[-1:]:
             cuts[name] = _one(0)
-    made = dict.fromkeys(given.results(), _one(0))
+    result_cuts = dict.fromkeys(view.results(), _one(0))
     settle = partial(_list, name="normalized_shape")
-    return [Way("columns", value.shape[last], cuts, made, settle, grain=ROWS)]
+    return [Way("columns", value.shape[last], cuts, result_cuts, settle, grain=ROWS)]
 
 
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-def _product(left: str, right: str, added: str = "") -> Rule:
-    """Split products by rows, columns and batch."""
-
-    def rule(given: Given) -> list[Way]:
-        one, other, result, more = (given.value(left), given.value(right), given.result(), given.value(added))
-        if one is None or other is None or result is None:
+def _product(first_name: str, second_name: str, added: str = "") -> Rule:
+    def rule(view: Given) -> list[Way]:
+        first, second, result, addend = (
+            view.value(first_name),
+            view.value(second_name),
+            view.result(),
+            view.value(added),
+        )
+        if first is None or second is None or result is None:
             return []
         lead = len(result.shape) - 2
 
-        def way(name: str, dim: int, cuts: dict[Name, Cut], grain: int) -> Way | None:
-            if more is not None:
-                there = dim - (len(result.shape) - len(more.shape))
-                if there >= 0 and more.shape[there] == result.shape[dim] > 1:
-                    cuts[added, -1] = _one(there)
+        def make_split(name: str, dim: int, cuts: dict[Name, Cut], grain: int) -> Way | None:
+            if addend is not None:
+                addend_dim = dim - (len(result.shape) - len(addend.shape))
+                if addend_dim >= 0 and addend.shape[addend_dim] == result.shape[dim] > 1:
+                    cuts[added, -1] = _one(addend_dim)
             return Way(name, result.shape[dim], cuts, {0: _one(dim)}, grain=grain, least=min(grain, _FEW))
 
-        found = [
-            way("rows", lead, {(left, -1): _one(lead)}, ROWS),
-            way("columns", lead + 1, {(right, -1): _one(lead + 1)}, ROWS),
+        splits = [
+            make_split("rows", lead, {(first_name, -1): _one(lead)}, ROWS),
+            make_split("columns", lead + 1, {(second_name, -1): _one(lead + 1)}, ROWS),
         ]
         if lead:
-            found.insert(0, way("batch", 0, {(left, -1): _one(0), (right, -1): _one(0)}, 1))
-        return [each for each in found if each is not None]
+            splits.insert(0, make_split("batch", 0, {(first_name, -1): _one(0), (second_name, -1): _one(0)}, 1))
+        return [split for split in splits if split is not None]
 
     return rule
 
 
-def _linear(given: Given) -> list[Way]:
-    one, weight, result = given.value("input"), given.value("weight"), given.result()
-    if one is None or weight is None or result is None or len(weight.shape) != 2 or len(one.shape) < 2:
+def _linear(view: Given) -> list[Way]:
+    first, weight, result = view.value("input"), view.value("weight"), view.result()
+    if first is None or weight is None or result is None or len(weight.shape) != 2 or len(first.shape) < 2:
         return []
-    last = len(one.shape) - 1
+    last = len(first.shape) - 1
     cut = Cut((0, last))
-    found = [Way("rows", prod(one.shape[:-1]), {("input", -1): cut}, {0: cut}, grain=ROWS, least=_FEW)]
+    rows = [Way("rows", prod(first.shape[:-1]), {("input", -1): cut}, {0: cut}, grain=ROWS, least=_FEW)]
     cuts: dict[Name, Cut] = {("weight", -1): _one(0)}
-    if given.value("bias") is not None:
+    if view.value("bias") is not None:
         cuts["bias", -1] = _one(0)
-    return [*found, Way("columns", weight.shape[0], cuts, {0: _one(last)}, grain=ROWS, least=_FEW)]
+    return [*rows, Way("columns", weight.shape[0], cuts, {0: _one(last)}, grain=ROWS, least=_FEW)]
 
 
 # --- convolutions ----------------------------------------------------------------------------------------------------
@@ -307,8 +304,6 @@ def _linear(given: Given) -> list[Way]:
 
 @dataclass(frozen=True)
 class _Plane:
-    """A convolution along its first spatial dimension."""
-
     kernel: int
     stride: int
     padding: int
@@ -324,8 +319,8 @@ class _Plane:
         return self.kernel == self.stride and not self.padding and self.dilation == 1
 
 
-def _plane(given: Given, weight: Value) -> _Plane:
-    named = given.named
+def _plane(view: Given, weight: Value) -> _Plane:
+    named = view.named
     first = [named[name][0] for name in ("stride", "padding", "dilation")]
     return _Plane(weight.shape[2], first[0], first[1], first[2])
 
@@ -334,9 +329,9 @@ def _pad(named: dict[str, Any], low: int, high: int, *, padding: int) -> None:
     named["padding"] = [padding, *named["padding"][1:]]
 
 
-def _is_known_convolution(given: Given, argument: str) -> bool:
-    value, weight = given.value(argument), given.value("weight")
-    lists = (given.named.get(name) for name in ("stride", "padding", "dilation", "output_padding"))
+def _is_known_convolution(view: Given, argument: str) -> bool:
+    value, weight = view.value(argument), view.value("weight")
+    lists = (view.named.get(name) for name in ("stride", "padding", "dilation", "output_padding"))
     spatial = 0 if weight is None else len(weight.shape) - 2
     return (
         value is not None
@@ -346,81 +341,81 @@ def _is_known_convolution(given: Given, argument: str) -> bool:
     )
 
 
-def _convolution(given: Given) -> list[Way]:
-    one, weight, result = given.value("input"), given.value("weight"), given.result()
-    if one is None or weight is None or result is None or not _is_known_convolution(given, "input"):
+def _convolution(view: Given) -> list[Way]:
+    first, weight, result = view.value("input"), view.value("weight"), view.result()
+    if first is None or weight is None or result is None or not _is_known_convolution(view, "input"):
         return []
-    named, plane, transposed = given.named, _plane(given, weight), given.named["transposed"]
-    found = [Way("batch", one.shape[0], {("input", -1): _one(0)}, {0: _one(0)})]
+    named, plane, transposed = view.named, _plane(view, weight), view.named["transposed"]
+    splits = [Way("batch", first.shape[0], {("input", -1): _one(0)}, {0: _one(0)})]
     if not transposed:
         after = plane.reach + 1 - plane.stride - plane.padding
         cut = Cut((2, 3), plane.stride, plane.padding, after)
-        found.append(Way("planes", result.shape[2], {("input", -1): cut}, {0: _one(2)}, partial(_pad, padding=0)))
+        splits.append(Way("planes", result.shape[2], {("input", -1): cut}, {0: _one(2)}, partial(_pad, padding=0)))
     elif plane.is_tiling and not named["output_padding"][0]:
-        made = {0: Cut((2, 3), plane.stride)}
-        found.append(Way("planes", one.shape[2], {("input", -1): _one(2)}, made))
+        result_cuts = {0: Cut((2, 3), plane.stride)}
+        splits.append(Way("planes", first.shape[2], {("input", -1): _one(2)}, result_cuts))
     if named["groups"] == 1:
         cuts: dict[Name, Cut] = {("weight", -1): _one(1 if transposed else 0)}
-        if given.value("bias") is not None:
+        if view.value("bias") is not None:
             cuts["bias", -1] = _one(0)
-        found.append(Way("channels", result.shape[1], cuts, {0: _one(1)}))
-    return found
+        splits.append(Way("channels", result.shape[1], cuts, {0: _one(1)}))
+    return splits
 
 
-def _convolution_backward(given: Given) -> list[Way]:
-    if given.value("grad_output") is None or not _is_known_convolution(given, "input"):
+def _convolution_backward(view: Given) -> list[Way]:
+    if view.value("grad_output") is None or not _is_known_convolution(view, "input"):
         return []
-    wanted = [bool(flag) for flag in given.named["output_mask"]]
-    if wanted[0] and not any(wanted[1:]):
-        return _input_gradient(given)
-    return _weight_gradient(given) if wanted[1] and not wanted[0] else []
+    computed = [bool(flag) for flag in view.named["output_mask"]]
+    if computed[0] and not any(computed[1:]):
+        return _input_gradient(view)
+    return _weight_gradient(view) if computed[1] and not computed[0] else []
 
 
-def _input_gradient(given: Given) -> list[Way]:
-    one, weight, gradient = given.value("input"), given.value("weight"), given.value("grad_output")
-    if one is None or weight is None or gradient is None:
+def _input_gradient(view: Given) -> list[Way]:
+    first, weight, gradient = view.value("input"), view.value("weight"), view.value("grad_output")
+    if first is None or weight is None or gradient is None:
         return []
-    named, plane, transposed = given.named, _plane(given, weight), given.named["transposed"]
+    named, plane, transposed = view.named, _plane(view, weight), view.named["transposed"]
     unread = frozenset({"input"})
 
-    def way(name: str, extent: int, gradients: Cut, inputs: Cut, settle: Settle | None = None) -> Way:
+    def make_split(name: str, extent: int, gradients: Cut, inputs: Cut, settle: Settle | None = None) -> Way:
         cuts = {("grad_output", -1): gradients, ("input", -1): inputs}
         return Way(name, extent, cuts, {0: inputs}, settle, unread)
 
-    found = [way("batch", one.shape[0], _one(0), _one(0))]
+    splits = [make_split("batch", first.shape[0], _one(0), _one(0))]
     if plane.is_tiling and not named["output_padding"][0]:
         if transposed:
-            found.append(way("planes", one.shape[2], Cut((2, 3), plane.stride), _one(2)))
-        elif one.shape[2] == gradient.shape[2] * plane.stride:
-            found.append(way("planes", gradient.shape[2], _one(2), Cut((2, 3), plane.stride)))
+            splits.append(make_split("planes", first.shape[2], Cut((2, 3), plane.stride), _one(2)))
+        elif first.shape[2] == gradient.shape[2] * plane.stride:
+            splits.append(make_split("planes", gradient.shape[2], _one(2), Cut((2, 3), plane.stride)))
     elif not transposed and plane.stride == 1:
         cut = Cut((2, 3), 1, plane.reach - plane.padding, plane.padding)
-        found.append(way("planes", one.shape[2], cut, _one(2), partial(_pad, padding=plane.reach)))
+        splits.append(make_split("planes", first.shape[2], cut, _one(2), partial(_pad, padding=plane.reach)))
     if named["groups"] == 1:
         cuts: dict[Name, Cut] = {("input", -1): _one(1), ("weight", -1): _one(0 if transposed else 1)}
-        found.append(Way("channels", one.shape[1], cuts, {0: _one(1)}, None, unread))
-    return found
+        splits.append(Way("channels", first.shape[1], cuts, {0: _one(1)}, None, unread))
+    return splits
 
 
-def _weight_gradient(given: Given) -> list[Way]:
-    one, weight, gradient = given.value("input"), given.value("weight"), given.value("grad_output")
-    if one is None or weight is None or gradient is None or given.named["groups"] != 1:
+def _weight_gradient(view: Given) -> list[Way]:
+    first, weight, gradient = view.value("input"), view.value("weight"), view.value("grad_output")
+    if first is None or weight is None or gradient is None or view.named["groups"] != 1:
         return []
-    transposed = given.named["transposed"]
+    transposed = view.named["transposed"]
     outputs, inputs = (_one(1), _one(0)) if transposed else (_one(0), _one(1))
-    fewer = None if given.named.get("bias_sizes") is None else partial(_list, name="bias_sizes")
+    fewer = None if view.named.get("bias_sizes") is None else partial(_list, name="bias_sizes")
     unread = frozenset({"weight"})
-    made = {1: outputs} | ({2: _one(0)} if given.result(2) is not None else {})
+    result_cuts = {1: outputs} | ({2: _one(0)} if view.result(2) is not None else {})
     by_output: dict[Name, Cut] = {("grad_output", -1): _one(1), ("weight", -1): outputs}
     by_input: dict[Name, Cut] = {("input", -1): _one(1), ("weight", -1): inputs}
     return [
-        Way("output channels", gradient.shape[1], by_output, made, fewer, unread),
-        Way("input channels", one.shape[1], by_input, {1: inputs}, _first_alone, unread),
+        Way("output channels", gradient.shape[1], by_output, result_cuts, fewer, unread),
+        Way("input channels", first.shape[1], by_input, {1: inputs}, _first_alone, unread),
     ]
 
 
 def _first_alone(named: dict[str, Any], low: int, high: int) -> None:
-    """Compute the gradient of the bias in the first part alone."""
+    """Compute the bias gradient in the first part only."""
     if low:
         named["output_mask"] = [False, True, False]
 
@@ -428,88 +423,87 @@ def _first_alone(named: dict[str, Any], low: int, high: int) -> None:
 # --- norms over a batch, losses, attention, tables -------------------------------------------------------------------
 
 
-def _batch_norm(given: Given) -> list[Way]:
-    """Split by channels: each has statistics of its own."""
-    one = given.value("input")
-    if one is None or len(one.shape) < 2:
+def _batch_norm(view: Given) -> list[Way]:
+    """Split by channels, which have separate statistics."""
+    first = view.value("input")
+    if first is None or len(first.shape) < 2:
         return []
-    channels = one.shape[1]
+    channels = first.shape[1]
 
     def cut(value: Value) -> Cut | None:
-        if value.shape == one.shape:
+        if value.shape == first.shape:
             return _one(1)
         return _one(0) if value.shape == (channels,) else None
 
-    cuts = {name: cut(value) for name, value in given.tensors().items()}
-    made = {place: cut(value) for place, value in given.results().items()}
-    found = {name: each for name, each in cuts.items() if each is not None}
-    results = {place: each for place, each in made.items() if each is not None}
-    empty = [place for place, each in made.items() if each is None]
-    if len(found) < len(cuts) or any(prod(given.results()[place].shape) for place in empty):
+    cuts = {name: cut(value) for name, value in view.tensors().items()}
+    cuts_by_result = {place: cut(value) for place, value in view.results().items()}
+    argument_cuts = {name: cut_or_none for name, cut_or_none in cuts.items() if cut_or_none is not None}
+    result_cuts = {place: cut_or_none for place, cut_or_none in cuts_by_result.items() if cut_or_none is not None}
+    empty = [place for place, cut_or_none in cuts_by_result.items() if cut_or_none is None]
+    if len(argument_cuts) < len(cuts) or any(prod(view.results()[place].shape) for place in empty):
         return []
-    return [Way("channels", channels, found, results)]
+    return [Way("channels", channels, argument_cuts, result_cuts)]
 
 
 def _group_norm(arguments: Sequence[str], whole: Sequence[str]) -> Rule:
-    def rule(given: Given) -> list[Way]:
-        mask = given.named.get("output_mask", [True])
+    def rule(view: Given) -> list[Way]:
+        mask = view.named.get("output_mask", [True])
         by_samples: list[Way] = []
         if mask[0] and not any(mask[1:]):
             fewer = partial(_count, sizes={"N": 1})
-            by_samples = _apart(lambda _: [(0, 1)], arguments, whole, lambda _: fewer)(given)
-        return [*by_samples, *_by_groups(given)]
+            by_samples = _apart(lambda _: [(0, 1)], arguments, whole, lambda _: fewer)(view)
+        return [*by_samples, *_by_groups(view)]
 
     return rule
 
 
-def _by_groups(given: Given) -> list[Way]:
-    """Split by groups of a group norm: each has its own statistics, and its channels their own scales."""
-    one, groups = given.value("input"), given.named["group"]
-    if one is None or len(one.shape) < 2 or one.shape[1] % groups:
+def _by_groups(view: Given) -> list[Way]:
+    """Split a group norm by groups, which have separate statistics and scales."""
+    first, groups = view.value("input"), view.named["group"]
+    if first is None or len(first.shape) < 2 or first.shape[1] % groups:
         return []
-    size = one.shape[1] // groups
+    size = first.shape[1] // groups
 
     def cut(value: Value) -> Cut | None:
-        if value.shape == one.shape:
+        if value.shape == first.shape:
             return Cut((1, 2), size)
-        if value.shape == (one.shape[0], groups):
+        if value.shape == (first.shape[0], groups):
             return _one(1)
-        return Cut((0, 1), size) if value.shape == (one.shape[1],) else None
+        return Cut((0, 1), size) if value.shape == (first.shape[1],) else None
 
-    cuts = {name: each for name, value in given.tensors().items() if (each := cut(value)) is not None}
-    made = {place: each for place, value in given.results().items() if (each := cut(value)) is not None}
-    if len(cuts) < len(given.tensors()) or len(made) < len(given.results()):
+    cuts = {name: slice_cut for name, value in view.tensors().items() if (slice_cut := cut(value)) is not None}
+    result_cuts = {place: slice_cut for place, value in view.results().items() if (slice_cut := cut(value)) is not None}
+    if len(cuts) < len(view.tensors()) or len(result_cuts) < len(view.results()):
         return []
-    return [Way("groups", groups, cuts, made, partial(_count, sizes={"C": size, "group": 1}))]
+    return [Way("groups", groups, cuts, result_cuts, partial(_count, sizes={"C": size, "group": 1}))]
 
 
-def _nll_backward(given: Given) -> list[Way]:
-    """Split by rows, and the places of an image or a volume; classes stay together."""
-    one = given.value("self")
-    if one is None or len(one.shape) < 2:
+def _nll_backward(view: Given) -> list[Way]:
+    """Split by rows and spatial dimensions, not by classes."""
+    first = view.value("self")
+    if first is None or len(first.shape) < 2:
         return []
-    found: list[Way] = []
-    for dim in (0, *range(2, len(one.shape))):
-        there = max(dim - 1, 0)  # targets have no classes
-        cuts: dict[Name, Cut] = {("self", -1): _one(dim), ("target", -1): _one(there)}
-        if given.named.get("reduction", 1) == 0:
-            cuts["grad_output", -1] = _one(there)
+    splits: list[Way] = []
+    for dim in (0, *range(2, len(first.shape))):
+        target_dim = max(dim - 1, 0)  # targets have no class dimension
+        cuts: dict[Name, Cut] = {("self", -1): _one(dim), ("target", -1): _one(target_dim)}
+        if view.named.get("reduction", 1) == 0:
+            cuts["grad_output", -1] = _one(target_dim)
         name = "rows" if dim == 0 else f"dimension {dim}"
-        found.append(Way(name, one.shape[dim], cuts, {0: _one(dim)}, None, frozenset({"self"})))
-    return found
+        splits.append(Way(name, first.shape[dim], cuts, {0: _one(dim)}, None, frozenset({"self"})))
+    return splits
 
 
-def _attention(given: Given) -> list[Way]:
-    """Split by samples, and by heads where queries have as many as keys."""
-    query, key = given.value("query"), given.value("key")
-    mask = given.value("attn_mask")
-    if query is None or key is None or len(query.shape) != 4 or given.named.get("dropout_p", 0.0):
+def _attention(view: Given) -> list[Way]:
+    query, key = view.value("query"), view.value("key")
+    mask = view.value("attn_mask")
+    if query is None or key is None or len(query.shape) != 4 or view.named.get("dropout_p", 0.0):
         return []
-    found: list[Way] = []
+    splits: list[Way] = []
     for dim, name in ((0, "batch"), (1, "heads")):
         cuts: dict[Name, Cut] = {}
-        made: dict[int, Cut] = {}
-        rows = (query.shape[0], query.shape[2], query.shape[1])  # of the sums, which have heads last
+        result_cuts: dict[int, Cut] = {}
+        rows = (query.shape[0], query.shape[2], query.shape[1])  # of the sums, where heads are last
 
         def cut(value: Value, dim: int = dim, rows: tuple[int, ...] = rows) -> Cut | None:
             if len(value.shape) == 4 and value.shape[:2] == query.shape[:2]:
@@ -518,7 +512,7 @@ def _attention(given: Given) -> list[Way]:
                 return _one(0 if dim == 0 else 2)
             return None
 
-        for item, value in given.tensors().items():
+        for item, value in view.tensors().items():
             if item[0] == "attn_mask":
                 there = dim - (4 - len(value.shape))
                 if there >= 0 and value.shape[there] > 1:
@@ -527,50 +521,49 @@ def _attention(given: Given) -> list[Way]:
             part = cut(value)
             if part is not None:
                 cuts[item] = part
-        made = {place: part for place, value in given.results().items() if (part := cut(value)) is not None}
-        others = [item for item in given.tensors() if item not in cuts and item[0] != "attn_mask"]
-        if not others and len(made) == len(given.results()) and (mask is None or len(mask.shape) <= 4):
-            found.append(Way(name, query.shape[dim], cuts, made))
-    return found
+        result_cuts = {place: part for place, value in view.results().items() if (part := cut(value)) is not None}
+        uncut = [item for item in view.tensors() if item not in cuts and item[0] != "attn_mask"]
+        if not uncut and len(result_cuts) == len(view.results()) and (mask is None or len(mask.shape) <= 4):
+            splits.append(Way(name, query.shape[dim], cuts, result_cuts))
+    return splits
 
 
-def _embedding(given: Given) -> list[Way]:
-    places = given.value("indices")
+def _embedding(view: Given) -> list[Way]:
+    places = view.value("indices")
     if places is None or not places.shape:
         return []
     cut = Cut((0, len(places.shape)))
     rows = Way("rows", prod(places.shape), {("indices", -1): cut}, {0: cut})
-    table = given.value("weight")
+    table = view.value("weight")
     if table is None:
         return [rows]
     return [rows, Way("words", table.shape[0], {("weight", -1): _one(0)}, {}, looks_up=True)]
 
 
-def _embedding_backward(given: Given) -> list[Way]:
-    gradient = given.value("grad_output")
+def _embedding_backward(view: Given) -> list[Way]:
+    gradient = view.value("grad_output")
     if gradient is None:
         return []
     last = len(gradient.shape) - 1
     columns = Way("columns", gradient.shape[last], {("grad_output", -1): _one(last)}, {0: _one(1)}, grain=ROWS)
-    if given.named["scale_grad_by_freq"]:  # it counts places, and those of other parts are none
+    if view.named["scale_grad_by_freq"]:  # it counts the indices of all parts
         return [columns]
-    return [columns, Way("words", given.named["num_weights"], {}, {0: _one(0)}, _rebase, rebased="indices")]
+    return [columns, Way("words", view.named["num_weights"], {}, {0: _one(0)}, _rebase, rebased="indices")]
 
 
-_NOWHERE = -1  # a place that is left out
+_NOWHERE = -1  # an excluded index
 
 
 def rebased(places: T, low: int, high: int, left_out: int, run: Callable[[OpOverload, tuple[Any, ...]], T]) -> T:
-    """Count indices into a table from row ``low``; indices outside of ``low:high``, and ``left_out``, become -1.
-
-    ``run`` runs an operator and returns its result. ``left_out`` -1 leaves out none.
-    """
+    """Count table indices from row ``low``; ``left_out`` and indices outside of ``low:high`` become -1."""
     counted = run(_aten.sub.Scalar, (places, low))
     elsewhere = run(_aten.ne.Tensor, (counted, run(_aten.clamp.default, (counted, 0, high - low - 1))))
-    found = run(_aten.masked_fill.Scalar, (counted, elsewhere, _NOWHERE))
+    rebased_indices = run(_aten.masked_fill.Scalar, (counted, elsewhere, _NOWHERE))
     if low <= left_out < high:
-        found = run(_aten.masked_fill.Scalar, (found, run(_aten.eq.Scalar, (places, left_out)), _NOWHERE))
-    return found
+        rebased_indices = run(
+            _aten.masked_fill.Scalar, (rebased_indices, run(_aten.eq.Scalar, (places, left_out)), _NOWHERE)
+        )
+    return rebased_indices
 
 
 def _rebase(named: dict[str, Any], low: int, high: int) -> None:
@@ -580,12 +573,11 @@ def _rebase(named: dict[str, Any], low: int, high: int) -> None:
     named["num_weights"], named["padding_idx"] = high - low, _NOWHERE
 
 
-def _joined(given: Given) -> list[Way]:
-    """Split a concatenation along the other dimensions."""
-    tensors, result = given.tensors(), given.result()
+def _joined(view: Given) -> list[Way]:
+    tensors, result = view.tensors(), view.result()
     if result is None or any(len(value.shape) != len(result.shape) for value in tensors.values()):
         return []
-    joined = given.named.get("dim", 0) % len(result.shape)
+    joined = view.named.get("dim", 0) % len(result.shape)
     return [
         Way(f"dimension {dim}", size, dict.fromkeys(tensors, _one(dim)), {0: _one(dim)})
         for dim, size in enumerate(result.shape)

@@ -1,10 +1,8 @@
-"""Ranges of parameters and optimizer state: whole pages that are at home between steps and fetched one by one.
+"""Ranges of parameters and optimizer state: whole pages at home that are fetched one by one.
 
-A parameter that takes most of the budget, and the optimizer state of any that is updated in parts, need not be on the
-device at once. Their cells are storages of kind ``STATE_RANGE``, fetched in each step like inputs and written back if
-they change. Updates are split by elements.
-
-Limits: updates are of optimizers of ``torch.optim`` that go element by element, in float32 and float64, on the CPU.
+For parameters that take most of the budget, and for optimizer state. The ranges are storages of kind ``STATE_RANGE``,
+fetched in each step like inputs and written back if they change. Limits: elementwise optimizers of ``torch.optim``, in
+float32 and float64, on the CPU.
 """
 
 from __future__ import annotations
@@ -25,24 +23,20 @@ from outofcore.transforms.split.ways import Cut, Way
 from outofcore.units import PAGE_BYTES
 
 
-def rangeable(captured: Captured, most: int, parts: int | None, home: int | None) -> frozenset[int]:
-    """Return the storages of parameters and optimizer state that may be at home and come range by range.
-
-    Parameters only where one by itself takes what an op may need. ``home`` is the capacity of the first home in bytes,
-    None without limit.
-    """
+def rangeable(captured: Captured, max_bytes: int, parts: int | None, home: int | None) -> frozenset[int]:
+    """Return storages to fetch range by range: optimizer state, and parameters beyond the op budget."""
     graph = captured.graph
     bound: dict[int, list[StateBinding]] = {}
     for binding in captured.states:
         bound.setdefault(captured.values[binding.value].storage, []).append(binding)
-    left = inf if home is None else home
-    left -= sum(slot_bytes(s.bytes) for s in graph.storages if s.arrives or s.id in graph.outputs)
-    found: set[int] = set()
+    free_bytes = inf if home is None else home
+    free_bytes -= sum(slot_bytes(s.bytes) for s in graph.storages if s.arrives or s.id in graph.outputs)
+    ranged: set[int] = set()
     for storage, bindings in sorted(bound.items(), key=lambda item: (-graph.storages[item[0]].bytes, item[0])):
         uses, count = graph.uses[storage], graph.storages[storage].bytes
         if (
             len(bindings) > 1
-            or slot_bytes(count) > left
+            or slot_bytes(count) > free_bytes
             or not uses
             or storage in graph.outputs
             or count < 2 * LARGE_BYTES
@@ -51,12 +45,12 @@ def rangeable(captured: Captured, most: int, parts: int | None, home: int | None
         ):
             continue
         updated = len(uses) == 1 and is_update(captured, uses[0], home)
-        needed = parts is not None or count + count // WORTH > most
+        needed = parts is not None or count + count // WORTH > max_bytes
         kind = bindings[0].kind
         if (kind is StorageKind.OPTIMIZER_STATE and updated) or (kind is StorageKind.PARAMETER and needed):
-            found.add(storage)
-            left -= slot_bytes(count)
-    return frozenset(found)
+            ranged.add(storage)
+            free_bytes -= slot_bytes(count)
+    return frozenset(ranged)
 
 
 def is_update(captured: Captured, op: int, home: int | None) -> bool:
@@ -72,7 +66,7 @@ def is_update(captured: Captured, op: int, home: int | None) -> bool:
 
 
 def ways_of_update(captured: Captured, op: int) -> list[Way]:
-    """Return the ways to update element ranges of the parameter, its gradient and all state but counts."""
+    """Return the split of an update into ranges of elements, or an empty list."""
     named = [(name, captured.values[index]) for name, index in named_refs(captured.calls[op])]
     whole = named[0][1]
     cut = Cut((0, len(whole.shape)))
@@ -88,24 +82,24 @@ def ways_of_update(captured: Captured, op: int) -> list[Way]:
             grain=PAGE_BYTES // size,
             strict=True,
             updates=True,
-            # What is smaller has no place of its own at home.
+            # Smaller ranges have no slot at home.
             least=2 * LARGE_BYTES // size,
         )
     ]
 
 
 def page_ends(ends: Sequence[int], size: int) -> list[int]:
-    """Return the range ends that are page ends and far enough apart, for elements of ``size`` bytes."""
-    found = [0]
+    """Return the ends that are page ends and far enough apart, for elements of ``size`` bytes."""
+    page_aligned = [0]
     for end in ends[1:-1]:
-        far = min(end - found[-1], ends[-1] - end) * size >= LARGE_BYTES
+        far = min(end - page_aligned[-1], ends[-1] - end) * size >= LARGE_BYTES
         if far and not end * size % PAGE_BYTES:
-            found.append(end)
-    return [*found, ends[-1]]
+            page_aligned.append(end)
+    return [*page_aligned, ends[-1]]
 
 
 def _is_flat(value: Value, count: int) -> bool:
-    """Return whether a value is all of a storage of ``count`` bytes, element after element."""
+    """Return whether a value is a contiguous view of all ``count`` bytes of its storage."""
     dense = tuple(prod(value.shape[dim + 1 :]) for dim in range(len(value.shape)))
     return covers(value, count) and all(
         n == 1 or a == b for n, a, b in zip(value.shape, value.stride, dense, strict=True)

@@ -1,4 +1,4 @@
-"""Split the ops of a step that need more memory than there is: ``tiled``, the front door of the package."""
+"""Split the ops of a step that need more memory than the op budget: ``split_step``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ from outofcore.transforms.split.writer import LimitError, UnfitError
 
 @dataclass(frozen=True)
 class Tiled:
-    """A step with split ops.
-
-    ``claims`` are what its bits rely on, ``values`` what the refs of the claims' calls name. ``is_cut`` tells whether
-    an op is split, which may need no claims.
-    """
+    """A step with split ops."""
 
     captured: Captured
     claims: tuple[Claim, ...]
-    values: tuple[Value, ...]
-    is_cut: bool = False
+    values: tuple[Value, ...]  # that the calls of the checks refer to
+    is_cut: bool = False  # whether any op is split, which may need no checks
 
 
 def tiled(
@@ -42,20 +38,20 @@ def tiled(
     workspaces: Mapping[str, int] | None = None,
     home: int | None = None,
 ) -> Tiled:
-    """Split ops that need more than ``most`` bytes, as far as that is possible.
+    """Split ops that need more than ``max_bytes`` bytes, where possible.
 
     Args:
-        refused: keys of claims that do not hold.
-        parts: split all ops that can be into this many parts, whatever they need.
-        least: storages of fewer bytes stay whole.
-        limit: with more ops than this the step stays unchanged.
-        workspaces: known bytes of scratch memory of whole ops, by family.
-        home: capacity in bytes of the first home, None without limit. Cut parameters and optimizer state are there
-            between steps; with 0 they are not, and updates stay whole.
+        refused: keys of checks with a mismatch.
+        parts: split every op that can be split into this many parts, even small ones.
+        min_bytes: storages with fewer bytes stay whole.
+        limit: largest number of ops; with more the step stays unchanged.
+        workspaces: known scratch bytes of whole ops, by family.
+        home: capacity of the first home in bytes, or None without a limit. Cut parameters and optimizer state are there
+            between steps; with 0 updates stay whole.
     """
     captured = small_losses(split(by_shape(traced)), most if parts is None else 0)
     unfit = set(refused)
-    captured, halves = halved(captured, most if parts is None else 0, unfit)
+    captured, norm_checks = halved(captured, most if parts is None else 0, unfit)
     while True:
         refused = frozenset(unfit)
         ranged = rangeable(captured, most, parts, home)
@@ -63,19 +59,19 @@ def tiled(
         search = Search(needs, most, refused, parts)
         chosen = search.chosen()
         try:
-            found = Builder(captured, search.cell_map(), chosen, limit).built() if chosen else None
+            rewritten = Builder(captured, search.cell_map(), chosen, limit).built() if chosen else None
         except LimitError:
-            found = None
+            rewritten = None
         except UnfitError as error:
             if error.op not in chosen or chosen[error.op].way.updates:
                 return Tiled(captured, (), captured.values)
             unfit.add(claim_of(captured, search.cell_map(), error.op, chosen[error.op]).key)
             continue
         break
-    if found is None:
+    if rewritten is None:
         return Tiled(captured, (), captured.values)
     cell_map = search.cell_map()
-    parts_of = [claim_of(captured, cell_map, op, chosen[op]) for op in sorted(chosen) if not chosen[op].way.is_exact]
-    whole = [claim for _, claim in claims_of_gathered(captured, cell_map, chosen)]
-    claims = {claim.key: claim for claim in (*halves, *parts_of, *whole)}
-    return Tiled(found, tuple(claims.values()), captured.values, is_cut=True)
+    part_checks = [claim_of(captured, cell_map, op, chosen[op]) for op in sorted(chosen) if not chosen[op].way.is_exact]
+    gathered_checks = [check for _, check in claims_of_gathered(captured, cell_map, chosen)]
+    checks = {check.key: check for check in (*norm_checks, *part_checks, *gathered_checks)}
+    return Tiled(rewritten, tuple(checks.values()), captured.values, is_cut=True)

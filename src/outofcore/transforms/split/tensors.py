@@ -17,7 +17,7 @@ def refs_of(call: Call) -> list[Ref]:
 
 
 def values_of(call: Call) -> list[int]:
-    """Return the values that a call is given, then those that it makes."""
+    """Return the indices of a call's arguments, then of its results."""
     return [*(ref.value for ref in refs_of(call)), *(value for value in call.results if value is not None)]
 
 
@@ -25,24 +25,24 @@ def named_refs(call: Call) -> list[tuple[Name, int]]:
     func = call.func
     if not isinstance(func, OpOverload):
         return [(("", place), ref.value) for place, ref in enumerate(refs_of(call))]
-    found: list[tuple[Name, int]] = []
+    refs: list[tuple[Name, int]] = []
     for name, item in by_name(func, call.args, call.kwargs).items():
         if isinstance(item, Ref):
-            found.append(((name, -1), item.value))
+            refs.append(((name, -1), item.value))
         elif isinstance(item, list | tuple):
-            found += [((name, place), ref.value) for place, ref in enumerate(item) if isinstance(ref, Ref)]
-    return found
+            refs += [((name, place), ref.value) for place, ref in enumerate(item) if isinstance(ref, Ref)]
+    return refs
 
 
 def with_tensors(named: Mapping[str, Any], tensors: Mapping[Name, Any]) -> dict[str, Any]:
-    """Return arguments by name with other tensors, or values, in place of the refs."""
-    found = dict(named)
+    """Return arguments by name with refs replaced by tensors or values."""
+    replaced = dict(named)
     for name, item in named.items():
         if (name, -1) in tensors:
-            found[name] = tensors[name, -1]
-        elif isinstance(item, list | tuple) and any(isinstance(one, Ref) for one in item):
-            found[name] = [tensors.get((name, place), one) for place, one in enumerate(item)]
-    return found
+            replaced[name] = tensors[name, -1]
+        elif isinstance(item, list | tuple) and any(isinstance(element, Ref) for element in item):
+            replaced[name] = [tensors.get((name, place), element) for place, element in enumerate(item)]
+    return replaced
 
 
 def ref_at(call: Call, name: Name) -> Ref:
@@ -54,10 +54,10 @@ def ref_at(call: Call, name: Name) -> Ref:
 
 
 def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return strides without gaps, in the order of other strides."""
-    found = [0] * len(shape)
+    """Return strides without gaps, in the order of the given strides."""
+    strides = [0] * len(shape)
     step = 1
     for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
-        found[dim] = step
+        strides[dim] = step
         step *= max(shape[dim], 1)
-    return tuple(found)
+    return tuple(strides)

@@ -1,9 +1,4 @@
-"""Write the ops of a split step, with those that gather arguments from cells and copy results to them.
-
-``StepWriter`` has the growing lists of storages, values and ops. ``argument`` returns the value that a part of an op
-reads: a cell, or a copy gathered from several. ``result_of`` returns the value that it makes; ``put`` and ``put_back``
-copy that to the cells that others read.
-"""
+"""Add the ops of a split step, with the ops that gather arguments from cells and copy results to them."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ from outofcore.transforms.split.ways import Cut
 T = TypeVar("T")
 
 _aten = torch.ops.aten
-# A result that was made whole, and is gathered again so few ops later, is used as it is.
+# A whole result that is gathered at most this many ops later is reused.
 _SOON = 6
 
 
@@ -36,7 +31,7 @@ class LimitError(Exception):
 
 
 class UnfitError(Exception):
-    """An operator refuses a part of its arguments; never reaches the user."""
+    """An operator refuses a slice of its arguments; never reaches the user."""
 
     def __init__(self, op: int) -> None:
         super().__init__(op)
@@ -51,46 +46,41 @@ def required(item: T | None, op: Op) -> T:
 
 @dataclass
 class Piece:
-    """A part of an op, preceded by the ops that gather its arguments."""
+    """One part of an op, after the ops that gather its arguments."""
 
-    op: int  # of the step before
+    op: int  # of the original step
     ops: list[tuple[Op, Call]] = field(default_factory=list[tuple[Op, Call]])
 
 
 class StepWriter:
-    """Adds ops, storages and values to a step that is being split.
-
-    ``fresh`` has boxes of cut storages that were made as a whole: the storage that holds the box, and the op.
-    """
+    """Adds ops, storages and values to a step that is being split."""
 
     def __init__(self, captured: Captured, cell_map: CellMap, limit: int | None) -> None:
         self.old, self.cell_map, self.limit = captured, cell_map, limit
         self.storages: list[Storage] = list(captured.graph.storages)
         self.values: list[Value] = list(captured.values)
         self.ranges: dict[int, StateRange] = {}
+        # Boxes of cut storages that exist as a whole: their storage, and the op that made it.
         self.fresh: dict[tuple[int, Box], tuple[int, int]] = {}
         self._index: dict[Value, int] = {}
         for index, value in enumerate(self.values):
             self._index.setdefault(value, index)
         self._cells: dict[tuple[int, Box], int] = {}
-        self._begun: set[int] = set()  # whole results of which a part exists
+        self._begun: set[int] = set()  # storages that already exist
         self._piece = Piece(-1)
         self._emitted = 0
 
     def begin(self, op: Op) -> Piece:
-        """Begin a part of an op; ops are added to it from now on."""
         self._piece = Piece(op.id)
         return self._piece
 
     def index_of(self, value: Value) -> int:
-        """Return the index of a value in the split step; add it if it is new."""
         if value not in self._index:
             self._index[value] = len(self.values)
             self.values.append(value)
         return self._index[value]
 
     def new_storage(self, count: int, name: str) -> int:
-        """Add a storage of ``count`` bytes."""
         self.storages.append(Storage(len(self.storages), count, StorageKind.ACTIVATION, name))
         return len(self.storages) - 1
 
@@ -98,15 +88,15 @@ class StepWriter:
         if (storage, box) not in self._cells:
             old = self.storages[storage]
             size = old.bytes // prod(self.cell_map.axes[storage].sizes)
-            made = self.new_storage(elements(box) * size, old.name)
+            cell = self.new_storage(elements(box) * size, old.name)
             kind = old.kind
             if storage in self.cell_map.ranged:
                 (low, high), *inner = box
                 row = size * elements(tuple(inner))
-                kind, self.ranges[made] = StorageKind.STATE_RANGE, StateRange(storage, low * row)
-                self.storages[made] = replace(self.storages[made], name=f"{old.name} [{low}:{high}]")
-            self.storages[made] = replace(self.storages[made], kind=kind)
-            self._cells[storage, box] = made
+                kind, self.ranges[cell] = StorageKind.STATE_RANGE, StateRange(storage, low * row)
+                self.storages[cell] = replace(self.storages[cell], name=f"{old.name} [{low}:{high}]")
+            self.storages[cell] = replace(self.storages[cell], kind=kind)
+            self._cells[storage, box] = cell
         return self._cells[storage, box]
 
     def emit(
@@ -118,7 +108,7 @@ class StepWriter:
         discards: Iterable[int] = (),
         name: str = "",
     ) -> None:
-        """Add an op: a part with its ``name``, or a copy without one."""
+        """Add an op: a part if ``name`` is given, else a copy."""
         creates = dict.fromkeys(self.values[v].storage for v in call.results if v is not None)
         op = Op(
             -1,
@@ -139,19 +129,18 @@ class StepWriter:
             raise LimitError
 
     def make_empty(self, like: Op, value: Value) -> int:
-        """Create a storage, and the value that covers it."""
+        """Add an op that creates a value and its storage; return the value's index."""
         index = self.index_of(value)
         kwargs = {"dtype": value.dtype, "device": self.old.device, "pin_memory": False}
         self.emit(like, Call(_aten.empty_strided.default, (list(value.shape), list(value.stride)), kwargs, (index,)))
         return index
 
     def make_zero(self, like: Op, value: Value) -> None:
-        """Create a storage that holds zeros, and the value that covers it."""
         call = Call(_aten.zero_.default, (Ref(self.make_empty(like, value)),), {}, (None,))
         self.emit(like, call, (), [value.storage])
 
     def copy(self, like: Op, target: Value, source: Value) -> None:
-        """Copy a value to one of the same shape; the rest of the target's storage is kept."""
+        """Copy a value to one of the same shape; other bytes of the target's storage keep their contents."""
         whole = covers(target, self.storages[target.storage].bytes)
         reads = [source.storage] if whole else [source.storage, target.storage]
         args = (Ref(self.index_of(target)), Ref(self.index_of(source)))
@@ -164,26 +153,26 @@ class StepWriter:
         """
         axes = self.cell_map.axes[storage]
         inside = clipped(box, axes.whole())
-        found = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
-        if len(found) == 1 and found[0] == box:
+        overlapping = list(cells(self.cell_map.cuts[storage], inside)) if inside else []
+        if len(overlapping) == 1 and overlapping[0] == box:
             return self._cell(storage, box)
-        known = self.fresh.get((storage, box))
-        if known is not None and like.id - known[1] <= _SOON:
-            return known[0]
-        made = self.new_storage(elements(box) * dtype.itemsize, f"{self.storages[storage].name} part".strip())
+        existing = self.fresh.get((storage, box))
+        if existing is not None and like.id - existing[1] <= _SOON:
+            return existing[0]
+        gathered = self.new_storage(elements(box) * dtype.itemsize, f"{self.storages[storage].name} part".strip())
         make = self.make_empty if inside == box else self.make_zero
-        make(like, Value(made, dtype, *_flat(box)))
-        for cell in found:
+        make(like, Value(gathered, dtype, *_flat(box)))
+        for cell in overlapping:
             part = clipped(cell, box)
             if part is not None:
                 target, source = window_within(box, part), window_within(cell, part)
-                self.copy(like, _windowed(made, dtype, target), _windowed(self._cell(storage, cell), dtype, source))
+                self.copy(like, _windowed(gathered, dtype, target), _windowed(self._cell(storage, cell), dtype, source))
         if again or storage in self.cell_map.ranged:
-            self.fresh[storage, box] = made, like.id
-        return made
+            self.fresh[storage, box] = gathered, like.id
+        return gathered
 
     def scatter(self, like: Op, storage: int, dtype: torch.dtype, box: Box, source: int) -> None:
-        """Copy a storage that holds a box into the cells."""
+        """Copy a storage that contains a box into the cells."""
         written: set[int] = set()
         for cell in cells(self.cell_map.cuts[storage], box):
             part = clipped(cell, box)
@@ -202,18 +191,17 @@ class StepWriter:
             )
 
     def _exists(self, storage: int) -> bool:
-        """Return whether a storage exists; from now on it does."""
         if storage in self._begun or storage in self.ranges:
             return True
         self._begun.add(storage)
         return False
 
     def forget(self, storage: int) -> None:
-        """Use no earlier copy of a storage's boxes, as it is written to."""
-        self.fresh = {key: made for key, made in self.fresh.items() if key[0] != storage}
+        """Forget earlier copies of a storage's boxes, because it is written."""
+        self.fresh = {key: entry for key, entry in self.fresh.items() if key[0] != storage}
 
     def argument(self, op: Op, index: int, cut: Cut | None, low: int, high: int) -> Value:
-        """Return a value, or the part of it for a part of an op, gathered if needed."""
+        """Return a value, or its slice for a part of an op, gathered if needed."""
         value, cell_map = self.old.values[index], self.cell_map
         storage = value.storage
         if storage in cell_map.cuts:
@@ -221,8 +209,8 @@ class StepWriter:
             box = required(cell_map.box(storage, index, cut, low, high), op)
             dims, shape = (None, value.shape) if cut is None else (cut.dims, cut.part_shape(value.shape, low, high))
             stride = required(axes.strides(place, shape, box, dims), op)
-            made = self._gathered(op, storage, value.dtype, box, again=cut is None)
-            return Value(made, value.dtype, shape, stride)
+            gathered = self._gathered(op, storage, value.dtype, box, again=cut is None)
+            return Value(gathered, value.dtype, shape, stride)
         if cut is None:
             return value
         first, last = cut.ends(low, high)
@@ -234,8 +222,8 @@ class StepWriter:
         if inside == (first, last) and dense:
             return part
         shape = (*part.shape[:dim], last - first, *part.shape[dim + 1 :])
-        made = self.new_storage(prod(shape) * value.dtype.itemsize, f"{self.storages[storage].name} part".strip())
-        copy = Value(made, value.dtype, shape, dense_like(shape, whole.stride))
+        gathered = self.new_storage(prod(shape) * value.dtype.itemsize, f"{self.storages[storage].name} part".strip())
+        copy = Value(gathered, value.dtype, shape, dense_like(shape, whole.stride))
         make = self.make_empty if inside == (first, last) else self.make_zero
         make(op, copy)
         if inside[1] > inside[0]:
@@ -250,9 +238,9 @@ class StepWriter:
         shape: tuple[Value, int],
         low: int,
         high: int,
-        done: list[tuple[int, Cut | None, Value]],
+        unplaced: list[tuple[int, Cut | None, Value]],
     ) -> int:
-        """Return where a part puts a result: in its cell if it is one, or in memory of its own."""
+        """Return the index of a part's result, in its cell if the cell has its layout, else in new memory."""
         old, (value, count) = self.old.values[index], shape
         cell_map = self.cell_map
         if cut is None and old.storage not in cell_map.cuts:
@@ -265,17 +253,17 @@ class StepWriter:
                 box = axes.part(place, cut.dims, *cut.ends(low, high))
                 stride = axes.strides(place, value.shape, box, cut.dims) if box else None
             box = required(box, op)
-            one = list(cells(cell_map.cuts[old.storage], box)) == [box]
+            is_cell = list(cells(cell_map.cuts[old.storage], box)) == [box]
             full = elements(box) * old.dtype.itemsize == count
-            if one and full and stride == value.stride and not self._exists(self._cell(old.storage, box)):
+            if is_cell and full and stride == value.stride and not self._exists(self._cell(old.storage, box)):
                 return self.index_of(replace(value, storage=self._cell(old.storage, box)))
-        made = self.new_storage(count, self.storages[old.storage].name)
-        found = replace(value, storage=made)
-        done.append((index, cut, found))
-        return self.index_of(found)
+        storage = self.new_storage(count, self.storages[old.storage].name)
+        result = replace(value, storage=storage)
+        unplaced.append((index, cut, result))
+        return self.index_of(result)
 
-    def put(self, op: Op, index: int, cut: Cut | None, made: Value, low: int, high: int) -> None:
-        """Copy a part's result to where others read it."""
+    def put(self, op: Op, index: int, cut: Cut | None, result: Value, low: int, high: int) -> None:
+        """Copy a part's result to its cells or to the whole result."""
         old, cell_map = self.old.values[index], self.cell_map
         storage = old.storage
         if storage not in cell_map.cuts:
@@ -283,23 +271,23 @@ class StepWriter:
             if not self._exists(storage):
                 self.make_empty(op, old)
             whole = required(old.merged(cut.dims), op)
-            self.copy(op, whole.narrowed(cut.dims[0], *cut.ends(low, high)), made)
+            self.copy(op, whole.narrowed(cut.dims[0], *cut.ends(low, high)), result)
             return
         axes, place = cell_map.axes[storage], cell_map.places[index]
         dims = None if cut is None else cut.dims
         box = required(cell_map.box(storage, index, cut, low, high), op)
-        stride = required(axes.strides(place, made.shape, box, dims), op)
-        source = made
-        if made.stride != stride or not covers(made, self.storages[made.storage].bytes):
-            laid = self.new_storage(elements(box) * made.dtype.itemsize, self.storages[storage].name)
-            source = Value(laid, made.dtype, made.shape, stride)
+        stride = required(axes.strides(place, result.shape, box, dims), op)
+        source = result
+        if result.stride != stride or not covers(result, self.storages[result.storage].bytes):
+            laid = self.new_storage(elements(box) * result.dtype.itemsize, self.storages[storage].name)
+            source = Value(laid, result.dtype, result.shape, stride)
             self.make_empty(op, source)
-            self.copy(op, source, made)
-        self.scatter(op, storage, made.dtype, box, source.storage)
+            self.copy(op, source, result)
+        self.scatter(op, storage, result.dtype, box, source.storage)
         self.fresh[storage, box] = source.storage, op.id
 
     def put_back(self, op: Op, index: int, cut: Cut | None, part: Value, low: int, high: int) -> None:
-        """Copy what was written in place to where it was gathered from."""
+        """Copy an argument that was written in place to the memory that it was gathered from."""
         old, cell_map = self.old.values[index], self.cell_map
         self.forget(old.storage)
         if part.storage == old.storage:
@@ -318,6 +306,6 @@ def _windowed(storage: int, dtype: torch.dtype, window: Window) -> Value:
 
 
 def _flat(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and strides of memory that holds a box."""
+    """Return shape and strides of contiguous memory that contains a box."""
     window = window_within(box, box)
     return window.shape, window.stride
