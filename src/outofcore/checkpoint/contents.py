@@ -222,8 +222,8 @@ def check_plain(value: Any, description: str) -> None:
             check_plain(item, description)
     elif type(value) not in _PLAIN:
         raise StateError(
-            f"{description} is a {type(value).__name__}, which a checkpoint cannot hold: numbers, text, True, False and "
-            "None, and lists and dicts of these, can be saved"
+            f"{description} is a {type(value).__name__}, which a checkpoint cannot hold: numbers, text, True, False "
+            "and None, and lists and dicts of these, can be saved"
         )
 
 

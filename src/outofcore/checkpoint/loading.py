@@ -214,14 +214,14 @@ class Checkpoint:
             )
         if parameter.requires_grad:
             raise InputError(
-                f"{description} requires gradients, and {self.folder} was saved without it because it was frozen; freeze "
-                "it with requires_grad_(False), or load a checkpoint that was saved with frozen=True"
+                f"{description} requires gradients, and {self.folder} was saved without it because it was frozen; "
+                "freeze it with requires_grad_(False), or load a checkpoint that was saved with frozen=True"
             )
         if parameter.is_meta and self._shard(parameter) is None:
             raise InputError(
-                f"{description} is on the device meta, and {self.folder} was saved without it because it was frozen; load "
-                "the frozen parameters first (outofcore.materialize(model, home=..., weights=...)), or load a checkpoint "
-                "that was saved with frozen=True"
+                f"{description} is on the device meta, and {self.folder} was saved without it because it was frozen; "
+                "load the frozen parameters first (outofcore.materialize(model, home=..., weights=...)), or load a "
+                "checkpoint that was saved with frozen=True"
             )
 
     def _check_optimizer(self, number: int, optimizer: Optimizer, saved: SavedOptimizer) -> None:
