@@ -1,5 +1,4 @@
-"""What a step needs and how long it takes, without training it.
+"""Estimate the memory and time of a step without training.
 
-``costing`` finds out what its ops and links cost; it alone needs PyTorch. ``sweep`` plans and simulates the step for
-several budgets, and says what holds it back. ``reports`` writes that as a page and as a trace.
+``costing`` measures or models costs, ``sweep`` plans for several budgets, and ``reports`` writes pages and traces.
 """
