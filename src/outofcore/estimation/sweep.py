@@ -124,18 +124,16 @@ def insight(
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     current = point_of(graph, costs, budget, planned)
     # Compare with 100 MiB more, or a quarter of a small budget.
-    extra_bytes = min(100 * MIB, max(budget // 4, 1), max(in_core - budget, 0))
+    extra = min(100 * MIB, max(budget // 4, 1), max(in_core - budget, 0))
     budgets: set[int] = set()
     if count:
-        budgets = {*budgets_between(smallest, in_core, count), *((budget + extra_bytes,) if extra_bytes else ())} - {
-            budget
-        }
+        budgets = {*budgets_between(smallest, in_core, count), *((budget + extra,) if extra else ())} - {budget}
     curve_points = curve(graph, costs, budgets, policy, tell)
     points = sorted([*curve_points, current], key=lambda p: p.budget)
     helps = _machines(graph, costs, planned)
-    larger = next((p for p in curve_points if p.budget == budget + extra_bytes and extra_bytes), None)
+    larger = next((p for p in curve_points if p.budget == budget + extra and extra), None)
     if larger is not None and larger.seconds is not None and current.seconds is not None:
-        helps.append(Help(f"{format_bytes(extra_bytes)} more budget", max(current.seconds - larger.seconds, 0.0)))
+        helps.append(Help(f"{format_bytes(extra)} more budget", max(current.seconds - larger.seconds, 0.0)))
     helps.sort(key=lambda h: -h.saves)
     spent, _ = time_spent(graph, planned.program, measured or planned.timeline)
     verdict = _verdict(spent, bool(current.bytes_in or current.bytes_out))
