@@ -45,8 +45,6 @@ class OmittedParameter(Struct):
 
 
 class SavedModel(Struct):
-    """A model in a checkpoint's index."""
-
     stem: str  # of the data file with its tensors
     aliases: dict[str, str]  # further names of tensors: the first name of each
     omitted: dict[str, OmittedParameter] = {}  # frozen parameters that were not saved, by name
@@ -60,8 +58,6 @@ class SavedGroup(Struct):
 
 
 class SavedOptimizer(Struct):
-    """An optimizer in a checkpoint's index."""
-
     groups: list[SavedGroup]
     state: dict[str, dict[str, Any]]  # by the parameter's number, without tensors
 
@@ -81,8 +77,6 @@ class _Numpy(Struct):
 
 
 class SavedGenerators(Struct):
-    """The states of ``random`` and ``numpy.random``."""
-
     python: _Python
     numpy: _Numpy
 
@@ -150,8 +144,8 @@ def untrained(
 ) -> set[int]:
     """Return the ids of frozen parameters that training does not change.
 
-    ``written`` are the tensors that steps write. A gradient or optimizer state shows that a parameter is updated. A
-    parameter also counts as changed if it shares memory with a buffer or with a changed parameter.
+    A parameter is changed if it has a gradient or optimizer state, is among the ``written`` tensors, or shares memory
+    with a buffer or a changed parameter.
     """
     frozen: dict[int, int] = {}
     stateful = {id(parameter) for optimizer in optimizers for parameter, state in optimizer.state.items() if state}
@@ -176,7 +170,7 @@ def known_to(models: Sequence[nn.Module]) -> set[int]:
 
 
 def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return each group's settings except tensors, for JSON; raises ``StateError`` unless they are plain data."""
+    """Return each group's settings except tensors, for JSON; raises ``StateError`` for other objects."""
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         settings = {n: v for n, v in group.items() if n != "params" and not isinstance(v, torch.Tensor)}
@@ -187,10 +181,7 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return the state except tensors, by the parameter's number, for JSON.
-
-    Raises ``StateError`` for other objects, and for state of an unknown parameter.
-    """
+    """Return the state except tensors, by parameter number; raises ``StateError`` for other objects."""
     parameters = parameters_of(optimizer)
     parameter_ids = {id(parameter) for parameter in parameters}
     for key in optimizer.state:
@@ -245,7 +236,6 @@ def restore_generators(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def plain_generators() -> dict[str, Any]:
-    """Return the states of ``random`` and ``numpy.random``, for JSON."""
     version, numbers, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     return {

@@ -40,11 +40,7 @@ Targets = dict[str, torch.Tensor]
 
 
 class Checkpoint:
-    """A checkpoint in a folder.
-
-    Raises ``InputError`` if the checkpoint is missing, or the headers or sizes of its files are wrong. Checksums are
-    compared while the files are read.
-    """
+    """A checkpoint in a folder; raises ``InputError`` if it is missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,7 +64,6 @@ class Checkpoint:
 
     @property
     def extra(self) -> Any:
-        """The data that the user saved with the checkpoint."""
         return self._index.extra
 
     def load(
@@ -80,8 +75,7 @@ class Checkpoint:
     ) -> None:
         """Load all saved state; frozen parameters that were not saved keep their values.
 
-        Existing tensors are overwritten in place. Missing optimizer state and gradients are allocated at home. Each
-        process reads its range of sharded tensors (``shards``), whether or not they were sharded when saved.
+        Existing tensors are overwritten in place; missing optimizer state and gradients are allocated at home.
 
         Raises:
             InputError: the checkpoint does not fit the models and optimizers, which are unchanged.
@@ -129,10 +123,7 @@ class Checkpoint:
         _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
 
     def targets_in(self, models: Sequence[nn.Module]) -> list[tuple[str, Targets]]:
-        """Return the tensors of models to fill: for each file its stem, and the tensors by their names in it.
-
-        Raises ``InputError`` if the names differ, or the model lacks a parameter that was not saved.
-        """
+        """Return the stem of each model's file, and the tensors to fill by their names in the file."""
         saved = self._index.models
         self._check_counts(len(models), len(saved), "models")
         return [
@@ -166,7 +157,6 @@ class Checkpoint:
         return False
 
     def _new(self, parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
-        """Allocate a tensor for a file's entry for a parameter."""
         shard = self._shard(parameter)
         if shard is None or entry.shape != shard.shape:
             return _new_tensor(parameter, entry, faces)
@@ -265,7 +255,6 @@ class Checkpoint:
     def _new_tensors(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None
     ) -> Targets:
-        """Allocate the optimizer state and gradients that are in the file and do not exist yet."""
         entries = self._files["training"].entries
         allocated: Targets = {}
         for number, optimizer in enumerate(optimizers):

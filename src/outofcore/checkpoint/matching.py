@@ -77,7 +77,6 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def listed(names: Collection[str]) -> str:
-    """Format the first few names, and the number of the others."""
     first = ", ".join(list(names)[:_LISTED])
     return first if len(names) <= _LISTED else f"{first} and {len(names) - _LISTED} more"
 

@@ -1,7 +1,7 @@
 """Save a checkpoint into a folder: numbered data files, and an index that names the current ones.
 
-A save writes new files next to the old ones, syncs them to the disk, and replaces the index by an atomic rename. Then
-it deletes the old files. A save that is interrupted at any point leaves the previous checkpoint intact.
+A save writes and syncs new files, replaces the index by an atomic rename, and then deletes the old files. An
+interrupted save leaves the previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _contents(
     shards: Shards | None,
     omitted: Collection[int],
 ) -> tuple[dict[str, Named], dict[str, Any]]:
-    """Return the contents of each data file by its stem, and the plain data; skip parameters with ``omitted`` ids."""
+    """Return the tensors of each data file by its stem, and the plain data; skip ``omitted`` ids."""
 
     def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | Part:
         shard = None if shards is None else shards.of(parameter)
@@ -190,7 +190,6 @@ class Together:
         self._left = 0
 
     def generators(self) -> Named:
-        """Return the states of the CPU generator in the other processes."""
         shards = self._shards
         states: list[Any] = [None] * shards.group.size()
         with talking():
@@ -221,7 +220,6 @@ class Together:
                 self._go_on(wanted=False)
 
     def pour(self, part: Part, out: OutFile, buffer: memoryview) -> None:
-        """Append a whole tensor to a file."""
         self._left -= 1
         self._go_on()
         if not part.shard.in_order:
@@ -237,7 +235,6 @@ class Together:
             raise
 
     def _go_on(self, *, wanted: bool = True) -> bool:
-        """Return whether the first process asks for another tensor."""
         message = [wanted]
         with talking():
             torch.distributed.broadcast_object_list(message, group=self._shards.group, group_src=0)
@@ -336,7 +333,7 @@ def saving_into(folder: Path) -> Iterator[str]:
 
 
 def commit(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
-    """Replace the index, and delete unused data files; on ``TransferError`` the old index is still current."""
+    """Replace the index, and delete unused data files; on ``TransferError`` the old index is kept."""
     new = folder / _NEW_INDEX
     data = (json.dumps({"format": FORMAT, **index}, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
     try:
@@ -370,7 +367,7 @@ def discard(folder: Path, files: set[str]) -> None:
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index of a checkpoint; raises ``InputError`` (or its subclass ``GraphError``) if that fails."""
+    """Read the index of a checkpoint; raises ``InputError`` (or its subclass ``GraphError``)."""
     if not (folder / INDEX).is_file():
         raise InputError(f"there is no checkpoint in {folder}: it has no {INDEX}")
     return decode_json(folder / INDEX, FORMAT, Index, whole=False)

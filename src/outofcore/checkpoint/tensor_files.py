@@ -74,8 +74,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """The checked header of a safetensors file."""
-
     path: Path
     entries: dict[str, Entry]
     bytes: int
@@ -83,7 +81,7 @@ class TensorFile:
 
 
 def header_for(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
-    """Build the header of a file with tensors in this order; raises ``InputError`` for an unsupported dtype."""
+    """Build the header of a file with these tensors; raises ``InputError`` for an unsupported dtype."""
     described: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0
     for name, tensor in tensors:
@@ -292,9 +290,9 @@ def pour(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffer: memory
 def fill(
     tensor: torch.Tensor, entry: Entry, source: InFile, faces: Faces | None, buffer: memoryview, crc32: int = 0
 ) -> int:
-    """Fill a strided CPU tensor from an entry of its shape, converting the dtype; return the continued checksum.
+    """Fill a strided CPU tensor from an entry of its shape, converting the dtype.
 
-    ``buffer`` has whole pages; ``crc32`` covers the file before the entry. Raises ``TransferError``.
+    ``buffer`` has whole pages. Return ``crc32``, the checksum before the entry, continued. Raises ``TransferError``.
     """
     at, count = entry.begin, entry.end - entry.begin
     if not count:
@@ -419,7 +417,6 @@ class Weights:
         return frozenset(self._entries)
 
     def find(self, name: str) -> tuple[TensorFile, Entry]:
-        """Return the file that has a tensor, and its entry; raises ``KeyError``."""
         return self._entries[name]
 
     def load(self, targets: Mapping[str, torch.Tensor], faces: Faces | None) -> None:

@@ -1,4 +1,1 @@
-"""Estimate the memory and time of a step without training.
-
-``costing`` measures or models costs, ``sweep`` plans for several budgets, and ``reports`` writes pages and traces.
-"""
+"""Estimate the memory and time of a step without training: costs, plans and reports."""

@@ -1,10 +1,7 @@
 """Measure the costs of a step on this machine, or estimate them for another device.
 
-For another device, a roofline model turns operations and bytes into seconds. Operations are counted for convolutions,
-matrix products and fused attention; other ops are memory-bound. An op moves the bytes of its inputs and outputs.
-
-Limits: the graph is captured on the CPU, which may fuse and split ops differently. Workspace and caches are ignored,
-and tensor cores reach the same efficiency for all shapes.
+The estimate is a roofline model of operations (of convolutions, matrix products and fused attention) and bytes (of all
+inputs and outputs). The graph is captured on the CPU, which may fuse ops differently; workspace and caches are ignored.
 """
 
 from __future__ import annotations
@@ -67,8 +64,6 @@ class Sharing:
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """This machine, on which a step is measured."""
-
     backend: Backend
     stores: Sequence[HomeStore] = ()  # homes with links to measure, nearest first
     cache: Cache | None = None  # of measurements
@@ -95,8 +90,6 @@ def opened_place(
 
 
 class Costed(NamedTuple):
-    """A step and its costs."""
-
     graph: StepGraph
     costs: Costs
     parts: tuple[StepGraph, Costs] | None = None  # with split ops, if these need less memory
@@ -134,19 +127,10 @@ def costed(
     kernels: Kernels | None = None,
     split: Split = Split.OFF,
 ) -> Costed:
-    """Capture a step, and measure or estimate its costs without training.
+    """Capture a step, and measure or estimate its costs without training; raises ``CaptureError``.
 
-    If later calls differ from the first (``step_variants``), return the step that needs the larger budget.
-
-    Args:
-        where: this machine, or another device.
-        tell: progress callback ``(stage, done, total)``.
-        sharing: the group that shards the models; the step is that of rank 0.
-        kernels: compile fused ops; None: fuse no ops.
-        split: whether to consider split ops and sums too; on another device all splits count as exact.
-
-    Raises:
-        CaptureError: the step cannot be captured as one graph.
+    If later calls differ from the first, return the step that needs the larger budget. ``sharing`` is the group that
+    shards the models; the step is that of rank 0. ``kernels`` fuse ops. On another device all splits count as exact.
     """
     tell("capture the step", 0, 1)
     if sharing is not None:

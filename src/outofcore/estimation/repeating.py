@@ -1,10 +1,8 @@
 """Derive the step of a deep model from that of a shallow one, if its layers are alike.
 
-A decoder with 80 layers is captured with four blocks. The first and last have other neighbours; the two in between must
-match op by op, and the deep model repeats them. An op of a copy refers to storages of its own block, of a neighbouring
-block, or outside of all blocks. Joint updates of small parameters are separated first and joined again afterwards.
-
-If the inner blocks differ, there is no result, and the deep model must be captured itself.
+A decoder with 80 layers is captured with four blocks. The two in the middle must match op by op, and the deep model
+repeats them. An op of a copy refers to storages of its own block, of a neighbouring block, or outside of all blocks.
+Joint updates of small parameters are separated first and joined again afterwards.
 """
 
 from __future__ import annotations
@@ -58,7 +56,6 @@ class Stack:
         return f"{self.path}.{int(match[1]) + by * self.period}{name[match.end() :]}"
 
     def holds(self, module: str) -> bool:
-        """Return whether all blocks are inside a module."""
         return not module or self.path.startswith(f"{module}.")
 
 
@@ -76,9 +73,9 @@ class _UnlikeError(Exception):
 
 
 def deepened(step: Step, stacks: Iterable[Stack], blocks: int | None = None) -> Step | None:
-    """Derive the step of the deep model from a shallow one with ``KEPT`` blocks per stack; None: blocks do not match.
+    """Derive the step of the deep model from a shallow one; None: the inner blocks do not match.
 
-    ``blocks``, at least 3, replaces the number of blocks of every stack.
+    The shallow step has ``KEPT`` blocks per stack. ``blocks``, at least 3, replaces the number of every stack.
     """
     try:
         step = _updates_last(step)
@@ -90,10 +87,7 @@ def deepened(step: Step, stacks: Iterable[Stack], blocks: int | None = None) -> 
 
 
 def same_step(a_step: Step, b_step: Step) -> bool:
-    """Return whether two steps have the same ops, costs and storage sizes, in the same order.
-
-    Names, storage ids and the order of an update's inputs may differ.
-    """
+    """Return whether two steps are equal, ignoring names, storage ids and the order of update inputs."""
     first, first_costs, second, second_costs = a_step.graph, a_step.costs, b_step.graph, b_step.costs
     if len(first.ops) != len(second.ops) or len(first.outputs) != len(second.outputs):
         return False
@@ -123,7 +117,6 @@ def same_step(a_step: Step, b_step: Step) -> bool:
 
 
 def _is_joint_update(graph: StepGraph, op: Op) -> bool:
-    """Return whether an op updates small parameters jointly."""
     if not op.name.startswith(_UPDATE):
         return False
     sizes = [graph.storages[s].bytes for s in op.reads if graph.storages[s].kind is StorageKind.PARAMETER]
@@ -333,7 +326,6 @@ class _Blocks:
         return pairs
 
     def _differ(self, s: int, t: int) -> bool:
-        """Return whether blocks one and two refer to these storages differently."""
         blocks = self._block[s], self._block[t]
         if s == t:
             return blocks[0] in (_ONE, _TWO)
@@ -418,7 +410,7 @@ class _Blocks:
 def _order(
     blocks: Sequence[int | None], roles: Sequence[object], count: int, *, strict: bool = True
 ) -> list[tuple[int, int | None]] | None:
-    """Return the order of items with ``count`` blocks instead of the two in the middle; None: these do not match.
+    """Return the order of items with ``count`` inner blocks instead of two; None: these do not match.
 
     An item is an index into ``blocks`` and, for a repeated item, the number of its block, from 1. Copies run in the
     direction in which block two follows or precedes block one. Unless ``strict``, unmatched items follow block one.

@@ -41,10 +41,9 @@ class ReportedStep:
 def report_step(
     path: Path, step: ReportedStep, title: str, *, count: int | None = None, notes: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Write the report of a step as an HTML file, and create its folder; raises ``InputError`` if that fails.
+    """Write the report of a step as an HTML file, and create its folder; raises ``InputError``.
 
-    ``count`` is the number of other budgets on the curve of step time; 0: no curve. ``notes`` are further facts, each a
-    name and a text.
+    ``count`` is the number of other budgets on the curve of step time; ``notes`` are names and texts of further facts.
     """
     graph, costs, planned = step.graph, step.costs, step.planned
     with following() as tell:

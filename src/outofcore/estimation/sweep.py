@@ -42,7 +42,6 @@ def point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "aut
 
 
 def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> Point:
-    """Return the prediction of an existing plan."""
     report = step_report(graph, planned.plan, planned.program, planned.timeline, budget)
     recompute_seconds = report.again_seconds(costs) if report.recomputed else 0.0
     return Point(
@@ -63,10 +62,7 @@ def budgets_between(smallest: int, in_core: int, count: int = POINTS) -> tuple[i
 def curve(
     graph: StepGraph, costs: Costs, budgets: Iterable[int], policy: PolicyLike = "auto", tell: Count | None = None
 ) -> tuple[Point, ...]:
-    """Return the predicted step time for each budget.
-
-    A plan for a budget is valid for every larger one, so step time never rises with the budget.
-    """
+    """Return the predicted step time for each budget, which never rises with the budget."""
     ordered = sorted(set(budgets))
     points: list[Point] = []
     for number, budget in enumerate(ordered, 1):
@@ -86,10 +82,9 @@ def _no_slower(new: Point, before: Sequence[Point]) -> Point:
 def lossless_budget(
     graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
-    """Find the smallest budget with a step at most 1 % slower than in core, by bisection between curve points.
+    """Find by bisection the smallest budget with a step at most 1 % slower than in core.
 
-    The result is exact to an eighth of the distance between points; the last of ``points`` must be in core. Also return
-    the points including the bisection.
+    The last of ``points`` must be in core. Also return the points including the bisection.
     """
     ordered = sorted(points, key=lambda p: p.budget)
     limit = (ordered[-1].seconds or 0.0) * LOSSLESS
@@ -231,7 +226,7 @@ class Estimate:
         return parse_bytes(budget) >= self.smallest_budget
 
     def at(self, budget: int | str) -> Point:
-        """Return the prediction for a budget, and plan if needed; raises ``UnitError`` if it is not a byte count."""
+        """Return the prediction for a budget, planned if needed; raises ``UnitError`` for invalid sizes."""
         budget_bytes = parse_bytes(budget)
         existing = next((point for point in self.points if point.budget == budget_bytes), None)
         graph, costs = self.graph, self.costs
@@ -262,7 +257,6 @@ class Estimate:
 
 
 def points_text(points: Sequence[Point]) -> str:
-    """Format the predicted step times as a table."""
     return columns(_rows(points))
 
 

@@ -67,12 +67,10 @@ class _Value:
 
     @property
     def known(self) -> Tensor | None:
-        """The constant, if no node makes the value."""
         return self.tensor if self.node is None else None
 
 
 def device_of(*tensors: Any) -> torch.device:
-    """Return the device of the first tensor."""
     return next((tensor.device for tensor in tensors if isinstance(tensor, Tensor)), torch.device("cpu"))
 
 
@@ -104,7 +102,7 @@ class Builder:
             self._values[declared.name] = _Value(node)
 
     def build(self, graph: Graph, prefix: str, hosts: int = 0) -> list[fx.Node]:
-        """Build the module's graph, with a prefix for tensor names; the first ``hosts`` inputs are host values.
+        """Build the module's graph; the first ``hosts`` inputs are host values.
 
         Return nodes of the outer graph. The module takes their values after its inputs and before the device.
         """
@@ -135,7 +133,6 @@ class Builder:
         return [self._find(item.name) for item in graph.outputs]
 
     def _within(self, graph: Graph, prefix: str, values: MutableMapping[str, _Value | None]) -> list[_Value | None]:
-        """Inline the nodes of another graph."""
         before, self._values = self._values, values
         try:
             return self._nodes(graph, prefix)
@@ -322,25 +319,20 @@ class Builder:
     def _controlled(
         self, node: Node, operator: Operator, values_in: Sequence[_Value | None], prefix: str
     ) -> list[_Value | None]:
-        """Call a module that runs the graphs of a node."""
-        graphs = {name: value for name, value in node.attributes.items() if isinstance(value, Graph)}
+        graphs = {name: x for name, x in node.attributes.items() if isinstance(x, Graph)}
         modules = {name: fx.GraphModule(nn.Module(), fx.Graph()) for name in graphs}
         outer: dict[str, Any] = {}
         for name, graph in graphs.items():
             builder = Builder(modules[name], self._files, graph, has_contents=self._has_contents, outer=self)
             outer[name] = builder.build(graph, prefix, hosts=2 if node.op == "Loop" else 0)
         self._now = node
-        attributes = {name: value for name, value in node.attributes.items() if name not in graphs}
+        attributes = {name: x for name, x in node.attributes.items() if name not in graphs}
         results = max(len(graph.outputs) for graph in graphs.values()) - (node.op == "Loop")
         target = _free_name(self._module, node.name)
         self._module.add_module(target, operator.run(modules, attributes, results))
         inputs = [
-            None
-            if value is None
-            else self._call(items, self._host(value))
-            if place in operator.read
-            else self._tensor(value)
-            for place, value in enumerate(values_in)
+            None if x is None else self._call(items, self._host(x)) if place in operator.read else self._tensor(x)
+            for place, x in enumerate(values_in)
         ]
         result = self._graph.create_node("call_module", target, (self._device, inputs, outer), name=node.name)
         result.meta["onnx"] = node
@@ -362,8 +354,6 @@ def _is_narrow(graph: Graph) -> bool:
 
 
 class _Use(Flag):
-    """How nodes use a value."""
-
     NONE = 0
     READ = auto()  # as Python numbers
     COMPUTED = auto()  # as a tensor
@@ -371,7 +361,6 @@ class _Use(Flag):
 
 
 def _learn_uses(graph: Graph, uses: dict[str, _Use]) -> None:
-    """Record how the nodes of a graph and of its inner graphs use values."""
     for node in graph.nodes:
         operator = None if node.body is not None else find(node.domain, node.op, node.version)
         for place, name in enumerate(node.inputs):
@@ -401,7 +390,7 @@ def _constant_of(node: Node) -> StoredTensor | None:
 
 
 def _place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
-    """Return the module for a tensor, its name there, and its full name; name parts before dots are modules."""
+    """Return the module for a tensor, its name there, and its full name; dots separate modules."""
     *parts, leaf = name.split(".")
     holder = root
     for part in parts:

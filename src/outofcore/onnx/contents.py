@@ -72,8 +72,6 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Declared:
-    """A declared input or output of a graph."""
-
     name: str
     code: int | None  # data type in TensorProto; None: not a tensor, or undeclared
     shape: tuple[Dimension, ...] | None  # None: undeclared
@@ -81,8 +79,6 @@ class Declared:
 
 @dataclass(frozen=True, eq=False)
 class Node(_Unchanging):
-    """A node of a graph."""
-
     name: str  # without a name in the file, that of the first output
     op: str
     domain: str  # "" for standard operators
@@ -118,8 +114,6 @@ class Graph(_Unchanging):
 
 @dataclass(frozen=True)
 class Model:
-    """The checked contents of an ONNX file."""
-
     path: Path
     opset: int  # of the standard operators
     graph: Graph
@@ -127,8 +121,6 @@ class Model:
 
 @dataclass
 class _Reading:
-    """The state of reading a file."""
-
     onnx: Any
     path: Path
     slim: Slim
@@ -141,10 +133,9 @@ class _Reading:
 
 
 def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bool]) -> Model:
-    """Read an ONNX file, and check all of it except the bytes of its tensors.
+    """Read an ONNX file, and check all of it except the bytes of its tensors; raises ``InputError``.
 
-    Takes the package ``onnx``, and a predicate on the domain, name and version of an operator. Raises ``InputError`` if
-    the file is unreadable, damaged or inconsistent, or has an unsupported operator.
+    ``is_supported`` takes the domain, name and version of an operator.
     """
     from google.protobuf.message import DecodeError  # noqa: PLC0415 - it comes with the package onnx
 
@@ -401,7 +392,6 @@ def _node(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) ->
 
 
 def _called(reading: _Reading, proto: Any, function: Any, attributes: Mapping[str, Any], depth: int) -> Graph:
-    """Inline the body of a function for one of its calls."""
     title = f"{function.domain}::{function.name}"
     key = (function.domain, function.name, function.overload)
     if key in reading.calls:
@@ -508,7 +498,6 @@ def _schema(package: Any, domain: str, name: str, version: int) -> Any:
 
 
 def _check_schema(reading: _Reading, node: Node, schema: Any) -> None:
-    """Raise ``InputError`` unless a node matches the schema of its operator."""
     if schema.deprecated:
         raise InputError(f"{node} was removed from the standard; convert the model with onnx.version_converter")
     for name, value in node.attributes.items():
@@ -627,10 +616,8 @@ _NUMBERS: dict[int, tuple[str, Any]] = {
 
 
 def _external(model: Path, title: str, entries: Mapping[str, str], byte_count: int) -> FileRange:
-    """Return the bytes of a tensor in an external file, which must be in the model's folder.
-
-    Otherwise a downloaded model could read any file of the user.
-    """
+    """Return the place of a tensor in an external file, which must be in the model's folder."""
+    # A downloaded model could otherwise read any file of the user.
     location = entries.get("location", "")
     folder = model.resolve().parent
     outside = (

@@ -103,7 +103,6 @@ class OnnxModel(fx.GraphModule):
 
 
 def _check(declared: Declared, value: Any) -> None:
-    """Raise ``InputError`` for an input that does not match its declaration."""
     if isinstance(value, list) and declared.code is None:  # a sequence
         return
     if not isinstance(value, Tensor):

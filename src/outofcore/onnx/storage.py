@@ -1,7 +1,4 @@
-"""Make PyTorch tensors of a file's tensors: copy small tensors, and map large ones.
-
-A mapping is private: bytes are read on first use, the kernel may drop unchanged pages, and writes never reach the file.
-"""
+"""Copy small tensors of a file into memory, and map large ones privately: writes never reach the file."""
 
 from __future__ import annotations
 
@@ -102,6 +99,5 @@ def _nibbles(packed: np.ndarray[Any, Any], count: int, *, signed: bool) -> np.nd
 
 
 def is_mapped(stored: StoredTensor) -> bool:
-    """Return whether a tensor is mapped from its file."""
     data = stored.data
     return isinstance(data, FileRange) and data.length >= LARGE_BYTES and BITS[stored.code] >= 8

@@ -19,8 +19,6 @@ DEEPEST = 32
 
 
 class _Form(IntEnum):
-    """The wire types of protobuf."""
-
     VARINT = 0  # a number, seven bits per byte
     FIXED64 = 1  # eight bytes
     MESSAGE = 2  # a length, and the bytes
@@ -65,7 +63,7 @@ class _Walk:
 
 
 def slim(source: memoryview) -> Slim:
-    """Remove the large raw bytes of a model file; raises ``InputError`` unless it is a complete protobuf message."""
+    """Remove the large raw bytes of a model file; raises ``InputError`` if it is incomplete."""
     # The key is random, so that no file can contain it.
     walk = _Walk(source, f"outofcore-{secrets.token_hex(16)}")
     message = _walked(walk, "Model", 0, len(source), 0)

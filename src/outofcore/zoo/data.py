@@ -1,7 +1,4 @@
-"""Batches for the zoo: real data if the machine has some, otherwise generated from the seed; no downloads.
-
-Each stream is endless, on the CPU, and depends on its arguments only (text also on the Python version).
-"""
+"""Endless, reproducible batches for the zoo on the CPU: local or generated data, no downloads."""
 
 from __future__ import annotations
 
@@ -31,10 +28,7 @@ class ImageSource(StrEnum):
 
 
 def library_text(limit: int = 8 * MIB) -> Tensor:
-    """Return the source text of Python's standard library as (n,) uint8: ``.py`` files by path, up to ``limit``.
-
-    Raises ``InputError`` if this Python comes without that source.
-    """
+    """Return up to ``limit`` bytes of the standard library's source as (n,) uint8."""
     root = sysconfig.get_paths()["stdlib"]
     paths: list[Path] = []
     for folder, inner, names in os.walk(root):
@@ -54,10 +48,7 @@ def library_text(limit: int = 8 * MIB) -> Tensor:
 
 
 def text_batches(batch: int, context: int, seed: int) -> Batches:
-    """Yield passages of `library_text`, and as targets the same shifted by one byte: (batch, context) int64 in 0..255.
-
-    Raises ``InputError`` if the text is shorter than one passage.
-    """
+    """Yield passages of `library_text`, and targets shifted by one byte: (batch, context) int64."""
     text = library_text()
     starts = len(text) - context
     if starts < 1:
@@ -73,7 +64,7 @@ def text_batches(batch: int, context: int, seed: int) -> Batches:
 
 
 def image_source(size: int, requested: ImageSource | None = None) -> ImageSource:
-    """Return the image source for this edge length; raises ``InputError`` if its packages are not installed."""
+    """Return the image source for this edge length; raises ``InputError`` for missing packages."""
     needs = {ImageSource.PHOTOS: ("sklearn", "PIL"), ImageSource.DIGITS: ("sklearn",), ImageSource.GENERATED: ()}
     if requested is not None:
         missing = [package for package in needs[requested] if find_spec(package) is None]
@@ -167,10 +158,10 @@ def _gratings(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor
 
 
 def volume_batches(batch: int, size: int, classes: int, seed: int) -> Batches:
-    """Yield ellipsoids in noise (batch, 3, size, size, size) float32, and masks (batch, size, size, size) int64.
+    """Yield noisy volumes (batch, 3, size, size, size) float32 and masks (batch, size, size, size) int64.
 
-    Class 0 is the background. Each other class has one to three ellipsoids in a volume; later ellipsoids cover earlier
-    ones. The three channels show the classes at different brightness.
+    Class 0 is the background; each other class has one to three ellipsoids in a volume. The channels show the classes
+    at different brightness.
     """
     generator = torch.Generator().manual_seed(seed)
     brightness = torch.randn(classes, 3, generator=generator)

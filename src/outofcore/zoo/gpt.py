@@ -1,8 +1,7 @@
 """A decoder-only language model.
 
-GPT-2 (Radford, Wu, Child, Luan, Amodei, Sutskever: Language Models are Unsupervised Multitask Learners, 2019, section
-2.3): learned positions, pre-normalisation, and residual projections initialised with 1/sqrt(residual layers). The
-output layer shares the embedding (Press, Wolf: Using the Output Embedding to Improve Language Models, 1608.05859).
+GPT-2 (Radford et al.: Language Models are Unsupervised Multitask Learners, 2019, section 2.3) with an output layer that
+shares the embedding (Press, Wolf: Using the Output Embedding to Improve Language Models, arXiv 1608.05859).
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ class GPTShape:
 def shape_for(parameters: int, context: int, vocab: int, dropout: float) -> GPTShape:
     """Choose layers and width for a model of about ``parameters`` parameters.
 
-    Widths are multiples of 64. The shape minimises |log(count / parameters)| + |log2(width / layers / 64)| / 20: the
-    count matters first, the aspect ratio second. Raises ``InputError`` if even the smallest model (1 layer, width 64)
-    has more than twice the parameters.
+    Minimise |log(count / parameters)| + |log2(width / layers / 64)| / 20 over widths that are multiples of 64. Raises
+    ``InputError`` if the smallest model has more than twice the parameters.
     """
 
     def error(shape: GPTShape) -> float:

@@ -96,10 +96,9 @@ def _shortcut(channels: int, out: int, stride: int) -> nn.Module:
 
 
 class ResNet(nn.Module):
-    """(N, 3, H, W) images to (N, classes) logits.
+    """(N, 3, H, W) images to (N, classes) logits (He et al., arXiv 1512.03385, section 4.1 and table 1).
 
-    He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition, arXiv 1512.03385, section 4.1 and table 1. As is
-    usual today, bottleneck blocks halve the resolution in the 3×3 convolution, not in the first 1×1.
+    As is usual today, bottleneck blocks halve the resolution in the 3×3 convolution, not in the first 1×1.
     """
 
     def __init__(self, depth: int = 50, classes: int = 1000) -> None:
@@ -135,11 +134,7 @@ _VGG_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # channels, con
 
 
 class VGG16(nn.Module):
-    """(N, 3, size, size) images to (N, classes) logits.
-
-    Simonyan, Zisserman: Very Deep Convolutional Networks for Large-Scale Image Recognition, arXiv 1409.1556, table 1,
-    configuration D: no normalisation, three fully connected layers. The first depends on the image size.
-    """
+    """(N, 3, size, size) images to (N, classes) logits (Simonyan, Zisserman, arXiv 1409.1556, table 1, D)."""
 
     def __init__(self, size: int = 224, classes: int = 1000, dropout: float = 0.5) -> None:
         super().__init__()
@@ -210,11 +205,7 @@ class DenseBlock(nn.Module):
 
 
 class DenseNet121(nn.Module):
-    """(N, 3, H, W) images to (N, classes) logits.
-
-    Huang, Liu, van der Maaten, Weinberger: Densely Connected Convolutional Networks, arXiv 1608.06993, table 1:
-    DenseNet-BC with growth rate 32 and compression 0.5.
-    """
+    """(N, 3, H, W) images to (N, classes) logits (Huang et al., arXiv 1608.06993, table 1)."""
 
     def __init__(self, classes: int = 1000) -> None:
         super().__init__()
@@ -251,12 +242,11 @@ def _convolution(channels: int, out: int) -> nn.Sequential:
 class UNet3d(nn.Module):
     """(N, channels, D, H, W) volumes to (N, classes, D, H, W) logits; D, H and W are multiples of 8.
 
-    Çiçek, Abdulkadir, Lienkamp, Brox, Ronneberger: 3D U-Net: Learning Dense Volumetric Segmentation from Sparse
-    Annotation, arXiv 1606.06650, section 2 and figure 2. With ``base`` 32 it has the paper's 19,069,955 parameters,
-    without the normalisations. Unlike in the paper, convolutions are padded, and classes have equal weights.
+    Çiçek et al.: 3D U-Net, arXiv 1606.06650, section 2 and figure 2. With ``base`` 32 it has the paper's 19,069,955
+    parameters, without the normalisations. Unlike there, convolutions are padded, and classes have equal weights.
 
-    Limit: on CUDA ``torch.use_deterministic_algorithms(True)`` refuses the backward pass of 3D max pooling without
-    ``warn_only``. Here pooling windows do not overlap, so the result is deterministic anyway.
+    Limit: on CUDA ``torch.use_deterministic_algorithms(True)`` needs ``warn_only`` for the backward pass of 3D max
+    pooling, although its windows do not overlap here.
     """
 
     def __init__(self, base: int = 32, channels: int = 3, classes: int = 3) -> None:

@@ -98,7 +98,6 @@ class ZooOptions:
                 object.__setattr__(self, name, read(value))
 
     def check(self, name: str, takes: frozenset[str]) -> None:
-        """Raise ``InputError`` for invalid values, and for options that the model ``name`` does not have."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _SHAPING and value is not None and field.name not in takes:
@@ -121,10 +120,7 @@ _POSITIVE = (_SHAPING - {"dropout", "images"}) | {"batch", "lr", "clip"}
 
 
 def parse_count(text: str | int) -> int:
-    """Parse a number of parameters such as ``350M``, ``"1.3B"`` or ``125000000``; raises ``InputError``.
-
-    ``K``, ``M`` and ``B`` are powers of 1000.
-    """
+    """Parse a count such as ``350M`` or ``"1.3B"``, with powers of 1000; raises ``InputError``."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBkmb]?)\s*", str(text))
     count = round(float(match.group(1)) * _COUNT_UNITS[match.group(2).upper()]) if match else 0
     if isinstance(text, bool) or count <= 0:
@@ -182,10 +178,7 @@ class Workload:
     sample: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def build(self, seed: int | None = None) -> nn.Module:
-        """Make the model in training mode on the CPU; the seed determines its weights.
-
-        PyTorch's generators are unchanged.
-        """
+        """Make the model in training mode on the CPU, with weights from the seed."""
         with torch.random.fork_rng(devices=[]):
             # torch.manual_seed would also seed the generators of accelerators.
             torch.default_generator.manual_seed(self.options.seed if seed is None else seed)

@@ -21,8 +21,6 @@ def _heads(x: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Attention:
-    """The attributes of Attention."""
-
     count: int  # of the outputs in use
     q_num_heads: int = 0
     kv_num_heads: int = 0

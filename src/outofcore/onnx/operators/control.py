@@ -13,7 +13,7 @@ _NO_TURN = "it runs 0 times, so its collected outputs have no shape"
 
 
 class Control(nn.Module):
-    """A node with graphs; ``forward`` takes a device, the inputs, and the outer values that each graph uses."""
+    """A node with graphs; ``forward`` takes a device, the inputs, and outer values by graph."""
 
     def __init__(self, graphs: dict[str, Any], attributes: dict[str, Any], states: int) -> None:
         super().__init__()
@@ -28,8 +28,6 @@ class Control(nn.Module):
 
 @operator("If", read=(0,), pure=False, many=True)
 class Branch(Control):
-    """Runs one of two graphs."""
-
     def forward(self, device: torch.device, inputs: list[Any], outer: dict[str, list[Any]]) -> list[Any]:
         ((condition,),) = inputs
         return self.run("then_branch" if condition else "else_branch", [], outer, device)

@@ -133,7 +133,6 @@ class _Window:
         return missing_pads
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of each window of a padded tensor."""
         ones = x.new_ones(1, 1, *self.kernel)
         flat = x.reshape(-1, 1, *x.shape[2:])
         y = _CONV[len(self.kernel)](flat, ones, None, self.strides, 0, self.dilations)
@@ -381,7 +380,6 @@ def local_response(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0
 
 
 def _made(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[Any, torch.dtype]:
-    """Return the shape and dtype of random numbers, by default from a tensor."""
     return (shape, dtype or torch.float32) if x is None else (x.shape, dtype or x.dtype)
 
 

@@ -103,8 +103,6 @@ def _requantized(y: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 class _Quantized(NamedTuple):
-    """A quantised tensor, three inputs of a node."""
-
     numbers: Tensor
     scale: Tensor
     zero: Tensor

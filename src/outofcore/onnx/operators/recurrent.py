@@ -30,8 +30,6 @@ _States = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class _Direction:
-    """The weights and attributes of one direction."""
-
     r: Tensor
     bias: Tensor | None  # of the state
     peepholes: Tensor | None
@@ -40,7 +38,6 @@ class _Direction:
     is_variant: bool  # linear_before_reset of a GRU, input_forget of an LSTM
 
     def activated(self, place: int, x: Tensor) -> Tensor:
-        """Clip a tensor and apply an activation."""
         return self.activations[place](x if self.clip is None else torch.clamp(x, -self.clip, self.clip))
 
     def run(
@@ -107,8 +104,6 @@ _CELLS = {
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The attributes of RNN, GRU and LSTM."""
-
     op: str
     activations: tuple[str, ...] = ()
     activation_alpha: tuple[float, ...] = ()
@@ -120,7 +115,6 @@ class Recurrence:
     linear_before_reset: int = 0
 
     def functions(self, count: int) -> list[list[Callable[[Tensor], Tensor]]]:
-        """Return the activations of each direction."""
         defaults = _CELLS[self.op].activations
         alpha, beta = list(self.activation_alpha), list(self.activation_beta)
         functions: list[Callable[[Tensor], Tensor]] = []
@@ -147,10 +141,9 @@ def recurrent(
     *states: Tensor | None,
     asked: Recurrence,
 ) -> tuple[Tensor, ...]:
-    """Run all directions of a layer.
+    """Run all directions of a layer; ``x`` is (time, batch, inputs), with layout=1 the batch first.
 
-    ``x`` is (time, batch, inputs), with layout=1 the batch first; ``lengths`` are of the sequences. ``states`` are the
-    hidden state, for LSTM also the cell state and the peepholes: each (directions, batch, size), or None for zeros.
+    ``states`` are hidden state, cell state and peepholes, the latter two of an LSTM: (directions, batch, size) or None.
     """
     cell, count, hidden = _CELLS[asked.op], w.shape[0], r.shape[-1]
     if count != (2 if asked.direction == "bidirectional" else 1):

@@ -21,31 +21,21 @@ class Refused(Exception):  # noqa: N818 - the model shows it as an InputError wi
 class Operator:
     """The implementation of an operator.
 
-    Attributes:
-        run: a function of the inputs, in the standard's order with None for omitted inputs, and attributes by keyword;
-            or a class of modules that run inner graphs.
-        since: the first opset that it implements.
-        parameters: by keyword of ``run``: the attribute and its default, or empty. The builder sets ``device``,
-            ``version``, ``op``, ``outputs`` (number of outputs) and ``count`` (of these, in use).
-        read: positions of inputs that ``run`` takes as a flat list of numbers.
-        host: positions of inputs that may be on the CPU, because ``run`` reads their numbers.
-        pure: deterministic and without side effects.
-        many: ``run`` returns a tuple with an item for each output.
-        by_shape: the result depends only on the shapes of the inputs.
-        size: returns the number of elements of a result that may be larger than the inputs.
-        is_plain: ``run`` is a PyTorch function without kernels for uint16, uint32 and uint64.
+    ``run`` is a function, or a class of modules that run inner graphs. It takes the inputs in the standard's order,
+    None for omitted inputs, and attributes by keyword. The builder sets the keywords ``device``, ``version``, ``op``,
+    ``outputs`` (number of outputs) and ``count`` (of these, in use).
     """
 
     run: Function
-    since: int
-    parameters: Mapping[str, tuple[str, Any]]
-    read: frozenset[int] = frozenset()
-    host: frozenset[int] = frozenset()
-    pure: bool = True
-    many: bool = False
-    by_shape: bool = False
-    size: Callable[..., int] | None = None
-    is_plain: bool = False
+    since: int  # the first opset that it implements
+    parameters: Mapping[str, tuple[str, Any]]  # by keyword of `run`: attribute and default, or empty
+    read: frozenset[int] = frozenset()  # positions of inputs that `run` takes as a flat list of numbers
+    host: frozenset[int] = frozenset()  # positions of inputs that may be on the CPU, because `run` reads their numbers
+    pure: bool = True  # deterministic and without side effects
+    many: bool = False  # `run` returns a tuple with an item for each output
+    by_shape: bool = False  # the result depends only on the shapes of the inputs
+    size: Callable[..., int] | None = None  # number of elements of a result that may be larger than the inputs
+    is_plain: bool = False  # `run` is a PyTorch function without kernels for uint16, uint32 and uint64
 
 
 _OPERATORS: dict[tuple[str, str], list[Operator]] = {}
@@ -61,7 +51,7 @@ def operator(
     attributes: type[Any] | None = None,
     **flags: Any,
 ) -> Callable[[Function], Function]:
-    """Register a function as operators from an opset on; its keywords and ``also`` are the names of attributes.
+    """Register a function as operators from an opset on; its keywords and ``also`` name attributes.
 
     With ``attributes``, a dataclass with the attributes, the function takes an instance as its keyword ``asked``.
     """
@@ -103,7 +93,6 @@ def add(names: Sequence[str], operator: Operator, domain: str = "") -> None:
 
 
 def find(domain: str, name: str, version: int) -> Operator | None:
-    """Return the implementation of an operator in an opset, if any."""
     return next((entry for entry in _OPERATORS.get((domain, name), ()) if entry.since <= version), None)
 
 

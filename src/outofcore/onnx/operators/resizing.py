@@ -15,8 +15,6 @@ from outofcore.onnx.operators.registry import Refused, axis_of, operator
 
 @dataclass(frozen=True)
 class Resizing:
-    """The attributes of Resize."""
-
     mode: str = "nearest"
     coordinate_transformation_mode: str = "half_pixel"
     nearest_mode: str = "round_prefer_floor"
@@ -82,10 +80,7 @@ def resize(
 def _by_pytorch(
     attributes: Resizing, x: Tensor, scales_and_sizes: list[tuple[float, int]], *, given: bool
 ) -> Tensor | None:
-    """Resize with ``F.interpolate`` by a scale and size per axis; None: it would give another result.
-
-    ``given`` is whether the node has scales instead of sizes.
-    """
+    """Resize with ``F.interpolate`` by a scale and size per axis; None: it would give another result."""
     spatial = x.dim() - 2
     if not 1 <= spatial <= 3 or any(scales_and_sizes[i] != (1.0, x.shape[i]) for i in (0, 1)):
         return None
@@ -192,8 +187,6 @@ def grid_sample(
 
 @dataclass(frozen=True)
 class RegionAlignment:
-    """The attributes of RoiAlign."""
-
     version: int
     coordinate_transformation_mode: str | None = None
     mode: str = "avg"
@@ -205,7 +198,6 @@ class RegionAlignment:
 
 @operator("RoiAlign", attributes=RegionAlignment)
 def roi_align(x: Tensor, rois: Tensor, images: Tensor, *, asked: RegionAlignment) -> Tensor:
-    """Return the mean or maximum of interpolated samples in each cell of each region."""
     ratio = asked.sampling_ratio
     if not ratio:
         raise Refused("the number of samples depends on the regions (sampling_ratio=0), which is not supported")
