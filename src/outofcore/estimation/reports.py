@@ -55,7 +55,7 @@ def report_step(
             measured=step.measured,
             count=POINTS if count is None else count,
             policy=step.policy,
-            tell=lambda done, total: tell("plan for several budgets", done, total),
+            tell=lambda finished, total: tell("plan for several budgets", finished, total),
         )
     page = Page(title, step.budget, budget_insight, [home.name for home in costs.homes], [*_notes(step), *notes])
     timelines = step.timelines("simulated" if step.simulated else "predicted")

@@ -50,7 +50,7 @@ def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> P
 
 
 def budgets_between(smallest: int, in_core: int, count: int = POINTS) -> tuple[int, ...]:
-    """Return budgets at equal ratios, from the smallest to that of a step in core (``everything``)."""
+    """Return budgets at equal ratios, from the smallest to that of a step in core."""
     smallest, in_core = max(smallest, 1), max(in_core, smallest, 1)
     if count < 2 or smallest == in_core:
         return (in_core,)
@@ -294,7 +294,9 @@ def estimated(
         raise GraphError("the step has no ops, so it has no costs to estimate; compute with tensors in it")
     smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
     candidates = budgets_between(smallest, in_core)
-    points = curve(graph, costs, candidates, policy, lambda done, total: tell("plan for several budgets", done, total))
+    points = curve(
+        graph, costs, candidates, policy, lambda finished, total: tell("plan for several budgets", finished, total)
+    )
     tell("find the budget without slowdown", 0, 1)
     lossless, points = lossless_budget(graph, costs, points, policy)
     remaining = set(budgets) - {point.budget for point in points}

@@ -70,7 +70,6 @@ def operator(
 
 
 def _asked(kind: type[Any], function: Function) -> Function:
-
     @functools.wraps(function)
     def run(*inputs: Any, **attributes: Any) -> Any:
         return function(*inputs, asked=kind(**attributes))
