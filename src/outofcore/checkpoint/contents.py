@@ -96,7 +96,7 @@ class Index(Struct):
         if not {"training", *(model.stem for model in self.models)} <= self.names.keys():
             raise ValueError("names no data file for a model or for the training state")
         if not self.files.keys() >= set(self.names.values()):
-            raise ValueError("names a data file without its size and checksum")
+            raise ValueError("names a data file that has no size and no checksum")
 
 
 @dataclass(frozen=True)
