@@ -75,7 +75,7 @@ class _UnlikeError(Exception):
 def deepened(step: Step, stacks: Iterable[Stack], blocks: int | None = None) -> Step | None:
     """Derive the step of the deep model from a shallow one; None: the inner blocks do not match.
 
-    The shallow step has ``KEPT`` blocks per stack. ``blocks``, at least 3, replaces the number of every stack.
+    The shallow step has ``KEPT_BLOCKS`` blocks per stack. ``blocks``, at least 3, replaces the number of every stack.
     """
     try:
         step = _updates_last(step)
@@ -251,7 +251,7 @@ def _step_of(storages: tuple[Storage, ...], parts: Sequence[_Part], outputs: tup
 
 
 class _Blocks:
-    """A step with ``KEPT`` blocks of a stack; the two in the middle match."""
+    """A step with ``KEPT_BLOCKS`` blocks of a stack; the two in the middle match."""
 
     def __init__(self, step: Step, stack: Stack) -> None:
         self._step, self._stack = step, stack
