@@ -393,7 +393,7 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
         outofcore.load(tmp_path / "nowhere", model, optimizer)
     other = Model()
     other.embed = nn.Linear(192, 192)
-    with pytest.raises(InputError, match=r"one tensor when .* two now"):
+    with pytest.raises(InputError, match=r"one tensor when .* two tensors now"):
         outofcore.load(tmp_path, other, optimizer)
 
 
@@ -587,9 +587,9 @@ def test_a_checkpoint_without_frozen_weights_refuses_another_base(tmp_path: Path
     refuses(r"is torch\.float64 \(192, 192\), and was torch\.float32", lambda m: m.double())
     refuses(r"is torch\.float32 \(96, 192\), and was", lambda m: setattr(m, "base", nn.Linear(192, 96)))
     refuses(r"has no base\.0\.weight", lambda m: setattr(m, "base", nn.Sequential(m.base)))
-    refuses(r"has base\.bias, which model 0 has not", lambda m: setattr(m.base, "bias", None))
+    refuses(r"has base\.bias, which model 0 does not have", lambda m: setattr(m.base, "bias", None))
     untied = nn.Linear(192, 192, bias=False).requires_grad_(False)
-    refuses("were one tensor when .* two now", lambda m: setattr(m, "tied", untied))
+    refuses("were one tensor when .* two tensors now", lambda m: setattr(m, "tied", untied))
 
 
 def test_an_adapter_on_the_meta_device_gets_what_was_saved(tmp_path: Path) -> None:

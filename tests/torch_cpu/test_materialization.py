@@ -212,7 +212,7 @@ class Wrapped(nn.Module):
         ("base.model.{}", modules, r"begin with 'base\.model\.'"),
         ("{}", partial(Wrapped, "model"), r"get_submodule\('model'\)"),
         ("model._orig_mod.{}", partial(Wrapped, "model"), r"differ by _orig_mod"),
-        ("{}.other", modules, "give the weights of this model"),
+        ("{}.other", modules, "pass the weights of this model"),
     ],
 )
 def test_weights_of_which_no_name_fits_are_refused(
@@ -222,7 +222,7 @@ def test_weights_of_which_no_name_fits_are_refused(
     save_file({theirs.format(name): tensor for name, tensor in modules().state_dict().items()}, file)
     with torch.device("meta"):
         model = make()
-    with pytest.raises(InputError, match=rf"is one of the model: it has .* and \d+ more, .*{advice}"):
+    with pytest.raises(InputError, match=rf"is one of the model: the file has .* and \d+ more, .*{advice}"):
         outofcore.materialize(model, home=home, weights=file)
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -251,7 +251,7 @@ def test_names_that_only_one_side_has_are_reported(
 
 def test_weights_for_a_model_with_contents_are_refused(home: outofcore.OpenHome, tmp_path: Path) -> None:
     save_file(nn.Linear(4, 4).state_dict(), tmp_path / "w.safetensors")
-    with pytest.raises(InputError, match=r"nothing of .*w\.safetensors would be read.*load_state_dict"):
+    with pytest.raises(InputError, match=r"no weights of .*w\.safetensors would be read.*load_state_dict"):
         outofcore.materialize(nn.Linear(4, 4), home=home, weights=tmp_path / "w.safetensors")
 
 

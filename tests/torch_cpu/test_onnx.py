@@ -287,19 +287,19 @@ DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "above": (lambda m: outside(m, "../secret.bin"), "outside of the model's folder"),
     "link": (lambda m: outside(m, "link.bin"), "outside of the model's folder"),
     "missing file": (lambda m: outside(m, "nothing.bin"), "cannot be read"),
-    "folder": (lambda m: outside(m, "."), "which is no file"),
+    "folder": (lambda m: outside(m, "."), "which is not a file"),
     "cut file": (lambda m: outside(m, "beside.bin", offset=8, length=64), "which has 64"),
     "wrong length": (lambda m: outside(m, "beside.bin", offset=0, length=32), "32 bytes, and its shape"),
     "negative offset": (lambda m: outside(m, "beside.bin", offset=-8, length=64), "at bytes -8"),
     "raw length": (lambda m: setattr(m.graph.initializer[0], "raw_data", b"123"), "3 bytes, and its shape"),
     "shape": (lambda m: m.graph.initializer[0].dims.append(1 << 40), "bytes, and its shape"),
-    "impossible shape": (lambda m: m.graph.initializer[0].dims.append(-1), "which cannot be"),
+    "impossible shape": (lambda m: m.graph.initializer[0].dims.append(-1), "has the impossible shape"),
     "data type": (lambda m: setattr(m.graph.initializer[0], "data_type", 77), "data type 77"),
     "text": (lambda m: setattr(m.graph.initializer[0], "data_type", 8), "elements, and its shape"),
     "cycle": (_cycle, "has a cycle, among others through node 'first'"),
     "cycle of one": (_self_made, "has a cycle, among others through node 'second'"),
-    "missing input": (lambda m: m.graph.node[2].input.__setitem__(1, "c"), "uses 'c', which nothing makes"),
-    "missing output": (lambda m: setattr(m.graph.output[0], "name", "z"), "nothing makes the output 'z'"),
+    "missing input": (lambda m: m.graph.node[2].input.__setitem__(1, "c"), "uses 'c', which no node produces"),
+    "missing output": (lambda m: setattr(m.graph.output[0], "name", "z"), "no node produces the output 'z'"),
     "two values": (lambda m: m.graph.node[1].output.__setitem__(0, "p"), "the value 'p' is made twice"),
     "two weights": (
         lambda m: setattr(m.graph.initializer[1], "name", "a"),
@@ -310,13 +310,13 @@ DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: setattr(m.graph.node[1], "op_type", "Sooftmax"),
         "node 'second' (ai.onnx::Sooftmax of opset 21) is not supported",
     ),
-    "domain": (lambda m: setattr(m.graph.node[1], "domain", "acme"), "of the domain 'acme', of which"),
+    "domain": (lambda m: setattr(m.graph.node[1], "domain", "acme"), "of the domain 'acme', which has no opset"),
     "attribute": (lambda m: setattr(m.graph.node[1].attribute[0], "name", "axes"), "has an attribute 'axes'"),
     "attribute type": (lambda m: setattr(m.graph.node[1].attribute[0], "type", 1), "'axis' is not of the type INT"),
     "inputs": (lambda m: m.graph.node[1].input.append("p"), "has 2 inputs, and the operator 1 to 1"),
-    "no opset": (lambda m: m.opset_import.pop(), "no graph and opset"),
+    "no opset": (lambda m: m.opset_import.pop(), "no graph or no opset"),
     "later opset": (lambda m: setattr(m.opset_import[0], "version", 99), "it needs opset 99"),
-    "no graph": (lambda m: m.ClearField("graph"), "no graph and opset"),
+    "no graph": (lambda m: m.ClearField("graph"), "no graph or no opset"),
 }
 
 
@@ -385,7 +385,7 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             model(*given)
-    with pytest.raises(InputError, match="'z' is not known"):
+    with pytest.raises(InputError, match="'z' is unknown"):
         model(z=torch.ones(2, 4))
     assert model(x=torch.ones(2, 4)).shape == (2, 4)
 

@@ -293,7 +293,7 @@ def test_text_is_the_source_of_the_library() -> None:
         ("gpt", {"params": "1M", "layers": 3}, "not both"),
         ("gpt", {"params": 1000}, "the smallest has"),
         ("gpt", {"vocab": 100}, "at least 256"),
-        ("gpt", {"optimizer": "lion"}, "take one of: sgd"),
+        ("gpt", {"optimizer": "lion"}, "use one of: sgd"),
         ("gpt", {"dropout": 1.0}, "below 1"),
         ("gpt", {"seed": -1}, "must not be negative"),
         ("resnet", {"size": 16}, "at least 32"),

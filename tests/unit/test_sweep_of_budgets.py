@@ -104,7 +104,7 @@ def test_where_everything_fits_ops_are_the_limit() -> None:
     graph = net()
     planned = planning.plan_step(graph, costs(graph), 64 * MIB)
     found = insight(graph, costs(graph), 64 * MIB, planned, count=0)
-    assert found.verdict.startswith("Ops are the limit: nothing has to move")
+    assert found.verdict.startswith("Ops are the limit: no tensor is evicted")
     assert [point.budget for point in found.points] == [64 * MIB]
     assert "more budget" not in " ".join(one.what for one in found.helps)
 

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: named tensors of models and optimizers, plain data, and random generators."""
+"""The contents of a checkpoint: named tensors, plain data and the states of random generators."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SavedFile(Struct):
 
 
 class OmittedParameter(Struct):
-    """A frozen parameter that was not saved, as far as a model that has it can be recognised."""
+    """The shape and dtype of a frozen parameter that was not saved."""
 
     shape: list[_Count]
     dtype: str
@@ -45,29 +45,21 @@ class OmittedParameter(Struct):
 
 
 class SavedModel(Struct):
-    """A model in a checkpoint's index.
-
-    ``stem`` is of the file that has its tensors, ``aliases`` are further names of tensors with the first one, and
-    ``omitted`` by name the frozen parameters that were left out.
-    """
-
-    stem: str
-    aliases: dict[str, str]
-    omitted: dict[str, OmittedParameter] = {}
+    stem: str  # of the data file with its tensors
+    aliases: dict[str, str]  # further names of tensors: the first name of each
+    omitted: dict[str, OmittedParameter] = {}  # frozen parameters that were not saved, by name
 
 
 class SavedGroup(Struct):
-    """A group of an optimizer: the number of its parameters, and its settings that are no tensors."""
+    """A parameter group of an optimizer: the number of its parameters, and its settings except tensors."""
 
     parameters: _Count
     settings: dict[str, Any]
 
 
 class SavedOptimizer(Struct):
-    """An optimizer in a checkpoint's index; ``state`` is what is no tensor, by the parameter's number."""
-
     groups: list[SavedGroup]
-    state: dict[str, dict[str, Any]]
+    state: dict[str, dict[str, Any]]  # by the parameter's number, without tensors
 
 
 class _Python(Struct):
@@ -85,65 +77,56 @@ class _Numpy(Struct):
 
 
 class SavedGenerators(Struct):
-    """The states of the generators of Python's ``random`` and of ``numpy.random``."""
-
     python: _Python
     numpy: _Numpy
 
 
 class Index(Struct):
-    """The index of a checkpoint: plain data, and the current data files.
-
-    ``names`` maps a stem such as "training" to its data file, ``extra`` is what the caller has saved along.
-    """
+    """The index of a checkpoint: plain data, and the current data files."""
 
     format: str
     models: list[SavedModel]
     optimizers: list[SavedOptimizer]
     generators: SavedGenerators
-    names: dict[str, str]
+    names: dict[str, str]  # data files by stem, such as "training"
     files: dict[str, SavedFile]
-    extra: Any = None
+    extra: Any = None  # the user's data
 
     def __post_init__(self) -> None:
         if not {"training", *(model.stem for model in self.models)} <= self.names.keys():
-            raise ValueError("names no data file for a model or for what belongs to no model")
+            raise ValueError("names no data file for a model or for the training state")
         if not self.files.keys() >= set(self.names.values()):
-            raise ValueError("names a data file of which it gives no size and no checksum")
+            raise ValueError("names a data file that has no size and no checksum")
 
 
 @dataclass(frozen=True)
 class ModelContents:
-    """The tensors of a model, each once however many names it has.
+    """The tensors of a model by their first names, each once even if modules share it."""
 
-    ``tensors`` are parameters and buffers of its state dict by their first name, ``rest`` other buffers, and
-    ``aliases`` further names with the first one.
-    """
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    rest: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    aliases: dict[str, str] = field(default_factory=dict[str, str])
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # in its state dict
+    rest: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # non-persistent buffers
+    aliases: dict[str, str] = field(default_factory=dict[str, str])  # further names: the first name of each
 
 
 def contents_of(model: nn.Module) -> ModelContents:
     """Collect the tensors of a model; raises ``StateError`` if a module has other state."""
-    found = ModelContents()
-    seen: dict[Any, str] = {}
+    contents = ModelContents()
+    first_names: dict[Any, str] = {}
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise StateError(
-                f"the module {path or 'itself'} has extra state (get_extra_state), which a checkpoint has no place "
-                "for; save it by yourself, or with extra="
+                f"the module {path or 'itself'} has extra state (get_extra_state), which a checkpoint cannot store; "
+                "save it by yourself, or with extra="
             )
     for name, tensor, persistent in _named_tensors(model):
         window = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key: Any = window if tensor.numel() and not tensor.is_meta else id(tensor)
-        if key in seen:
-            found.aliases[name] = seen[key]
+        if key in first_names:
+            contents.aliases[name] = first_names[key]
         else:
-            seen[key] = name
-            (found.tensors if persistent else found.rest)[name] = tensor
-    return found
+            first_names[key] = name
+            (contents.tensors if persistent else contents.rest)[name] = tensor
+    return contents
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -159,10 +142,10 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 def untrained(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], written: Collection[torch.Tensor]
 ) -> set[int]:
-    """Return the ids of frozen parameters whose bytes stay the same, as far as it can be seen.
+    """Return the ids of frozen parameters that training does not change.
 
-    ``written`` are tensors that steps write. A parameter that has a gradient or optimizer state is, or was, updated.
-    One that shares memory with a buffer or with a changing parameter changes with it.
+    A parameter is changed if it has a gradient or optimizer state, is among the ``written`` tensors, or shares memory
+    with a buffer or a changed parameter.
     """
     frozen: dict[int, int] = {}
     stateful = {id(parameter) for optimizer in optimizers for parameter, state in optimizer.state.items() if state}
@@ -178,17 +161,16 @@ def untrained(
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer in the order in which its state dict counts them."""
+    """Return the parameters of an optimizer in the order of its state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def known_to(models: Sequence[nn.Module]) -> set[int]:
-    """Return the ids of all parameters of some models."""
     return {id(parameter) for model in models for parameter in model.parameters()}
 
 
 def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return each group's settings that are no tensors, for JSON; raises ``StateError`` unless they are plain data."""
+    """Return each group's settings except tensors, for JSON; raises ``StateError`` for other objects."""
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         settings = {n: v for n, v in group.items() if n != "params" and not isinstance(v, torch.Tensor)}
@@ -199,56 +181,53 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def plain_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Return the state that is no tensor, by the parameter's number, for JSON.
-
-    Raises ``StateError`` if some state is neither a tensor nor plain data, or belongs to no parameter.
-    """
+    """Return the state except tensors, by parameter number; raises ``StateError`` for other objects."""
     parameters = parameters_of(optimizer)
-    known = {id(parameter) for parameter in parameters}
+    parameter_ids = {id(parameter) for parameter in parameters}
     for key in optimizer.state:
-        if id(key) not in known:
+        if id(key) not in parameter_ids:
             raise StateError(
-                f"{type(optimizer).__name__} keeps state that belongs to none of its parameters, which a checkpoint "
-                "has no place for; save it by yourself, or with extra="
+                f"{type(optimizer).__name__} keeps state for a tensor that is not one of its parameters, which a "
+                "checkpoint cannot store; save it by yourself, or with extra="
             )
-    found: dict[str, dict[str, Any]] = {}
+    plain_by_number: dict[str, dict[str, Any]] = {}
     for number, parameter in enumerate(parameters):
         entries = optimizer.state.get(parameter, {})
         plain = {n: v for n, v in entries.items() if not isinstance(v, torch.Tensor)}
         for name, value in plain.items():
             check_plain(value, f"the state {name!r} of parameter {number} of {type(optimizer).__name__}")
         if parameter in optimizer.state:
-            found[str(number)] = plain
-    return found
+            plain_by_number[str(number)] = plain
+    return plain_by_number
 
 
-def check_plain(value: Any, what: str) -> None:
-    """Raise ``StateError`` for a value that JSON does not restore exactly, except for tuples, which become lists."""
+def check_plain(value: Any, description: str) -> None:
+    """Raise ``StateError`` for a value that JSON does not restore exactly; tuples pass, and become lists."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise StateError(f"{what} has the key {key!r}, and a checkpoint can hold keys of text alone")
-            check_plain(item, what)
+                raise StateError(f"{description} has the key {key!r}, and a checkpoint can only store string keys")
+            check_plain(item, description)
     elif isinstance(value, list | tuple):
         for item in value:
-            check_plain(item, what)
+            check_plain(item, description)
     elif type(value) not in _PLAIN:
         raise StateError(
-            f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: numbers, text, True, False and None, "
-            "and lists and dicts of these, can be saved"
+            f"{description} is a {type(value).__name__}, which a checkpoint cannot hold: numbers, text, True, False "
+            "and None, and lists and dicts of these, can be saved"
         )
 
 
 def generator_tensors() -> list[tuple[str, torch.Tensor]]:
-    """Return the states of PyTorch's default generators: that of the CPU, and of CUDA where it is in use."""
-    found = [(CPU_GENERATOR, torch.get_rng_state())]
+    """Return the states of PyTorch's default generators: the CPU's, and CUDA's if CUDA is in use."""
+    states = [(CPU_GENERATOR, torch.get_rng_state())]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found += [(f"{_CUDA}{index}", state) for index, state in enumerate(torch.cuda.get_rng_state_all())]
-    return found
+        states += [(f"{_CUDA}{index}", state) for index, state in enumerate(torch.cuda.get_rng_state_all())]
+    return states
 
 
 def restore_generators(tensors: dict[str, torch.Tensor]) -> None:
-    """Set PyTorch's generators; skip those of missing CUDA devices."""
+    """Set PyTorch's generators; skip missing CUDA devices."""
     if CPU_GENERATOR in tensors:
         torch.set_rng_state(tensors[CPU_GENERATOR])
     for name, state in tensors.items():
@@ -257,7 +236,6 @@ def restore_generators(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def plain_generators() -> dict[str, Any]:
-    """Return the states of the generators of Python's ``random`` and of ``numpy.random``, for JSON."""
     version, numbers, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     return {
@@ -273,10 +251,7 @@ def plain_generators() -> dict[str, Any]:
 
 
 def restore_plain_generators(saved: SavedGenerators, file: Path) -> None:
-    """Set the generators of Python's ``random`` and of ``numpy.random``.
-
-    Raises ``InputError`` if the states do not fit this version of Python or numpy.
-    """
+    """Set ``random`` and ``numpy.random``; raises ``InputError`` for states of incompatible versions."""
     python, numpy = saved.python, saved.numpy
     key = np.array(numpy.key, dtype=np.uint32)
     try:

@@ -40,10 +40,7 @@ Targets = dict[str, torch.Tensor]
 
 
 class Checkpoint:
-    """A checkpoint in a folder. Sizes are checked at once, contents as they are read.
-
-    Raises ``InputError`` if there is none, or it is damaged.
-    """
+    """A checkpoint in a folder; raises ``InputError`` if it is missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +52,7 @@ class Checkpoint:
                 raise InputError(f"{file.path} is not the file that was saved: it has {file.bytes} bytes")
             self._files[stem] = file
         self._shards: Shards | None = None
-        self._ranges: dict[int, Shard] = {}  # by the id of a tensor, of what it has a range
+        self._ranges: dict[int, Shard] = {}  # by the id of a tensor that is filled with a range of a sharded tensor
         # By the numbers of the optimizer and the parameter: the state's name, and its entry.
         self._state: dict[tuple[int, int], dict[str, Entry]] = {}
         for key, entry in self._files["training"].entries.items():
@@ -67,7 +64,6 @@ class Checkpoint:
 
     @property
     def extra(self) -> Any:
-        """What the caller has saved along."""
         return self._index.extra
 
     def load(
@@ -77,51 +73,49 @@ class Checkpoint:
         faces: Faces | None,
         shards: Shards | None = None,
     ) -> None:
-        """Load everything that was saved; frozen parameters that were left out stay as they are.
+        """Load all saved state; frozen parameters that were not saved keep their values.
 
-        Tensors that exist are overwritten in place; optimizer state and gradients that do not exist yet are allocated
-        at home. Each process reads its range of sharded tensors (``shards``); who saved them, and whether they were
-        sharded then, makes no difference.
+        Existing tensors are overwritten in place; missing optimizer state and gradients are allocated at home.
 
         Raises:
-            InputError: the checkpoint does not fit the models and optimizers; nothing has been changed.
-            TransferError: a file cannot be read or is damaged; models and optimizers are part old and part new.
-            SpillError: the home has no room.
+            InputError: the checkpoint does not fit the models and optimizers, which are unchanged.
+            TransferError: a file cannot be read or is damaged; some tensors have already been overwritten.
+            SpillError: the home is full.
         """
         self._shards = shards
         saved_optimizers = self._index.optimizers
         fillings = self.targets_in(models)
         self._check_counts(len(optimizers), len(saved_optimizers), "optimizers")
-        rest: Targets = {}
+        training_targets: Targets = {}
         for number, model in enumerate(models):
             for name, tensor in contents_of(model).rest.items():
                 if (key := f"buffer.{number}.{name}") in self._files["training"].entries:
-                    rest[key] = tensor
+                    training_targets[key] = tensor
         for number, (optimizer, saved) in enumerate(zip(optimizers, saved_optimizers, strict=True)):
             self._check_optimizer(number, optimizer, saved)
-            rest |= self._optimizer_targets(number, optimizer, known_to(models))
-        fillings.append(("training", rest))
+            training_targets |= self._optimizer_targets(number, optimizer, known_to(models))
+        fillings.append(("training", training_targets))
         for stem, targets in fillings:
             self._check_shapes(stem, targets)
-        # From here on things change.
-        new = self._new_tensors(models, optimizers, faces)
-        rest |= new
+        # All checks have passed: tensors are changed from here on.
+        allocated = self._new_tensors(models, optimizers, faces)
+        training_targets |= allocated
         generators = {name: state.clone() for name, state in generator_tensors()}
         for name, state in generators.items():
             saved_as = other_generator(shards.rank) if name == CPU_GENERATOR and shards and shards.rank else name
             if saved_as in self._files["training"].entries:
-                rest[saved_as] = state
+                training_targets[saved_as] = state
         buffer = new_buffer()
         for stem, targets in fillings:
             self._fill(stem, targets, faces, buffer)
         for number, (optimizer, saved) in enumerate(zip(optimizers, saved_optimizers, strict=True)):
             _restore_settings(optimizer, saved)
-            self._show_state(number, optimizer, saved, new)
+            self._show_state(number, optimizer, saved, allocated)
         for number, model in enumerate(models):
             for name, parameter in contents_of(model).tensors.items():
                 if parameter.is_leaf:
                     shard = self._shard(parameter)
-                    (parameter if shard is None else shard.own).grad = rest.get(f"gradient.{number}.{name}")
+                    (parameter if shard is None else shard.own).grad = training_targets.get(f"gradient.{number}.{name}")
         if shards is not None:
             shards.show_gradients()
         restore_generators(generators)
@@ -129,32 +123,29 @@ class Checkpoint:
         _log.info("loaded %s from %s", format_bytes(sum(file.bytes for file in self._files.values())), self.folder)
 
     def targets_in(self, models: Sequence[nn.Module]) -> list[tuple[str, Targets]]:
-        """Return the tensors of models to be filled, by the stem and the names of their files.
-
-        Raises ``InputError`` if the names differ, or a parameter that was left out is not there with its values.
-        """
+        """Return the stem of each model's file, and the tensors to fill by their names in the file."""
         saved = self._index.models
         self._check_counts(len(models), len(saved), "models")
         return [
-            (one.stem, self._model_targets(number, one, contents_of(model).tensors))
-            for number, (model, one) in enumerate(zip(models, saved, strict=True))
+            (saved_model.stem, self._model_targets(number, saved_model, contents_of(model).tensors))
+            for number, (model, saved_model) in enumerate(zip(models, saved, strict=True))
         ]
 
     def _shard(self, parameter: torch.Tensor) -> Shard | None:
         return None if self._shards is None else self._shards.of(parameter)
 
     def _target(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to be filled for a parameter: itself, or the own range."""
+        """Return the tensor to fill for a parameter: the parameter, or this process's range of it."""
         shard = self._shard(parameter)
         return parameter if shard is None else self._range(shard, shard.own)
 
-    def _range(self, shard: Shard, own: torch.Tensor) -> torch.Tensor:
-        """Record that a tensor is to have a range of what a file has."""
-        self._ranges[id(own)] = shard
-        return own
+    def _range(self, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
+        """Record that a tensor is filled with a range of a sharded tensor."""
+        self._ranges[id(tensor)] = shard
+        return tensor
 
     def _may_have(self, parameter: torch.Tensor, tensor: Any, entry: Entry) -> bool:
-        """Return whether an existing tensor fits a file's entry for a parameter; record a range."""
+        """Return whether an existing tensor fits a file's entry for a parameter; record its range, if any."""
         shard = self._shard(parameter)
         if not isinstance(tensor, torch.Tensor):
             return False
@@ -166,7 +157,6 @@ class Checkpoint:
         return False
 
     def _new(self, parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
-        """Make a tensor for a file's entry for a parameter."""
         shard = self._shard(parameter)
         if shard is None or entry.shape != shard.shape:
             return _new_tensor(parameter, entry, faces)
@@ -174,72 +164,75 @@ class Checkpoint:
         base = torch.zeros(count, dtype=torch.uint8)
         if faces is not None and is_large(count):
             base = storage_bytes(faces.birth(count))
-        own = torch.empty(0, dtype=entry.dtype).set_(base.untyped_storage(), 0, (shard.count,), (1,))
-        return self._range(shard, own)
+        local = torch.empty(0, dtype=entry.dtype).set_(base.untyped_storage(), 0, (shard.count,), (1,))
+        return self._range(shard, local)
 
-    def _check_counts(self, given: int, saved: int, what: str) -> None:
-        if given != saved:
-            raise InputError(f"the checkpoint in {self.folder} has {saved} {what}, and {given} were given")
+    def _check_counts(self, passed: int, saved: int, kind: str) -> None:
+        if passed != saved:
+            raise InputError(f"the checkpoint in {self.folder} has {saved} {kind}, and {passed} were passed")
 
-    def _model_targets(self, number: int, model: SavedModel, own: Targets) -> Targets:
-        """Return the tensors of a model by their names in the file, where other names may be tied."""
-        known = self._files[model.stem].entries.keys() | model.omitted.keys()
-        met: Targets = {}
-        for name, tensor in own.items():
-            saved = name if name in known else model.aliases.get(name)
+    def _model_targets(self, number: int, model: SavedModel, tensors: Targets) -> Targets:
+        """Return the tensors of a model by their names in the file; a tied tensor may have another name there."""
+        saved_names = self._files[model.stem].entries.keys() | model.omitted.keys()
+        targets: Targets = {}
+        for name, tensor in tensors.items():
+            saved = name if name in saved_names else model.aliases.get(name)
             if saved is None:
                 raise InputError(f"the checkpoint in {self.folder} has no {name}, which model {number} has")
-            if saved in met:
-                raise InputError(f"{name} and {saved} were one tensor when {self.folder} was saved, and are two now")
-            met[saved] = tensor
+            if saved in targets:
+                raise InputError(
+                    f"{name} and {saved} were one tensor when {self.folder} was saved, and are two tensors now"
+                )
+            targets[saved] = tensor
             if saved in model.omitted:
                 self._check_omitted(f"{name} of model {number}", tensor, model.omitted[saved])
-        unknown = known - met.keys()
+        unknown = saved_names - targets.keys()
         if unknown:
             raise InputError(
-                f"the checkpoint in {self.folder} has {min(unknown)}, which model {number} has not; "
-                "give the model that was saved"
+                f"the checkpoint in {self.folder} has {min(unknown)}, which model {number} does not have; "
+                "pass the model that was saved"
             )
-        return {name: self._target(tensor) for name, tensor in met.items() if name not in model.omitted}
+        return {name: self._target(tensor) for name, tensor in targets.items() if name not in model.omitted}
 
-    def _check_omitted(self, what: str, parameter: torch.Tensor, saved: OmittedParameter) -> None:
-        """Refuse a parameter that was left out of the checkpoint unless it can be the one of then."""
-        given = OmittedParameter.of(parameter)
-        if given != saved:
+    def _check_omitted(self, description: str, parameter: torch.Tensor, saved: OmittedParameter) -> None:
+        """Raise ``InputError`` if a parameter cannot be the omitted one."""
+        current = OmittedParameter.of(parameter)
+        if current != saved:
             raise InputError(
-                f"{what} is {given}, and was {saved} when {self.folder} was saved without frozen parameters; give the "
-                "model that it was saved from, with the same frozen weights"
+                f"{description} is {current}, and was {saved} when {self.folder} was saved without frozen parameters; "
+                "pass the model that it was saved from, with the same frozen weights"
             )
         if parameter.requires_grad:
             raise InputError(
-                f"{what} requires gradients, and {self.folder} was saved without it, for it was frozen; freeze it by "
-                "requires_grad_(False), or load a checkpoint that was saved with frozen=True"
+                f"{description} requires gradients, and {self.folder} was saved without it because it was frozen; "
+                "freeze it with requires_grad_(False), or load a checkpoint that was saved with frozen=True"
             )
         if parameter.is_meta and self._shard(parameter) is None:
             raise InputError(
-                f"{what} is on the device meta, and {self.folder} was saved without it, for it was frozen; give the "
-                "frozen parameters their values first (outofcore.materialize(model, home=..., weights=...)), or load a "
+                f"{description} is on the device meta, and {self.folder} was saved without it because it was frozen; "
+                "load the frozen parameters first (outofcore.materialize(model, home=..., weights=...)), or load a "
                 "checkpoint that was saved with frozen=True"
             )
 
     def _check_optimizer(self, number: int, optimizer: Optimizer, saved: SavedOptimizer) -> None:
-        given = [len(group["params"]) for group in optimizer.param_groups]
-        were = [group.parameters for group in saved.groups]
-        if given != were:
+        group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        saved_sizes = [group.parameters for group in saved.groups]
+        if group_sizes != saved_sizes:
             raise InputError(
-                f"optimizer {number} has groups of {given} parameters, and the checkpoint in {self.folder} of {were}"
+                f"optimizer {number} has groups of {group_sizes} parameters, and in the checkpoint in {self.folder} it "
+                f"has groups of {saved_sizes}; pass the optimizer that was saved"
             )
 
-    def _optimizer_targets(self, number: int, optimizer: Optimizer, known: set[int]) -> Targets:
+    def _optimizer_targets(self, number: int, optimizer: Optimizer, model_ids: set[int]) -> Targets:
         entries = self._files["training"].entries
         targets: Targets = {}
         for place, parameter in enumerate(parameters_of(optimizer)):
-            own: dict[str, Any] = {f"state.{place}.{n}": v for n, v in optimizer.state.get(parameter, {}).items()}
-            if id(parameter) not in known:
+            state: dict[str, Any] = {f"state.{place}.{n}": v for n, v in optimizer.state.get(parameter, {}).items()}
+            if id(parameter) not in model_ids:
                 entry = entries.get(f"optimizer.{number}.parameter.{place}")
                 if entry is not None and tuple(parameter.shape) == entry.shape and parameter.dtype == entry.dtype:
                     targets[entry.name] = self._target(parameter)
-            for name, tensor in own.items():
+            for name, tensor in state.items():
                 entry = entries.get(f"optimizer.{number}.{name}")
                 if entry is not None and self._may_have(parameter, tensor, entry):
                     targets[f"optimizer.{number}.{name}"] = tensor
@@ -262,31 +255,30 @@ class Checkpoint:
     def _new_tensors(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], faces: Faces | None
     ) -> Targets:
-        """Make tensors for optimizer state and gradients that are in the file and do not exist yet."""
         entries = self._files["training"].entries
-        new: Targets = {}
+        allocated: Targets = {}
         for number, optimizer in enumerate(optimizers):
             for place, parameter in enumerate(parameters_of(optimizer)):
                 present = optimizer.state.get(parameter, {})
                 for name, entry in self._state.get((number, place), {}).items():
-                    old = present.get(name)
-                    if not self._may_have(parameter, old, entry):
-                        new[entry.name] = self._new(parameter, entry, faces)
+                    existing = present.get(name)
+                    if not self._may_have(parameter, existing, entry):
+                        allocated[entry.name] = self._new(parameter, entry, faces)
         for number, model in enumerate(models):
             for name, parameter in contents_of(model).tensors.items():
                 key = f"gradient.{number}.{name}"
                 if key in entries:
                     shard = self._shard(parameter)
-                    own = (parameter if shard is None else shard.own).grad if parameter.is_leaf else None
-                    if own is not None and shard is not None:
-                        self._range(shard, own)
-                    new[key] = own if own is not None else self._new(parameter, entries[key], faces)
-        return new
+                    gradient = (parameter if shard is None else shard.own).grad if parameter.is_leaf else None
+                    if gradient is not None and shard is not None:
+                        self._range(shard, gradient)
+                    allocated[key] = gradient if gradient is not None else self._new(parameter, entries[key], faces)
+        return allocated
 
     def _fill(self, stem: str, targets: Targets, faces: Faces | None, buffer: memoryview) -> None:
-        """Fill all targets from one file, from its beginning to its end, and compare its checksum."""
+        """Fill the targets from one file, read sequentially, and compare its checksum."""
         file = self._files[stem]
-        wanted = self._index.files[self._index.names[stem]].crc32
+        saved_crc32 = self._index.files[self._index.names[stem]].crc32
         entries = sorted(file.entries.values(), key=lambda entry: (entry.begin, entry.end))
         start = entries[0].begin if entries else file.bytes
         with InFile(file.path) as source:
@@ -304,27 +296,27 @@ class Checkpoint:
                     target.copy_(self._shards.range_of(shard, whole))
                 else:
                     crc32 = fill(target, entry, source, faces, buffer, crc32)
-        if crc32 != wanted:
+        if crc32 != saved_crc32:
             raise TransferError(
-                f"{file.path} is not as it was saved: its checksum is {crc32:08x}, and {wanted:08x} was saved; "
-                "take another copy of the checkpoint"
+                f"{file.path} is not as it was saved: its checksum is {crc32:08x}, and {saved_crc32:08x} was saved; "
+                "use another copy of the checkpoint"
             )
 
-    def _show_state(self, number: int, optimizer: Optimizer, saved: SavedOptimizer, new: Targets) -> None:
-        """Give each parameter exactly the state that was saved."""
+    def _show_state(self, number: int, optimizer: Optimizer, saved: SavedOptimizer, allocated: Targets) -> None:
+        """Set the optimizer state of each parameter to the saved state, and delete any other state."""
         plain = saved.state
         for place, parameter in enumerate(parameters_of(optimizer)):
             if str(place) not in plain:
                 optimizer.state.pop(parameter, None)
                 continue
             names = self._state.get((number, place), {})
-            own = optimizer.state[parameter]
-            for name in own.keys() - names.keys():
-                del own[name]
+            state = optimizer.state[parameter]
+            for name in state.keys() - names.keys():
+                del state[name]
             for name, entry in names.items():
-                if entry.name in new:
-                    own[name] = new[entry.name]
-            own.update(plain[str(place)])
+                if entry.name in allocated:
+                    state[name] = allocated[entry.name]
+            state.update(plain[str(place)])
 
 
 def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
@@ -332,7 +324,7 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
 
 
 def _new_tensor(parameter: torch.Tensor, entry: Entry, faces: Faces | None) -> torch.Tensor:
-    """Make a tensor for a file's entry, with the parameter's layout if their shapes are equal."""
+    """Allocate a tensor for a file's entry, with the parameter's layout if their shapes are equal."""
     shape = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     if tuple(parameter.shape) == entry.shape:
         shape = torch.empty_like(parameter, dtype=entry.dtype, device="meta")
@@ -352,7 +344,7 @@ def _checksum(source: InFile, begin: int, end: int, buffer: memoryview, crc32: i
 
 
 def _restore_settings(optimizer: Optimizer, saved: SavedOptimizer) -> None:
-    for group, own in zip(optimizer.param_groups, saved.groups, strict=True):
-        for name, value in own.settings.items():
-            # JSON knows no tuples.
+    for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):
+        for name, value in saved_group.settings.items():
+            # JSON has no tuples.
             group[name] = tuple(value) if isinstance(value, list) and isinstance(group.get(name), tuple) else value

@@ -1,4 +1,4 @@
-"""Check that weight files fit a model, by names, shapes and dtypes, before anything is changed."""
+"""Check that weight files fit a model, by names, shapes and dtypes, before any tensor is changed."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from outofcore.checkpoint.tensor_files import Entry, Weights
 from outofcore.errors import InputError
 
 _log = logging.getLogger("outofcore")
-# How many names a message lists.
-_LISTED = 3
-# What wrappers put into the names of a module's tensors.
+_LISTED = 3  # names in a message
+# Parts that wrappers add to the names of a module's tensors.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
-    """Refuse files that do not fit a model, and warn of tensors that only one of the two has.
+    """Check that weight files fit the model, and warn of tensors that only one of them has.
 
-    Raises ``InputError`` if the files have no name of a meta tensor of the model, or another shape or kind of dtype for
-    one.
+    Raises ``InputError`` if no meta tensor of the model is in the files, or if one has another shape or kind of dtype.
     """
     named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
-    wanted = {name: tensor for name, tensor in named.items() if tensor.is_meta}
-    where = weights.path
-    if not wanted:
+    meta_tensors = {name: tensor for name, tensor in named.items() if tensor.is_meta}
+    path = weights.path
+    if not meta_tensors:
         raise InputError(
-            f"no tensor of the model is on the device meta, so nothing of {where} would be read; make the model under "
-            "torch.device('meta'), or load the file into it by load_state_dict"
+            f"no tensor of the model is on the device meta, so no weights of {path} would be read; make the model "
+            "under torch.device('meta'), or load the file into it with load_state_dict"
         )
-    found = {name: tensor for name, tensor in wanted.items() if name in weights.names}
-    for name, tensor in found.items():
+    matched = {name: tensor for name, tensor in meta_tensors.items() if name in weights.names}
+    for name, tensor in matched.items():
         file, entry = weights.find(name)
         check_fits(name, tensor, tuple(tensor.shape), entry, file.path)
-    given = {id(tensor) for tensor in found.values()}
-    # What is not saved with a model, such as masks, is in no file.
+    matched_ids = {id(tensor) for tensor in matched.values()}
+    # Buffers that a state dict leaves out, such as masks, are in no file.
     saved = model.state_dict(keep_vars=True).keys()
-    lacking = {id(tensor): name for name, tensor in reversed(wanted.items()) if id(tensor) not in given}
-    missing = sorted(name for name in lacking.values() if name in saved)
+    unmatched_meta = {
+        id(tensor): name for name, tensor in reversed(meta_tensors.items()) if id(tensor) not in matched_ids
+    }
+    missing = sorted(name for name in unmatched_meta.values() if name in saved)
     unmatched = sorted(weights.names - named.keys())
     advice = _advice(unmatched, missing)
-    if not found:
+    if not matched:
         raise InputError(
-            f"no name in {where} is one of the model: it has {listed(unmatched)}, and the model "
-            f"{listed(sorted(wanted))}; {advice or 'give the weights of this model'}"
+            f"no name in {path} is one of the model: the file has {listed(unmatched)}, and the model has "
+            f"{listed(sorted(meta_tensors))}; {advice or 'pass the weights of this model'}"
         )
     if missing or unmatched:
-        parts = [f"the model has {listed(missing)}, which the file has not: initialised anew"] if missing else []
+        parts = [f"the file lacks {listed(missing)}, which the model initialises instead"] if missing else []
         if unmatched:
-            parts.append(f"the file has {listed(unmatched)}, which the model has not: left out")
-        _log.warning("the model and %s differ: %s%s", where, "; ".join(parts), f"; {advice}" if advice else "")
+            parts.append(f"the model lacks {listed(unmatched)}, which are ignored")
+        _log.warning("the model and %s differ: %s%s", path, "; ".join(parts), f"; {advice}" if advice else "")
 
 
 def check_fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...], entry: Entry, path: Path) -> None:
-    """Raise ``InputError`` for an entry whose shape is not ``shape``, or that has numbers of another kind."""
+    """Raise ``InputError`` unless an entry has this shape, and a dtype of the tensor's kind."""
     if shape != entry.shape:
         raise InputError(f"{name} has the shape {shape}, and {entry.shape} in {path}")
     if tensor.dtype != entry.dtype and _kind(tensor.dtype) != _kind(entry.dtype):
         raise InputError(
             f"{name} is of {tensor.dtype}, and of {entry.dtype} in {path}: the numbers there mean something else "
-            "(quantised weights need their scales); give weights that are not quantised, or the model that they are of"
+            "(quantised weights need their scales); use weights that are not quantised, or the quantised model"
         )
 
 
@@ -77,13 +77,12 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def listed(names: Collection[str]) -> str:
-    """Format the first few names, and how many there are."""
     first = ", ".join(list(names)[:_LISTED])
     return first if len(names) <= _LISTED else f"{first} and {len(names) - _LISTED} more"
 
 
 def _advice(theirs: Collection[str], ours: Collection[str]) -> str:
-    """Return advice where names would match without a prefix or a wrapper's part; empty otherwise."""
+    """Return advice if names would match without a prefix or a wrapper's part, otherwise ""."""
     prefix = _prefix(theirs, set(ours))
     if prefix:
         return (
@@ -94,28 +93,28 @@ def _advice(theirs: Collection[str], ours: Collection[str]) -> str:
     if prefix:
         return (
             f"the model's names begin with {prefix!r}: materialize model.get_submodule({prefix[:-1]!r}) with these "
-            "weights first, and then what is left of the model"
+            "weights first, and then the whole model"
         )
     bare = {_unwrapped(name) for name in theirs} & {_unwrapped(name) for name in ours}
     if bare:
         marks = [mark for mark in _WRAPPERS if any(mark in name.split(".") for name in (*theirs, *ours))]
         return (
             f"the names differ by {' and '.join(marks)}, which a wrapper such as torch.compile or "
-            "DistributedDataParallel puts in: save and materialize the module without it"
+            "DistributedDataParallel adds: save and materialize the module without it"
         )
     return ""
 
 
 def _prefix(longer: Iterable[str], shorter: set[str]) -> str:
-    """Return the prefix that most names have before others' names."""
-    found: Counter[str] = Counter()
+    """Return the most common prefix that turns shorter names into longer ones."""
+    counts: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")
         for count in range(1, len(parts)):
             if ".".join(parts[count:]) in shorter:
-                found[".".join(parts[:count]) + "."] += 1
+                counts[".".join(parts[:count]) + "."] += 1
                 break
-    return found.most_common(1)[0][0] if found else ""
+    return counts.most_common(1)[0][0] if counts else ""
 
 
 def _unwrapped(name: str) -> str:

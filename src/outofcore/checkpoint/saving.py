@@ -1,8 +1,7 @@
 """Save a checkpoint into a folder: numbered data files, and an index that names the current ones.
 
-A save writes new files next to the old ones, syncs them to the disk, and then replaces the index by an atomic rename.
-Only after that are the old files deleted. So a save that is cut off at any point leaves the checkpoint that was there
-before; the next save deletes its leftovers.
+A save writes and syncs new files, replaces the index by an atomic rename, and then deletes the old files. An
+interrupted save leaves the previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ _DATA = re.compile(r"[a-z]+[0-9]*-([0-9]{6})\.safetensors")
 
 @dataclass(frozen=True)
 class Part:
-    """The own range of a sharded tensor, which the file has whole."""
+    """This process's range of a sharded tensor, which the file stores whole."""
 
     shard: Shard
     tensor: torch.Tensor
 
     @property
     def whole(self) -> torch.Tensor:
-        """A meta tensor with the shape and dtype of the whole."""
+        """A meta tensor with the shape and dtype of the whole tensor."""
         return torch.empty(self.shard.shape, dtype=self.tensor.dtype, device="meta")
 
 
@@ -79,15 +78,15 @@ def save_checkpoint(
     frozen: bool = True,
     written: Collection[torch.Tensor] = (),
 ) -> None:
-    """Write a checkpoint into a folder, which replaces an existing one once it is complete.
+    """Write a checkpoint into a folder; once complete, it replaces an existing one.
 
-    ``faces`` are of the home where tensors may be; ``extra`` is plain data for JSON. All processes of ``shards`` call
-    this at once: the first writes whole tensors, and the others send their ranges, some MiB at a time. ``frozen`` False
-    leaves out frozen parameters that are not among those that steps have ``written`` (see ``untrained``).
+    ``faces`` read tensors from their home; ``extra`` is plain data for JSON. All processes of ``shards`` call this
+    together: the first writes whole tensors, and the others send it their ranges in small pieces. ``frozen=False``
+    leaves out frozen parameters that training does not change; ``written`` are the tensors that steps write.
 
     Raises:
         TransferError: a write or a read failed; the previous checkpoint is still complete.
-        StateError: something cannot be saved, or another process is saving into the folder, or cannot go on.
+        StateError: some state cannot be saved, another process is saving into the folder, or a process has failed.
     """
     omitted = set[int]() if frozen else untrained(models, optimizers, written)
     if shards is None:
@@ -112,10 +111,7 @@ def _contents(
     shards: Shards | None,
     omitted: Collection[int],
 ) -> tuple[dict[str, Named], dict[str, Any]]:
-    """Return the contents of each data file by its stem, and the plain data.
-
-    ``omitted`` are ids of parameters that are left out.
-    """
+    """Return the tensors of each data file by its stem, and the plain data; skip ``omitted`` ids."""
 
     def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor | Part:
         shard = None if shards is None else shards.of(parameter)
@@ -127,8 +123,8 @@ def _contents(
 
     check_plain(extra, "extra")
     files: dict[str, Named] = {}
-    described: list[dict[str, Any]] = []
-    rest: Named = []
+    saved_models: list[dict[str, Any]] = []
+    training: Named = []
     for number, model in enumerate(models):
         contents = contents_of(model)
         stem = "model" if len(models) == 1 else f"model{number}"
@@ -137,22 +133,22 @@ def _contents(
         ]
         left_out = {n: OmittedParameter.of(tensor) for n, tensor in contents.tensors.items() if id(tensor) in omitted}
         _check_devices(number, [*files[stem], *contents.rest.items()])
-        described.append({"stem": stem, "aliases": contents.aliases, "omitted": to_builtins(left_out)})
-        rest += [(f"buffer.{number}.{name}", tensor) for name, tensor in contents.rest.items()]
+        saved_models.append({"stem": stem, "aliases": contents.aliases, "omitted": to_builtins(left_out)})
+        training += [(f"buffer.{number}.{name}", tensor) for name, tensor in contents.rest.items()]
         for name, tensor in contents.tensors.items():
             shard = None if shards is None else shards.of(tensor)
             gradient = (tensor if shard is None else shard.own).grad if tensor.is_leaf else None
             if gradient is not None:
-                rest.append((f"gradient.{number}.{name}", part_of(tensor, gradient)))
-    known = known_to(models)
-    settings: list[dict[str, Any]] = []
+                training.append((f"gradient.{number}.{name}", part_of(tensor, gradient)))
+    model_ids = known_to(models)
+    saved_optimizers: list[dict[str, Any]] = []
     for number, optimizer in enumerate(optimizers):
-        rest += _tensors_of(number, optimizer, known, part_of)
-        settings.append({"groups": plain_settings(optimizer), "state": plain_state(optimizer)})
-    files["training"] = [*rest, *generator_tensors()]
+        training += _tensors_of(number, optimizer, model_ids, part_of)
+        saved_optimizers.append({"groups": plain_settings(optimizer), "state": plain_state(optimizer)})
+    files["training"] = [*training, *generator_tensors()]
     index = {
-        "models": described,
-        "optimizers": settings,
+        "models": saved_models,
+        "optimizers": saved_optimizers,
         "generators": plain_generators(),
         "extra": extra,
     }
@@ -168,7 +164,7 @@ def _save(
                 together.receiving(sum(isinstance(i, Part) for named in files.values() for _, i in named))
             )
         ending = stack.enter_context(saving_into(folder))
-        # A save that was cut off may have left files that take the room of these.
+        # Free the disk space of files that an interrupted save left.
         discard(folder, indexed_files(folder))
         written: dict[str, dict[str, int]] = {}
         buffer = new_buffer()
@@ -194,7 +190,6 @@ class Together:
         self._left = 0
 
     def generators(self) -> Named:
-        """Return the states of PyTorch's generator in the other processes, which differ."""
         shards = self._shards
         states: list[Any] = [None] * shards.group.size()
         with talking():
@@ -202,7 +197,7 @@ class Together:
         return [(other_generator(rank), state) for rank, state in enumerate(states) if rank]
 
     def send(self, items: Sequence[torch.Tensor | Part]) -> None:
-        """Send the own ranges to the first process, as long as it asks for them."""
+        """Send this process's ranges to the first one, as long as it asks for them."""
         for part in items:
             if not isinstance(part, Part):
                 continue
@@ -216,7 +211,7 @@ class Together:
 
     @contextlib.contextmanager
     def receiving(self, count: int) -> Iterator[None]:
-        """Receive this many tensors in this context; tell the other processes if it fails."""
+        """Receive this many tensors in this context; notify the other processes if it fails."""
         self._left = count
         try:
             yield
@@ -225,7 +220,6 @@ class Together:
                 self._go_on(wanted=False)
 
     def pour(self, part: Part, out: OutFile, buffer: memoryview) -> None:
-        """Append a whole tensor to a file."""
         self._left -= 1
         self._go_on()
         if not part.shard.in_order:
@@ -237,22 +231,21 @@ class Together:
                 out.write(bytes_of(piece.contiguous()))
         except TransferError:
             for _ in pieces:
-                pass  # the others are sending, and wait for who receives
+                pass  # the other processes block until their pieces are received
             raise
 
     def _go_on(self, *, wanted: bool = True) -> bool:
-        """Return whether the first process wants more."""
-        told = [wanted]
+        message = [wanted]
         with talking():
-            torch.distributed.broadcast_object_list(told, group=self._shards.group, group_src=0)
-        return told[0]
+            torch.distributed.broadcast_object_list(message, group=self._shards.group, group_src=0)
+        return message[0]
 
     def _pieces(self, part: Part) -> Iterator[torch.Tensor]:
         yield from self._own(part)
-        chunks, most = part.shard.chunks, BUFFER_BYTES // part.tensor.element_size()
+        chunks, max_elements = part.shard.chunks, BUFFER_BYTES // part.tensor.element_size()
         for rank in range(1, chunks.ranks):
-            for start in range(0, chunks.count(rank), most):
-                yield self._shards.receive(min(most, chunks.count(rank) - start), part.tensor.dtype, rank)
+            for start in range(0, chunks.count(rank), max_elements):
+                yield self._shards.receive(min(max_elements, chunks.count(rank) - start), part.tensor.dtype, rank)
 
     def _own(self, part: Part) -> Iterator[torch.Tensor]:
         for piece in part.tensor.detach().split(BUFFER_BYTES // part.tensor.element_size()):
@@ -263,30 +256,29 @@ class Together:
 
 
 def other_generator(rank: int) -> str:
-    """Return the name of another process's generator state."""
     return f"rank.{rank}.generator.cpu"
 
 
 def _tensors_of(
-    number: int, optimizer: Optimizer, known: set[int], part_of: Callable[..., torch.Tensor | Part]
+    number: int, optimizer: Optimizer, model_ids: set[int], part_of: Callable[..., torch.Tensor | Part]
 ) -> Named:
-    found: Named = []
+    named: Named = []
     for index, group in enumerate(optimizer.param_groups):
-        found += [
+        named += [
             (f"optimizer.{number}.setting.{index}.{name}", value)
             for name, value in group.items()
             if name != "params" and isinstance(value, torch.Tensor)
         ]
     for place, parameter in enumerate(parameters_of(optimizer)):
-        if id(parameter) not in known:
-            found.append((f"optimizer.{number}.parameter.{place}", part_of(parameter, parameter)))
+        if id(parameter) not in model_ids:
+            named.append((f"optimizer.{number}.parameter.{place}", part_of(parameter, parameter)))
         entries = optimizer.state.get(parameter, {})
-        found += [
+        named += [
             (f"optimizer.{number}.state.{place}.{name}", part_of(parameter, value))
             for name, value in entries.items()
             if isinstance(value, torch.Tensor)
         ]
-    return found
+    return named
 
 
 def _write(
@@ -308,23 +300,22 @@ def _check_devices(number: int, tensors: Named) -> None:
         if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
             raise InputError(
                 f"{name} of model {number} is on {tensor.device}, and a checkpoint is written from the CPU; move the "
-                "model there, or give a model that has been materialized"
+                "model there, or pass a model that has been materialized"
             )
 
 
 @contextlib.contextmanager
 def saving_into(folder: Path) -> Iterator[str]:
-    """Make the folder if needed, and keep others from saving into it meanwhile.
+    """Create the folder if needed, lock it, and yield the suffix of new data files: "-000001.safetensors".
 
-    Yields the suffix of this save's data files, such as "-000001.safetensors". Raises ``TransferError`` if the folder
-    cannot be written to, ``StateError`` if somebody else is saving into it.
+    Raises ``TransferError`` if the folder is not writable, ``StateError`` if another process is saving into it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise TransferError(
-            f"no checkpoint can be written to {folder} ({error.strerror}); name another folder"
+            f"no checkpoint can be written to {folder} ({error.strerror}); use another folder"
         ) from error
     try:
         try:
@@ -334,30 +325,27 @@ def saving_into(folder: Path) -> Iterator[str]:
                 raise StateError(
                     f"another process is saving a checkpoint into {folder}; save into a folder of your own"
                 ) from error
-            # A file system without locks: whoever saves into one folder from two processes is on their own.
-        numbers = [int(found[1]) for path in folder.iterdir() if (found := _DATA.fullmatch(path.name))]
+            # The file system has no locks: two processes must not save into one folder.
+        numbers = [int(match[1]) for path in folder.iterdir() if (match := _DATA.fullmatch(path.name))]
         yield f"-{max(numbers, default=0) + 1:06}.safetensors"
     finally:
         os.close(descriptor)
 
 
 def commit(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
-    """Make an index the current one, and delete the data files that it does not name.
-
-    If it raises ``TransferError``, the old index is still current.
-    """
+    """Replace the index, and delete unused data files; on ``TransferError`` the old index is kept."""
     new = folder / _NEW_INDEX
     data = (json.dumps({"format": FORMAT, **index}, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
     try:
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+            remaining = memoryview(data)
+            while remaining:
+                remaining = remaining[os.write(descriptor, remaining) :]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        # The names of the data files first, then that of the index.
+        # The directory entries of the data files must reach the disk before that of the index.
         _sync(folder)
         os.replace(new, folder / INDEX)  # noqa: PTH105 - one system call, like the others here
         _sync(folder)
@@ -370,23 +358,23 @@ def commit(folder: Path, index: Mapping[str, Any], files: set[str]) -> None:
 
 
 def discard(folder: Path, files: set[str]) -> None:
-    """Delete data files of saves that are not among ``files``, as far as the system allows."""
+    """Delete the data files that are not in ``files``; ignore errors."""
     for path in folder.iterdir():
         if path.name == _NEW_INDEX or (_DATA.fullmatch(path.name) and path.name not in files):
-            # Left for the next save: nothing depends on it.
+            # The next save tries again.
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index of a checkpoint; raises ``InputError`` (or its kind ``GraphError``) if that fails."""
+    """Read the index of a checkpoint; raises ``InputError`` (or its subclass ``GraphError``)."""
     if not (folder / INDEX).is_file():
         raise InputError(f"there is no checkpoint in {folder}: it has no {INDEX}")
     return decode_json(folder / INDEX, FORMAT, Index, whole=False)
 
 
 def indexed_files(folder: Path) -> set[str]:
-    """Return the names of a checkpoint's data files; none where there is no checkpoint."""
+    """Return the names of a checkpoint's data files; empty without a readable checkpoint."""
     try:
         return set(read_index(folder).files)
     except InputError:

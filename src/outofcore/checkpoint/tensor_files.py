@@ -1,8 +1,7 @@
-"""Safetensors files: their headers, and tensors streamed to and from them, a piece at a time.
+"""Read and write safetensors files, streaming tensors in pieces past the page cache.
 
-The format: 8 bytes with the header's length, the header as JSON, then the bytes of all tensors, one after the other
-without holes, in row-major order and little-endian; a header takes at most 100 MB
-(https://github.com/huggingface/safetensors#format). Files are written past the page cache through one small buffer.
+The format (https://github.com/huggingface/safetensors#format): 8 bytes with the header's length, at most 100 MB of
+JSON, then the tensors without gaps. Tensors are little-endian and in row-major order.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from outofcore.units import MIB, PAGE_BYTES, format_bytes, round_up
 BUFFER_BYTES = 4 * MIB
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_LENGTH = struct.Struct("<Q")  # of the header, before it
+_LENGTH = struct.Struct("<Q")  # the header's length
 _MOST_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
-_MOST_TOLD = 200  # characters of what is wrong with a header
+_MOST_TOLD = 200  # characters of a decoder's error in a message
 
 _DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -75,8 +74,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file whose header has been read and checked."""
-
     path: Path
     entries: dict[str, Entry]
     bytes: int
@@ -84,7 +81,7 @@ class TensorFile:
 
 
 def header_for(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
-    """Build the header of a file with these tensors in order; raises ``InputError`` for an unsupported dtype."""
+    """Build the header of a file with these tensors; raises ``InputError`` for an unsupported dtype."""
     described: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0
     for name, tensor in tensors:
@@ -100,13 +97,13 @@ def header_for(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
         }
         offset += count
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
-    # The data shall start on a multiple of 8 bytes; spaces may follow the JSON.
+    # Spaces after the JSON align the data to 8 bytes.
     text += b" " * (-len(text) % 8)
     return _LENGTH.pack(len(text)) + text
 
 
 def read_header(path: Path) -> TensorFile:
-    """Read only the header of a file; raises ``InputError`` unless it is a whole safetensors file."""
+    """Read only the header of a file; raises ``InputError`` unless it is a complete safetensors file."""
     try:
         with path.open("rb") as file:
             stamp = Stamp.of(file.fileno())
@@ -120,31 +117,33 @@ def read_header(path: Path) -> TensorFile:
     try:
         described = json.loads(text, object_pairs_hook=_once_each)
         start = _LENGTH.size + length
-        found = [_entry(name, item, start) for name, item in described.items() if name != _METADATA]
+        entries = [_entry(name, item, start) for name, item in described.items() if name != _METADATA]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_TOLD]
-        raise InputError(f"the header of {path} is not that of a safetensors file ({why})") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_TOLD]
+        raise InputError(f"the header of {path} is not that of a safetensors file ({reason})") from error
     end = start
-    for entry in sorted(found, key=lambda entry: (entry.begin, entry.end)):
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != end or entry.end - entry.begin != math.prod(entry.shape) * entry.dtype.itemsize:
-            raise InputError(f"{path}: the bytes of {entry.name} are not where its shape and its neighbours have them")
+            raise InputError(
+                f"{path}: the bytes of {entry.name} do not follow the previous tensor, or do not match its shape"
+            )
         end = entry.end
     if end != total:
-        raise InputError(f"{path} has {total} bytes, and its header tells of {end}: it was cut off or changed")
-    return TensorFile(path, {entry.name: entry for entry in found}, total, stamp)
+        raise InputError(f"{path} has {total} bytes, and its header describes {end}: it was cut off or changed")
+    return TensorFile(path, {entry.name: entry for entry in entries}, total, stamp)
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("it has a name twice")
-    return found
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return unique
 
 
 def _whole(number: object) -> int:
-    """Check a count of bytes or elements: JSON allows other numbers, and Python would take them."""
+    # JSON allows other numbers, and Python would accept them.
     if type(number) is not int or not 0 <= number < 1 << 63:
-        raise ValueError(f"{number!r} is no count")
+        raise ValueError(f"{number!r} is not a count")
     return number
 
 
@@ -157,20 +156,17 @@ def _entry(name: str, item: Mapping[str, Any], start: int) -> Entry:
 
 
 def new_buffer() -> memoryview:
-    """Return ``BUFFER_BYTES`` of memory that direct I/O can use."""
+    """Allocate ``BUFFER_BYTES`` of memory aligned for direct I/O."""
     return Region(map_anonymous(BUFFER_BYTES), BUFFER_BYTES).memory(0, BUFFER_BYTES)
 
 
 class OutFile:
-    """A new file that is written sequentially; a context manager. It is complete on disk once ``finish`` has returned.
-
-    ``bytes`` are written so far, with checksum ``crc32``. Raises ``TransferError`` if the system refuses.
-    """
+    """A new file that is written sequentially; a context manager that raises ``TransferError`` on failure."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.bytes = 0
-        self.crc32 = 0
+        self.bytes = 0  # written so far
+        self.crc32 = 0  # of these bytes
         self._buffer = new_buffer()
         self._filled = 0
         self._flushed = 0
@@ -179,7 +175,7 @@ class OutFile:
             try:
                 self._descriptor = os.open(path, flags | _O_DIRECT, 0o666)
             except OSError as error:
-                # What file systems without direct I/O say.
+                # File systems without direct I/O return EINVAL.
                 if error.errno != errno.EINVAL:
                     raise
                 self._descriptor = os.open(path, flags, 0o666)
@@ -208,10 +204,10 @@ class OutFile:
                 self._flush(BUFFER_BYTES)
 
     def finish(self) -> None:
-        """Write the rest, and return when the disk has it all."""
+        """Write the buffered bytes, and sync the file to the disk."""
         try:
             if self._filled:
-                # Direct I/O moves whole pages; what is too much is cut off.
+                # Direct I/O writes whole pages; the excess is cut off.
                 self._flush(round_up(self._filled, PAGE_BYTES))
                 os.ftruncate(self._descriptor, self.bytes)
             os.fsync(self._descriptor)
@@ -223,12 +219,12 @@ class OutFile:
         _, failure = transfer(place, self._buffer[:count], writes=True)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         if failure == errno.EINVAL and flags & _O_DIRECT:
-            # Some file systems take the flag and refuse the I/O.
+            # Some file systems accept the flag and then refuse the I/O.
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
             _, failure = transfer(place, self._buffer[:count], writes=True)
         if failure:
-            why = os.strerror(failure) if failure > 0 else "the system wrote nothing"
-            raise self._error(OSError(failure if failure > 0 else errno.EIO, why))
+            reason = os.strerror(failure) if failure > 0 else "the system wrote 0 bytes"
+            raise self._error(OSError(failure if failure > 0 else errno.EIO, reason))
         self._flushed += count
         self._filled = 0
 
@@ -240,16 +236,16 @@ class OutFile:
             errno.EDQUOT: "raise the quota, or save elsewhere",
             errno.EFBIG: "lift the file size limit (ulimit -f)",
         }.get(error.errno or 0, "check that disk, or save elsewhere")
-        found = TransferError(
+        failure = TransferError(
             f"could not write {self.path} after {format_bytes(self.bytes)}: {error.strerror}; {advice}. "
-            "The checkpoint that was there before is still whole"
+            "The previous checkpoint is still whole"
         )
-        found.errno = error.errno
-        return found
+        failure.errno = error.errno
+        return failure
 
 
 class InFile(ByteStore):
-    """A file that is read in pieces, without its pages staying in the page cache; a context manager."""
+    """A file that is read in pieces and then dropped from the page cache; a context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -268,12 +264,12 @@ class InFile(ByteStore):
         return Location(self._descriptor, offset, count, self, Cache.DROPPED)
 
     def failed(self, offset: int, count: int, failure: int, *, writes: bool) -> TransferError:
-        why = os.strerror(failure) if failure > 0 else "the file ends there"
-        return TransferError(f"could not read {self.path} at byte {offset}: {why}; take another copy of the file")
+        reason = os.strerror(failure) if failure > 0 else "the file ends there"
+        return TransferError(f"could not read {self.path} at byte {offset}: {reason}; use another copy of the file")
 
 
 def pour(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffer: memoryview) -> None:
-    """Append the elements of a strided CPU tensor to a file, in row-major order, through a buffer of whole pages."""
+    """Append a strided CPU tensor to a file, in row-major order, through a buffer of whole pages."""
     count = tensor.numel() * tensor.element_size()
     if not count:
         return
@@ -294,9 +290,9 @@ def pour(tensor: torch.Tensor, out: OutFile, faces: Faces | None, buffer: memory
 def fill(
     tensor: torch.Tensor, entry: Entry, source: InFile, faces: Faces | None, buffer: memoryview, crc32: int = 0
 ) -> int:
-    """Fill a strided CPU tensor from an entry of its shape, converting the dtype; return the continued checksum.
+    """Fill a strided CPU tensor from an entry of its shape, converting the dtype.
 
-    ``buffer`` is whole pages; ``crc32`` is of the file's bytes before the entry. Raises ``TransferError``.
+    ``buffer`` has whole pages. Return ``crc32``, the checksum before the entry, continued. Raises ``TransferError``.
     """
     at, count = entry.begin, entry.end - entry.begin
     if not count:
@@ -312,7 +308,7 @@ def fill(
         return crc32
     itemsize = entry.dtype.itemsize
     with torch.no_grad():
-        # Pieces by the larger of the two sizes of an element, so that they fit the buffer.
+        # The larger of the two element sizes, so that pieces fit the buffer.
         for target in _pieces(tensor.detach(), len(buffer), max(itemsize, tensor.element_size())):
             piece = buffer[: target.numel() * itemsize]
             source.read(at, piece)
@@ -332,10 +328,7 @@ def fill_range(
     buffer: memoryview,
     crc32: int = 0,
 ) -> int:
-    """Fill a row on the CPU with the entry's elements from ``start`` on; all of it is read, for the checksum.
-
-    Other arguments, and the result, are as for ``fill``.
-    """
+    """Fill a flat tensor with the entry's elements from ``start`` on, like ``fill``; read the whole entry."""
     itemsize = entry.dtype.itemsize
     step = len(buffer) // itemsize
     count = (entry.end - entry.begin) // itemsize
@@ -346,14 +339,14 @@ def fill_range(
             crc32 = zlib.crc32(piece, crc32)
             low, high = max(first, start), min(first + step, start + tensor.numel())
             if low < high:
-                wanted = piece[(low - first) * itemsize : (high - first) * itemsize]
-                tensor[low - start : high - start].copy_(torch.frombuffer(wanted, dtype=entry.dtype))
+                overlap = piece[(low - first) * itemsize : (high - first) * itemsize]
+                tensor[low - start : high - start].copy_(torch.frombuffer(overlap, dtype=entry.dtype))
                 _forget(tensor, faces)
     return crc32
 
 
 def _whole_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) -> tuple[HomeStore, int] | None:
-    """Return the home and slot of a tensor that fills it in the order of a file."""
+    """Return the home and slot of a tensor if its elements fill the slot in row-major order."""
     whole = (
         tensor.is_contiguous()
         and tensor.storage_offset() == 0
@@ -363,17 +356,17 @@ def _whole_slot(tensor: torch.Tensor, faces: Faces | None, *, to_write: bool) ->
     return slot if whole else None
 
 
-def _pieces(tensor: torch.Tensor, most: int, itemsize: int) -> Iterator[torch.Tensor]:
-    """Cut a tensor in row-major order into pieces of at most ``most`` bytes, at ``itemsize`` bytes an element."""
-    if tensor.numel() * itemsize <= most:
+def _pieces(tensor: torch.Tensor, max_bytes: int, itemsize: int) -> Iterator[torch.Tensor]:
+    """Yield a tensor in row-major pieces of at most ``most`` bytes, at ``itemsize`` bytes per element."""
+    if tensor.numel() * itemsize <= max_bytes:
         yield tensor
         return
-    rows = most // (tensor[0].numel() * itemsize)
+    rows = max_bytes // (tensor[0].numel() * itemsize)
     if rows:
         yield from tensor.split(rows)
         return
     for row in tensor:
-        yield from _pieces(row, most, itemsize)
+        yield from _pieces(row, max_bytes, itemsize)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -387,15 +380,14 @@ def _forget(tensor: torch.Tensor, faces: Faces | None) -> None:
 
 
 class _WeightMap(Struct):
-    weight_map: dict[str, str]  # by the name of a tensor: its file
+    weight_map: dict[str, str]  # the file of each tensor
 
 
 class Weights:
-    """Named tensors in safetensors files, of which only the headers have been read.
+    """Named tensors in safetensors files; only the headers have been read.
 
     ``path`` is a safetensors file, an index (``*.safetensors.index.json``) next to its files, or a folder with
-    ``model.safetensors`` or ``model.safetensors.index.json``. Raises ``InputError`` if there are no such readable
-    files.
+    ``model.safetensors`` or ``model.safetensors.index.json``. Raises ``InputError`` for missing or unreadable files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -413,29 +405,28 @@ class Weights:
 
     def _read_index(self, path: Path) -> None:
         files: dict[str, TensorFile] = {}
-        for name, where in decode_json(path, None, _WeightMap).weight_map.items():
-            if where not in files:
-                files[where] = read_header(path.parent / where)
-            if name not in files[where].entries:
-                refuse(path, f"$.weight_map.{name}", f"{where} has no such tensor")
-            self._entries[name] = (files[where], files[where].entries[name])
+        for name, file_name in decode_json(path, None, _WeightMap).weight_map.items():
+            if file_name not in files:
+                files[file_name] = read_header(path.parent / file_name)
+            if name not in files[file_name].entries:
+                refuse(path, f"$.weight_map.{name}", f"{file_name} has no such tensor")
+            self._entries[name] = (files[file_name], files[file_name].entries[name])
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._entries)
 
     def find(self, name: str) -> tuple[TensorFile, Entry]:
-        """Return the file that has a tensor, and its entry; raises ``KeyError``."""
         return self._entries[name]
 
     def load(self, targets: Mapping[str, torch.Tensor], faces: Faces | None) -> None:
-        """Fill CPU tensors of the files' shapes by name, converting dtypes; other entries are ignored."""
-        wanted: defaultdict[Path, list[tuple[Entry, torch.Tensor]]] = defaultdict(list)
+        """Fill CPU tensors of the files' shapes by name, converting dtypes; ignore other entries."""
+        by_path: defaultdict[Path, list[tuple[Entry, torch.Tensor]]] = defaultdict(list)
         for name, tensor in targets.items():
             file, entry = self._entries[name]
-            wanted[file.path].append((entry, tensor))
+            by_path[file.path].append((entry, tensor))
         buffer = new_buffer()
-        for path, items in wanted.items():
+        for path, items in by_path.items():
             with InFile(path) as source:
                 for entry, tensor in sorted(items, key=lambda item: item[0].begin):
                     fill(tensor, entry, source, faces, buffer)

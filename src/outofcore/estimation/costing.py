@@ -1,11 +1,7 @@
-"""What a step costs, found out without training it: measured here, or worked out for a device that is not here.
+"""Measure the costs of a step on this machine, or estimate them for another device.
 
-For a device that is not here, operations and bytes are counted from shapes, and a roofline gives seconds. Operations
-are counted for convolutions, products of matrices and fused attention; every other op is taken to be bound by memory.
-Bytes are those of the tensors that an op is given and gives back, each once.
-
-Limits: the graph is that of the CPU, so ops that a GPU would fuse or split otherwise count as they are
-here; no workspace is assumed; caches do not help; tensor cores reach their share whatever the shapes.
+The estimate is a roofline model of operations (of convolutions, matrix products and fused attention) and bytes (of all
+inputs and outputs). The graph is captured on the CPU, which may fuse ops differently; workspace and caches are ignored.
 """
 
 from __future__ import annotations
@@ -48,9 +44,9 @@ from outofcore.units import MIB
 from outofcore.variant import LOWEST_MEMORY, Variant, smallest_variant
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-# Where the two factors stand among the arguments.
+# The positions of both factors among the arguments.
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
-# Rows in groups, each by a matrix of its own.
+# Multiplies each group of rows by a matrix of its own.
 _GROUPED = "_grouped_mm"
 # Operators that allocate memory and run no kernel.
 _ALLOCATES = frozenset(
@@ -60,30 +56,17 @@ _ALLOCATES = frozenset(
 
 @dataclass(frozen=True)
 class Sharing:
-    """Processes that share a model, of which none has to be here.
-
-    Attributes:
-        ranks: how many there are.
-        cost: of a collective among them.
-    """
+    """An assumed group of processes that share a model."""
 
     ranks: int
-    cost: GroupCost
+    cost: GroupCost  # of its collectives
 
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """This machine, where a step is measured.
-
-    Attributes:
-        backend: where the step is to run.
-        stores: the homes whose links are measured, nearest first.
-        cache: where measurements are kept.
-    """
-
     backend: Backend
-    stores: Sequence[HomeStore] = ()
-    cache: Cache | None = None
+    stores: Sequence[HomeStore] = ()  # homes with links to measure, nearest first
+    cache: Cache | None = None  # of measurements
 
 
 @contextmanager
@@ -93,52 +76,44 @@ def opened_place(
     host_budget: int | str | None,
     cache: bool | str | os.PathLike[str],
 ) -> Generator[LocalMachine | Device]:
-    """Yield where a step is costed: a device by the name of its preset, or this machine with its homes open."""
+    """Yield the preset that ``device`` names, or this machine with its homes open."""
     preset = simulated(device)
     if preset is not None:
         yield preset
         return
-    backend, kept = open_backend(device), open_cache(cache)
+    backend, measurements = open_backend(device), open_cache(cache)
     with ExitStack() as stack:
         stores = homes_of(backend, home, host_budget)
         for store in stores:
             stack.callback(store.close)
-        yield LocalMachine(backend, stores, kept)
+        yield LocalMachine(backend, stores, measurements)
 
 
 class Costed(NamedTuple):
-    """A step with what it costs.
-
-    Attributes:
-        graph: the step.
-        costs: of its ops and homes.
-        parts: the step with ops in parts and its costs, where that needs less memory.
-    """
-
     graph: StepGraph
     costs: Costs
-    parts: tuple[StepGraph, Costs] | None = None
+    parts: tuple[StepGraph, Costs] | None = None  # with split ops, if these need less memory
 
 
 def captured_variants(
     user: UserStep[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    where: LocalMachine | Device,
+    target: LocalMachine | Device,
     kernels: Kernels | None,
     split: Split,
     tell: Tell = silent,
 ) -> StepVariants:
-    """Capture a call of a step; arguments and errors are those of ``costed``."""
-    if isinstance(where, Device):
-        # How a device that is not here rounds a range of an update is not known.
-        here, cache, layouts, home_bytes = None, None, None, 0
+    """Capture a call of a step; takes the arguments and raises the errors of ``cost_step``."""
+    if isinstance(target, Device):
+        # Without the device, the rounding of an update of a range cannot be checked.
+        local_backend, cache, layouts, home_bytes = None, None, None, 0
     else:
-        here, cache, layouts = where.backend, where.cache, KernelLayouts()
-        home_bytes = where.stores[0].capacity if where.stores else None
-    plain = user.capturing(args, kwargs, CPU if here is None else here.device, layouts)
+        local_backend, cache, layouts = target.backend, target.cache, KernelLayouts()
+        home_bytes = target.stores[0].capacity if target.stores else None
+    plain = user.capturing(args, kwargs, CPU if local_backend is None else local_backend.device, layouts)
     capture = summing(fusing(plain, kernels, tell), is_on=split is Split.CLOSE)
-    return StepVariants(capture(), capture, here, cache, split, home_bytes)
+    return StepVariants(capture(), capture, local_backend, cache, split, home_bytes)
 
 
 def costed(
@@ -152,23 +127,10 @@ def costed(
     kernels: Kernels | None = None,
     split: Split = Split.OFF,
 ) -> Costed:
-    """A step with what it costs: measured here, or worked out for a device that is not here. Nothing is trained.
+    """Capture a step, and measure or estimate its costs without training; raises ``CaptureError``.
 
-    Where later calls are another step than the first (``step_variants``), it is the one that needs the larger budget.
-
-    Args:
-        user: the step, called with ``args`` and ``kwargs``.
-        args: see there.
-        kwargs: see there.
-        where: this machine, or the device.
-        tell: progress callback ``(stage, done, total)``.
-        sharing: the processes over which the models are spread; the step is that of the first. None: they are not.
-        kernels: with which ops that become one are compiled; None: none do.
-        split: whether to look at ops in parts as well, and to take sums in parts; for a device that is not here, all
-            parts are taken to be exact.
-
-    Raises:
-        CaptureError: the step cannot become one graph.
+    If later calls differ from the first, return the step that needs the larger budget. ``sharing`` is the group that
+    shards the models; the step is that of rank 0. ``kernels`` fuse ops. On another device all splits count as exact.
     """
     tell("capture the step", 0, 1)
     if sharing is not None:
@@ -197,16 +159,12 @@ def costed(
     if split is Split.OFF:
         return Costed(*whole)
     smallest = [(step, *smallest_variant(step)) for step in steps]
-    one, variant, _ = max(smallest, key=lambda found: found[2])
-    return Costed(*whole, None if variant.op_bytes is None else costs_of(one, variant, "measure split ops"))
+    smallest_step, variant, _ = max(smallest, key=lambda candidate: candidate[2])
+    return Costed(*whole, None if variant.op_bytes is None else costs_of(smallest_step, variant, "measure split ops"))
 
 
 def estimated_step(user: UserStep[..., Any], args: tuple[Any, ...], device: Device, tell: Tell = silent) -> Step:
-    """Return a step with what it costs on a device that is not here, as ``costed`` does.
-
-    Raises:
-        CaptureError: the step cannot become one graph.
-    """
+    """Capture a step, and estimate its costs on another device; raises ``CaptureError``."""
     tell("capture the step", 0, 1)
     first = captured_variants(user, args, {}, device, None, Split.OFF, tell)
     captured = _neediest(_calls_of(first)).made(LOWEST_MEMORY)
@@ -215,7 +173,7 @@ def estimated_step(user: UserStep[..., Any], args: tuple[Any, ...], device: Devi
 
 
 def _calls_of(first: StepVariants) -> list[StepVariants]:
-    """Return the step as its first call runs it, and as later ones do if that is another."""
+    """Return the step of the first call, and that of later calls if it differs."""
     return [first] if first.later is None else [first, first.later]
 
 
@@ -224,7 +182,6 @@ def _neediest(steps: list[StepVariants]) -> StepVariants:
 
 
 def _with_collectives(captured: Captured, costs: Costs, sharing: Sharing | None) -> Costs:
-    """The costs with what collectives take among processes that share a model."""
     if sharing is None:
         return costs
     ops = [
@@ -235,7 +192,7 @@ def _with_collectives(captured: Captured, costs: Costs, sharing: Sharing | None)
 
 
 def estimated_costs(captured: Captured, device: Device) -> Costs:
-    """The costs on a device of a step that was captured anywhere; its only home is the host's memory."""
+    """Estimate the costs of a captured step on a device with host memory as its only home."""
     ops = [
         OpCost(_seconds(captured, op, call, device))
         for op, call in zip(captured.graph.ops, captured.calls, strict=True)
@@ -247,7 +204,7 @@ def _seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
     values = [captured.values[index] for index in _values_of(call)]
     if not op.touched or not values or _only_allocates(call):
         return 0.0
-    # What is expanded is read from the same bytes again.
+    # Expanded dimensions, of stride 0, repeat the same bytes.
     moved = sum(
         value.dtype.itemsize * prod(size for size, stride in zip(value.shape, value.stride, strict=True) if stride)
         for value in values
@@ -258,46 +215,45 @@ def _seconds(captured: Captured, op: Op, call: Call, device: Device) -> float:
 
 
 def _only_allocates(call: Call) -> bool:
-    """Whether an operator allocates its result and writes nothing to it."""
     return isinstance(call.func, OpOverload) and call.func._schema.name in _ALLOCATES
 
 
 def operations_of(captured: Captured, op: Op, call: Call) -> tuple[Work, float]:
-    """What kind of work an op is, and how many additions and multiplications it takes (0 where memory rules)."""
+    """Return an op's kind of work, and its number of additions and multiplications (0 if memory-bound)."""
     name = op.name.split(".")[1] if op.name.startswith("aten.") else ""
     shapes: list[tuple[int, ...]] = [
         captured.values[arg.value].shape if isinstance(arg, Ref) else () for arg in call.args
     ]
     if name.startswith("_scaled_dot_product"):
-        # Backward is given the gradient of the result before query and key.
+        # In the backward pass the gradient of the result comes before query and key.
         query, key = shapes[1:3] if "backward" in name else shapes[:2]
-        products = 5 if "backward" in name else 2  # of matrices; backward computes the scores again
-        # Fused kernels leave out what causal attention does not look at.
+        products = 5 if "backward" in name else 2  # of matrices; the backward pass recomputes the scores
+        # Fused kernels skip the masked half of causal attention.
         func = call.func
         causal = isinstance(func, OpOverload) and by_name(func, call.args, call.kwargs).get("is_causal")
         share = 0.5 if causal else 1.0
         return Work.ATTENTION, 2.0 * products * share * prod(query) * key[-2]
     if name == _GROUPED:
-        # Rows by experts' weights, of which each row meets one; or, backward, columns by rows, all of which meet.
-        left, right = shapes[:2]
-        return Work.MATMUL, 2.0 * prod(left) * right[-1]
+        # Forward, each row is multiplied by the weights of one expert; backward, all columns by all rows.
+        left_shape, right_shape = shapes[:2]
+        return Work.MATMUL, 2.0 * prod(left_shape) * right_shape[-1]
     if name in _PRODUCTS:
-        left, right = (shapes[place] for place in _PRODUCTS[name])
-        return Work.MATMUL, 2.0 * prod(left) * right[-1]
+        left_shape, right_shape = (shapes[place] for place in _PRODUCTS[name])
+        return Work.MATMUL, 2.0 * prod(left_shape) * right_shape[-1]
     if name in ("convolution", "_convolution"):
         transposed = call.args[6]
         result = captured.values[call.results[0]].shape if call.results[0] is not None else ()
         return Work.CONVOLUTION, _convolution(shapes[0] if transposed else result, shapes[1])
     if name == "convolution_backward":
-        gradient, given, weight = shapes[:3]
-        transposed, wanted = call.args[7], call.args[10]
+        gradient, input_shape, weight = shapes[:3]
+        transposed, needs_gradient = call.args[7], call.args[10]
         # One convolution for the gradient of the input, one for that of the weight.
-        return Work.CONVOLUTION, sum(wanted[:2]) * _convolution(given if transposed else gradient, weight)
+        return Work.CONVOLUTION, sum(needs_gradient[:2]) * _convolution(input_shape if transposed else gradient, weight)
     return Work.STREAMING, 0.0
 
 
 def _convolution(outer: tuple[int, ...], weight: tuple[int, ...]) -> float:
-    """Operations of a convolution with this result (of a transposed one: with this input)."""
+    """Count the operations of a convolution with this output shape (if transposed: input shape)."""
     return 2.0 * prod(outer) * prod(weight[1:])
 
 
@@ -305,11 +261,11 @@ def _number(dtypes: list[torch.dtype], work: Work) -> Number:
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     if floating and floating[0] in _HALVES:
         return Number.HALF
-    # PyTorch lets cuDNN take tf32, and cuBLAS not, unless told otherwise.
+    # By default PyTorch allows TF32 for cuDNN and not for cuBLAS.
     return Number.TF32 if work is Work.CONVOLUTION else Number.FP32
 
 
 def _values_of(call: Call) -> list[int]:
-    """The values that a call is given and gives back, each once."""
-    given = [ref.value for ref in leaves_in((call.args, call.kwargs), Ref)]
-    return list(dict.fromkeys([*given, *(value for value in call.results if value is not None)]))
+    """Return the distinct inputs and outputs of a call."""
+    inputs = [ref.value for ref in leaves_in((call.args, call.kwargs), Ref)]
+    return list(dict.fromkeys([*inputs, *(value for value in call.results if value is not None)]))

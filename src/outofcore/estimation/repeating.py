@@ -1,12 +1,8 @@
-"""The step of a deep model from that of a shallow one, where layers are alike.
+"""Derive the step of a deep model from that of a shallow one, if its layers are alike.
 
-A decoder of eighty layers is captured with four of them: the first and the last have other neighbours, and the two in
-between have to match each other op by op. What the deep model has more is copies of those two. An op of a copy refers
-to storages as they do: to its own block's, to those of the block before or after, or to what lies outside of blocks.
-Updates of small parameters are joined across layers, so they are taken apart first, and joined again by the same rule.
-
-Nothing is guessed: where the two blocks differ, or an op fits none of this, there is no answer, and the deep model has
-to be captured itself.
+A decoder with 80 layers is captured with four blocks. The two in the middle must match op by op, and the deep model
+repeats them. An op of a copy refers to storages of its own block, of a neighbouring block, or outside of all blocks.
+Joint updates of small parameters are separated first and joined again afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from outofcore.costs import Costs, OpCost
 from outofcore.graph import PERSISTENT_KINDS, Op, StepGraph, Storage, StorageKind
 from outofcore.presets import LAUNCH_SECONDS
 
-# Blocks that a shallow model keeps: the first, two that have to match, the last.
+# Blocks of a shallow model: the first, two that must match, the last.
 KEPT = 4
 _FIRST, _ONE, _TWO, _LAST = range(KEPT)
 _UPDATE = "optimizer."
@@ -35,55 +31,41 @@ _NAMING_STORAGES = ("reads", "mutates", "creates", "discards")
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers of a model that are alike, in blocks.
+    """Identical blocks of layers in a model."""
 
-    Attributes:
-        path: of the list of layers within the model.
-        first: number of layers before those that are alike.
-        period: layers of a block: each is like the one of the same place in the block before.
-        blocks: how many there are in the whole model.
-    """
-
-    path: str
-    first: int
-    period: int
-    blocks: int
+    path: str  # of the list of layers
+    first: int  # number of layers before the first block
+    period: int  # number of layers in a block
+    blocks: int  # number of blocks in the whole model
 
     @cached_property
     def _named(self) -> re.Pattern[str]:
         return re.compile(rf"{re.escape(self.path)}\.(\d+)(?![^. ])")
 
     def block(self, name: str) -> int | None:
-        """Return the block that a module or tensor of this name belongs to; None: it is outside of all."""
-        found = self._named.match(name)
-        layer = -1 if found is None else int(found[1]) - self.first
+        """Return the block of a module or tensor by its name; None: outside of all blocks."""
+        match = self._named.match(name)
+        layer = -1 if match is None else int(match[1]) - self.first
         return None if layer < 0 else layer // self.period
 
     def moved(self, name: str, by: int) -> str:
-        """Return the name of the same thing so many blocks further on."""
-        found = self._named.match(name) if by else None
-        if found is None:
+        """Return the corresponding name ``by`` blocks later."""
+        match = self._named.match(name) if by else None
+        if match is None:
             return name
-        return f"{self.path}.{int(found[1]) + by * self.period}{name[found.end() :]}"
+        return f"{self.path}.{int(match[1]) + by * self.period}{name[match.end() :]}"
 
     def holds(self, module: str) -> bool:
-        """Return whether all blocks lie within a module."""
         return not module or self.path.startswith(f"{module}.")
 
 
 @dataclass(frozen=True)
 class Step:
-    """A captured step with what it costs.
-
-    Attributes:
-        graph: captured on the CPU.
-        costs: of its ops on a device.
-        raising: ops that may raise an error, above which no update moves.
-    """
+    """A step that was captured on the CPU, and its costs on a device."""
 
     graph: StepGraph
     costs: Costs
-    raising: frozenset[int] = frozenset()
+    raising: frozenset[int] = frozenset()  # ops that may raise an error; no update moves before one
 
 
 class _UnlikeError(Exception):
@@ -91,15 +73,9 @@ class _UnlikeError(Exception):
 
 
 def deepened(step: Step, stacks: Iterable[Stack], blocks: int | None = None) -> Step | None:
-    """Return the step of the deep model, given that of one which keeps ``KEPT`` blocks of each stack.
+    """Derive the step of the deep model from a shallow one; None: the inner blocks do not match.
 
-    Args:
-        step: the shallow step.
-        stacks: the layers that are alike, with how many blocks there are.
-        blocks: how many to make of each instead, three at least.
-
-    Returns:
-        None where the blocks do not match.
+    The shallow step has ``KEPT_BLOCKS`` blocks per stack. ``blocks``, at least 3, replaces the number of every stack.
     """
     try:
         step = _updates_last(step)
@@ -110,41 +86,37 @@ def deepened(step: Step, stacks: Iterable[Stack], blocks: int | None = None) -> 
         return None
 
 
-def same_step(one: Step, other: Step) -> bool:
-    """Return whether two steps do the same with storages of the same sizes, in the same order and time.
-
-    Names, numbers of storages, and the order of what an update is given may differ.
-    """
-    first, its, second, others = one.graph, one.costs, other.graph, other.costs
+def same_step(a_step: Step, b_step: Step) -> bool:
+    """Return whether two steps are equal, ignoring names, storage ids and the order of update inputs."""
+    first, first_costs, second, second_costs = a_step.graph, a_step.costs, b_step.graph, b_step.costs
     if len(first.ops) != len(second.ops) or len(first.outputs) != len(second.outputs):
         return False
-    there: dict[int, int] = {}
-    for a, b, cost, its_cost in zip(first.ops, second.ops, its.ops, others.ops, strict=True):
+    mapping: dict[int, int] = {}
+    for a, b, cost, second_cost in zip(first.ops, second.ops, first_costs.ops, second_costs.ops, strict=True):
         if (a.name, a.rerunnable, a.random) != (b.name, b.rerunnable, b.random):
             return False
-        if cost.workspace_bytes != its_cost.workspace_bytes or abs(cost.seconds - its_cost.seconds) > 1e-12:
+        if cost.workspace_bytes != second_cost.workspace_bytes or abs(cost.seconds - second_cost.seconds) > 1e-12:
             return False
         for field in _NAMING_STORAGES:
-            left, right = getattr(a, field), getattr(b, field)
-            if len(left) != len(right):
+            first_refs, second_refs = getattr(a, field), getattr(b, field)
+            if len(first_refs) != len(second_refs):
                 return False
             if a.name.startswith(_UPDATE):
-                left, right = sorted(there.get(s, -1) for s in left), sorted(right)
-                # Small ones, which nothing else may have used before.
-                if -1 not in left and left != right:
+                first_refs, second_refs = sorted(mapping.get(s, -1) for s in first_refs), sorted(second_refs)
+                # No earlier op need have used a small storage.
+                if -1 not in first_refs and first_refs != second_refs:
                     return False
                 continue
-            if any(there.setdefault(s, t) != t for s, t in zip(left, right, strict=True)):
+            if any(mapping.setdefault(s, t) != t for s, t in zip(first_refs, second_refs, strict=True)):
                 return False
-    sizes = ((first.storages[s], second.storages[t]) for s, t in there.items())
-    return len(set(there.values())) == len(there) and all((s.bytes, s.kind) == (t.bytes, t.kind) for s, t in sizes)
+    sizes = ((first.storages[s], second.storages[t]) for s, t in mapping.items())
+    return len(set(mapping.values())) == len(mapping) and all((s.bytes, s.kind) == (t.bytes, t.kind) for s, t in sizes)
 
 
 # Updates of small parameters
 
 
 def _is_joint_update(graph: StepGraph, op: Op) -> bool:
-    """Return whether an op updates parameters that are updated together for being small."""
     if not op.name.startswith(_UPDATE):
         return False
     sizes = [graph.storages[s].bytes for s in op.reads if graph.storages[s].kind is StorageKind.PARAMETER]
@@ -152,40 +124,39 @@ def _is_joint_update(graph: StepGraph, op: Op) -> bool:
 
 
 def _members(graph: StepGraph, op: Op) -> list[list[int]]:
-    """Return what an update reads, parameter by parameter: it, its state, its gradient."""
-    found = {graph.storages[s].name: [s] for s in op.reads if graph.storages[s].kind is StorageKind.PARAMETER}
+    """Return the reads of an update by parameter: the parameter, its state, its gradient."""
+    members = {graph.storages[s].name: [s] for s in op.reads if graph.storages[s].kind is StorageKind.PARAMETER}
     for s in op.reads:
         if graph.storages[s].kind is StorageKind.PARAMETER:
             continue
         owner = graph.storages[s].name.rpartition(".")[0]
-        if owner not in found:
+        if owner not in members:
             raise _UnlikeError
-        found[owner].append(s)
-    return sorted(found.values())
+        members[owner].append(s)
+    return sorted(members.values())
 
 
 def _updates_last(step: Step) -> Step:
-    """Join all updates of small parameters, at the end of the step."""
     graph, costs = step.graph, step.costs.ops
     joint = [op for op in graph.ops if _is_joint_update(graph, op)]
     ids = {op.id for op in joint}
     parts = [_Part(op, costs[op.id], op.id in step.raising) for op in graph.ops if op.id not in ids]
     for name in dict.fromkeys(op.name for op in joint):
-        those = [op for op in joint if op.name == name]
-        members = sorted(member for op in those for member in _members(graph, op))
-        mutates = {s for op in those for s in op.mutates}
+        same_kind = [op for op in joint if op.name == name]
+        members = sorted(member for op in same_kind for member in _members(graph, op))
+        mutates = {s for op in same_kind for s in op.mutates}
         reads = tuple(s for member in members for s in member)
-        op = replace(those[0], reads=reads, mutates=tuple(s for s in reads if s in mutates), module="")
-        more = sum(costs[op.id].seconds - LAUNCH_SECONDS for op in those)
-        parts.append(_Part(op, OpCost(LAUNCH_SECONDS + more)))
+        op = replace(same_kind[0], reads=reads, mutates=tuple(s for s in reads if s in mutates), module="")
+        seconds = sum(costs[op.id].seconds - LAUNCH_SECONDS for op in same_kind)
+        parts.append(_Part(op, OpCost(LAUNCH_SECONDS + seconds)))
     return _step_of(graph.storages, parts, graph.outputs, step.costs)
 
 
 def _updates_joined(step: Step) -> Step:
-    """Cut joint updates as a capture does, and move all up to where their gradients are final."""
+    """Split joint updates like a capture does, and hoist updates to where their gradients are final."""
     graph = step.graph
     parts: list[_Part] = []
-    # By the parameter that an update is made at, as an optimizer goes through them.
+    # Sorted by the parameter at which the optimizer makes the update.
     updates: list[tuple[float, _Part]] = []
     for op, cost in zip(graph.ops, step.costs.ops, strict=True):
         if _is_joint_update(graph, op):
@@ -201,24 +172,24 @@ def _updates_joined(step: Step) -> Step:
     step = _with_states_in_order(_step_of(graph.storages, parts, graph.outputs, step.costs), first)
     graph = step.graph
     order = hoisted_order(graph, [op.id for op in graph.ops[first:] if not op.random], step.raising)
-    found = [_Part(graph.ops[at], step.costs.ops[at], at in step.raising) for at in order]
-    return _step_of(graph.storages, found, graph.outputs, step.costs)
+    hoisted = [_Part(graph.ops[at], step.costs.ops[at], at in step.raising) for at in order]
+    return _step_of(graph.storages, hoisted, graph.outputs, step.costs)
 
 
 def _chunks(graph: StepGraph, op: Op, cost: OpCost) -> list[tuple[float, _Part]]:
-    """Return the updates that a joint one consists of, each with the parameter at which it is full."""
-    most = traits_of(CPU).update_bytes.chunk
+    """Split a joint update into chunks, each with the parameter at which it is full."""
+    max_bytes = traits_of(CPU).update_bytes.chunk
     kinds = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
     chunks: list[tuple[float, list[list[int]]]] = []
     chunk: list[list[int]] = []
     for member in _members(graph, op):
-        if _bytes(graph, (other[0] for other in chunk)) + graph.storages[member[0]].bytes > most:
+        if _bytes(graph, (previous[0] for previous in chunk)) + graph.storages[member[0]].bytes > max_bytes:
             chunks.append((member[0] - 0.5, chunk))
             chunk = []
         chunk.append(member)
     chunks.append((inf, chunk))
     mutates, whole = set(op.mutates), _bytes(graph, op.reads)
-    found: list[tuple[float, _Part]] = []
+    chunk_updates: list[tuple[float, _Part]] = []
     for at, members in chunks:
         reads = [s for member in members for s in member]
         reads = [
@@ -228,17 +199,17 @@ def _chunks(graph: StepGraph, op: Op, cost: OpCost) -> list[tuple[float, _Part]]
         module = graph.storages[members[0][0]].name.rpartition(".")[0]
         part = replace(op, reads=tuple(reads), mutates=tuple(s for s in reads if s in mutates), module=module)
         share = _bytes(graph, reads) / whole
-        found.append((at, _Part(part, OpCost(LAUNCH_SECONDS + (cost.seconds - LAUNCH_SECONDS) * share))))
-    return found
+        chunk_updates.append((at, _Part(part, OpCost(LAUNCH_SECONDS + (cost.seconds - LAUNCH_SECONDS) * share))))
+    return chunk_updates
 
 
 def _with_states_in_order(step: Step, first: int) -> Step:
-    """Number the state of optimizers as the updates from op ``first`` on make it, in a row."""
-    graph, made = step.graph, StorageKind.OPTIMIZER_STATE
-    states = dict.fromkeys(s for op in graph.ops[first:] for s in op.reads if graph.storages[s].kind is made)
-    place = min(states, default=0)
-    others = [s.id for s in graph.storages if s.id not in states]
-    order = [*(s for s in others if s < place), *states, *(s for s in others if s >= place)]
+    """Renumber optimizer states contiguously, in the order of the updates from op ``first`` on."""
+    graph, state_kind = step.graph, StorageKind.OPTIMIZER_STATE
+    states = dict.fromkeys(s for op in graph.ops[first:] for s in op.reads if graph.storages[s].kind is state_kind)
+    first_state = min(states, default=0)
+    other_ids = [s.id for s in graph.storages if s.id not in states]
+    order = [*(s for s in other_ids if s < first_state), *states, *(s for s in other_ids if s >= first_state)]
     new = {old: at for at, old in enumerate(order)}
 
     def numbers(old: tuple[int, ...]) -> tuple[int, ...]:
@@ -268,7 +239,6 @@ class _Part:
 
 
 def _step_of(storages: tuple[Storage, ...], parts: Sequence[_Part], outputs: tuple[int, ...], costs: Costs) -> Step:
-    """Return the step of ops in this order, with the homes of other costs."""
     ops = tuple(part.op if part.op.id == at else replace(part.op, id=at) for at, part in enumerate(parts))
     return Step(
         StepGraph(storages, ops, outputs),
@@ -281,7 +251,7 @@ def _step_of(storages: tuple[Storage, ...], parts: Sequence[_Part], outputs: tup
 
 
 class _Blocks:
-    """A step with ``KEPT`` blocks of a stack, of which the two in the middle match."""
+    """A step with ``KEPT_BLOCKS`` blocks of a stack; the two in the middle match."""
 
     def __init__(self, step: Step, stack: Stack) -> None:
         self._step, self._stack = step, stack
@@ -291,27 +261,27 @@ class _Blocks:
         if not inner[0] or len(inner[0]) != len(inner[1]):
             raise _UnlikeError
         pairs = list(zip(*inner, strict=True))
-        # The number of each op within its block.
+        # The index of each op within its block.
         self._place = {op.id: at for ops in inner for at, op in enumerate(ops)}
-        # What each storage is to its block, and where it belongs.
+        # The block of each storage, and its role in the block.
         self._block: dict[int, int | None] = {}
         self._role: dict[int, object] = {}
         for s in graph.storages:
-            made = graph.creator.get(s.id)
-            if made is not None:
-                self._block[s.id] = self._labels[made]
-                if made in self._place:
-                    self._role[s.id] = self._place[made], graph.ops[made].creates.index(s.id)
+            creator = graph.creator.get(s.id)
+            if creator is not None:
+                self._block[s.id] = self._labels[creator]
+                if creator in self._place:
+                    self._role[s.id] = self._place[creator], graph.ops[creator].creates.index(s.id)
             else:
                 block = stack.block(s.name) if s.kind in PERSISTENT_KINDS else None
                 self._block[s.id] = block
                 if block is not None:
                     self._role[s.id] = stack.moved(s.name, -block)
         self._check_storages()
-        self._ways = [self._checked(one, two) for one, two in pairs]
+        self._ways = [self._checked(first, second) for first, second in pairs]
 
     def _labelled(self) -> list[int | None]:
-        """Return the block of each op. What has no module of its own belongs to the block that it follows."""
+        """Return the block of each op; an op without a module belongs to the block before it."""
         labels = [self._stack.block(op.module) for op in self._graph.ops]
         at = 0
         while at < len(labels):
@@ -326,33 +296,36 @@ class _Blocks:
         return labels
 
     def _check_storages(self) -> None:
-        """Refuse two blocks in the middle whose storages differ."""
-        known: list[dict[object, tuple[int, StorageKind]]] = [{}, {}]
+        roles: list[dict[object, tuple[int, StorageKind]]] = [{}, {}]
         self._found: dict[tuple[int, object], int] = {}
         for s, block in self._block.items():
             if block in (_ONE, _TWO):
                 storage = self._graph.storages[s]
-                known[block - _ONE][self._role[s]] = storage.bytes, storage.kind
+                roles[block - _ONE][self._role[s]] = storage.bytes, storage.kind
                 self._found[block, self._role[s]] = s
-        if known[0] != known[1] or any(self._block[s] in (_ONE, _TWO) for s in self._graph.outputs):
+        if roles[0] != roles[1] or any(self._block[s] in (_ONE, _TWO) for s in self._graph.outputs):
             raise _UnlikeError
 
-    def _checked(self, one: Op, two: Op) -> dict[str, list[tuple[int, int]]]:
-        """Return how two ops that match refer to storages: pairs of those of the one and of the other."""
+    def _checked(self, first: Op, second: Op) -> dict[str, list[tuple[int, int]]]:
+        """Return the storages of two matching ops, paired by field."""
         costs = self._step.costs.ops
-        alike = (one.name, one.rerunnable, one.random, one.family) == (two.name, two.rerunnable, two.random, two.family)
-        if not alike or costs[one.id] != costs[two.id]:
+        alike = (first.name, first.rerunnable, first.random, first.family) == (
+            second.name,
+            second.rerunnable,
+            second.random,
+            second.family,
+        )
+        if not alike or costs[first.id] != costs[second.id]:
             raise _UnlikeError
-        found: dict[str, list[tuple[int, int]]] = {}
+        pairs: dict[str, list[tuple[int, int]]] = {}
         for field in _NAMING_STORAGES:
-            left, right = getattr(one, field), getattr(two, field)
-            if len(left) != len(right) or any(map(self._differ, left, right)):
+            first_refs, second_refs = getattr(first, field), getattr(second, field)
+            if len(first_refs) != len(second_refs) or any(map(self._differ, first_refs, second_refs)):
                 raise _UnlikeError
-            found[field] = list(zip(left, right, strict=True))
-        return found
+            pairs[field] = list(zip(first_refs, second_refs, strict=True))
+        return pairs
 
     def _differ(self, s: int, t: int) -> bool:
-        """Return whether blocks one and two do not refer to these storages in the same way."""
         blocks = self._block[s], self._block[t]
         if s == t:
             return blocks[0] in (_ONE, _TWO)
@@ -361,7 +334,7 @@ class _Blocks:
         return blocks != (_ONE, _TWO) or self._role[s] != self._role[t]
 
     def repeated(self, count: int) -> Step:
-        """Return the step with so many blocks in place of the two in the middle; one at least."""
+        """Return the step with ``count`` blocks, at least one, instead of the two in the middle."""
         graph, stack = self._graph, self._stack
         storages: list[Storage] = []
         new: dict[tuple[object, int | None], int] = {}
@@ -406,30 +379,29 @@ class _Blocks:
             op, cost, label = graph.ops[at], self._step.costs.ops[at], self._labels[at]
             module = stack.moved(op.module, self._shift(label, k, count))
             if k is not None:
-                ways = self._ways[self._place[at]]
-                made = {field: tuple(inner(pair, k) for pair in ways[field]) for field in ways}
+                references = self._ways[self._place[at]]
+                fields = {field: tuple(inner(pair, k) for pair in references[field]) for field in references}
             else:
-                made = {field: outer(getattr(op, field), label) for field in _NAMING_STORAGES}
-                cost = self._stretched(op, cost, made["reads"] + made["mutates"], storages)
-            new_op = replace(op, id=len(parts), module=module, **made)
+                fields = {field: outer(getattr(op, field), label) for field in _NAMING_STORAGES}
+                cost = self._stretched(op, cost, fields["reads"] + fields["mutates"], storages)
+            new_op = replace(op, id=len(parts), module=module, **fields)
             parts.append(_Part(new_op, cost, at in self._step.raising))
         outputs = tuple(new[s, None] for s in graph.outputs)
         return _step_of(tuple(storages), parts, outputs, self._step.costs)
 
     def _stretched(self, op: Op, cost: OpCost, used: tuple[int, ...], storages: Sequence[Storage]) -> OpCost:
-        """Return what an op costs that is now given the storages of more blocks, one after the other."""
+        """Scale the cost of an op outside of blocks that now reads the storages of more blocks."""
         before = dict.fromkeys(op.reads + op.mutates)
         after = dict.fromkeys(used)
         if len(before) == len(after):
             return cost
         if any(is_large(self._graph.storages[s].bytes) for s in op.creates):
-            # As large as there are layers, and so is what is made of it.
+            # Its result grows with the number of layers, and so do all values derived from it.
             raise _UnlikeError
         share = sum(storages[s].bytes for s in after) / max(_bytes(self._graph, before), 1)
         return replace(cost, seconds=LAUNCH_SECONDS + (cost.seconds - LAUNCH_SECONDS) * share)
 
     def _shift(self, block: int | None, k: int | None, count: int) -> int:
-        """Return by how many blocks a name moves."""
         if k is not None:
             return k - _ONE
         return count - 2 if block == _LAST else 0
@@ -438,13 +410,12 @@ class _Blocks:
 def _order(
     blocks: Sequence[int | None], roles: Sequence[object], count: int, *, strict: bool = True
 ) -> list[tuple[int, int | None]] | None:
-    """Return the order of items with ``count`` blocks instead of the two in the middle; None if those do not match.
+    """Return the order of items with ``count`` inner blocks instead of two; None: these do not match.
 
-    Items are by index, with the number of the block (from one on) for those of the middle, of which the first stands
-    for all. Block two follows block one or comes before it, so the others follow one another in the same direction. If
-    not ``strict``, items that do not match item by item are taken where block one has them.
+    An item is an index into ``blocks`` and, for a repeated item, the number of its block, from 1. Copies run in the
+    direction in which block two follows or precedes block one. Unless ``strict``, unmatched items follow block one.
     """
-    found: list[tuple[int, int | None]] = []
+    result: list[tuple[int, int | None]] = []
     at, total = 0, len(blocks)
 
     def end_of(start: int) -> int:
@@ -456,19 +427,19 @@ def _order(
     while at < total:
         block, end = blocks[at], end_of(at)
         if block not in (_ONE, _TWO):
-            found += [(item, None) for item in range(at, end)]
+            result += [(item, None) for item in range(at, end)]
             at = end
             continue
-        other = end_of(end) if end < total else end
-        if end == total or blocks[end] != _ONE + _TWO - block or list(roles[at:end]) != list(roles[end:other]):
+        next_end = end_of(end) if end < total else end
+        if end == total or blocks[end] != _ONE + _TWO - block or list(roles[at:end]) != list(roles[end:next_end]):
             if strict:
                 return None
             if block == _ONE:
-                found += [(item, k) for k in range(1, count + 1) for item in range(at, end)]
+                result += [(item, k) for k in range(1, count + 1) for item in range(at, end)]
             at = end
             continue
-        one = range(at, end) if block == _ONE else range(end, other)
+        inner = range(at, end) if block == _ONE else range(end, next_end)
         ks = range(1, count + 1) if block == _ONE else range(count, 0, -1)
-        found += [(item, k) for k in ks for item in one]
-        at = other
-    return found
+        result += [(item, k) for k in ks for item in inner]
+        at = next_end
+    return result

@@ -1,4 +1,4 @@
-"""A report and a trace of a step that ran, or that was only planned. Without PyTorch."""
+"""Write a report or a trace of a measured or planned step; needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -22,28 +22,18 @@ from outofcore.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class ReportedStep:
-    """A step to be reported.
-
-    Attributes:
-        graph: the step.
-        costs: that it was planned with.
-        planned: its plan.
-        budget: bytes.
-        policy: to plan with for other budgets.
-        measured: when everything ran; None: it did not.
-        simulated: the device that the costs are for, where that is not this machine.
-    """
+    """The graph, plan and timelines of a step for its report."""
 
     graph: StepGraph
     costs: Costs
     planned: Planned
-    budget: int
-    policy: PolicyLike = "auto"
-    measured: Timeline | None = None
-    simulated: str = ""
+    budget: int  # in bytes
+    policy: PolicyLike = "auto"  # for plans with other budgets
+    measured: Timeline | None = None  # None: the step did not run
+    simulated: str = ""  # the device of the costs; "": this machine
 
     def timelines(self, foreseen: str) -> list[tuple[str, Timeline]]:
-        """The timelines that there are, each with its name; that of the plan is ``foreseen``."""
+        """Return the measured timeline, if any, and the planned one under the name ``foreseen``."""
         ran = [] if self.measured is None else [("measured", self.measured)]
         return [*ran, (foreseen, self.planned.timeline)]
 
@@ -51,14 +41,13 @@ class ReportedStep:
 def report_step(
     path: Path, step: ReportedStep, title: str, *, count: int | None = None, notes: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Write the report of a step as an HTML file, whose folder is created; raises ``InputError`` if that is refused.
+    """Write the report of a step as an HTML file, and create its folder; raises ``InputError``.
 
-    ``count`` is how many other budgets to plan for, for the curve of step time against budget; 0: no curve. ``notes``
-    are further facts to show, as pairs of name and text.
+    ``count`` is the number of other budgets on the curve of step time; ``notes`` are names and texts of further facts.
     """
     graph, costs, planned = step.graph, step.costs, step.planned
     with following() as tell:
-        known = insight(
+        budget_insight = insight(
             graph,
             costs,
             step.budget,
@@ -66,24 +55,25 @@ def report_step(
             measured=step.measured,
             count=POINTS if count is None else count,
             policy=step.policy,
-            tell=lambda done, total: tell("plan for several budgets", done, total),
+            tell=lambda finished, total: tell("plan for several budgets", finished, total),
         )
-    page = Page(title, step.budget, known, [home.name for home in costs.homes], [*_notes(step), *notes])
+    page = Page(title, step.budget, budget_insight, [home.name for home in costs.homes], [*_notes(step), *notes])
     timelines = step.timelines("simulated" if step.simulated else "predicted")
     write_report(path, page_content(graph, planned.plan, planned.program, timelines, page))
 
 
 def trace_step(path: Path, step: ReportedStep, *, began_ns: int = 0, beside: Path | None = None) -> None:
-    """Write the timelines of a step as a trace; see ``report.trace.write_trace``."""
     timelines = step.timelines("predicted")
     write_trace(path, step.graph, step.planned.program, timelines, began_ns=began_ns, beside=beside)
 
 
 def _notes(step: ReportedStep) -> list[tuple[str, str]]:
     machine, graph, planned = this_machine(), step.graph, step.planned
-    here = f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, {machine.kernel}"
+    description = (
+        f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)} of memory, {machine.kernel}"
+    )
     return [
-        ("SIMULATED" if step.simulated else "machine", step.simulated or here),
+        ("SIMULATED" if step.simulated else "machine", step.simulated or description),
         *([("note", NOTE)] if step.costs.is_busy else []),
         *((f"link to {home.name}", _link(home)) for home in step.costs.homes),
         ("step", f"{len(graph.ops)} ops on {len(graph.storages)} storages"),

@@ -1,4 +1,4 @@
-"""A step under other budgets and on other machines, by planning and simulating it there. Without PyTorch."""
+"""Plan and simulate a step for other budgets and faster machines; needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from outofcore.report.waits import TimeSpent, time_spent
 from outofcore.simulator import simulate
 from outofcore.units import MIB, format_bytes, format_seconds, parse_bytes
 
-# A step that is no more than this longer than its fastest has lost nothing.
+# A step counts as lossless up to this multiple of its fastest time.
 LOSSLESS = 1.01
-# How many budgets are looked at between the smallest and that at which nothing needs to leave.
+# Budgets on a curve.
 POINTS = 5
-# Parts of a step. Up to the first nothing is said to be lost, above the second the budget is said to be the limit.
+# Shares of the step time: up to the first ops are the limit, above the second the budget is.
 _LITTLE, _MUCH = 0.005, 0.02
-# A prediction that is off by more, as part of it, deserves a word.
+# Larger relative errors of a prediction are reported.
 _FAR = 0.1
 
-# Progress callback: how many plans are made, and how many are to be.
+# Progress callback: number of plans made, and in total.
 Count = Callable[[int, int], None]
 
 
 def point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "auto") -> Point:
-    """What is predicted for one budget; raises ``InputError`` if there is no such policy."""
+    """Plan for one budget, and return the prediction; raises ``InputError`` for an unknown policy."""
     try:
         planned = planning.plan_step(graph, costs, budget, policy)
     except BudgetError:
@@ -42,37 +42,34 @@ def point(graph: StepGraph, costs: Costs, budget: int, policy: PolicyLike = "aut
 
 
 def point_of(graph: StepGraph, costs: Costs, budget: int, planned: Planned) -> Point:
-    """A plan that was made already, as a point."""
     report = step_report(graph, planned.plan, planned.program, planned.timeline, budget)
-    again = report.again_seconds(costs) if report.recomputed else 0.0
-    return Point(budget, report.seconds, report.policy, report.bytes_out, report.bytes_in, again, report.peak_bytes)
+    recompute_seconds = report.again_seconds(costs) if report.recomputed else 0.0
+    return Point(
+        budget, report.seconds, report.policy, report.bytes_out, report.bytes_in, recompute_seconds, report.peak_bytes
+    )
 
 
-def budgets_between(smallest: int, everything: int, count: int = POINTS) -> tuple[int, ...]:
-    """Budgets at equal ratios, from the smallest that can be to that at which nothing needs to leave."""
-    smallest, everything = max(smallest, 1), max(everything, smallest, 1)
-    if count < 2 or smallest == everything:
-        return (everything,)
-    ratio = everything / smallest
+def budgets_between(smallest: int, in_core: int, count: int = POINTS) -> tuple[int, ...]:
+    """Return budgets at equal ratios, from the smallest to that of a step in core."""
+    smallest, in_core = max(smallest, 1), max(in_core, smallest, 1)
+    if count < 2 or smallest == in_core:
+        return (in_core,)
+    ratio = in_core / smallest
     inner = [round(smallest * ratio ** (number / (count - 1))) for number in range(1, count - 1)]
-    return tuple(dict.fromkeys([smallest, *inner, everything]))
+    return tuple(dict.fromkeys([smallest, *inner, in_core]))
 
 
 def curve(
     graph: StepGraph, costs: Costs, budgets: Iterable[int], policy: PolicyLike = "auto", tell: Count | None = None
 ) -> tuple[Point, ...]:
-    """Step time over budgets.
-
-    A plan that is found for a budget is a plan for every larger one as well, so no point is slower than those at
-    smaller budgets.
-    """
-    wanted = sorted(set(budgets))
-    found: list[Point] = []
-    for number, budget in enumerate(wanted, 1):
-        found.append(_no_slower(point(graph, costs, budget, policy), found))
+    """Return the predicted step time for each budget, which never rises with the budget."""
+    ordered = sorted(set(budgets))
+    points: list[Point] = []
+    for number, budget in enumerate(ordered, 1):
+        points.append(_no_slower(point(graph, costs, budget, policy), points))
         if tell is not None:
-            tell(number, len(wanted))
-    return tuple(found)
+            tell(number, len(ordered))
+    return tuple(points)
 
 
 def _no_slower(new: Point, before: Sequence[Point]) -> Point:
@@ -85,23 +82,22 @@ def _no_slower(new: Point, before: Sequence[Point]) -> Point:
 def lossless_budget(
     graph: StepGraph, costs: Costs, points: Sequence[Point], policy: PolicyLike = "auto"
 ) -> tuple[int, tuple[Point, ...]]:
-    """The budget from which on nothing is lost: a step takes at most 1 % longer than with room for everything.
+    """Find by bisection the smallest budget with a step at most 1 % slower than in core.
 
-    Found by bisection between the points of ``curve``, the last of them with room for everything, so it is exact to an
-    eighth of their distance. Returned with it are the points with those that were looked at besides.
+    The last of ``points`` must be in core. Also return the points including the bisection.
     """
-    known = sorted(points, key=lambda p: p.budget)
-    limit = (known[-1].seconds or 0.0) * LOSSLESS
-    enough = next(i for i, p in enumerate(known) if p.seconds is not None and p.seconds <= limit)
-    for _ in range(3 if enough else 0):
-        low, high = known[enough - 1].budget, known[enough].budget
+    ordered = sorted(points, key=lambda p: p.budget)
+    limit = (ordered[-1].seconds or 0.0) * LOSSLESS
+    index = next(i for i, p in enumerate(ordered) if p.seconds is not None and p.seconds <= limit)
+    for _ in range(3 if index else 0):
+        low, high = ordered[index - 1].budget, ordered[index].budget
         if high - low < 2 * MIB or high < low * LOSSLESS:
             break
-        new = _no_slower(point(graph, costs, (low + high) // 2, policy), known[:enough])
-        known.insert(enough, new)
+        new = _no_slower(point(graph, costs, (low + high) // 2, policy), ordered[:index])
+        ordered.insert(index, new)
         if new.seconds is None or new.seconds > limit:
-            enough += 1
-    return known[enough].budget, tuple(known)
+            index += 1
+    return ordered[index].budget, tuple(ordered)
 
 
 def insight(
@@ -115,34 +111,34 @@ def insight(
     policy: PolicyLike = "auto",
     tell: Count | None = None,
 ) -> Insight:
-    """What a planned step would be under other budgets, and what would help it most.
+    """Compare a planned step with other budgets and faster machines, and find its bottleneck.
 
-    Where it was ``measured``, the verdict is on that. ``count`` budgets are planned for besides; with none, nothing is
-    said of a larger budget.
+    The verdict is on the ``measured`` timeline, if any. ``count`` is the number of other budgets to plan for; 0 also
+    skips the larger budget.
     """
-    smallest, everything = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
-    here = point_of(graph, costs, budget, planned)
-    # How much more is asked about: 100 MiB, or of a small budget a quarter.
-    more = min(100 * MIB, max(budget // 4, 1), max(everything - budget, 0))
-    wanted: set[int] = set()
+    smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
+    current = point_of(graph, costs, budget, planned)
+    # Compare with 100 MiB more, or a quarter of a small budget.
+    extra = min(100 * MIB, max(budget // 4, 1), max(in_core - budget, 0))
+    budgets: set[int] = set()
     if count:
-        wanted = {*budgets_between(smallest, everything, count), *((budget + more,) if more else ())} - {budget}
-    others = curve(graph, costs, wanted, policy, tell)
-    points = sorted([*others, here], key=lambda p: p.budget)
+        budgets = {*budgets_between(smallest, in_core, count), *((budget + extra,) if extra else ())} - {budget}
+    curve_points = curve(graph, costs, budgets, policy, tell)
+    points = sorted([*curve_points, current], key=lambda p: p.budget)
     helps = _machines(graph, costs, planned)
-    larger = next((p for p in others if p.budget == budget + more and more), None)
-    if larger is not None and larger.seconds is not None and here.seconds is not None:
-        helps.append(Help(f"{format_bytes(more)} more budget", max(here.seconds - larger.seconds, 0.0)))
+    larger = next((p for p in curve_points if p.budget == budget + extra and extra), None)
+    if larger is not None and larger.seconds is not None and current.seconds is not None:
+        helps.append(Help(f"{format_bytes(extra)} more budget", max(current.seconds - larger.seconds, 0.0)))
     helps.sort(key=lambda h: -h.saves)
     spent, _ = time_spent(graph, planned.program, measured or planned.timeline)
-    verdict = _verdict(spent, bool(here.bytes_in or here.bytes_out))
+    verdict = _verdict(spent, bool(current.bytes_in or current.bytes_out))
     if measured is not None:
         verdict += _off(planned.timeline.step_seconds, measured.step_seconds)
-    return Insight(smallest, everything, costs.compute_seconds, tuple(points), tuple(helps), verdict)
+    return Insight(smallest, in_core, costs.compute_seconds, tuple(points), tuple(helps), verdict)
 
 
 def _machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
-    """What the same program would gain from a better machine."""
+    """Return the seconds that the same program saves with faster ops or a faster link."""
     now = planned.timeline.step_seconds
     faster = replace(costs, ops=tuple(OpCost(cost.seconds / 2, cost.workspace_bytes) for cost in costs.ops))
     cases = [("ops twice as fast", faster)]
@@ -151,15 +147,15 @@ def _machines(graph: StepGraph, costs: Costs, planned: Planned) -> list[Help]:
             replace(h, bytes_per_s_out=2 * h.bytes_per_s_out, bytes_per_s_in=2 * h.bytes_per_s_in) for h in costs.homes
         )
         cases.append(("a link twice as fast", replace(costs, homes=homes)))
-    return [Help(what, max(now - simulate(graph, c, planned.program).step_seconds, 0.0)) for what, c in cases]
+    return [Help(name, max(now - simulate(graph, c, planned.program).step_seconds, 0.0)) for name, c in cases]
 
 
 def _off(predicted: float, measured: float) -> str:
     ratio = measured / predicted - 1 if predicted else 0.0
     if abs(ratio) <= _FAR:
         return ""
-    how = "longer" if ratio > 0 else "shorter"
-    return f" The step took {abs(ratio):.0%} {how} than predicted: the machine was not as it was when it was measured."
+    direction = "longer" if ratio > 0 else "shorter"
+    return f" The step took {abs(ratio):.0%} {direction} than predicted: the machine has changed since it was measured."
 
 
 def _verdict(spent: TimeSpent, moves: bool) -> str:
@@ -172,35 +168,34 @@ def _verdict(spent: TimeSpent, moves: bool) -> str:
     worst = max(shares, key=lambda name: shares[name])
     lost = sum(shares.values())
     if lost <= _LITTLE * total:
-        how = "all copies hide behind ops" if moves else "nothing has to move"
-        return f"Ops are the limit: {how}, so that only faster ops or a smaller model would help."
+        reason = "all copies overlap with ops" if moves else "no tensor is evicted"
+        return f"Ops are the limit: {reason}. Only faster ops or a smaller model would help."
     cost = f"{format_seconds(shares[worst])} of {format_seconds(total)}"
     if worst == "the link":
         return f"The link is the limit: ops wait {cost} for copies."
     if worst == "room":
         return f"The budget is the limit: ops wait {cost} for room."
     if lost > _MUCH * total:
-        return f"The budget is the limit: ops that run again for want of room take {cost}."
-    return f"Little is lost: ops that run again for want of room take {cost}."
+        return f"The budget is the limit: recomputation to save memory takes {cost}."
+    return f"Little is lost: recomputation to save memory takes {cost}."
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step would need, and how long it would take.
+    """The memory and time that a step is predicted to need. Budgets are in bytes.
 
     Attributes:
-        smallest_budget: the least bytes that can hold the step, with ops in parts where that needs less.
-        lossless_budget: the bytes from which on nothing is lost: a step takes at most 1 % longer than with room for
-            everything.
-        in_core_budget: the bytes from which on nothing needs to move.
-        compute_seconds: all ops once.
-        points: what is predicted for several budgets, by rising budget.
-        machine: what the predictions are for; "" is the machine that they were made on.
+        smallest_budget: the smallest budget that has a plan, with split ops if these need less.
+        lossless_budget: the smallest budget with a step at most 1 % slower than in core.
+        in_core_budget: the smallest budget without evictions.
+        compute_seconds: time of all ops, each run once.
+        points: predictions by rising budget.
+        machine: the machine of the predictions; "": this one.
         graph: the step.
-        costs: of its ops and of the link.
-        policy: that plans.
-        whole_budget: the least bytes that can hold the step with ops as a whole; None: that is the smallest budget.
-        parts: the step with ops in parts, and its costs, for budgets below that.
+        costs: of its ops and links.
+        policy: the planning policy.
+        whole_budget: the smallest budget without splitting ops; None: equal to ``smallest_budget``.
+        parts: the step with split ops and its costs, for budgets below ``whole_budget``.
 
     >>> found = Estimate(4 << 20, 9 << 20, 16 << 20, 0.25, (Point(8 << 20, 0.5, "auto"),))
     >>> found.fits("5MiB"), found.at("8MiB").seconds
@@ -227,25 +222,17 @@ class Estimate:
     parts: tuple[StepGraph, Costs] | None = field(repr=False, compare=False, default=None)
 
     def fits(self, budget: int | str) -> bool:
-        """Whether a budget can hold the step.
-
-        Raises:
-            UnitError: it is no byte count.
-        """
+        """Return whether a budget can hold the step; raises ``UnitError`` if it is not a byte count."""
         return parse_bytes(budget) >= self.smallest_budget
 
     def at(self, budget: int | str) -> Point:
-        """What is predicted for a budget: known, or planned for now.
-
-        Raises:
-            UnitError: it is no byte count.
-        """
-        wanted = parse_bytes(budget)
-        known = next((point for point in self.points if point.budget == wanted), None)
+        """Return the prediction for a budget, planned if needed; raises ``UnitError`` for invalid sizes."""
+        budget_bytes = parse_bytes(budget)
+        existing = next((point for point in self.points if point.budget == budget_bytes), None)
         graph, costs = self.graph, self.costs
-        if self.parts is not None and self.whole_budget is not None and wanted < self.whole_budget:
+        if self.parts is not None and self.whole_budget is not None and budget_bytes < self.whole_budget:
             graph, costs = self.parts
-        return known or point(graph, costs, wanted, self.policy)
+        return existing or point(graph, costs, budget_bytes, self.policy)
 
     def _facts(self) -> list[tuple[str, str]]:
         whole = [] if self.whole_budget is None else [("without splitting", format_bytes(self.whole_budget))]
@@ -270,7 +257,6 @@ class Estimate:
 
 
 def points_text(points: Sequence[Point]) -> str:
-    """Step time over budgets, as a table."""
     return columns(_rows(points))
 
 
@@ -300,36 +286,37 @@ def estimated(
     parts: tuple[StepGraph, Costs] | None = None,
     tell: Tell,
 ) -> Estimate:
-    """Plan a step for the budgets given and for those that suit it; raises ``GraphError`` if it has no ops.
+    """Plan a step for these budgets and for a range of its own; raises ``GraphError`` if it has no ops.
 
-    ``machine`` is what the costs are of, where that is not this machine; ``parts`` the step with ops in parts, for
-    budgets that do not hold it otherwise.
+    ``machine`` names the machine of the costs; "": this one. ``parts`` is the step with split ops, for smaller budgets.
     """
     if not graph.ops:
-        raise GraphError("the step has no ops: nothing is computed in it, so there is nothing to estimate")
-    smallest, everything = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
-    suiting = budgets_between(smallest, everything)
-    points = curve(graph, costs, suiting, policy, lambda done, total: tell("plan for several budgets", done, total))
+        raise GraphError("the step has no ops, so it has no costs to estimate; compute with tensors in it")
+    smallest, in_core = planning.smallest_budget(graph, costs), planning.in_core_budget(graph, costs)
+    candidates = budgets_between(smallest, in_core)
+    points = curve(
+        graph, costs, candidates, policy, lambda finished, total: tell("plan for several budgets", finished, total)
+    )
     tell("find the budget without slowdown", 0, 1)
     lossless, points = lossless_budget(graph, costs, points, policy)
-    more = set(budgets) - {point.budget for point in points}
-    least = smallest if parts is None else min(planning.smallest_budget(*parts), smallest)
-    if least < smallest and parts is not None:
-        below = {least, *(budget for budget in more if budget < smallest)}
+    remaining = set(budgets) - {point.budget for point in points}
+    smallest_split = smallest if parts is None else min(planning.smallest_budget(*parts), smallest)
+    if smallest_split < smallest and parts is not None:
+        below = {smallest_split, *(budget for budget in remaining if budget < smallest)}
         points = (*points, *curve(*parts, below, policy))
-        more -= below
-    points = (*points, *(point(graph, costs, budget, policy) for budget in more))
+        remaining -= below
+    points = (*points, *(point(graph, costs, budget, policy) for budget in remaining))
     tell("find the budget without slowdown", 1, 1)
     return Estimate(
-        smallest_budget=least,
+        smallest_budget=smallest_split,
         lossless_budget=lossless,
-        in_core_budget=everything,
+        in_core_budget=in_core,
         compute_seconds=costs.compute_seconds,
         points=tuple(sorted(points, key=lambda p: p.budget)),
         machine=machine,
         graph=graph,
         costs=costs,
         policy=policy,
-        whole_budget=smallest if least < smallest else None,
-        parts=parts if least < smallest else None,
+        whole_budget=smallest if smallest_split < smallest else None,
+        parts=parts if smallest_split < smallest else None,
     )

@@ -1,4 +1,4 @@
-"""ONNX files as PyTorch modules: ``outofcore.onnx.load``. It needs ``pip install outofcore[onnx]``."""
+"""Load ONNX files as PyTorch modules; needs ``pip install outofcore[onnx]``."""
 
 from outofcore.onnx.loading import load
 from outofcore.onnx.model import OnnxModel

@@ -1,8 +1,7 @@
-"""From an ONNX graph to nodes of ``torch.fx``.
+"""Build a ``torch.fx`` graph from an ONNX graph.
 
-What does not depend on inputs is computed when the model is built. Values that follow from shapes alone are small
-tensors on the CPU, whatever the device of the model ("host" below): a captured step knows what they hold, and the nodes
-that only lead to them are no part of it.
+Values that do not depend on inputs are computed when the model is built. Values that depend on shapes alone are small
+CPU tensors on any device ("host" below); a captured step treats them as constants.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from outofcore.onnx.operators.elementwise import NARROW, widened
 from outofcore.onnx.operators.registry import Operator, Refused, find, items
 from outofcore.onnx.storage import DTYPES, Files, is_mapped
 
-# Results up to this size are computed when the model is built if they depend on no data.
+# Larger constant results are computed when the model runs.
 _KNOWN_ELEMENTS = 64
-# How PyTorch's own tensors lie in memory.
+# The alignment of PyTorch's own tensors, in bytes.
 ALIGNMENT = 64
-# Inputs that training leaves alone although they are fractions: statistics, scales, limits, masks, tables.
+# Floating-point inputs that are not trained: statistics, scales, limits, masks, tables.
 _NOT_TRAINED: dict[str, frozenset[int]] = {
     "Attention": frozenset({3, 4, 5}),
     "BatchNormalization": frozenset({3, 4}),
@@ -48,9 +47,9 @@ _NOT_TRAINED: dict[str, frozenset[int]] = {
     **dict.fromkeys(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), frozenset({0, 1})),
 }
 _TRAINED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Attributes that are numbers of data types.
+# Attributes that hold the code of a data type.
 _DTYPES = frozenset({"to", "dtype", "precision", "softmax_precision"})
-# What PyTorch's operators raise for inputs that do not go together.
+# Errors of PyTorch's operators for inputs that do not match.
 RAISED = (
     *(RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError, AssertionError),
     *(MemoryError, Refused),
@@ -59,32 +58,24 @@ RAISED = (
 
 @dataclass(frozen=True, eq=False)
 class _Value:
-    """A value of a graph: its fx node, or what it holds if the builder knows it.
-
-    Attributes:
-        tensor: what it holds; with a node, a weight, of which only the shape is known.
-        is_host: it is on the CPU, and does not depend on data.
-        is_unaligned: it is on the pages of a file, at an address at which PyTorch would not put it.
-    """
+    """A value of a graph: an fx node, or a constant."""
 
     node: fx.Node | None
-    tensor: Tensor | None = None
-    is_host: bool = False
-    is_unaligned: bool = False
+    tensor: Tensor | None = None  # the constant, or, with a node, a weight of which only the shape is used
+    is_host: bool = False  # on the CPU, and independent of data
+    is_unaligned: bool = False  # on pages of a file, at an address with less than PyTorch's alignment
 
     @property
     def known(self) -> Tensor | None:
-        """What it holds, if no node makes it."""
         return self.tensor if self.node is None else None
 
 
 def device_of(*tensors: Any) -> torch.device:
-    """Return where a model computes: on the device of its first input, or of its weights."""
-    return next((one.device for one in tensors if isinstance(one, Tensor)), torch.device("cpu"))
+    return next((tensor.device for tensor in tensors if isinstance(tensor, Tensor)), torch.device("cpu"))
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a new tensor of the same numbers, of which a captured step keeps the numbers only."""
+    """Copy a small tensor to a device; in a captured step it becomes a constant."""
     return torch.tensor(x.tolist(), dtype=x.dtype, device=device).reshape(x.shape)
 
 
@@ -104,27 +95,22 @@ class Builder:
         self._imported: dict[fx.Node, _Value] = {}  # by nodes of the outer graph
         self._made: dict[tuple[_Value, str], fx.Node] = {}
         self._now: Node | None = None
-        given = [self._placeholder(declared.name) for declared in graph.inputs]
-        # Weights, and what comes from the outer graph, are put before this node.
-        self._device = self._call(device_of, *given) if outer is None else self._placeholder("device")
-        for declared, node in zip(graph.inputs, given, strict=True):
+        placeholders = [self._placeholder(declared.name) for declared in graph.inputs]
+        # Weights and values of the outer graph are inserted before this node.
+        self._device = self._call(device_of, *placeholders) if outer is None else self._placeholder("device")
+        for declared, node in zip(graph.inputs, placeholders, strict=True):
             self._values[declared.name] = _Value(node)
 
     def build(self, graph: Graph, prefix: str, hosts: int = 0) -> list[fx.Node]:
-        """Give the module its graph.
+        """Build the module's graph; the first ``hosts`` inputs are host values.
 
-        Args:
-            prefix: of the names of tensors.
-            hosts: how many of the first inputs are on the CPU and depend on no data.
-
-        Returns:
-            nodes of the outer graph, whose values the module takes after its inputs and before the device.
+        Return nodes of the outer graph. The module takes their values after its inputs and before the device.
         """
         for declared in graph.inputs[:hosts]:
             value = self._values[declared.name]
             self._values[declared.name] = None if value is None else replace(value, is_host=True)
-        found = [self._tensor(one) for one in self._nodes(graph, prefix)]
-        self._graph.output(found[0] if self._outer is None and len(found) == 1 else tuple(found))
+        nodes = [self._tensor(result) for result in self._nodes(graph, prefix)]
+        self._graph.output(nodes[0] if self._outer is None and len(nodes) == 1 else tuple(nodes))
         if not self._device.users and self._outer is None:
             self._graph.erase_node(self._device)
         self._module.graph = self._graph
@@ -139,15 +125,14 @@ class Builder:
             self._now = node
             stored = _constant_of(node)
             if stored is None:
-                found = self._outputs(node, prefix)
+                values = self._outputs(node, prefix)
             else:
                 name = node.outputs[0]
-                found = [self._constant(prefix + name, stored, uses[name] & ~_Use.TRAINED)]
-            self._values.update({name: one for name, one in zip(node.outputs, found, strict=False) if name})
+                values = [self._constant(prefix + name, stored, uses[name] & ~_Use.TRAINED)]
+            self._values.update({name: value for name, value in zip(node.outputs, values, strict=False) if name})
         return [self._find(item.name) for item in graph.outputs]
 
     def _within(self, graph: Graph, prefix: str, values: MutableMapping[str, _Value | None]) -> list[_Value | None]:
-        """Put the nodes of another graph among those of this one."""
         before, self._values = self._values, values
         try:
             return self._nodes(graph, prefix)
@@ -155,25 +140,25 @@ class Builder:
             self._values = before
 
     def _outputs(self, node: Node, prefix: str) -> Sequence[_Value | None]:
-        given = [self._find(name) if name else None for name in node.inputs]
+        inputs = [self._find(name) if name else None for name in node.inputs]
         inner = f"{prefix}{node.name}/"
         if node.body is not None:
             names = [declared.name for declared in node.body.inputs]
-            return self._within(node.body, inner, dict(zip_longest(names, given)))
+            return self._within(node.body, inner, dict(zip_longest(names, inputs)))
         operator = find(node.domain, node.op, node.version)
         if operator is None:
-            raise InputError(f"{node} has neither an operator nor a body")
+            raise InputError(f"{node} is not supported and has no body")
         keywords = self._keywords(node, operator)
-        found = self._computed(node, operator, given, keywords)
-        if found is not None:
-            return found
+        constants = self._computed(node, operator, inputs, keywords)
+        if constants is not None:
+            return constants
         if not isinstance(operator.run, type):
-            return self._called(node, operator, given, keywords)
-        condition = given[0].known if node.op == "If" and given[0] else None
+            return self._called(node, operator, inputs, keywords)
+        condition = inputs[0].known if node.op == "If" and inputs[0] else None
         if condition is not None:
             branch = node.attributes["then_branch" if condition.item() else "else_branch"]
             return self._within(branch, inner, ChainMap({}, self._values))
-        return self._controlled(node, operator, given, inner)
+        return self._controlled(node, operator, inputs, inner)
 
     # ---- values -----------------------------------------------------------------------------------------------------
 
@@ -181,11 +166,10 @@ class Builder:
         if name in self._values:
             return self._values[name]
         if self._outer is None:
-            raise InputError(f"nothing makes {name!r}")
+            raise InputError(f"no node produces {name!r}")
         return self._import(self._outer._find(name))
 
     def _import(self, value: _Value | None) -> _Value | None:
-        """Take a value from the outer graph."""
         if value is None or value.node is None:
             return value
         if value.node not in self._imported:
@@ -231,25 +215,25 @@ class Builder:
         return _Value(node, tensor, is_unaligned=unaligned)
 
     def _tensor(self, value: _Value | None, *, aligned: bool = True) -> fx.Node | None:
-        """Return a node whose value is on the device of the model."""
+        """Return a node with the value on the model's device."""
         if value is None:
             return None
         if value.node is None or value.is_host:
             return self._once(value, "device")
         return self._call(outofcore.aligned, value.node) if value.is_unaligned and aligned else value.node
 
-    def _once(self, value: _Value, where: str) -> fx.Node:
-        found = self._made.get((value, where))
-        if found is None:
-            place = {"device": self._device} if where == "device" else {}
+    def _once(self, value: _Value, device_kind: str) -> fx.Node:
+        node = self._made.get((value, device_kind))
+        if node is None:
+            keywords = {"device": self._device} if device_kind == "device" else {}
             if value.known is None:
-                found = self._call(on_device, value.node, **place)
+                node = self._call(on_device, value.node, **keywords)
             elif value.known.numel():
-                found = self._call(torch.tensor, value.known.tolist(), dtype=value.known.dtype, **place)
+                node = self._call(torch.tensor, value.known.tolist(), dtype=value.known.dtype, **keywords)
             else:
-                found = self._call(torch.empty, tuple(value.known.shape), dtype=value.known.dtype, **place)
-            self._made[value, where] = found
-        return found
+                node = self._call(torch.empty, tuple(value.known.shape), dtype=value.known.dtype, **keywords)
+            self._made[value, device_kind] = node
+        return node
 
     def _host(self, value: _Value) -> fx.Node:
         return self._once(value, "cpu") if value.node is None else value.node
@@ -258,12 +242,12 @@ class Builder:
 
     def _keywords(self, node: Node, operator: Operator) -> dict[str, Any]:
         count = max((place + 1 for place, name in enumerate(node.outputs) if name), default=1)
-        own = {"version": node.version, "op": node.op, "outputs": len(node.outputs), "count": count}
-        found: dict[str, Any] = {}
+        builder_values = {"version": node.version, "op": node.op, "outputs": len(node.outputs), "count": count}
+        keywords: dict[str, Any] = {}
         for keyword, (name, default) in operator.parameters.items():
             value = node.attributes.get(name, default)
-            if keyword in own:
-                value = own[keyword]
+            if keyword in builder_values:
+                value = builder_values[keyword]
             elif isinstance(value, StoredTensor):
                 tensor = self._files.tensor(value)
                 if tensor.numel() != 1:
@@ -274,18 +258,18 @@ class Builder:
                     raise InputError(f"{node}: PyTorch does not compute with its data type {value} here")
                 value = DTYPES.get(value, inspect.Parameter.empty)
             if value is not inspect.Parameter.empty:
-                found[keyword] = value
-        return found
+                keywords[keyword] = value
+        return keywords
 
     def _function(self, node: Node, operator: Operator) -> tuple[Any, tuple[str, ...]]:
         return (widened, (node.op,)) if operator.is_plain and self._is_narrow else (operator.run, ())
 
     def _computed(
-        self, node: Node, operator: Operator, given: Sequence[_Value | None], keywords: Mapping[str, Any]
+        self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value] | None:
-        """Compute what is small and follows from constants, and from shapes that are known."""
-        tensors = [None if one is None else one.tensor if operator.by_shape else one.known for one in given]
-        if not operator.pure or any(one is not None and x is None for one, x in zip(given, tensors, strict=True)):
+        """Compute small results of constants and known shapes; None: they must be computed at run time."""
+        tensors = [None if value is None else value.tensor if operator.by_shape else value.known for value in inputs]
+        if not operator.pure or any(value is not None and x is None for value, x in zip(inputs, tensors, strict=True)):
             return None
         function, lead = self._function(node, operator)
         here = {"device": torch.device("cpu")} if "device" in operator.parameters else {}
@@ -295,28 +279,28 @@ class Builder:
                 if operator.size is not None and operator.size(*arguments) > _KNOWN_ELEMENTS:
                     return None
                 result = function(*lead, *arguments, **keywords, **here)
-        except RAISED:  # it is an error if it runs
+        except RAISED:  # raised again if the node runs
             return None
         outputs: Sequence[Any] = result if operator.many else [result]
-        if not all(isinstance(one, Tensor) and one.numel() <= _KNOWN_ELEMENTS for one in outputs):
+        if not all(isinstance(value, Tensor) and value.numel() <= _KNOWN_ELEMENTS for value in outputs):
             return None
-        return [_Value(None, one) for one in outputs]
+        return [_Value(None, value) for value in outputs]
 
     def _called(
-        self, node: Node, operator: Operator, given: Sequence[_Value | None], keywords: Mapping[str, Any]
+        self, node: Node, operator: Operator, inputs: Sequence[_Value | None], keywords: Mapping[str, Any]
     ) -> list[_Value | None]:
-        values = [one for one in given if one is not None and one.node is not None]
-        on_host = operator.pure and operator.size is None and bool(values) and all(one.is_host for one in values)
+        values = [value for value in inputs if value is not None and value.node is not None]
+        on_host = operator.pure and operator.size is None and bool(values) and all(value.is_host for value in values)
         arguments: list[Any] = []
-        for place, one in enumerate(given):
-            if one is None:
+        for place, value in enumerate(inputs):
+            if value is None:
                 arguments.append(None)
             elif place in operator.read:
-                arguments.append(items(one.known) if one.known is not None else self._call(items, one.node))
+                arguments.append(items(value.known) if value.known is not None else self._call(items, value.node))
             elif on_host or operator.by_shape or place in operator.host:
-                arguments.append(self._host(one))
+                arguments.append(self._host(value))
             else:
-                arguments.append(self._tensor(one, aligned=(node.op, place) != ("Gather", 0)))
+                arguments.append(self._tensor(value, aligned=(node.op, place) != ("Gather", 0)))
         while arguments and arguments[-1] is None:
             arguments.pop()
         here = {"device": torch.device("cpu") if on_host else self._device} if "device" in operator.parameters else {}
@@ -333,23 +317,22 @@ class Builder:
         ]
 
     def _controlled(
-        self, node: Node, operator: Operator, given: Sequence[_Value | None], prefix: str
+        self, node: Node, operator: Operator, values_in: Sequence[_Value | None], prefix: str
     ) -> list[_Value | None]:
-        """Call a module with the graphs of a node."""
-        graphs = {name: one for name, one in node.attributes.items() if isinstance(one, Graph)}
+        graphs = {name: x for name, x in node.attributes.items() if isinstance(x, Graph)}
         modules = {name: fx.GraphModule(nn.Module(), fx.Graph()) for name in graphs}
         outer: dict[str, Any] = {}
         for name, graph in graphs.items():
             builder = Builder(modules[name], self._files, graph, has_contents=self._has_contents, outer=self)
             outer[name] = builder.build(graph, prefix, hosts=2 if node.op == "Loop" else 0)
         self._now = node
-        others = {name: one for name, one in node.attributes.items() if name not in graphs}
+        attributes = {name: x for name, x in node.attributes.items() if name not in graphs}
         results = max(len(graph.outputs) for graph in graphs.values()) - (node.op == "Loop")
         target = _free_name(self._module, node.name)
-        self._module.add_module(target, operator.run(modules, others, results))
+        self._module.add_module(target, operator.run(modules, attributes, results))
         inputs = [
-            None if one is None else self._call(items, self._host(one)) if place in operator.read else self._tensor(one)
-            for place, one in enumerate(given)
+            None if x is None else self._call(items, self._host(x)) if place in operator.read else self._tensor(x)
+            for place, x in enumerate(values_in)
         ]
         result = self._graph.create_node("call_module", target, (self._device, inputs, outer), name=node.name)
         result.meta["onnx"] = node
@@ -357,7 +340,7 @@ class Builder:
 
 
 def _is_narrow(graph: Graph) -> bool:
-    """Whether a graph may have numbers that PyTorch has few kernels for."""
+    """Return whether a graph has dtypes for which PyTorch has few kernels."""
     codes = {declared.code for declared in graph.inputs} | {stored.code for stored in graph.tensors.values()}
     for node in graph.nodes:
         for name, value in node.attributes.items():
@@ -371,16 +354,13 @@ def _is_narrow(graph: Graph) -> bool:
 
 
 class _Use(Flag):
-    """How nodes use a value: some look at its numbers, some compute with it, some as with a weight."""
-
     NONE = 0
-    READ = auto()
-    COMPUTED = auto()
-    TRAINED = auto()
+    READ = auto()  # as Python numbers
+    COMPUTED = auto()  # as a tensor
+    TRAINED = auto()  # as a weight
 
 
 def _learn_uses(graph: Graph, uses: dict[str, _Use]) -> None:
-    """Add how the nodes of a graph, and of those within it, use values."""
     for node in graph.nodes:
         operator = None if node.body is not None else find(node.domain, node.op, node.version)
         for place, name in enumerate(node.inputs):
@@ -395,23 +375,22 @@ def _learn_uses(graph: Graph, uses: dict[str, _Use]) -> None:
 
 
 def _constant_of(node: Node) -> StoredTensor | None:
-    """What a node Constant holds."""
     if (node.domain, node.op) != ("", "Constant"):
         return None
-    given = node.attributes
+    attributes = node.attributes
     for name in ("value", "sparse_value"):
-        if name in given:
-            return given[name]
+        if name in attributes:
+            return attributes[name]
     for name, code, kind in (("value_float", 1, np.float32), ("value_int", 7, np.int64)):
         for key in (name, f"{name}s"):
-            if key in given:
-                array = np.array(given[key], dtype=kind)
+            if key in attributes:
+                array = np.array(attributes[key], dtype=kind)
                 return StoredTensor("", code, array.shape, np.frombuffer(array.tobytes(), dtype=np.uint8))
-    raise InputError(f"{node} is a constant that holds no number")
+    raise InputError(f"{node} is a constant without a number")
 
 
 def _place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
-    """Return the module that holds a tensor, and its name in that and in the whole; parts between dots are modules."""
+    """Return the module for a tensor, its name there, and its full name; dots separate modules."""
     *parts, leaf = name.split(".")
     holder = root
     for part in parts:
@@ -430,7 +409,7 @@ def _place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
 
 
 def _free_name(module: nn.Module, name: str) -> str:
-    found = name.replace(".", "_") or "tensor"
-    while hasattr(module, found):
-        found += "_"
-    return found
+    free_name = name.replace(".", "_") or "tensor"
+    while hasattr(module, free_name):
+        free_name += "_"
+    return free_name

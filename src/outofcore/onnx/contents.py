@@ -1,7 +1,6 @@
-"""What an ONNX file holds, read and checked once: graphs as frozen data, without protobuf.
+"""Read and check an ONNX file (https://github.com/onnx/onnx/blob/main/docs/IR.md) as frozen graphs.
 
-What is wrong with a file is found here, before a tensor is made or an op runs, and is one ``InputError``.
-The specification: https://github.com/onnx/onnx/blob/main/docs/IR.md
+Any error in a file is raised here, as an ``InputError``, before a tensor is made or an op runs.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import numpy as np
 from outofcore.errors import InputError
 from outofcore.onnx.wire import DEEPEST, Slim, slim
 
-# The newest version of the standard operators whose changes have been read.
+# The newest version of the standard operators that has been reviewed.
 NEWEST_OPSET = 28
-# Nodes of a model once its functions are written out: more is no model but a riddle.
+# Nodes of a model with its functions inlined; bounds the expansion of a malicious file.
 _MOST_NODES = 2_000_000
-# Elements of a tensor: so their bytes can be counted in 64 bits, and no disk has as many.
+# Elements of a tensor, so that its bytes fit in 64 bits.
 _MOST_ELEMENTS = 1 << 60
 _STANDARD = ("", "ai.onnx")
-# How many bits an element has in a file, by the number of its data type in TensorProto.
+# Bits of an element in a file, by data type in TensorProto.
 BITS = {
     **dict.fromkeys((2, 3, 9, 17, 18, 19, 20), 8),
     **dict.fromkeys((4, 5, 10, 16), 16),
@@ -40,7 +39,7 @@ STRING = 8  # TensorProto.STRING
 
 
 class _Unchanging:
-    """What has no parts that change: a copy of what holds it holds the same."""
+    """A base of immutable classes, which ``deepcopy`` does not copy."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -48,8 +47,6 @@ class _Unchanging:
 
 @dataclass(frozen=True)
 class FileRange(_Unchanging):
-    """Bytes of a file."""
-
     path: Path
     offset: int
     length: int
@@ -57,24 +54,17 @@ class FileRange(_Unchanging):
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor(_Unchanging):
-    """A tensor of a file.
+    """A tensor of a file, little-endian and in row-major order."""
 
-    Attributes:
-        name: its name in the file; empty for that of an attribute.
-        code: the number of its data type in ``TensorProto``.
-        shape: its sizes.
-        data: where its bytes lie, little-endian and in row-major order, or what it holds if that is small.
-    """
-
-    name: str
-    code: int
+    name: str  # "" for a tensor of an attribute
+    code: int  # data type in TensorProto
     shape: tuple[int, ...]
-    data: FileRange | np.ndarray[Any, Any]
+    data: FileRange | np.ndarray[Any, Any]  # the bytes of a small tensor, or their place
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """One size of an input: a number, a name, or neither."""
+    """One size of an input: a number, a name, or unknown."""
 
     size: int | None
     name: str = ""
@@ -82,47 +72,27 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Declared:
-    """An input or output as the file declares it.
-
-    Attributes:
-        code: the number of the data type; None: it is no tensor, or not told.
-        shape: None: not told.
-    """
-
     name: str
-    code: int | None
-    shape: tuple[Dimension, ...] | None
+    code: int | None  # data type in TensorProto; None: not a tensor, or undeclared
+    shape: tuple[Dimension, ...] | None  # None: undeclared
 
 
 @dataclass(frozen=True, eq=False)
 class Node(_Unchanging):
-    """One op of a graph.
-
-    Attributes:
-        name: as the file has it, else the first output's.
-        op: the operator.
-        domain: of the operator; that of the standard ones is empty.
-        version: the opset that holds for the domain.
-        inputs: names of values; an empty one was left out.
-        outputs: names of values; an empty one is not wanted.
-        attributes: by name; tensors as ``StoredTensor``, graphs as ``Graph``.
-        body: of a function, which is written out here.
-    """
-
-    name: str
+    name: str  # without a name in the file, that of the first output
     op: str
-    domain: str
-    version: int
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    attributes: Mapping[str, Any]
-    body: Graph | None = None
+    domain: str  # "" for standard operators
+    version: int  # the opset of the domain
+    inputs: tuple[str, ...]  # "": omitted
+    outputs: tuple[str, ...]  # "": unused
+    attributes: Mapping[str, Any]  # tensors as StoredTensor, graphs as Graph
+    body: Graph | None = None  # of a function
 
     def __str__(self) -> str:
         return f"node {self.name!r} ({self.domain or 'ai.onnx'}::{self.op} of opset {self.version})"
 
     def graphs(self) -> Iterator[Graph]:
-        """The graphs among its attributes, which see the values around them."""
+        """Yield the graphs among the attributes, which may use values of the outer graph."""
         for value in self.attributes.values():
             if isinstance(value, Graph):
                 yield value
@@ -132,38 +102,25 @@ class Node(_Unchanging):
 
 @dataclass(frozen=True, eq=False)
 class Graph(_Unchanging):
-    """Nodes in an order in which they can run.
-
-    Attributes:
-        inputs: what it must be given; a value with an initialiser is none.
-        outer: names of the values around it that it uses.
-    """
+    """A graph with its nodes in topological order."""
 
     name: str
-    inputs: tuple[Declared, ...]
+    inputs: tuple[Declared, ...]  # without the initializers
     outputs: tuple[Declared, ...]
     nodes: tuple[Node, ...]
-    tensors: Mapping[str, StoredTensor]
-    outer: frozenset[str] = frozenset()
+    tensors: Mapping[str, StoredTensor]  # initializers
+    outer: frozenset[str] = frozenset()  # values of outer graphs that it uses
 
 
 @dataclass(frozen=True)
 class Model:
-    """A file.
-
-    Attributes:
-        opset: the version of the standard operators.
-    """
-
     path: Path
-    opset: int
+    opset: int  # of the standard operators
     graph: Graph
 
 
 @dataclass
 class _Reading:
-    """A file that is being read."""
-
     onnx: Any
     path: Path
     slim: Slim
@@ -171,20 +128,14 @@ class _Reading:
     functions: dict[tuple[str, str, str], Any] = field(default_factory=dict[tuple[str, str, str], Any])
     opsets: Mapping[str, int] = field(default_factory=dict[str, int])
     calls: tuple[Any, ...] = ()
-    attributes: Mapping[str, Any] | None = None  # of the call of the function that is being written out
+    attributes: Mapping[str, Any] | None = None  # of the call of the function that is being inlined
     nodes: list[int] = field(default_factory=lambda: [0])
 
 
 def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bool]) -> Model:
-    """Read a file, and check all of it but the bytes of its tensors.
+    """Read an ONNX file, and check all of it except the bytes of its tensors; raises ``InputError``.
 
-    Args:
-        path: the file.
-        onnx: the package.
-        is_supported: whether there is an operator of this domain, name and version.
-
-    Raises:
-        InputError: there is no such file, it is damaged, contradicts itself, or has an operator that is not known.
+    ``is_supported`` takes the domain, name and version of an operator.
     """
     from google.protobuf.message import DecodeError  # noqa: PLC0415 - it comes with the package onnx
 
@@ -193,12 +144,12 @@ def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bo
             length = os.fstat(file.fileno()).st_size
             if not length:
                 raise InputError("it is empty")
-            # Not closed here: what an error leaves behind may still refer to it.
+            # Not closed here: the traceback of an error may still refer to it.
             slimmed = slim(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except InputError as error:
-        raise InputError(f"{path} is no whole ONNX file: {error}; take another copy of it") from error
+        raise InputError(f"{path} is not a complete ONNX file: {error}; use another copy of it") from error
     try:
         proto = onnx.ModelProto.FromString(slimmed.message)
         return _model(_Reading(onnx, path, slimmed, is_supported), proto)
@@ -206,10 +157,10 @@ def read_model(path: Path, onnx: Any, is_supported: Callable[[str, str, int], bo
         raise InputError(f"{path}: {error}") from error.__cause__
     except (DecodeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
         raise InputError(
-            f"{path} is damaged, or no ONNX file ({type(error).__name__}: {error}); take another copy of it"
+            f"{path} is damaged, or not an ONNX file ({type(error).__name__}: {error}); use another copy of it"
         ) from error
     except RecursionError as error:
-        raise InputError(f"{path}: graphs or functions lie too deep within each other; simplify the model") from error
+        raise InputError(f"{path}: graphs or functions are nested too deeply; simplify the model") from error
 
 
 def _model(reading: _Reading, proto: Any) -> Model:
@@ -217,11 +168,11 @@ def _model(reading: _Reading, proto: Any) -> Model:
     for item in proto.opset_import:
         domain = _domain(item.domain)
         if domain in opsets:
-            raise InputError(f"the opset of the domain {domain or 'ai.onnx'!r} is told twice")
+            raise InputError(f"the opset of the domain {domain or 'ai.onnx'!r} is given twice")
         opsets[domain] = item.version
     if not proto.HasField("graph") or not opsets:
         raise InputError(
-            "it has no graph and opset, so it is no ONNX model; save it anew with onnx.save or torch.onnx.export"
+            "it has no graph or no opset, so it is not an ONNX model; save it again with onnx.save or torch.onnx.export"
         )
     reading.opsets = _checked_opsets(opsets)
     for function in proto.functions:
@@ -240,16 +191,16 @@ def _checked_opsets(opsets: Mapping[str, int]) -> Mapping[str, int]:
     version = opsets.get("", 1)
     if not 1 <= version <= NEWEST_OPSET:
         raise InputError(
-            f"it needs opset {version}, and opsets 1 to {NEWEST_OPSET} are known; export it for one of these"
+            f"it needs opset {version}, and opsets 1 to {NEWEST_OPSET} are supported; export it for one of these"
         )
     return opsets
 
 
 def _texts(*names: object) -> None:
-    """Protobuf gives what is no text as bytes."""
+    # Protobuf returns bytes for invalid text.
     for name in names:
         if not isinstance(name, str):
-            raise InputError(f"the name {name!r} is no text; the file is damaged")
+            raise InputError(f"the name {name!r} is not text; the file is damaged")
 
 
 def _domain(name: str) -> str:
@@ -272,19 +223,19 @@ def _graph(reading: _Reading, proto: Any, around: frozenset[str], depth: int) ->
     for item in proto.input:
         _add(inputs, item.name, _declared(item), "input")
     outputs = tuple(_declared(item) for item in proto.output)
-    given = frozenset(inputs) | frozenset(tensors)
+    inputs_and_weights = frozenset(inputs) | frozenset(tensors)
     raw = list(proto.node)
-    nodes = _nodes(reading, raw, given, around, depth)
-    made = {name for node in nodes for name in node.outputs if name}
+    nodes = _nodes(reading, raw, inputs_and_weights, around, depth)
+    produced = {name for node in nodes for name in node.outputs if name}
     ends = _twice([item.name for item in outputs])
     if ends is not None:
         raise InputError(f"two outputs of the graph are called {ends!r}")
     for item in outputs:
-        if item.name not in made and item.name not in given and item.name not in around:
-            raise InputError(f"nothing makes the output {item.name!r} of the graph {proto.name!r}")
-    outer = _used(nodes, outputs) - made - given
-    wanted = tuple(item for name, item in inputs.items() if name not in tensors)
-    return Graph(proto.name, wanted, outputs, nodes, tensors, frozenset(outer))
+        if item.name not in produced and item.name not in inputs_and_weights and item.name not in around:
+            raise InputError(f"no node produces the output {item.name!r} of the graph {proto.name!r}")
+    outer = _used(nodes, outputs) - produced - inputs_and_weights
+    required_inputs = tuple(item for name, item in inputs.items() if name not in tensors)
+    return Graph(proto.name, required_inputs, outputs, nodes, tensors, frozenset(outer))
 
 
 def _used(nodes: Sequence[Node], outputs: Sequence[Declared]) -> set[str]:
@@ -295,49 +246,49 @@ def _used(nodes: Sequence[Node], outputs: Sequence[Declared]) -> set[str]:
     return used | {item.name for item in outputs}
 
 
-def _add(table: dict[str, Any], name: str, item: Any, what: str) -> None:
+def _add(table: dict[str, Any], name: str, item: Any, kind: str) -> None:
     _texts(name)
     if not name:
-        raise InputError(f"an {what} of a graph has no name")
+        raise InputError(f"an {kind} of a graph has no name")
     if name in table:
-        raise InputError(f"two {what}s of a graph are called {name!r}; names must differ")
+        raise InputError(f"two {kind}s of a graph are called {name!r}; names must differ")
     table[name] = item
 
 
 def _twice(names: Sequence[str]) -> str | None:
-    seen: set[str] = set()
+    unique: set[str] = set()
     for name in names:
-        if name in seen:
+        if name in unique:
             return name
-        seen.add(name)
+        unique.add(name)
     return None
 
 
 def _nodes(
-    reading: _Reading, raw: Sequence[Any], given: frozenset[str], around: frozenset[str], depth: int
+    reading: _Reading, raw: Sequence[Any], inputs_and_weights: frozenset[str], around: frozenset[str], depth: int
 ) -> tuple[Node, ...]:
-    """The nodes of a graph, in an order in which they can run."""
+    """Read the nodes of a graph in topological order."""
     makers: dict[str, int] = {}
     for place, proto in enumerate(raw):
         _texts(proto.name, proto.op_type, proto.domain, proto.overload, *proto.input, *proto.output)
         for name in proto.output:
             if not name:
                 continue
-            if name in makers or name in given:
+            if name in makers or name in inputs_and_weights:
                 raise InputError(f"the value {name!r} is made twice, the second time by {_title(proto)}")
             makers[name] = place
     waits = [
         {makers[name] for name in _uses(proto, reading, depth) if name in makers} for place, proto in enumerate(raw)
     ]
     order = _order(raw, waits)
-    seen = around | given
-    visible = set(seen)
+    available = around | inputs_and_weights
+    visible = set(available)
     nodes: list[Node] = []
     for place in order:
         proto = raw[place]
         for name in proto.input:
             if name and name not in visible:
-                raise InputError(f"{_title(proto)} uses {name!r}, which nothing makes")
+                raise InputError(f"{_title(proto)} uses {name!r}, which no node produces")
         nodes.append(_node(reading, proto, frozenset(visible) if _has_graphs(proto) else frozenset(), depth))
         visible.update(name for name in proto.output if name)
     return tuple(nodes)
@@ -348,38 +299,40 @@ def _has_graphs(proto: Any) -> bool:
 
 
 def _uses(proto: Any, reading: _Reading, depth: int) -> set[str]:
-    """Names that a node uses, or that graphs within it may."""
+    """Return the outer values that a node or its inner graphs may use."""
     names = {name for name in proto.input if name}
     if depth > DEEPEST:
         raise InputError(f"graphs lie more than {DEEPEST} deep within each other")
     for item in proto.attribute:
         for graph in (*((item.g,) if item.type == 5 else ()), *(item.graphs if item.type == 10 else ())):
-            own = {one.name for one in graph.input} | {one.name for one in graph.initializer}
-            inner = {one.name for one in graph.output}
+            local_names = {declared.name for declared in graph.input} | {
+                declared.name for declared in graph.initializer
+            }
+            inner = {declared.name for declared in graph.output}
             for node in graph.node:
                 inner |= _uses(node, reading, depth + 1)
-                own.update(node.output)
-            names |= inner - own
+                local_names.update(node.output)
+            names |= inner - local_names
     return names
 
 
 def _order(raw: Sequence[Any], waits: Sequence[set[int]]) -> list[int]:
-    """As in the file where that is right, as the specification wants it; else sorted."""
-    if all(other < place for place, others in enumerate(waits) for other in others):
+    """Return a topological order: the file's, if it is one, as the specification demands."""
+    if all(predecessor < place for place, predecessors in enumerate(waits) for predecessor in predecessors):
         return list(range(len(raw)))
-    left = [set(others) for others in waits]
+    remaining = [set(predecessors) for predecessors in waits]
     users: dict[int, list[int]] = {}
-    for place, others in enumerate(waits):
-        for other in others:
-            users.setdefault(other, []).append(place)
-    ready = [place for place in reversed(range(len(raw))) if not left[place]]
+    for place, predecessors in enumerate(waits):
+        for predecessor in predecessors:
+            users.setdefault(predecessor, []).append(place)
+    ready = [place for place in reversed(range(len(raw))) if not remaining[place]]
     order: list[int] = []
     while ready:
         place = ready.pop()
         order.append(place)
         for user in users.get(place, ()):
-            left[user].discard(place)
-            if not left[user]:
+            remaining[user].discard(place)
+            if not remaining[user]:
                 ready.append(user)
     if len(order) < len(raw):
         place = min(set(range(len(raw))) - set(order))
@@ -395,7 +348,7 @@ def _title(proto: Any) -> str:
 def _node(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) -> Node:
     reading.nodes[0] += 1
     if reading.nodes[0] > _MOST_NODES:
-        raise InputError(f"the model has more than {_MOST_NODES:,} nodes once its functions are written out")
+        raise InputError(f"the model has more than {_MOST_NODES:,} nodes with its functions inlined; simplify it")
     domain = _domain(proto.domain)
     attributes = _attributes(reading, proto, visible, depth)
     key = (domain, proto.op_type, proto.overload)
@@ -405,7 +358,7 @@ def _node(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) ->
         name = proto.name or next(iter(proto.output), proto.op_type)
         return Node(name, proto.op_type, domain, version, tuple(proto.input), tuple(proto.output), {}, body)
     if domain not in reading.opsets:
-        raise InputError(f"{_title(proto)} is of the domain {domain or 'ai.onnx'!r}, of which the model tells no opset")
+        raise InputError(f"{_title(proto)} is of the domain {domain or 'ai.onnx'!r}, which has no opset in the model")
     name = proto.name or next(iter(proto.output), proto.op_type)
     node = Node(
         name,
@@ -439,7 +392,6 @@ def _node(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) ->
 
 
 def _called(reading: _Reading, proto: Any, function: Any, attributes: Mapping[str, Any], depth: int) -> Graph:
-    """The body of a function as one of its calls has it."""
     title = f"{function.domain}::{function.name}"
     key = (function.domain, function.name, function.overload)
     if key in reading.calls:
@@ -449,21 +401,21 @@ def _called(reading: _Reading, proto: Any, function: Any, attributes: Mapping[st
     if len(proto.input) > len(function.input) or len(proto.output) > len(function.output):
         raise InputError(f"{_title(proto)} has more inputs or outputs than the function {title}")
     opsets: dict[str, int] = {_domain(item.domain): item.version for item in function.opset_import}
-    given = {item.name: _attribute(reading, title, item, frozenset(), depth) for item in function.attribute_proto}
+    defaults = {item.name: _attribute(reading, title, item, frozenset(), depth) for item in function.attribute_proto}
     inner = replace(
         reading,
         opsets=_checked_opsets({**reading.opsets, **opsets}),
         calls=(*reading.calls, key),
-        attributes={**given, **attributes},
+        attributes={**defaults, **attributes},
     )
     names = list(function.input)
     if _twice(names) is not None:
         raise InputError(f"two inputs of the function {title} are called {_twice(names)!r}")
     nodes = _nodes(inner, list(function.node), frozenset(names), frozenset(), depth + 1)
-    made = {name for node in nodes for name in node.outputs if name}
+    produced = {name for node in nodes for name in node.outputs if name}
     for name in function.output:
-        if name not in made and name not in names:
-            raise InputError(f"nothing makes the output {name!r} of the function {title}")
+        if name not in produced and name not in names:
+            raise InputError(f"no node produces the output {name!r} of the function {title}")
     inputs = tuple(Declared(name, None, None) for name in names)
     outputs = tuple(Declared(name, None, None) for name in list(function.output)[: len(proto.output)])
     return Graph(title, inputs, outputs, nodes, {})
@@ -489,30 +441,32 @@ def _declared(item: Any) -> Declared:
 
 # ---- attributes -----------------------------------------------------------------------------------------------------
 
-# By the number of the type in AttributeProto: the field that has the value.
+# The field of each type of attribute in AttributeProto.
 _VALUES = {1: "f", 2: "i", 3: "s", 4: "t", 5: "g", 6: "floats", 7: "ints", 8: "strings", 9: "tensors", 10: "graphs"}
 _VALUES[11] = "sparse_tensor"
 
 
 def _attributes(reading: _Reading, proto: Any, visible: frozenset[str], depth: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for item in proto.attribute:
         _texts(item.name, item.ref_attr_name)
-        if item.name in found:
+        if item.name in attributes:
             raise InputError(f"{_title(proto)} has the attribute {item.name!r} twice")
         if item.ref_attr_name:
             if reading.attributes is None:
-                raise InputError(f"{_title(proto)} takes its attribute {item.name!r} from a function, and is in none")
+                raise InputError(
+                    f"{_title(proto)} refers to the function attribute {item.name!r} outside of a function"
+                )
             if item.ref_attr_name in reading.attributes:
-                found[item.name] = reading.attributes[item.ref_attr_name]
+                attributes[item.name] = reading.attributes[item.ref_attr_name]
             continue
-        found[item.name] = _attribute(reading, _title(proto), item, visible, depth)
-    return found
+        attributes[item.name] = _attribute(reading, _title(proto), item, visible, depth)
+    return attributes
 
 
-def _attribute(reading: _Reading, whose: str, item: Any, visible: frozenset[str], depth: int) -> Any:
+def _attribute(reading: _Reading, title: str, item: Any, visible: frozenset[str], depth: int) -> Any:
     if item.type not in _VALUES:
-        raise InputError(f"{whose}: the attribute {item.name!r} is of the type {item.type}, which is not known")
+        raise InputError(f"{title}: the attribute {item.name!r} is of the unknown type {item.type}")
     name = _VALUES[item.type]
     value = getattr(item, name)
     if name == "s":
@@ -524,11 +478,11 @@ def _attribute(reading: _Reading, whose: str, item: Any, visible: frozenset[str]
     if name == "g":
         return _graph(reading, value, visible, depth + 1)
     if name == "strings":
-        return tuple(_text(one) for one in value)
+        return tuple(_text(element) for element in value)
     if name == "tensors":
-        return tuple(_tensor(reading, one) for one in value)
+        return tuple(_tensor(reading, element) for element in value)
     if name == "graphs":
-        return tuple(_graph(reading, one, visible, depth + 1) for one in value)
+        return tuple(_graph(reading, element, visible, depth + 1) for element in value)
     return tuple(value) if name in ("floats", "ints") else value
 
 
@@ -544,17 +498,16 @@ def _schema(package: Any, domain: str, name: str, version: int) -> Any:
 
 
 def _check_schema(reading: _Reading, node: Node, schema: Any) -> None:
-    """Whether a node has what the standard says of its operator."""
     if schema.deprecated:
-        raise InputError(f"{node} was taken out of the standard; convert the model with onnx.version_converter")
+        raise InputError(f"{node} was removed from the standard; convert the model with onnx.version_converter")
     for name, value in node.attributes.items():
         if name not in schema.attributes:
             if node.domain == "":
-                raise InputError(f"{node} has an attribute {name!r}, which the operator has not")
+                raise InputError(f"{node} has an attribute {name!r}, which the operator does not have")
             continue
-        wanted = schema.attributes[name].type.name
-        if not _is_of(wanted, value):
-            raise InputError(f"{node}: the attribute {name!r} is not of the type {wanted}")
+        type_name = schema.attributes[name].type.name
+        if not _is_of(type_name, value):
+            raise InputError(f"{node}: the attribute {name!r} is not of the type {type_name}")
     for name, item in schema.attributes.items():
         if item.required and name not in node.attributes:
             raise InputError(f"{node} lacks its attribute {name!r}")
@@ -562,16 +515,16 @@ def _check_schema(reading: _Reading, node: Node, schema: Any) -> None:
         ("inputs", len(node.inputs), schema.min_input, schema.max_input),
         ("outputs", len(node.outputs), schema.min_output, schema.max_output),
     )
-    for what, count, least, most in counts:
-        if not least <= count <= most:
-            raise InputError(f"{node} has {count} {what}, and the operator {least} to {most}")
+    for kind, count, min_count, max_count in counts:
+        if not min_count <= count <= max_count:
+            raise InputError(f"{node} has {count} {kind}, and the operator {min_count} to {max_count}")
     for place, formal in enumerate(schema.inputs):
         option = formal.option.name
         if option == "Single" and place < len(node.inputs) and not node.inputs[place]:
             raise InputError(f"{node} lacks its input {formal.name!r}")
 
 
-def _is_of(wanted: str, value: Any) -> bool:
+def _is_of(type_name: str, value: Any) -> bool:
     kinds: dict[str, Callable[[Any], bool]] = {
         "FLOAT": lambda v: isinstance(v, float),
         "INT": lambda v: isinstance(v, int),
@@ -579,11 +532,11 @@ def _is_of(wanted: str, value: Any) -> bool:
         "TENSOR": lambda v: isinstance(v, StoredTensor),
         "SPARSE_TENSOR": lambda v: isinstance(v, StoredTensor),
         "GRAPH": lambda v: isinstance(v, Graph),
-        "FLOATS": lambda v: isinstance(v, tuple) and all(isinstance(one, float) for one in v),
-        "INTS": lambda v: isinstance(v, tuple) and all(isinstance(one, int) for one in v),
-        "STRINGS": lambda v: isinstance(v, tuple) and all(isinstance(one, str) for one in v),
+        "FLOATS": lambda v: isinstance(v, tuple) and all(isinstance(element, float) for element in v),
+        "INTS": lambda v: isinstance(v, tuple) and all(isinstance(element, int) for element in v),
+        "STRINGS": lambda v: isinstance(v, tuple) and all(isinstance(element, str) for element in v),
     }
-    return wanted not in kinds or kinds[wanted](value)
+    return type_name not in kinds or kinds[type_name](value)
 
 
 # ---- tensors --------------------------------------------------------------------------------------------------------
@@ -594,63 +547,63 @@ def _tensor(reading: _Reading, proto: Any) -> StoredTensor:
     shape, code = tuple(proto.dims), proto.data_type
     title = f"the tensor {proto.name!r}" if proto.name else "a tensor of an attribute"
     if any(size < 0 for size in shape) or math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
-        raise InputError(f"{title} has the shape {shape}, which cannot be")
+        raise InputError(f"{title} has the impossible shape {shape}")
     if proto.HasField("segment"):
-        raise InputError(f"{title} is in segments, which no exporter writes; save the model anew")
+        raise InputError(f"{title} is in segments, which are not supported; save the model again")
     if code == STRING and not proto.external_data:
-        found = np.array([_text(one) for one in proto.string_data], dtype=object)
-        return StoredTensor(proto.name, code, shape, _shaped(title, found, shape))
+        strings = np.array([_text(string) for string in proto.string_data], dtype=object)
+        return StoredTensor(proto.name, code, shape, _shaped(title, strings, shape))
     if code not in BITS:
         names = reading.onnx.TensorProto.DataType
         name = names.Name(code) if code in names.values() else str(code)
-        raise InputError(f"{title} is of the data type {name}, which PyTorch does not compute with here")
+        raise InputError(f"{title} is of the data type {name}, which is not supported")
     count = math.prod(shape)
-    wanted = (count * BITS[code] + 7) // 8
+    byte_count = (count * BITS[code] + 7) // 8
     entries = {entry.key: entry.value for entry in proto.external_data}
     if reading.slim.key in entries:
         offset, length = reading.slim.ranges[int(entries[reading.slim.key])]
         place = FileRange(reading.path, offset, length)
     elif proto.data_location == proto.EXTERNAL:
-        place = _external(reading.path, title, entries, wanted)
+        place = _external(reading.path, title, entries, byte_count)
     elif proto.HasField("raw_data"):
-        _check_length(title, shape, code, len(proto.raw_data), wanted)
+        _check_length(title, shape, code, len(proto.raw_data), byte_count)
         return StoredTensor(proto.name, code, shape, np.frombuffer(proto.raw_data, dtype=np.uint8))
     else:
         return StoredTensor(proto.name, code, shape, _typed(reading, title, proto, shape))
-    _check_length(title, shape, code, place.length, wanted)
+    _check_length(title, shape, code, place.length, byte_count)
     return StoredTensor(proto.name, code, shape, place)
 
 
-def _check_length(title: str, shape: tuple[int, ...], code: int, length: int, wanted: int) -> None:
-    if length != wanted:
+def _check_length(title: str, shape: tuple[int, ...], code: int, length: int, byte_count: int) -> None:
+    if length != byte_count:
         raise InputError(
-            f"{title} has {length} bytes, and its shape {shape} with {BITS[code]} bits an element takes {wanted}; the "
-            "file was cut off or changed"
+            f"{title} has {length} bytes, and its shape {shape} with {BITS[code]} bits per element needs {byte_count}; "
+            "the file was cut off or changed"
         )
 
 
 def _shaped(title: str, array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     if array.size != math.prod(shape):
-        raise InputError(f"{title} has {array.size} elements, and its shape {shape} takes {math.prod(shape)}")
+        raise InputError(f"{title} has {array.size} elements, and its shape {shape} needs {math.prod(shape)}")
     return array.reshape(shape)
 
 
 def _typed(reading: _Reading, title: str, proto: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """What a tensor holds as numbers of its type, as bytes."""
+    """Return the bytes of a tensor that is stored in a typed field."""
     code = proto.data_type
     name, kind = _NUMBERS.get(code, ("int32_data", np.int32))
     values = np.array(list(getattr(proto, name)), dtype=kind)
-    wanted = math.prod(shape) if BITS[code] >= 8 else (math.prod(shape) * BITS[code] + 7) // 8
+    number_count = math.prod(shape) if BITS[code] >= 8 else (math.prod(shape) * BITS[code] + 7) // 8
     if code in (14, 15):
-        wanted *= 2
-    if values.size != wanted:
-        raise InputError(f"{title} has {values.size} numbers, and its shape {shape} takes {wanted}")
-    if name == "int32_data" and code != 6:  # the bits of smaller types lie in whole words
+        number_count *= 2
+    if values.size != number_count:
+        raise InputError(f"{title} has {values.size} numbers, and its shape {shape} needs {number_count}")
+    if name == "int32_data" and code != 6:  # int32_data stores an element of a smaller type per number
         values = values.astype({8: np.uint8, 4: np.uint8, 16: np.uint16}[BITS[code]])
     return np.frombuffer(values.tobytes(), dtype=np.uint8)
 
 
-# By data type: the field that has the numbers, and how NumPy calls what it holds.
+# By data type: the typed field, and the NumPy type of its numbers.
 _NUMBERS: dict[int, tuple[str, Any]] = {
     1: ("float_data", np.float32),
     14: ("float_data", np.float32),
@@ -662,66 +615,64 @@ _NUMBERS: dict[int, tuple[str, Any]] = {
 }
 
 
-def _external(model: Path, title: str, entries: Mapping[str, str], wanted: int) -> FileRange:
-    """Where the bytes of a tensor lie beside the model.
-
-    Nothing outside of the model's folder is read: a model from elsewhere could otherwise show any file of the user's.
-    """
+def _external(model: Path, title: str, entries: Mapping[str, str], byte_count: int) -> FileRange:
+    """Return the place of a tensor in an external file, which must be in the model's folder."""
+    # A downloaded model could otherwise read any file of the user.
     location = entries.get("location", "")
     folder = model.resolve().parent
     outside = (
-        f"{title} lies in {location!r}, which is outside of the model's folder; files from there are not read. "
-        "Put the data beside the model, not as a link, and save the model with that name"
+        f"{title} is stored in {location!r}, which is outside of the model's folder and therefore not read; put the "
+        "data next to the model, not as a link, and save the model with that name"
     )
     if not location:
-        raise InputError(f"{title} is in another file, and the model does not say in which")
+        raise InputError(f"{title} is in another file, and the model has no name for it")
     if "\0" in location or Path(location).is_absolute() or ".." in Path(location.replace("\\", "/")).parts:
         raise InputError(outside)
     path = model.parent / location
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
-        raise InputError(f"{title} lies in {path}, which cannot be read: {error}") from error
+        raise InputError(f"{title} is stored in {path}, which cannot be read: {error}") from error
     if not real.is_relative_to(folder) and not real.is_relative_to(model.parent.resolve()):
         raise InputError(outside)
     if not real.is_file():
-        raise InputError(f"{title} lies in {path}, which is no file")
+        raise InputError(f"{title} is stored in {path}, which is not a file")
     try:
         offset = int(entries.get("offset") or 0)
-        length = int(entries.get("length") or wanted)
+        length = int(entries.get("length") or byte_count)
     except ValueError as error:
-        raise InputError(f"{title}: its place in {location!r} is not told in numbers") from error
+        raise InputError(f"{title}: its offset or length in {location!r} is not a number") from error
     size = real.stat().st_size
     if offset < 0 or length < 0 or offset + length > size:
         raise InputError(
-            f"{title} lies at bytes {offset} to {offset + length} of {path}, which has {size}; the file was cut off or "
-            "is another one"
+            f"{title} is at bytes {offset} to {offset + length} of {path}, which has {size}; the file was cut off or "
+            "replaced"
         )
     return FileRange(real, offset, length)
 
 
 def _sparse(reading: _Reading, proto: Any) -> StoredTensor:
-    """A sparse tensor, written out."""
+    """Read a sparse tensor as a dense one."""
     values, places = _tensor(reading, proto.values), _tensor(reading, proto.indices)
     shape = tuple(proto.dims)
     title = f"the sparse tensor {values.name!r}"
     count = math.prod(shape)
     if any(size < 0 for size in shape) or count * BITS[values.code] > 8 << 30 or BITS[values.code] < 8:
-        raise InputError(f"{title} has the shape {shape}, which is too much to write out")
+        raise InputError(f"{title} has the shape {shape}, which is too large to make dense")
     if places.code != 7 or len(values.shape) != 1 or places.shape[:1] != values.shape or len(places.shape) > 2:
-        raise InputError(f"{title} has values and indices that do not belong together")
-    where = _bytes_of(places).view(np.int64).reshape(places.shape)
-    if where.ndim == 2:
-        if where.shape[1] != len(shape):
+        raise InputError(f"{title} has values and indices that do not match")
+    positions = _bytes_of(places).view(np.int64).reshape(places.shape)
+    if positions.ndim == 2:
+        if positions.shape[1] != len(shape):
             raise InputError(f"{title} has indices for another number of dimensions")
-        if where.size and ((where < 0) | (where >= np.array(shape, dtype=np.int64))).any():
+        if positions.size and ((positions < 0) | (positions >= np.array(shape, dtype=np.int64))).any():
             raise InputError(f"{title} has indices outside of its shape {shape}")
-        where = where @ np.array([math.prod(shape[place + 1 :]) for place in range(len(shape))], dtype=np.int64)
-    if where.size and (where.min() < 0 or where.max() >= count):
+        positions = positions @ np.array([math.prod(shape[place + 1 :]) for place in range(len(shape))], dtype=np.int64)
+    if positions.size and (positions.min() < 0 or positions.max() >= count):
         raise InputError(f"{title} has indices outside of its shape {shape}")
     width = BITS[values.code] // 8
     dense = np.zeros((count, width), dtype=np.uint8)
-    dense[where] = _bytes_of(values).reshape(-1, width)
+    dense[positions] = _bytes_of(values).reshape(-1, width)
     return StoredTensor(values.name, values.code, shape, dense.reshape(-1))
 
 

@@ -13,26 +13,26 @@ from outofcore.onnx.operators import find
 
 
 def load(path: str | os.PathLike[str], *, contents: bool = True) -> OnnxModel:
-    """An ONNX file as a PyTorch module that can be run and trained, in core, compiled or in a followed loop.
+    """Load an ONNX file as a PyTorch module that can be run and trained, in core or within a budget.
 
-    All of the file is checked before a tensor is made. Tensors of 64 KiB and more stay in their file, or in the one
-    beside it that the model names: their bytes are read when they are first used. What an optimizer writes to them
-    stays in this process. The files must not change while the module is in use.
+    The whole file is checked before tensors are made. Tensors of 64 KiB and more stay in the file, or in its external
+    data, and are read on first use. Writes by an optimizer stay in this process. The files must not change while the
+    module is in use.
 
     Args:
-        path: the model, of opset 1 to 28. External data lies in its folder.
-        contents: False: large weights are on the device meta, for plans and estimates of files larger than memory.
+        path: the model, of opset 1 to 28, with external data in the same folder.
+        contents: False: put large weights on the meta device, to plan files larger than memory.
 
     Returns:
         a module that takes tensors in the order of ``model.input_names``, or by these names, and returns one tensor, or
-        a tuple in the order of ``model.output_names``. Weights are parameters and have the names of the file.
+        a tuple in the order of ``model.output_names``. Weights are parameters with their names in the file.
 
     Raises:
-        InputError: the file cannot be read, is damaged, contradicts itself, reaches out of its folder, or has an
-            operator that is not supported; or the package ``onnx`` is not installed.
+        InputError: the file is unreadable, damaged, inconsistent, refers to a file outside of its folder, or has an
+            unsupported operator; or the package ``onnx`` is not installed.
 
-    Limits: text, sparse and optional inputs, elements of less than four bits, and operators that other domains define
-    are not supported. Single numbers of the file are constants, and no parameters.
+    Limits: text, sparse and optional inputs, elements below four bits and custom domains are not supported. Scalars of
+    the file are constants, not parameters.
 
     >>> import onnx, torch
     >>> from onnx import TensorProto, helper, numpy_helper
@@ -55,8 +55,7 @@ def _package() -> Any:
         if error.name != "onnx":
             raise
         raise InputError(
-            "to read ONNX files, the package onnx is needed, which is not installed; install it with: "
-            "pip install outofcore[onnx]"
+            "ONNX files need the package onnx, which is not installed; install it with: pip install outofcore[onnx]"
         ) from error
     return onnx
 

@@ -29,19 +29,18 @@ class _Signature:
 
 
 class OnnxModel(fx.GraphModule):
-    """An ONNX model as a module: made by ``outofcore.onnx.load``.
+    """An ONNX model as a module, made by ``outofcore.onnx.load``.
 
-    It is called with tensors in the order of ``input_names``, or by these names, and returns the output, or a tuple of
-    several. A call raises ``InputError`` if an input is missing or is not as the file declares it, and if a node cannot
-    compute with what it gets.
+    Call it with tensors in the order of ``input_names``, or by these names; it returns the output, or a tuple of
+    outputs. A call raises ``InputError`` if an input is missing or does not match its declaration, or if a node fails.
 
-    Its state has the names of the file's initialisers. Weights (fractions) are parameters; statistics, quantised
-    weights, scales and tables are buffers; single numbers, shapes and axes are neither. ``model.graph`` has the nodes
-    by their names, and ``model.code`` is the Python code that runs.
+    The state has the names of the file's initializers. Floating-point weights are parameters. Statistics, quantised
+    weights, scales and tables are buffers. Scalars, shapes and axes are neither. ``model.graph`` has the file's node
+    names, and ``model.code`` is the Python code that runs.
     """
 
     def __init__(self, model: Model, *, has_contents: bool = True) -> None:
-        """``has_contents``: False leaves large weights on the device meta, and their files unread."""
+        """Build the module; without contents, large weights stay on the meta device."""
         super().__init__(nn.Module(), fx.Graph(), "OnnxModel")
         names = tuple(item.name for item in model.graph.outputs)
         self.meta["onnx"] = _Signature(model.path, model.graph.inputs, names, model.opset)
@@ -49,7 +48,7 @@ class OnnxModel(fx.GraphModule):
 
     @property
     def inputs(self) -> tuple[Declared, ...]:
-        """The inputs as the file declares them."""
+        """The declared inputs."""
         return self.meta["onnx"].inputs
 
     @property
@@ -68,22 +67,22 @@ class OnnxModel(fx.GraphModule):
         return self.meta["onnx"].opset
 
     def recompile(self) -> PythonCode:
-        """Make the code of the graph. It is called without the wrapper of ``GraphModule``, which prints errors."""
+        """Compile the graph, and remove the wrapper of ``GraphModule``, which prints errors."""
         code = super().recompile()
         type(self).__call__ = OnnxModel.__call__
         return code
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        given = self._given(args, named)
+        inputs = self._given(args, named)
         try:
-            return super().__call__(*given)
+            return super().__call__(*inputs)
         except (OutOfCoreError, torch.OutOfMemoryError):
             raise
         except RAISED as error:
-            told = _explained(error)
-            if told is None:
+            message = _explained(error)
+            if message is None:
                 raise
-            raise InputError(told) from error
+            raise InputError(message) from error
 
     def _given(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
         path, names = self.meta["onnx"].path, self.input_names
@@ -92,8 +91,8 @@ class OnnxModel(fx.GraphModule):
         table = dict(zip(names, args, strict=False))
         for name, value in named.items():
             if name not in names or name in table:
-                why = "is given twice" if name in table else "is not known"
-                raise InputError(f"the input {name!r} {why}; {path.name} has {', '.join(names)}")
+                reason = "is given twice" if name in table else "is unknown"
+                raise InputError(f"the input {name!r} {reason}; {path.name} has {', '.join(names)}")
             table[name] = value
         missing = [name for name in names if name not in table]
         if missing:
@@ -104,7 +103,6 @@ class OnnxModel(fx.GraphModule):
 
 
 def _check(declared: Declared, value: Any) -> None:
-    """Raise an error for an input that is not as the file declares it."""
     if isinstance(value, list) and declared.code is None:  # a sequence
         return
     if not isinstance(value, Tensor):
@@ -115,9 +113,10 @@ def _check(declared: Declared, value: Any) -> None:
     if dtype is not None and value.dtype is not dtype:
         raise InputError(f"the input {declared.name!r} must be of {dtype}, and is of {value.dtype}; convert it")
     if declared.shape is not None:
-        wanted = [dim.size for dim in declared.shape]
-        fits = len(wanted) == value.dim() and all(
-            one is None or one == size for one, size in zip(wanted, value.shape, strict=True)
+        declared_sizes = [dim.size for dim in declared.shape]
+        fits = len(declared_sizes) == value.dim() and all(
+            declared_size is None or declared_size == size
+            for declared_size, size in zip(declared_sizes, value.shape, strict=True)
         )
         if not fits:
             shape = ", ".join(str(dim.name or "?") if dim.size is None else str(dim.size) for dim in declared.shape)
@@ -125,8 +124,8 @@ def _check(declared: Declared, value: Any) -> None:
 
 
 def _explained(error: BaseException) -> str | None:
-    """Return what went wrong in which node; None: no node has raised the error."""
-    found: tuple[fx.Node, dict[str, Any]] | None = None
+    """Return a message with the node that raised an error; None: no node did."""
+    failed: tuple[fx.Node, dict[str, Any]] | None = None
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -134,15 +133,15 @@ def _explained(error: BaseException) -> str | None:
         if frame.f_code.co_name == "forward" and isinstance(module, fx.GraphModule):
             line = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno)
             name = re.match(r"\s*(\w+)", line)
-            node = next((one for one in module.graph.nodes if name and one.name == name[1]), None)
-            found = (node, frame.f_locals) if node is not None and node.meta.get("onnx") else found
+            node = next((candidate for candidate in module.graph.nodes if name and candidate.name == name[1]), None)
+            failed = (node, frame.f_locals) if node is not None and node.meta.get("onnx") else failed
         traceback = traceback.tb_next
-    if found is None:
+    if failed is None:
         return None
-    node, values = found
+    node, values = failed
     if isinstance(error, Refused):
         return f"{node.meta['onnx']}: {error}"
-    shapes = ", ".join(_described(values.get(one.name)) for one in node.all_input_nodes)
+    shapes = ", ".join(_described(values.get(candidate.name)) for candidate in node.all_input_nodes)
     line = (str(error).splitlines() or [""])[0]
     return (
         f"{node.meta['onnx']} cannot be computed: {type(error).__name__}: {line} (its inputs: {shapes}); check the "

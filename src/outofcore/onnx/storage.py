@@ -1,8 +1,4 @@
-"""Tensors of a file as PyTorch tensors: small ones copied, large ones on the file's own pages.
-
-A large tensor is a private mapping of the file: its bytes are read when they are used, pages that nobody changed are
-the kernel's to drop, and what is written to them never reaches the file.
-"""
+"""Copy small tensors of a file into memory, and map large ones privately: writes never reach the file."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ DTYPES: dict[int, torch.dtype] = {
     18: torch.float8_e4m3fnuz,
     19: torch.float8_e5m2,
     20: torch.float8_e5m2fnuz,
-    # Four bits take a byte each in memory.
+    # An element of four bits takes a byte in memory.
     21: torch.uint8,
     22: torch.int8,
 }
@@ -51,13 +47,9 @@ class Files:
         self._open: dict[Path, mmap.mmap] = {}
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
-        """What a stored tensor holds; a large one lies on the pages of its file.
-
-        Raises:
-            InputError: it holds text, or the file cannot be read.
-        """
+        """Return a stored tensor, mapped if large; raises ``InputError`` for text and unreadable files."""
         if stored.code == STRING:
-            raise InputError(f"the tensor {stored.name!r} holds text, which PyTorch has no tensors of")
+            raise InputError(f"the tensor {stored.name!r} contains text, which PyTorch tensors do not support")
         dtype, data = DTYPES[stored.code], stored.data
         if isinstance(data, FileRange):
             source = self.mapping(data)
@@ -70,40 +62,36 @@ class Files:
         if BITS[stored.code] == 4:
             array = _nibbles(array, int(np.prod(stored.shape, dtype=np.int64)), signed=dtype is torch.int8)
         if dtype is torch.bool and array.size and array.max() > 1:
-            array = (array != 0).view(np.uint8)  # other bytes are no truth values
+            array = (array != 0).view(np.uint8)  # PyTorch only supports the bytes 0 and 1
         if not array.size:
             return torch.empty(stored.shape, dtype=dtype)
         return _viewed(array, dtype).reshape(stored.shape)
 
     def mapping(self, place: FileRange) -> mmap.mmap:
-        """The file of a range, mapped.
-
-        Raises:
-            InputError: it cannot be read.
-        """
+        """Map the file of a range; raises ``InputError`` if it cannot be read."""
         if place.path not in self._open:
             try:
                 with place.path.open("rb") as file:
-                    # Private: what an optimizer writes stays in this process.
-                    found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                    # Private: writes by an optimizer stay in this process.
+                    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
                 raise InputError(f"cannot read {place.path}: {error}") from error
-            self._open[place.path] = found
-        found = self._open[place.path]
-        if place.offset + place.length > len(found):
-            raise InputError(f"{place.path} has become shorter while it was read; take another copy of it")
-        return found
+            self._open[place.path] = mapping
+        mapping = self._open[place.path]
+        if place.offset + place.length > len(mapping):
+            raise InputError(f"{place.path} became shorter while it was read; use another copy of it")
+        return mapping
 
 
 def _viewed(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the bytes of an array, which may lie at any address."""
+    """View the bytes of an array, at any address, as a tensor."""
     width = dtype.itemsize
     whole = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}[width]
     return torch.from_numpy(np.frombuffer(array.data, dtype=whole)).view(dtype)
 
 
 def _nibbles(packed: np.ndarray[Any, Any], count: int, *, signed: bool) -> np.ndarray[Any, Any]:
-    """Two elements a byte, the first in the lower half."""
+    """Unpack two elements from each byte, the lower half first."""
     wide = np.empty(packed.size * 2, dtype=np.uint8)
     wide[0::2], wide[1::2] = packed & 15, packed >> 4
     wide = wide[:count]
@@ -111,6 +99,5 @@ def _nibbles(packed: np.ndarray[Any, Any], count: int, *, signed: bool) -> np.nd
 
 
 def is_mapped(stored: StoredTensor) -> bool:
-    """Whether a tensor lies on the pages of its file."""
     data = stored.data
     return isinstance(data, FileRange) and data.length >= LARGE_BYTES and BITS[stored.code] >= 8

@@ -1,9 +1,7 @@
-"""Model files without their large tensors: the bytes of those stay where they are in the file.
+"""Remove large tensors from a model file, so that protobuf does not copy them into memory.
 
-An ONNX file is one protobuf message, and protobuf copies every byte of it into memory. Here the message is walked
-through as it lies in the file, and what a tensor larger than ``LARGE_BYTES`` holds as raw bytes is replaced by a note
-of where it lies. What is left is small, and is parsed by the ``onnx`` package. The encoding:
-https://protobuf.dev/programming-guides/encoding/
+The raw bytes of tensors from ``LARGE_BYTES`` on are replaced by their position in the file. The package ``onnx`` parses
+the remaining small message. Encoding: https://protobuf.dev/programming-guides/encoding/
 """
 
 from __future__ import annotations
@@ -14,23 +12,21 @@ from enum import IntEnum
 
 from outofcore.errors import InputError
 
-# Raw bytes of a tensor from here on stay in the file.
+# Raw bytes of a tensor of at least this size stay in the file.
 LARGE_BYTES = 64 << 10
-# Graphs within graphs, functions within functions. What is deeper is left as it is here, and refused when it is read.
+# Nesting of graphs and functions. Deeper messages are copied unchanged here and refused when read.
 DEEPEST = 32
 
 
 class _Form(IntEnum):
-    """The wire types of protobuf that are in use."""
-
-    VARINT = 0  # a number, seven bits a byte
+    VARINT = 0  # a number, seven bits per byte
     FIXED64 = 1  # eight bytes
-    MESSAGE = 2  # a length, and as many bytes
+    MESSAGE = 2  # a length, and the bytes
     FIXED32 = 5  # four bytes
 
 
 class _TensorField(IntEnum):
-    """The numbers of some fields of TensorProto (onnx.proto)."""
+    """Numbers of fields of TensorProto (onnx.proto)."""
 
     RAW_DATA = 9
     EXTERNAL_DATA = 13
@@ -38,7 +34,7 @@ class _TensorField(IntEnum):
 
 
 _FIXED: dict[int, int] = {_Form.FIXED64: 8, _Form.FIXED32: 4}
-# Where tensors may be: by message, the fields that lead to them (onnx.proto).
+# By message, the fields that may contain tensors (onnx.proto).
 _INNER: dict[str, dict[int, str]] = {
     "Model": {7: "Graph", 25: "Function"},
     "Graph": {1: "Node", 5: "Tensor", 15: "SparseTensor"},
@@ -52,17 +48,11 @@ _INNER: dict[str, dict[int, str]] = {
 
 @dataclass(frozen=True)
 class Slim:
-    """A model file without its large raw bytes.
+    """A model file without large raw bytes."""
 
-    Attributes:
-        message: the rest, a ``ModelProto``.
-        ranges: offset and length in the file of what was left out.
-        key: of the entry of ``external_data`` that a tensor has in its place; its value is an index into ``ranges``.
-    """
-
-    message: bytes
-    ranges: list[tuple[int, int]]
-    key: str
+    message: bytes  # a ModelProto
+    ranges: list[tuple[int, int]]  # offset and length in the file of removed bytes
+    key: str  # of the entry in external_data that replaces raw bytes; its value is an index into `ranges`
 
 
 @dataclass
@@ -73,15 +63,8 @@ class _Walk:
 
 
 def slim(source: memoryview) -> Slim:
-    """Leave the large raw bytes of a model file out.
-
-    Args:
-        source: the whole file.
-
-    Raises:
-        InputError: this is not a whole protobuf message.
-    """
-    # No file can have the key by chance or on purpose.
+    """Remove the large raw bytes of a model file; raises ``InputError`` if it is incomplete."""
+    # The key is random, so that no file can contain it.
     walk = _Walk(source, f"outofcore-{secrets.token_hex(16)}")
     message = _walked(walk, "Model", 0, len(source), 0)
     return Slim(message, walk.ranges, walk.key)
@@ -90,7 +73,7 @@ def slim(source: memoryview) -> Slim:
 def _walked(walk: _Walk, kind: str, begin: int, end: int, depth: int) -> bytes:
     source, inner = walk.source, _INNER[kind]
     parts: list[bytes | memoryview] = []
-    copied = at = begin  # up to the first, all has been taken over
+    copied = at = begin  # bytes before `copied` are in `parts`
     while at < end:
         start = at
         tag, at = _varint(source, at, end)
@@ -109,7 +92,7 @@ def _walked(walk: _Walk, kind: str, begin: int, end: int, depth: int) -> bytes:
         else:
             raise InputError(f"a field of the unknown form {form} at byte {start}")
         if at > end:
-            raise InputError(f"the field at byte {start} does not end within what holds it; the file was cut off")
+            raise InputError(f"the field at byte {start} ends after its message; the file was cut off")
         if form != _Form.MESSAGE or length < LARGE_BYTES:
             continue
         replaced = None

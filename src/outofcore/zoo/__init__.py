@@ -1,4 +1,4 @@
-"""Models with data to train them on, in plain PyTorch: for trying outofcore, measuring it and testing it.
+"""Example models with training data, in plain PyTorch: for trying, measuring and testing outofcore.
 
     import outofcore
     from outofcore import zoo
@@ -6,11 +6,11 @@
     work = zoo.workload("gpt", batch=8, params="125M")
     model = work.build()
     optimizer = work.optimizer(model)
-    step = work.make_step(model, optimizer)       # plain PyTorch; hand it to outofcore.compile as it is
+    step = work.make_step(model, optimizer)       # plain PyTorch; pass it to outofcore.compile unchanged
     for batch in work.batches():
         loss = step(*batch)
 
-The models are those of their papers, in the configuration in common use; their parameter counts are tested.
+The models follow their papers, in the usual configurations; their parameter counts are tested.
 """
 
 from outofcore.zoo.data import ImageSource

@@ -1,8 +1,4 @@
-"""Batches for the zoo: real data where the machine has some, otherwise generated from the seed.
-
-Every stream is endless, on the CPU, and the same for the same arguments (and, for text, the same Python). Nothing is
-downloaded.
-"""
+"""Endless, reproducible batches for the zoo on the CPU: local or generated data, no downloads."""
 
 from __future__ import annotations
 
@@ -28,42 +24,36 @@ _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 class ImageSource(StrEnum):
     PHOTOS = "photos"  # crops of scikit-learn's two sample photographs; needs scikit-learn and Pillow
     DIGITS = "digits"  # scikit-learn's 1,797 handwritten digits, enlarged; needs scikit-learn
-    GENERATED = "generated"  # gratings made from the seed; needs nothing
+    GENERATED = "generated"  # gratings made from the seed; needs no package
 
 
 def library_text(limit: int = 8 * MIB) -> Tensor:
-    """Return the source text of Python's standard library as (n,) uint8: ``.py`` files by path, up to ``limit``.
-
-    Raises ``InputError`` if this Python comes without that source.
-    """
+    """Return up to ``limit`` bytes of the standard library's source as (n,) uint8."""
     root = sysconfig.get_paths()["stdlib"]
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in _NOT_STDLIB]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
     text = bytearray()
-    for path in sorted(found):
+    for path in sorted(paths):
         text += path.read_bytes()
         if len(text) >= limit:
             break
     if not text:
         raise InputError(
-            f"there is no text to train on: {root} holds no .py files; "
+            f"there is no text to train on: {root} has no .py files; "
             "use a Python that comes with the source of its standard library"
         )
     return torch.frombuffer(text[:limit], dtype=torch.uint8)
 
 
 def text_batches(batch: int, context: int, seed: int) -> Batches:
-    """Yield passages of `library_text` and, as targets, the same one byte further: (batch, context) int64 in 0..255.
-
-    Raises ``InputError`` if the text is shorter than one passage.
-    """
+    """Yield passages of `library_text`, and targets shifted by one byte: (batch, context) int64."""
     text = library_text()
     starts = len(text) - context
     if starts < 1:
         raise InputError(
-            f"a context of {context} is longer than the text ({format_bytes(len(text))}); take a smaller one"
+            f"a context of {context} is longer than the text ({format_bytes(len(text))}); use a smaller one"
         )
     generator = torch.Generator().manual_seed(seed)
     within = torch.arange(context + 1)
@@ -73,18 +63,18 @@ def text_batches(batch: int, context: int, seed: int) -> Batches:
         yield passages[:, :-1].contiguous(), passages[:, 1:].contiguous()
 
 
-def image_source(size: int, asked: ImageSource | None = None) -> ImageSource:
-    """Return the source of images of this edge on this machine; raises ``InputError`` if it needs a missing package."""
+def image_source(size: int, requested: ImageSource | None = None) -> ImageSource:
+    """Return the image source for this edge length; raises ``InputError`` for missing packages."""
     needs = {ImageSource.PHOTOS: ("sklearn", "PIL"), ImageSource.DIGITS: ("sklearn",), ImageSource.GENERATED: ()}
-    if asked is not None:
-        missing = [package for package in needs[asked] if find_spec(package) is None]
+    if requested is not None:
+        missing = [package for package in needs[requested] if find_spec(package) is None]
         if missing:
             raise InputError(
-                f"images {asked.value!r} need {' and '.join(missing)}, which is not installed; "
-                "run pip install 'outofcore[data]' or take images 'generated'"
+                f"images {requested.value!r} need {' and '.join(missing)}, which is not installed; "
+                "run pip install 'outofcore[data]' or use images 'generated'"
             )
-        return asked
-    # A smaller crop of a photograph shows nothing that could be told apart.
+        return requested
+    # Smaller crops of a photograph cannot be distinguished.
     fitting = [source for source in needs if source is not ImageSource.PHOTOS or size >= 64]
     return next(source for source in fitting if all(find_spec(package) for package in needs[source]))
 
@@ -92,10 +82,9 @@ def image_source(size: int, asked: ImageSource | None = None) -> ImageSource:
 def image_batches(batch: int, size: int, classes: int, seed: int, source: ImageSource) -> Batches:
     """Yield images (batch, 3, size, size) float32 with labels (batch,) int64.
 
-    - Photos: random crops of scikit-learn's two sample photographs, resized bilinearly. The label says which
-      photograph and which quarter of it the crop comes from: 8 classes.
-    - Digits: scikit-learn's handwritten digits (8×8), enlarged bilinearly, in grey. The label is the digit.
-    - Generated: gratings in noise. The label says their direction and colour: 10 classes.
+    - Photos: random crops of scikit-learn's two sample photographs. The label is the photograph and its quarter.
+    - Digits: scikit-learn's handwritten digits (8×8), enlarged, in grey. The label is the digit.
+    - Generated: gratings in noise. The label is their direction and colour: 10 classes.
 
     Labels are taken modulo ``classes``. Values have about zero mean and order one.
     """
@@ -127,7 +116,7 @@ def _photographs() -> list[Tensor]:
 
 
 def _digits() -> tuple[Tensor, Tensor]:
-    """Return digits (1797, 1, 8, 8) float32 in 0..1, and which digit each is."""
+    """Return digits (1797, 1, 8, 8) float32 in 0..1, and their labels."""
     from sklearn.datasets import load_digits  # noqa: PLC0415  scikit-learn is optional
 
     pixels, names = load_digits(return_X_y=True)
@@ -136,15 +125,15 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 def _crops(photographs: list[Tensor], batch: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     labels = torch.randint(4 * len(photographs), (batch,), generator=generator)
-    where = torch.rand(batch, 3, generator=generator)
+    positions = torch.rand(batch, 3, generator=generator)
     images = torch.empty(batch, 3, size, size)
-    for index, (label, (scale, down, right)) in enumerate(zip(labels.tolist(), where.tolist(), strict=True)):
+    for index, (label, (scale, down, right)) in enumerate(zip(labels.tolist(), positions.tolist(), strict=True)):
         photograph = photographs[label // 4]
         height, width = photograph.shape[1] // 2, photograph.shape[2] // 2
         edge = int(height * (0.5 + scale / 2))
-        top = label % 4 // 2 * height + int(down * (height - edge + 1))
-        left = label % 2 * width + int(right * (width - edge + 1))
-        crop = photograph[None, :, top : top + edge, left : left + edge]
+        top_edge = label % 4 // 2 * height + int(down * (height - edge + 1))
+        left_edge = label % 2 * width + int(right * (width - edge + 1))
+        crop = photograph[None, :, top_edge : top_edge + edge, left_edge : left_edge + edge]
         images[index] = F.interpolate(crop, (size, size), mode="bilinear", align_corners=False, antialias=True)[0]
     return images, labels
 
@@ -169,10 +158,10 @@ def _gratings(batch: int, size: int, generator: torch.Generator) -> tuple[Tensor
 
 
 def volume_batches(batch: int, size: int, classes: int, seed: int) -> Batches:
-    """Yield ellipsoids in noise (batch, 3, size, size, size) float32, and masks (batch, size, size, size) int64.
+    """Yield noisy volumes (batch, 3, size, size, size) float32 and masks (batch, size, size, size) int64.
 
-    Class 0 is the background. Each other class has one to three ellipsoids in a volume; later ones cover earlier ones.
-    The three channels show the classes at different brightness.
+    Class 0 is the background; each other class has one to three ellipsoids in a volume. The channels show the classes
+    at different brightness.
     """
     generator = torch.Generator().manual_seed(seed)
     brightness = torch.randn(classes, 3, generator=generator)

@@ -1,9 +1,7 @@
 """A decoder-only language model.
 
-The shape of GPT-2 (Radford, Wu, Child, Luan, Amodei, Sutskever: Language Models are Unsupervised
-Multitask Learners, 2019, section 2.3): learnt positions, normalisation before each part, a last
-normalisation, residual projections initialised with 1/sqrt(residual layers). The output layer shares the
-embedding (Press, Wolf: Using the Output Embedding to Improve Language Models, arXiv 1608.05859).
+GPT-2 (Radford et al.: Language Models are Unsupervised Multitask Learners, 2019, section 2.3) with an output layer that
+shares the embedding (Press, Wolf: Using the Output Embedding to Improve Language Models, arXiv 1608.05859).
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 
 from outofcore.errors import InputError
 
-_HEAD_WIDTH = 64  # channels of an attention head, in GPT-2 and in most of its kin
+_HEAD_WIDTH = 64  # channels of an attention head, in GPT-2 and most similar models
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +25,14 @@ class GPTShape:
     layers: int = 12
     width: int = 768
     heads: int = 12
-    context: int = 1024  # most tokens in a sequence
+    context: int = 1024  # maximum tokens in a sequence
     vocab: int = 256
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise InputError(
-                f"gpt: {self.heads} heads do not divide a width of {self.width}; take a width that is a multiple of it"
+                f"gpt: {self.heads} heads do not divide a width of {self.width}; use a width that is a multiple of it"
             )
 
     @property
@@ -47,13 +45,12 @@ class GPTShape:
 def shape_for(parameters: int, context: int, vocab: int, dropout: float) -> GPTShape:
     """Choose layers and width for a model of about ``parameters`` parameters.
 
-    Widths are multiples of 64. The shape minimises the sum of two errors: the logarithm of its count over the wanted
-    one, and a twentieth of the binary logarithm of width / layers over 64. So the count comes first and a usual aspect
-    second. Raises ``InputError`` if even the smallest model (1 layer, width 64) has more than twice the parameters.
+    Minimise |log(count / parameters)| + |log2(width / layers / 64)| / 20 over widths that are multiples of 64. Raises
+    ``InputError`` if the smallest model has more than twice the parameters.
     """
 
     def error(shape: GPTShape) -> float:
-        aspect = shape.width / shape.layers / 64  # that of the first model of each GPT family is 1
+        aspect = shape.width / shape.layers / 64  # 1 for the first model of each GPT family
         return abs(math.log(shape.parameters / parameters)) + abs(math.log2(aspect)) / 20
 
     best = GPTShape(1, _HEAD_WIDTH, 1, context, vocab, dropout)
@@ -93,7 +90,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each on top of a residual: (N, T, width) to the same."""
+    """Attention and two linear layers, each with a residual: (N, T, width) to the same."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()

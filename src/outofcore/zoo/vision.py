@@ -12,19 +12,18 @@ from outofcore.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class ResNetShape:
-    """The number of residual blocks in each of the four stages, and their kind."""
+    """The number of residual blocks in each of four stages, and their kind."""
 
     blocks: tuple[int, int, int, int]
     bottleneck: bool
 
 
 def resnet_shape(depth: int) -> ResNetShape:
-    """Spread ``depth`` layers over the four stages; raises ``InputError`` with the nearest depths if none fits.
+    """Distribute ``depth`` layers over four stages; raises ``InputError`` with the nearest valid depths.
 
-    18, 34, 50, 101 and 152 are those of table 1. Any other depth is made of bottleneck blocks, three layers each, so
-    that ``depth = 3 (n1 + n2 + n3 + n4) + 2`` as in SuperNeurons (Wang et al., PPoPP 2018, section 4): 1001 and 2498
-    are such depths. This module's own rule spreads them: up to 152 layers the stages have (3, 4, ., 3) blocks, beyond
-    that (6, 32, ., 6), and the third stage takes the rest, as it does in the published networks.
+    Depths 18, 34, 50, 101 and 152 follow table 1. Other depths have bottleneck blocks of three layers:
+    ``depth = 3 (n1 + n2 + n3 + n4) + 2``, as in SuperNeurons (Wang et al., PPoPP 2018, section 4). Up to 152 layers the
+    stages have (3, 4, n, 3) blocks, beyond that (6, 32, n, 6); this rule is our own.
     """
     match depth:
         case 18:
@@ -33,20 +32,20 @@ def resnet_shape(depth: int) -> ResNetShape:
             return ResNetShape((3, 4, 6, 3), bottleneck=False)
         case 152:
             return ResNetShape((3, 8, 36, 3), bottleneck=True)
-    blocks, rest = divmod(depth - 2, 3)
+    blocks, remainder = divmod(depth - 2, 3)
     first, second, last = (3, 4, 3) if depth <= 152 else (6, 32, 6)
     third = blocks - first - second - last
-    if rest or third < 1:
+    if remainder or third < 1:
         below = max(2 + 3 * blocks, 35)
         raise InputError(
             f"there is no resnet of {depth} layers: the depth must be 18, 34 or 3 n + 2 with n of at least 11; "
-            f"take {below} or {below + 3}"
+            f"use {below} or {below + 3}"
         )
     return ResNetShape((first, second, third, last), bottleneck=True)
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions beside a shortcut: (N, in, H, W) to (N, width, H/stride, W/stride)."""
+    """Two 3×3 convolutions and a shortcut: (N, in, H, W) to (N, width, H/stride, W/stride)."""
 
     expansion = 1
 
@@ -67,7 +66,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3 and 1×1 convolutions beside a shortcut: (N, in, H, W) to (N, 4 width, H/stride, W/stride)."""
+    """1×1, 3×3 and 1×1 convolutions and a shortcut: (N, in, H, W) to (N, 4 width, H/stride, W/stride)."""
 
     expansion = 4
 
@@ -97,11 +96,9 @@ def _shortcut(channels: int, out: int, stride: int) -> nn.Module:
 
 
 class ResNet(nn.Module):
-    """(N, 3, H, W) images to (N, classes) logits.
+    """(N, 3, H, W) images to (N, classes) logits (He et al., arXiv 1512.03385, section 4.1 and table 1).
 
-    He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition, arXiv 1512.03385, section 4.1 and table 1. As in
-    today's usual configuration, a bottleneck block halves the resolution in its 3×3 convolution and not in its first
-    1×1, which changes no parameter count.
+    As is usual today, bottleneck blocks halve the resolution in the 3×3 convolution, not in the first 1×1.
     """
 
     def __init__(self, depth: int = 50, classes: int = 1000) -> None:
@@ -137,11 +134,7 @@ _VGG_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # channels, con
 
 
 class VGG16(nn.Module):
-    """(N, 3, size, size) images to (N, classes) logits.
-
-    Simonyan, Zisserman: Very Deep Convolutional Networks for Large-Scale Image Recognition, arXiv 1409.1556, table 1,
-    configuration D: no normalisation, three fully connected layers, of which the first fits the size of the image.
-    """
+    """(N, 3, size, size) images to (N, classes) logits (Simonyan, Zisserman, arXiv 1409.1556, table 1, D)."""
 
     def __init__(self, size: int = 224, classes: int = 1000, dropout: float = 0.5) -> None:
         super().__init__()
@@ -174,13 +167,13 @@ class VGG16(nn.Module):
         return self.classifier(self.features(x).flatten(1))
 
 
-# New channels of each layer of a DenseNet, as in the paper's table 1.
+# New channels per layer of a DenseNet (the paper's table 1).
 _GROWTH = 32
 _BOTTLENECK = 4 * _GROWTH
 
 
 class DenseLayer(nn.Module):
-    """All earlier features of the block, each (N, c, H, W), to `_GROWTH` new channels of the same size."""
+    """All earlier features of the block, each (N, c, H, W), to `_GROWTH` new channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -212,11 +205,7 @@ class DenseBlock(nn.Module):
 
 
 class DenseNet121(nn.Module):
-    """(N, 3, H, W) images to (N, classes) logits.
-
-    Huang, Liu, van der Maaten, Weinberger: Densely Connected Convolutional Networks, arXiv 1608.06993, table 1:
-    DenseNet-BC with growth rate 32 and compression 0.5.
-    """
+    """(N, 3, H, W) images to (N, classes) logits (Huang et al., arXiv 1608.06993, table 1)."""
 
     def __init__(self, classes: int = 1000) -> None:
         super().__init__()
@@ -253,15 +242,11 @@ def _convolution(channels: int, out: int) -> nn.Sequential:
 class UNet3d(nn.Module):
     """(N, channels, D, H, W) volumes to (N, classes, D, H, W) logits; D, H and W are multiples of 8.
 
-    Çiçek, Abdulkadir, Lienkamp, Brox, Ronneberger: 3D U-Net: Learning Dense Volumetric Segmentation from Sparse
-    Annotation, arXiv 1606.06650, section 2 and figure 2: three channels in, three classes out, doubling before each
-    pooling, batch normalisation before each ReLU. Up-convolutions have no bias: without the scales and shifts of the
-    normalisations, the parameters are the 19,069,955 of the paper, for ``base`` 32. Unlike there, convolutions are
-    padded, so that the segmentation is as large as the volume, and all classes weigh the same in the loss.
+    Çiçek et al.: 3D U-Net, arXiv 1606.06650, section 2 and figure 2. With ``base`` 32 it has the paper's 19,069,955
+    parameters, without the normalisations. Unlike there, convolutions are padded, and classes have equal weights.
 
-    Limit: on CUDA PyTorch declares the backward of 3D max pooling non-deterministic, and
-    ``torch.use_deterministic_algorithms(True)`` refuses it without ``warn_only``. The pooling windows here do not
-    overlap, so the result is deterministic nevertheless.
+    Limit: on CUDA ``torch.use_deterministic_algorithms(True)`` needs ``warn_only`` for the backward pass of 3D max
+    pooling, although its windows do not overlap here.
     """
 
     def __init__(self, base: int = 32, channels: int = 3, classes: int = 3) -> None:

@@ -1,4 +1,4 @@
-"""Workloads: a model with everything that a training step of it needs, by name and options."""
+"""Workloads: a model with its data, loss, optimizer and training step, by name and options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Loss = Callable[..., Tensor]
 TrainStep = Callable[..., Tensor]
 
 _COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-_BYTES = 256  # tokens that gpt has at least: the values of a byte
+_BYTES = 256  # gpt's smallest vocabulary: the values of a byte
 _SOURCES = {
     ImageSource.PHOTOS: "crops of scikit-learn's sample photographs",
     ImageSource.DIGITS: "scikit-learn's handwritten digits, enlarged",
@@ -45,14 +45,14 @@ class OptimizerImpl(StrEnum):
 
     PLAIN = "plain"  # a loop over the parameters
     FOREACH = "foreach"  # one call for a list of parameters
-    FUSED = "fused"  # one kernel for the whole update; PyTorch has none for rmsprop
+    FUSED = "fused"  # one kernel for the whole update; not available for rmsprop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooOptions:
-    """The options of a workload. None: the usual value of the model.
+    """The options of a workload; None: the model's default.
 
-    Text stands for what it names: ``params="350M"``, ``optimizer="sgd"``. Raises ``InputError`` if it names nothing.
+    Options may be text: ``params="350M"``, ``optimizer="sgd"``. Raises ``InputError`` for unknown text.
 
     Attributes:
         batch: samples in a batch.
@@ -62,13 +62,12 @@ class ZooOptions:
         classes: number of classes.
         params: approximate number of parameters of ``gpt``; chooses layers and width.
         layers, width, heads, context, vocab: the shape of ``gpt``.
-        dropout: probability of dropping a value; ``gpt`` and ``vgg16``.
-        images: source of the images; None: the first of photos (edge of 64 pixels or more), digits and
-            generated for which the packages are installed.
+        dropout: dropout probability of ``gpt`` and ``vgg16``.
+        images: source of images; None: the first of photos (from 64 pixels), digits and generated that is installed.
         optimizer_impl: None: PyTorch's choice on the device.
-        lr: learning rate; None: a usual one for the update rule.
+        lr: learning rate; None: a default for the optimizer.
         amp: forward pass under autocast to bfloat16.
-        clip: largest norm of all gradients together; None: no clipping.
+        clip: maximum norm of all gradients together; None: no clipping.
         seed: of weights and data.
     """
 
@@ -99,20 +98,19 @@ class ZooOptions:
                 object.__setattr__(self, name, read(value))
 
     def check(self, name: str, takes: frozenset[str]) -> None:
-        """Refuse options that make no sense, or that are not among those that the model ``name`` takes."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _SHAPING and value is not None and field.name not in takes:
-                known = ", ".join(sorted(takes))
-                raise InputError(f"{name} has no option {field.name!r}; the options that shape it are: {known}")
+                valid = ", ".join(sorted(takes))
+                raise InputError(f"{name} has no option {field.name!r}; the options that shape it are: {valid}")
             if field.name in _POSITIVE and value is not None and not value > 0:
                 raise InputError(f"{field.name} must be above zero, and {value} is not")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise InputError(f"dropout must be at least 0 and below 1, and {self.dropout} is not")
         if self.optimizer is OptimizerName.RMSPROP and self.optimizer_impl is OptimizerImpl.FUSED:
-            raise InputError("PyTorch has no fused rmsprop; take optimizer_impl 'foreach' or 'plain'")
+            raise InputError("PyTorch has no fused rmsprop; use optimizer_impl 'foreach' or 'plain'")
         if self.seed < 0:
-            raise InputError(f"the seed must not be negative, and {self.seed} is; take 0 or any larger whole number")
+            raise InputError(f"the seed must not be negative, and {self.seed} is; use 0 or any larger whole number")
 
 
 _SHAPING = frozenset(
@@ -122,10 +120,7 @@ _POSITIVE = (_SHAPING - {"dropout", "images"}) | {"batch", "lr", "clip"}
 
 
 def parse_count(text: str | int) -> int:
-    """Read a number of parameters such as ``350M``, ``"1.3B"`` or ``125000000``; raises ``InputError``.
-
-    ``K``, ``M`` and ``B`` are powers of 1000.
-    """
+    """Parse a count such as ``350M`` or ``"1.3B"``, with powers of 1000; raises ``InputError``."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBkmb]?)\s*", str(text))
     count = round(float(match.group(1)) * _COUNT_UNITS[match.group(2).upper()]) if match else 0
     if isinstance(text, bool) or count <= 0:
@@ -138,12 +133,12 @@ def _one_of(option: str, kind: type[StrEnum]) -> Callable[[Any], Any]:
         try:
             return kind(text)
         except ValueError:
-            raise InputError(f"{option} {text!r} is not known; take one of: {', '.join(kind)}") from None
+            raise InputError(f"{option} {text!r} is unknown; use one of: {', '.join(kind)}") from None
 
     return read
 
 
-# How the options that may be given as text are read.
+# Parsers of options that may be text.
 _READ: dict[str, Callable[[Any], Any]] = {
     "params": parse_count,
     "images": _one_of("images", ImageSource),
@@ -162,15 +157,15 @@ _USUAL_RATES = {
 
 @dataclass(frozen=True)
 class Workload:
-    """One entry of the zoo, ready to train.
+    """A model of the zoo with its data, loss and optimizer.
 
     Attributes:
-        shape: the model in words, such as "50 layers, 224 × 224 pixels".
-        data: the source of the batches, in words.
+        shape: description of the model, such as "50 layers, 224 × 224 pixels".
+        data: description of the data.
         network: makes the model, with weights from PyTorch's default generator.
-        loss: called as ``loss(model, *batch)``; a scalar tensor.
-        stream: called as ``stream(batch, seed)``; endless batches.
-        sample: shapes and dtypes of one sample's tensors.
+        loss: called as ``loss(model, *batch)``; returns a scalar tensor.
+        stream: called as ``stream(batch, seed)``; returns endless batches.
+        sample: shape and dtype of each tensor of a sample.
     """
 
     name: str
@@ -183,46 +178,43 @@ class Workload:
     sample: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def build(self, seed: int | None = None) -> nn.Module:
-        """Make the model in training mode on the CPU, with the same weights for the same seed.
-
-        PyTorch's own generators are unchanged.
-        """
+        """Make the model in training mode on the CPU, with weights from the seed."""
         with torch.random.fork_rng(devices=[]):
-            # Not torch.manual_seed: that would seed the generators of the accelerators, too.
+            # torch.manual_seed would also seed the generators of accelerators.
             torch.default_generator.manual_seed(self.options.seed if seed is None else seed)
             return self.network().train()
 
     def skeleton(self) -> nn.Module:
-        """Make the model in training mode on the meta device: without memory, for ``outofcore.load`` to fill."""
+        """Make the model in training mode on the meta device, without memory, for ``outofcore.load``."""
         with torch.device("meta"):
             return self.network().train()
 
     def optimizer(self, model: nn.Module) -> optim.Optimizer:
-        """Make PyTorch's optimizer that the options name, with usual settings, for all parameters of the model."""
-        options, given = self.options, dict[str, Any](lr=self.learning_rate)
+        """Make the optimizer of the options, with usual settings, for all parameters of the model."""
+        options, settings = self.options, dict[str, Any](lr=self.learning_rate)
         if options.optimizer_impl is not None:
-            # Naming one implementation rules the other out: PyTorch refuses both at once.
-            given["foreach"] = options.optimizer_impl is OptimizerImpl.FOREACH
+            # PyTorch refuses foreach and fused together.
+            settings["foreach"] = options.optimizer_impl is OptimizerImpl.FOREACH
             if options.optimizer is not OptimizerName.RMSPROP:
-                given["fused"] = options.optimizer_impl is OptimizerImpl.FUSED
+                settings["fused"] = options.optimizer_impl is OptimizerImpl.FUSED
         match options.optimizer:
             case OptimizerName.SGD:
-                return optim.SGD(model.parameters(), **given)
+                return optim.SGD(model.parameters(), **settings)
             case OptimizerName.MOMENTUM:
-                return optim.SGD(model.parameters(), momentum=0.9, weight_decay=1e-4, **given)
+                return optim.SGD(model.parameters(), momentum=0.9, weight_decay=1e-4, **settings)
             case OptimizerName.ADAMW:
-                return optim.AdamW(model.parameters(), **given)
+                return optim.AdamW(model.parameters(), **settings)
             case OptimizerName.ADAGRAD:
-                return optim.Adagrad(model.parameters(), **given)
+                return optim.Adagrad(model.parameters(), **settings)
             case OptimizerName.RMSPROP:
-                return optim.RMSprop(model.parameters(), **given)
+                return optim.RMSprop(model.parameters(), **settings)
 
     @property
     def learning_rate(self) -> float:
         return _USUAL_RATES[self.options.optimizer] if self.options.lr is None else self.options.lr
 
     def make_step(self, model: nn.Module, optimizer: optim.Optimizer) -> TrainStep:
-        """Make a training step as a user would write it; it takes the tensors of a batch and returns the loss."""
+        """Make a training step in plain PyTorch; it takes the tensors of a batch and returns the loss."""
         turn, update = self.make_turn(model), self.make_update(model, optimizer)
 
         def train_step(*batch: Tensor) -> Tensor:
@@ -234,7 +226,7 @@ class Workload:
         return train_step
 
     def make_turn(self, model: nn.Module) -> TrainStep:
-        """Make a step without its update, for ``outofcore.elastic``."""
+        """Make a step without the update, for ``outofcore.elastic``."""
         loss_of, amp = self.loss, self.options.amp
 
         def precision(device: torch.device) -> AbstractContextManager[object]:
@@ -249,7 +241,7 @@ class Workload:
         return turn
 
     def make_update(self, model: nn.Module, optimizer: optim.Optimizer) -> Callable[[], None]:
-        """Make the rest of a step: clip gradients if requested, and update."""
+        """Make the update of a step: clip gradients if requested, and run the optimizer."""
         clip = self.options.clip
 
         def update() -> None:
@@ -260,17 +252,17 @@ class Workload:
         return update
 
     def batches(self, batch: int | None = None, seed: int | None = None) -> Batches:
-        """Yield endless batches on the CPU, as arguments of the step; by default those of the options."""
+        """Yield endless batches on the CPU, as arguments of the step; defaults come from the options."""
         return self.stream(self.options.batch if batch is None else batch, self.options.seed if seed is None else seed)
 
     def empty_batch(self) -> tuple[Tensor, ...]:
-        """Return a batch of any size on the meta device, without memory."""
+        """Return a batch on the meta device, without memory."""
         return tuple(
             torch.empty((self.options.batch, *shape), dtype=dtype, device="meta") for shape, dtype in self.sample
         )
 
     def parameter_count(self) -> int:
-        """Return the number of parameters, shared ones counted once, without allocating them."""
+        """Return the number of parameters, without allocating them; shared parameters count once."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in self.network().parameters())
 
@@ -298,7 +290,7 @@ def names() -> tuple[str, ...]:
 
 def workload(name: str, **options: Any) -> Workload:
     """Return a workload by name, with options of ``ZooOptions``; raises ``InputError``."""
-    asked = ZooOptions(**options)
+    parsed = ZooOptions(**options)
     match name:
         case "resnet":
             make, takes = _resnet, {"depth", "size", "classes", "images"}
@@ -312,15 +304,15 @@ def workload(name: str, **options: Any) -> Workload:
             make, takes = _gpt, {"params", "layers", "width", "heads", "context", "vocab", "dropout"}
         case _:
             near = difflib.get_close_matches(name.lower(), names(), n=1)
-            meant = f"did you mean {near[0]}? It has" if near else "take one of:"
+            meant = f"did you mean {near[0]}? It has" if near else "use one of:"
             raise InputError(f"the zoo has no {name!r}; {meant} {', '.join(names())}")
-    asked.check(name, frozenset(takes))
-    return make(asked)
+    parsed.check(name, frozenset(takes))
+    return make(parsed)
 
 
 def _resnet(options: ZooOptions) -> Workload:
     depth, classes = options.depth or 50, options.classes or 1000
-    resnet_shape(depth)  # refuses a depth that cannot be, before anything is built
+    resnet_shape(depth)  # raises for an invalid depth before the model is built
     return _vision("resnet", options, f"{depth} layers", partial(ResNet, depth, classes))
 
 
@@ -400,8 +392,8 @@ def _gpt_shape(options: ZooOptions) -> GPTShape:
     return GPTShape(options.layers or 12, width, options.heads or max(1, width // 64), context, vocab, dropout)
 
 
-# The spatial and time axes are flattened into the batch: PyTorch's cross-entropy over two axes is deterministic on
-# CUDA, the one over more is not.
+# Spatial and time axes are flattened into the batch: on CUDA, PyTorch's cross-entropy is deterministic only for inputs
+# of two dimensions.
 
 
 def _classification_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What each operator of the standard computes, in PyTorch's own operators."""
+"""The operators of ONNX, implemented with PyTorch."""
 
 from outofcore.onnx.operators import (  # noqa: F401 - each registers its operators
     attention,

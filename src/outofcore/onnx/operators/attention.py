@@ -11,19 +11,17 @@ from torch import Tensor
 
 from outofcore.onnx.operators.registry import Refused, operator
 
-_NO_HEADS = "it has an input of three dimensions and does not tell how many heads there are"
+_NO_HEADS = "its input has three dimensions, and the number of heads is missing"
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
-    """(batch, length, heads × size) as (batch, heads, length, size)."""
+    """Reshape (batch, length, heads × size) to (batch, heads, length, size)."""
     return x.reshape(x.shape[0], x.shape[1], count, x.shape[2] // count).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The attributes of Attention; ``count`` is how many outputs are used."""
-
-    count: int
+    count: int  # of the outputs in use
     q_num_heads: int = 0
     kv_num_heads: int = 0
     scale: float = 0.0
@@ -47,7 +45,7 @@ def attention(
     *,
     asked: Attention,
 ) -> Any:
-    """Written out, step by step as the standard has it: only so are its outputs, and its precision, the right ones."""
+    """Compute attention in the steps of the standard, which define its outputs and their precision."""
     flat = q.dim() == 3
     if flat:
         if not asked.q_num_heads or not asked.kv_num_heads:
@@ -66,14 +64,14 @@ def attention(
     first: Any = 0 if past_key is None else past_key.shape[2]
     if past_key is None and lengths is not None:
         first = lengths.reshape(-1, 1, 1, 1) - raw.shape[-2]
-    seen = _seen(raw, first, asked.left_window_size, 0 if asked.is_causal else asked.right_window_size)
-    if seen is not None:
-        biased = biased.masked_fill(~seen, -math.inf)
+    visible = _seen(raw, first, asked.left_window_size, 0 if asked.is_causal else asked.right_window_size)
+    if visible is not None:
+        biased = biased.masked_fill(~visible, -math.inf)
     if lengths is not None:
-        held = torch.arange(raw.shape[-1], device=raw.device) < lengths.reshape(-1, 1, 1, 1)
-        biased = biased.masked_fill(~held, -math.inf)
+        present = torch.arange(raw.shape[-1], device=raw.device) < lengths.reshape(-1, 1, 1, 1)
+        biased = biased.masked_fill(~present, -math.inf)
     weights = torch.softmax(biased.to(asked.softmax_precision or biased.dtype), -1)
-    # A query that may look at nothing gets nothing.
+    # A query that attends to no key gets zeros.
     blind = (biased == -math.inf).all(-1, keepdim=True)
     weights = torch.where(blind, torch.zeros_like(weights), weights).to(q.dtype)
     y = torch.matmul(weights, v)
@@ -89,17 +87,17 @@ def _bias(mask: Tensor, scores: Tensor) -> Tensor:
     return torch.nn.functional.pad(mask, (0, missing), value=-math.inf) if missing > 0 else mask
 
 
-def _seen(scores: Tensor, first: Any, left: int, right: int) -> Tensor | None:
-    """Return the keys that a query may look at: ``left`` and ``right`` of its place; negative: any."""
-    if left < 0 and right < 0:
+def _seen(scores: Tensor, first: Any, before: int, after: int) -> Tensor | None:
+    """Return the mask of keys within ``left`` and ``right`` of each query; negative: unlimited; None: all."""
+    if before < 0 and after < 0:
         return None
     row = torch.arange(scores.shape[-2], device=scores.device)[:, None]
     ahead = torch.arange(scores.shape[-1], device=scores.device)[None, :] - (row + first)
-    seen = torch.ones_like(ahead, dtype=torch.bool)
-    for limit, distance in ((left, -ahead), (right, ahead)):
+    visible = torch.ones_like(ahead, dtype=torch.bool)
+    for limit, distance in ((before, -ahead), (after, ahead)):
         if limit >= 0:
-            seen = seen & (distance <= limit)
-    return seen
+            visible = visible & (distance <= limit)
+    return visible
 
 
 @operator("RotaryEmbedding")
@@ -125,7 +123,7 @@ def rotary_embedding(
     else:
         a, b = y[..., : turned // 2], y[..., turned // 2 : turned]
     parts = [cosines * a - sines * b, sines * a + cosines * b]
-    found = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    rotated = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
     if turned < y.shape[-1]:
-        found = torch.cat([found, y[..., turned:]], -1)
-    return found.reshape(x.shape) if x.dim() == 3 else found.transpose(1, 2)
+        rotated = torch.cat([rotated, y[..., turned:]], -1)
+    return rotated.reshape(x.shape) if x.dim() == 3 else rotated.transpose(1, 2)

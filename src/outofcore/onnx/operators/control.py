@@ -1,4 +1,4 @@
-"""Operators that run graphs of their own: modules, because values decide at run time what runs."""
+"""Operators that run inner graphs, as modules, because values decide at run time which graph runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from outofcore.onnx.operators.registry import Refused, axis_of, operator
 
-_NO_TURN = "it runs no turn, so what it collects has no shape"
+_NO_TURN = "it runs 0 times, so its collected outputs have no shape"
 
 
 class Control(nn.Module):
-    """A node with graphs. ``forward`` takes a device, the node's inputs, and what each graph uses from around it."""
+    """A node with graphs; ``forward`` takes a device, the inputs, and outer values by graph."""
 
     def __init__(self, graphs: dict[str, Any], attributes: dict[str, Any], states: int) -> None:
         super().__init__()
@@ -23,14 +23,11 @@ class Control(nn.Module):
             self.add_module(name, graph)
 
     def run(self, name: str, values: list[Any], outer: dict[str, list[Any]], device: torch.device) -> list[Any]:
-        """Run a graph on values, and return its outputs."""
         return self.get_submodule(name).forward(*values, *outer[name], device)
 
 
 @operator("If", read=(0,), pure=False, many=True)
 class Branch(Control):
-    """One of two graphs."""
-
     def forward(self, device: torch.device, inputs: list[Any], outer: dict[str, list[Any]]) -> list[Any]:
         ((condition,),) = inputs
         return self.run("then_branch" if condition else "else_branch", [], outer, device)
@@ -38,18 +35,18 @@ class Branch(Control):
 
 @operator("Loop", read=(0, 1), pure=False, many=True)
 class Loop(Control):
-    """A graph that runs a number of times, or until its first output is false."""
+    """Runs a graph a number of times, or until its first output is false."""
 
     def forward(self, device: torch.device, inputs: list[Any], outer: dict[str, list[Any]]) -> list[Any]:
-        most, condition, *values = inputs
+        limit, condition, *values = inputs
         goes = condition is None or bool(condition[0])
         scanned: list[list[Tensor]] = []
         turn = 0
-        while goes and (most is None or turn < most[0]):
+        while goes and (limit is None or turn < limit[0]):
             now, going = torch.tensor(turn), torch.tensor(goes)
-            found = self.run("body", [now, going, *values], outer, device)
-            goes, values = bool(found[0].item()), found[1 : 1 + len(values)]
-            scanned.append(found[1 + len(values) :])
+            results = self.run("body", [now, going, *values], outer, device)
+            goes, values = bool(results[0].item()), results[1 : 1 + len(values)]
+            scanned.append(results[1 + len(values) :])
             turn += 1
         if not turn and self.states > len(values):
             raise Refused(_NO_TURN)
@@ -58,24 +55,30 @@ class Loop(Control):
 
 @operator("Scan", pure=False, many=True, since=9)
 class Scan(Control):
-    """A graph that runs for each part of its inputs along an axis."""
+    """Runs a graph for each slice of its inputs along an axis."""
 
     def forward(self, device: torch.device, inputs: list[Any], outer: dict[str, list[Any]]) -> list[Any]:
-        given = self.attributes
-        count: int = given["num_scan_inputs"]
+        attributes = self.attributes
+        count: int = attributes["num_scan_inputs"]
         states = inputs[: len(inputs) - count]
-        made = self.states - len(states)
-        axes, turned = given.get("scan_input_axes", (0,) * count), given.get("scan_input_directions", (0,) * count)
+        collected_count = self.states - len(states)
+        axes, turned = (
+            attributes.get("scan_input_axes", (0,) * count),
+            attributes.get("scan_input_directions", (0,) * count),
+        )
         parts = [x.unbind(axis_of(axis, x.dim())) for x, axis in zip(inputs[len(states) :], axes, strict=True)]
         parts = [items[::-1] if back else items for items, back in zip(parts, turned, strict=True)]
         collected: list[list[Tensor]] = []
         for now in zip(*parts, strict=True):
-            found = self.run("body", [*states, *now], outer, device)
-            states = found[: len(states)]
-            collected.append(found[len(states) :])
-        if not collected and made:
+            results = self.run("body", [*states, *now], outer, device)
+            states = results[: len(states)]
+            collected.append(results[len(states) :])
+        if not collected and collected_count:
             raise Refused(_NO_TURN)
-        axes, turned = given.get("scan_output_axes", (0,) * made), given.get("scan_output_directions", (0,) * made)
+        axes, turned = (
+            attributes.get("scan_output_axes", (0,) * collected_count),
+            attributes.get("scan_output_directions", (0,) * collected_count),
+        )
         stacked = [
             torch.stack(items[::-1] if back else items, axis)
             for items, axis, back in zip(zip(*collected, strict=True), axes, turned, strict=True)

@@ -1,4 +1,4 @@
-"""Operators that compute element by element, and activation functions."""
+"""Elementwise operators and activation functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outofcore.onnx.operators.registry import axis_of, direct, operator
 
-# PyTorch stores these and has few kernels for them.
+# Dtypes for which PyTorch has few kernels.
 NARROW = (torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -73,7 +73,7 @@ _BINARY: dict[str, Callable[..., Tensor]] = {
 
 @operator(*_BINARY)
 def with_axis(a: Tensor, b: Tensor, *, op: str, axis: int | None = None, broadcast: int = 0) -> Tensor:
-    """Before opset 7 the second operand was put at an axis of the first one."""
+    """Broadcast the second operand along an axis of the first, as before opset 7."""
     if broadcast and axis is not None:
         b = b.reshape(*b.shape, *([1] * (a.dim() - axis_of(axis, a.dim()) - b.dim())))
     return _wide(_BINARY[op], a, b)
@@ -90,7 +90,7 @@ direct("LeakyRelu", F.leaky_relu, negative_slope=("alpha", 0.01))
 
 
 def widened(name: str, *tensors: Tensor) -> Tensor:
-    """Compute a plain operator on numbers that PyTorch has no kernels for."""
+    """Compute a plain operator on unsigned dtypes by way of int64."""
     return _wide(_UNARY.get(name) or _BINARY[name], *tensors)
 
 
@@ -159,7 +159,7 @@ def clip_by_attributes(x: Tensor, *, min: float | None = None, max: float | None
 
 @operator("Clip", since=11)
 def clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
-    # The upper limit holds where the lower one is above it.
+    # The upper limit wins if it is below the lower one.
     if low is not None:
         x = _wide(torch.maximum, x, low.reshape(()).to(x.dtype))
     if high is not None:
@@ -182,23 +182,23 @@ _FOLDED: dict[str, Callable[..., Tensor]] = {"Max": torch.maximum, "Min": torch.
 
 @operator("Max", "Min", "Sum", "Mean")
 def fold(*tensors: Tensor, op: str) -> Tensor:
-    found = functools.reduce(functools.partial(_wide, _FOLDED.get(op, torch.add)), tensors)
-    return found / len(tensors) if op == "Mean" else found
+    total = functools.reduce(functools.partial(_wide, _FOLDED.get(op, torch.add)), tensors)
+    return total / len(tensors) if op == "Mean" else total
 
 
 @operator("IsInf")
 def is_infinite(x: Tensor, *, detect_positive: int = 1, detect_negative: int = 1) -> Tensor:
     if x.dtype.itemsize == 1:
         x = x.to(torch.float32)
-    found = torch.zeros_like(x, dtype=torch.bool)
+    result = torch.zeros_like(x, dtype=torch.bool)
     if detect_positive:
-        found = found | (x == math.inf)
-    return found | (x == -math.inf) if detect_negative else found
+        result = result | (x == math.inf)
+    return result | (x == -math.inf) if detect_negative else result
 
 
 @operator("Cast")
 def cast(x: Tensor, *, to: torch.dtype, saturate: int = 1) -> Tensor:
-    """Numbers too large for eight bits become the largest there is, unless ``saturate`` is 0."""
+    """Convert to a dtype; float8 results saturate unless ``saturate`` is 0."""
     if to.itemsize == 1 and to.is_floating_point and x.is_floating_point():
         wide = x.to(torch.float32)
         limit = torch.finfo(to).max
@@ -231,7 +231,7 @@ def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
 
 @operator("Softmax", "LogSoftmax", "Hardmax")
 def flat_softmax(x: Tensor, *, op: str, axis: int = 1) -> Tensor:
-    """Before opset 13 all axes from one on were taken together."""
+    """Flatten all axes from ``axis`` on, as before opset 13."""
     axis = axis_of(axis, x.dim())
     flat = x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
     if op == "Hardmax":
@@ -246,6 +246,6 @@ def dropout(
     if share is not None:
         (ratio,) = share
     if training is not None and training[0] and ratio > 0:
-        kept = torch.rand_like(x) >= ratio
-        return torch.where(kept, x / (1 - ratio), torch.zeros_like(x)), kept
+        mask = torch.rand_like(x) >= ratio
+        return torch.where(mask, x / (1 - ratio), torch.zeros_like(x)), mask
     return (x, torch.ones_like(x, dtype=torch.bool)) if count > 1 else (x,)

@@ -1,4 +1,4 @@
-"""Operators that look elements up, put them somewhere, or put them in order."""
+"""Gather, scatter, sort and search operators, and sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Tensors = tuple[Tensor, ...]
 
 
 def _counted(index: Tensor, length: int) -> Tensor:
-    """Indices counted from the front."""
+    """Return int64 indices counted from the front."""
     index = index.to(torch.int64)
     return torch.where(index < 0, index + length, index)
 
@@ -23,8 +23,8 @@ def _counted(index: Tensor, length: int) -> Tensor:
 @operator("Gather")
 def gather(x: Tensor, index: Tensor, *, axis: int = 0) -> Tensor:
     axis = axis_of(axis, x.dim())
-    found = x.index_select(axis, _counted(index, x.shape[axis]).reshape(-1))
-    return found.reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
+    rows = x.index_select(axis, _counted(index, x.shape[axis]).reshape(-1))
+    return rows.reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
 
 
 @operator("GatherElements")
@@ -58,7 +58,7 @@ def _scattered(x: Tensor, axis: int, at: Tensor, updates: Tensor, reduction: str
     if reduction == "add":
         return x.scatter_add(axis, at, updates)
     if reduction not in _REDUCTIONS:
-        raise Refused(f"the reduction {reduction!r} is not known")
+        raise Refused(f"the reduction {reduction!r} is unknown")
     return x.scatter_reduce(axis, at, updates, _REDUCTIONS[reduction], include_self=True)
 
 
@@ -70,10 +70,10 @@ def scatter_elements(x: Tensor, index: Tensor, updates: Tensor, *, axis: int = 0
 @operator("ScatterND")
 def scatter_nd(x: Tensor, index: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
     deep = index.shape[-1]
-    rest = math.prod(x.shape[deep:])
-    flat = x.reshape(math.prod(x.shape[:deep]), rest)
-    at = _flat_index(index, x.shape[:deep]).reshape(-1, 1).expand(-1, rest)
-    return _scattered(flat, 0, at, updates.reshape(-1, rest), reduction).reshape(x.shape)
+    row_size = math.prod(x.shape[deep:])
+    flat = x.reshape(math.prod(x.shape[:deep]), row_size)
+    at = _flat_index(index, x.shape[:deep]).reshape(-1, 1).expand(-1, row_size)
+    return _scattered(flat, 0, at, updates.reshape(-1, row_size), reduction).reshape(x.shape)
 
 
 @operator("TensorScatter")
@@ -100,11 +100,11 @@ def one_hot(index: Tensor, depth: list[float], values: Tensor, *, axis: int = -1
 
 
 @operator("TopK", read=(1,), many=True)
-def top_k(x: Tensor, given: list[int] | None = None, *, k: int = 0, axis: int = -1, largest: int = 1) -> _Tensors:
-    (count,) = [k] if given is None else given
+def top_k(x: Tensor, counts: list[int] | None = None, *, k: int = 0, axis: int = -1, largest: int = 1) -> _Tensors:
+    (count,) = [k] if counts is None else counts
     if not 0 <= count <= x.shape[axis]:
-        raise Refused(f"the best {count} of {x.shape[axis]}")
-    # Of equals, the first one; PyTorch's topk takes any.
+        raise Refused(f"it selects {count} of {x.shape[axis]} elements")
+    # Among equal elements the first wins; PyTorch's topk picks any.
     wide = x.to(torch.int64) if x.dtype in NARROW else x
     values, places = torch.sort(wide, dim=axis, descending=bool(largest), stable=True)
     return values.narrow(axis, 0, count).to(x.dtype), places.narrow(axis, 0, count)
@@ -141,14 +141,14 @@ def unique(x: Tensor, *, axis: int | None = None, sorted: int = 1) -> _Tensors:
 def non_max_suppression(
     boxes: Tensor,
     scores: Tensor,
-    most: list[int] | None = None,
+    max_count: list[int] | None = None,
     overlap: list[float] | None = None,
-    least: list[float] | None = None,
+    min_score: list[float] | None = None,
     *,
     center_point_box: int = 0,
 ) -> Tensor:
-    limit, too_much = (most or [0])[0], (overlap or [0.0])[0]
-    found: list[list[int]] = []
+    limit, too_much = (max_count or [0])[0], (overlap or [0.0])[0]
+    selected: list[list[int]] = []
     first, second = boxes[..., :2], boxes[..., 2:]
     if center_point_box:
         first, second = first - second / 2, first + second / 2
@@ -159,17 +159,17 @@ def non_max_suppression(
         for kind in range(scores.shape[1]):
             score = scores[batch, kind]
             order = torch.sort(score, descending=True, stable=True).indices
-            if least is not None:
-                order = order[score[order] > least[0]]
-            taken = 0
-            while order.numel() and taken < limit:
+            if min_score is not None:
+                order = order[score[order] > min_score[0]]
+            count = 0
+            while order.numel() and count < limit:
                 best, order = order[0], order[1:]
-                found.append([batch, kind, int(best)])
-                taken += 1
+                selected.append([batch, kind, int(best)])
+                count += 1
                 inner = torch.minimum(box[order, 2:], box[best, 2:]) - torch.maximum(box[order, :2], box[best, :2])
                 common = inner.clamp(min=0).prod(-1)
                 order = order[~(common / (area[order] + area[best] - common) > too_much)]
-    return torch.tensor(found, dtype=torch.int64, device=boxes.device).reshape(-1, 3)
+    return torch.tensor(selected, dtype=torch.int64, device=boxes.device).reshape(-1, 3)
 
 
 @operator("ArgMax", "ArgMin")
@@ -186,7 +186,7 @@ def cumulate(x: Tensor, axes: list[int], *, op: str, exclusive: int = 0, reverse
     if reverse:
         x = x.flip(axis)
     if exclusive:
-        # What comes first is what nothing adds up, or multiplies, to.
+        # The first result is the neutral element.
         first = torch.full_like(x.narrow(axis, 0, 1), 0 if op == "CumSum" else 1)
         x = torch.cat([first, x.narrow(axis, 0, x.shape[axis] - 1)], axis)
     y = (torch.cumsum if op == "CumSum" else torch.cumprod)(x, axis, dtype=x.dtype)
@@ -202,32 +202,32 @@ def sequence(*tensors: Tensor) -> list[Tensor]:
 
 
 @operator("SequenceAt", read=(1,))
-def sequence_at(given: list[Any], place: list[int]) -> Any:
-    return given[place[0]]
+def sequence_at(tensors: list[Any], place: list[int]) -> Any:
+    return tensors[place[0]]
 
 
 @operator("SequenceInsert", read=(2,), pure=False)
-def sequence_insert(given: list[Any], tensor: Tensor, place: list[int] | None = None) -> list[Any]:
-    found = list(given)
-    found.insert(len(given) if place is None else place[0], tensor)
-    return found
+def sequence_insert(tensors: list[Any], tensor: Tensor, place: list[int] | None = None) -> list[Any]:
+    result = list(tensors)
+    result.insert(len(tensors) if place is None else place[0], tensor)
+    return result
 
 
 @operator("SequenceErase", read=(1,), pure=False)
-def sequence_erase(given: list[Any], place: list[int] | None = None) -> list[Any]:
-    found = list(given)
-    del found[-1 if place is None else place[0]]
-    return found
+def sequence_erase(tensors: list[Any], place: list[int] | None = None) -> list[Any]:
+    result = list(tensors)
+    del result[-1 if place is None else place[0]]
+    return result
 
 
 @operator("SequenceLength", by_shape=True)
-def sequence_length(given: list[Any]) -> Tensor:
-    return torch.tensor(len(given), dtype=torch.int64)
+def sequence_length(tensors: list[Any]) -> Tensor:
+    return torch.tensor(len(tensors), dtype=torch.int64)
 
 
 @operator("ConcatFromSequence")
-def concat_from_sequence(given: list[Any], *, axis: int, new_axis: int = 0) -> Tensor:
-    return (torch.stack if new_axis else torch.cat)(given, axis)
+def concat_from_sequence(tensors: list[Any], *, axis: int, new_axis: int = 0) -> Tensor:
+    return (torch.stack if new_axis else torch.cat)(tensors, axis)
 
 
 @operator("SplitToSequence", host=(1,), pure=False)

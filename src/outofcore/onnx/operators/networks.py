@@ -1,4 +1,4 @@
-"""Products, convolutions, pooling and normalizations."""
+"""Matrix products, convolutions, pooling, normalizations and random numbers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def fused_matmul(
     a: Tensor,
     b: Tensor,
     *,
-    transA: int = 0,  # noqa: N803 - as the standard has them, here and below
+    transA: int = 0,  # noqa: N803 - the standard's name, here and below
     transB: int = 0,  # noqa: N803
     transBatchA: int = 0,  # noqa: N803
     transBatchB: int = 0,  # noqa: N803
     alpha: float = 1.0,
 ) -> Tensor:
     if transBatchA or transBatchB:
-        raise Refused("it turns batches, which is not supported")
-    found = torch.matmul(a.transpose(-1, -2) if transA else a, b.transpose(-1, -2) if transB else b)
-    return found if alpha == 1.0 else found * alpha
+        raise Refused("it transposes batches, which is not supported")
+    product = torch.matmul(a.transpose(-1, -2) if transA else a, b.transpose(-1, -2) if transB else b)
+    return product if alpha == 1.0 else product * alpha
 
 
 @operator("Gemm")
@@ -55,12 +55,12 @@ def gemm(
         return F.linear(a, b, c)
     b = b.t() if transB else b
     if not a.is_floating_point():
-        found = torch.matmul(a, b) * int(alpha)
-        return found if c is None else found + c * int(beta)
+        product = torch.matmul(a, b) * int(alpha)
+        return product if c is None else product + c * int(beta)
     if c is not None:
         return torch.addmm(c, a, b, beta=beta, alpha=alpha) if c.dim() <= 2 else alpha * (a @ b) + beta * c
-    found = torch.matmul(a, b)
-    return found if alpha == 1.0 else found * alpha
+    product = torch.matmul(a, b)
+    return product if alpha == 1.0 else product * alpha
 
 
 @operator("Einsum")
@@ -68,25 +68,21 @@ def einsum(*tensors: Tensor, equation: str) -> Tensor:
     return torch.einsum(equation.replace(" ", ""), *tensors)
 
 
-# ---- windows that move over space -----------------------------------------------------------------------------------
+# ---- sliding windows -------------------------------------------------------------------------------------------------
 
 
-def _numbers(name: str, given: _Ints, count: int, default: int) -> list[int]:
-    found = [default] * count if given is None else list(given)
-    if len(found) != count:
-        raise Refused(f"it has {len(found)} {name} for {count} dimensions")
-    return found
+def _numbers(name: str, values: _Ints, count: int, default: int) -> list[int]:
+    numbers = [default] * count if values is None else list(values)
+    if len(numbers) != count:
+        raise Refused(f"it has {len(numbers)} {name} for {count} dimensions")
+    return numbers
 
 
 WINDOW = ("auto_pad", "pads", "strides", "dilations")
 
 
 class _Window:
-    """The windows of a convolution or of pooling.
-
-    Attributes:
-        pads: how much is put before and behind each dimension.
-    """
+    """The windows of a convolution or of pooling; ``pads`` are before and after each dimension."""
 
     def __init__(
         self,
@@ -104,8 +100,8 @@ class _Window:
         self.strides = _numbers("strides", strides, rank, 1)
         self.dilations = _numbers("dilations", dilations, rank, 1)
         if auto_pad in ("NOTSET", "", "VALID"):
-            given = _numbers("pads", None if auto_pad == "VALID" else pads, 2 * rank, 0)
-            self.pads = [(given[i], given[i + rank]) for i in range(rank)]
+            both_pads = _numbers("pads", None if auto_pad == "VALID" else pads, 2 * rank, 0)
+            self.pads = [(both_pads[i], both_pads[i + rank]) for i in range(rank)]
             return
         self.pads: list[tuple[int, int]] = []
         for size, width, by, wide in zip(sizes, kernel, self.strides, self.dilations, strict=True):
@@ -118,26 +114,25 @@ class _Window:
         return [pair[0] for pair in self.pads]
 
     def is_even(self) -> bool:
-        """Whether PyTorch pads so: as much before as behind."""
+        """Return whether PyTorch supports these pads: equal before and after each dimension."""
         return all(before == after >= 0 for before, after in self.pads)
 
     def is_small(self) -> bool:
-        """Whether PyTorch pools with such pads."""
+        """Return whether PyTorch supports these pads in pooling: at most half the window."""
         return self.is_even() and all(2 * p[0] <= width for p, width in zip(self.pads, self.kernel, strict=True))
 
     def missing(self) -> list[tuple[int, int]]:
-        """Return how much more must be put behind, so that as many windows fit as when rounded up."""
-        found: list[tuple[int, int]] = []
+        """Return the padding that rounds the number of windows up (``ceil_mode``)."""
+        missing_pads: list[tuple[int, int]] = []
         for i, (before, after) in enumerate(self.pads):
             free = self.sizes[i] + before + after - (self.dilations[i] * (self.kernel[i] - 1) + 1)
             windows = -(-free // self.strides[i]) + 1
-            if (windows - 1) * self.strides[i] >= self.sizes[i] + before:  # it would begin behind the data
+            if (windows - 1) * self.strides[i] >= self.sizes[i] + before:  # it would start after the data
                 windows -= 1
-            found.append((0, max((windows - 1) * self.strides[i] - free, 0)))
-        return found
+            missing_pads.append((0, max((windows - 1) * self.strides[i] - free, 0)))
+        return missing_pads
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sums of a padded tensor within each window."""
         ones = x.new_ones(1, 1, *self.kernel)
         flat = x.reshape(-1, 1, *x.shape[2:])
         y = _CONV[len(self.kernel)](flat, ones, None, self.strides, 0, self.dilations)
@@ -173,19 +168,21 @@ def conv_transpose(
     rank, by, wide = len(windows.kernel), windows.strides, windows.dilations
     more = _numbers("output_padding", output_padding, rank, 0)
     whole = [(x.shape[2 + i] - 1) * by[i] + (windows.kernel[i] - 1) * wide[i] + 1 + more[i] for i in range(rank)]
-    wanted = None if output_shape is None else list(output_shape)[-rank:]
-    if wanted is None and auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-        wanted = [size * step for size, step in zip(windows.sizes, by, strict=True)]
-    if wanted is not None:
-        windows.pads = [((n - m) // 2, n - m - (n - m) // 2) for n, m in zip(whole, wanted, strict=True)]
+    target = None if output_shape is None else list(output_shape)[-rank:]
+    if target is None and auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+        target = [size * step for size, step in zip(windows.sizes, by, strict=True)]
+    if target is not None:
+        windows.pads = [((n - m) // 2, n - m - (n - m) // 2) for n, m in zip(whole, target, strict=True)]
         if auto_pad in ("NOTSET", "", "SAME_LOWER"):
             windows.pads = [(behind, before) for before, behind in windows.pads]
-    if windows.is_even() and all(one < max(pair) for one, pair in zip(more, zip(by, wide, strict=True), strict=True)):
+    if windows.is_even() and all(
+        amount < max(pair) for amount, pair in zip(more, zip(by, wide, strict=True), strict=True)
+    ):
         return _TRANSPOSED[rank](x, w, b, by, windows.before, more, group, wide)
     y = _TRANSPOSED[rank](x, w, b, by, 0, 0, group, wide)
     if any(more):
-        y = _padded(y, [(0, one) for one in more])
-        if b is not None:  # what is added holds the bias and nothing else
+        y = _padded(y, [(0, amount) for amount in more])
+        if b is not None:  # the added elements are the bias alone
             inside = torch.zeros(whole, dtype=torch.bool, device=y.device)
             inside[tuple(slice(0, whole[i] - more[i]) for i in range(rank))] = True
             y = torch.where(inside, y, b.reshape(-1, *([1] * rank)))
@@ -203,18 +200,18 @@ def max_pool(
         wide = _padded(wide, windows.pads, -math.inf)
         wide = _padded(wide, windows.missing(), -math.inf) if ceil_mode else wide
         before, ceil_mode = [0] * len(kernel), 0
-    # Where a last window would begin behind the data, neither has one.
+    # Both ONNX and PyTorch drop a last window that would start after the data.
     arguments = (kernel, windows.strides, before, windows.dilations, bool(ceil_mode))
-    found = _MAX[len(kernel)](wide, *arguments, return_indices=wants_places)
+    pooled = _MAX[len(kernel)](wide, *arguments, return_indices=wants_places)
     if not wants_places:
-        return (found.to(x.dtype),)
+        return (pooled.to(x.dtype),)
     offset = [0] * len(kernel) if windows.is_small() else windows.before
-    places = _places(found[1], x, list(wide.shape[2:]), offset, by_column=bool(storage_order))
-    return found[0].to(x.dtype), places
+    places = _places(pooled[1], x, list(wide.shape[2:]), offset, by_column=bool(storage_order))
+    return pooled[0].to(x.dtype), places
 
 
 def _places(places: Tensor, x: Tensor, padded: list[int], offset: list[int], *, by_column: bool) -> Tensor:
-    """Return indices into the whole tensor; PyTorch counts within a channel, padding included."""
+    """Convert PyTorch's indices, within a padded channel, to indices into the whole tensor."""
     sizes = list(x.shape[2:])
     parts: list[Tensor] = []
     for size, before in zip(reversed(padded), reversed(offset), strict=True):
@@ -241,8 +238,8 @@ def max_unpool(
     by, around = _numbers("strides", strides, rank, 1), _numbers("pads", pads, 2 * rank, 0)
     inner = [(x.shape[2 + i] - 1) * by[i] - around[i] - around[i + rank] + kernel_shape[i] for i in range(rank)]
     shape = [*x.shape[:2], *inner]
-    found = x.new_zeros(math.prod(shape)).scatter(0, places.reshape(-1), x.reshape(-1)).reshape(shape)
-    return found if sizes is None else _padded(found, [(0, n - m) for n, m in zip(sizes[2:], inner, strict=True)])
+    unpooled = x.new_zeros(math.prod(shape)).scatter(0, places.reshape(-1), x.reshape(-1)).reshape(shape)
+    return unpooled if sizes is None else _padded(unpooled, [(0, n - m) for n, m in zip(sizes[2:], inner, strict=True)])
 
 
 @operator("AveragePool", also=WINDOW)
@@ -283,9 +280,9 @@ def global_pool(x: Tensor, *, op: str, p: int = 2) -> Tensor:
 def inferred_batch_normalization(
     x: Tensor, scale: Tensor, b: Tensor, mean: Tensor, var: Tensor, *, epsilon: float = 1e-5, spatial: int = 1
 ) -> tuple[Tensor, ...]:
-    """Normalize by the given statistics, as every model does before opset 14."""
+    """Normalize with the given statistics, as all models before opset 14 do."""
     if not spatial:
-        raise Refused("it normalizes each place by itself (spatial=0), which is not supported")
+        raise Refused("it normalizes each position separately (spatial=0), which is not supported")
     return batch_normalization(x, scale, b, mean, var, epsilon=epsilon)
 
 
@@ -308,8 +305,8 @@ def batch_normalization(
     wide = x.to(torch.float32) if kind in (torch.float16, torch.bfloat16) else x
     now, spread = wide.mean(axes), wide.var(axes, correction=0)
     y = F.batch_norm(x, None, None, scale.to(kind), b.to(kind), training=True, eps=epsilon)
-    rest = 1 - momentum
-    return y, mean * momentum + now.to(mean.dtype) * rest, var * momentum + spread.to(var.dtype) * rest
+    complement = 1 - momentum
+    return y, mean * momentum + now.to(mean.dtype) * complement, var * momentum + spread.to(var.dtype) * complement
 
 
 @operator("InstanceNormalization")
@@ -321,9 +318,9 @@ def instance_normalization(x: Tensor, scale: Tensor, b: Tensor, *, epsilon: floa
 def group_normalization(
     x: Tensor, scale: Tensor, b: Tensor, *, version: int, num_groups: int, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Tensor:
-    if version < 21:  # one number a group, and not a channel
-        each = x.shape[1] // num_groups
-        scale, b = scale.repeat_interleave(each), b.repeat_interleave(each)
+    if version < 21:  # one number per group, not per channel
+        group_size = x.shape[1] // num_groups
+        scale, b = scale.repeat_interleave(group_size), b.repeat_interleave(group_size)
     elif x.dtype in (torch.float16, torch.bfloat16) and stash_type == 1:
         y = F.group_norm(x.to(torch.float32), num_groups, None, None, epsilon).to(x.dtype)
         shape = (-1, *([1] * (x.dim() - 2)))
@@ -383,7 +380,6 @@ def local_response(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0
 
 
 def _made(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[Any, torch.dtype]:
-    """Return the shape and dtype of random numbers: those asked for, or those of a tensor."""
     return (shape, dtype or torch.float32) if x is None else (x.shape, dtype or x.dtype)
 
 

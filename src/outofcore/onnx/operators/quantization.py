@@ -1,4 +1,4 @@
-"""Quantised tensors: whole numbers with a scale and a zero point."""
+"""Operators on quantised tensors: integers with a scale and a zero point."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from outofcore.onnx.storage import DTYPES
 _RANGES = {21: (0, 15), 22: (-8, 7)}
 
 
-def _spread(one: Tensor, x: Tensor, axis: int, block: int) -> Tensor:
-    """Return scales or zero points for each element of ``x``."""
-    if one.dim() == 0 or (one.dim() == 1 and one.numel() == 1 and x.dim() != 1):
-        return one.reshape(())
+def _spread(parameter: Tensor, x: Tensor, axis: int, block: int) -> Tensor:
+    """Broadcast scales or zero points to the shape of ``x``."""
+    if parameter.dim() == 0 or (parameter.dim() == 1 and parameter.numel() == 1 and x.dim() != 1):
+        return parameter.reshape(())
     axis = axis_of(axis, x.dim())
     if block:
-        return one.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
-    return one.reshape([-1 if place == axis else 1 for place in range(x.dim())])
+        return parameter.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
+    return parameter.reshape([-1 if place == axis else 1 for place in range(x.dim())])
 
 
 @operator("QuantizeLinear")
@@ -40,7 +40,7 @@ def quantize(
     dtype = zero.dtype if zero is not None and not output_dtype else DTYPES[output_dtype or 2]
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     kind = precision or wide
-    # Whole numbers are rounded by what they are divided to, halves to even.
+    # Results are rounded half to even after the division.
     scaled = (x.to(kind) / _spread(scale.to(kind), x, axis, block_size)).to(wide)
     if dtype.is_floating_point:
         return cast(scaled, to=dtype, saturate=saturate)
@@ -56,18 +56,18 @@ def dequantize(
     x: Tensor, scale: Tensor, zero: Tensor | None = None, *, axis: int = 1, block_size: int = 0, output_dtype: int = 0
 ) -> Tensor:
     dtype = DTYPES[output_dtype] if output_dtype else scale.dtype
-    found = x.to(dtype if x.dtype.is_floating_point else torch.int32)
+    numbers = x.to(dtype if x.dtype.is_floating_point else torch.int32)
     if zero is not None and not x.dtype.is_floating_point:
-        found = found - _spread(zero.to(torch.int32), x, axis, block_size)
-    return (found.to(scale.dtype) * _spread(scale, x, axis, block_size)).to(dtype)
+        numbers = numbers - _spread(zero.to(torch.int32), x, axis, block_size)
+    return (numbers.to(scale.dtype) * _spread(scale, x, axis, block_size)).to(dtype)
 
 
 def _centred(x: Tensor, zero: Tensor | None, shape: list[int] | None = None, kind: Any = torch.int32) -> Tensor:
-    found = x.to(torch.int32)
+    numbers = x.to(torch.int32)
     if zero is not None:
         zero = zero.to(torch.int32)
-        found = found - (zero if shape is None or zero.dim() == 0 else zero.reshape(shape))
-    return found.to(kind)
+        numbers = numbers - (zero if shape is None or zero.dim() == 0 else zero.reshape(shape))
+    return numbers.to(kind)
 
 
 def _rows(zero: Tensor | None) -> list[int] | None:
@@ -82,7 +82,7 @@ def matmul_integer(a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: T
 def _conv(
     x: Tensor, x_zero: Tensor | None, w: Tensor, w_zero: Tensor | None, b: Tensor | None, **window: Any
 ) -> Tensor:
-    # Sums of products of bytes are exact in double precision.
+    # Double precision is exact for sums of products of bytes.
     wide = torch.float64
     shape = [-1, *([1] * (w.dim() - 1))]
     bias = None if b is None else b.to(wide)
@@ -103,8 +103,6 @@ def _requantized(y: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 class _Quantized(NamedTuple):
-    """A tensor of whole numbers, as three inputs of a node."""
-
     numbers: Tensor
     scale: Tensor
     zero: Tensor

@@ -1,4 +1,4 @@
-"""Recurrent layers, step by step: RNN, GRU and LSTM with every activation and direction of the standard."""
+"""RNN, GRU and LSTM, computed step by step, with all activations and directions of the standard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outofcore.onnx.operators.registry import Refused, operator
 
-# By name in lower case: given alpha and beta, and their defaults; None: it takes none.
+# By lower-case name: a function of x, alpha and beta, and the defaults of both; None: unused.
 _ACTIVATIONS: dict[str, tuple[Callable[[Tensor, float, float], Tensor], float | None, float | None]] = {
     "relu": (lambda x, a, b: torch.relu(x), None, None),
     "tanh": (lambda x, a, b: torch.tanh(x), None, None),
@@ -30,8 +30,6 @@ _States = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class _Direction:
-    """What one direction computes with: its own weights, and what is asked of the node."""
-
     r: Tensor
     bias: Tensor | None  # of the state
     peepholes: Tensor | None
@@ -40,62 +38,61 @@ class _Direction:
     is_variant: bool  # linear_before_reset of a GRU, input_forget of an LSTM
 
     def activated(self, place: int, x: Tensor) -> Tensor:
-        """Limit numbers and apply an activation to them."""
         return self.activations[place](x if self.clip is None else torch.clamp(x, -self.clip, self.clip))
 
     def run(
         self, cell: _Cell, x: Tensor, now: _States, lengths: Tensor | None, *, backwards: bool
     ) -> tuple[Tensor, _States]:
-        """Return what each time gives, and the states at the end."""
-        made: dict[int, Tensor] = {}
+        """Return the output of each time step, and the final states."""
+        outputs: dict[int, Tensor] = {}
         times = range(x.shape[0])
         for time in reversed(times) if backwards else times:
             new = cell.step(self, x[time], now)
-            made[time] = new[0]
+            outputs[time] = new[0]
             if lengths is not None:
                 lasts = (time < lengths).reshape(-1, 1)
-                made[time] = torch.where(lasts, new[0], torch.zeros_like(new[0]))
+                outputs[time] = torch.where(lasts, new[0], torch.zeros_like(new[0]))
                 new = tuple(torch.where(lasts, after, before) for after, before in zip(new, now, strict=True))
             now = new
-        return torch.stack([made[time] for time in times]), now
+        return torch.stack([outputs[time] for time in times]), now
 
 
-def _rnn(own: _Direction, x: Tensor, now: _States) -> _States:
-    return (own.activated(0, x + F.linear(now[0], own.r, own.bias)),)
+def _rnn(direction: _Direction, x: Tensor, now: _States) -> _States:
+    return (direction.activated(0, x + F.linear(now[0], direction.r, direction.bias)),)
 
 
-def _gru(own: _Direction, x: Tensor, now: _States) -> _States:
+def _gru(direction: _Direction, x: Tensor, now: _States) -> _States:
     (h,) = now
     size = h.shape[-1]
-    lead, inner = (None, None) if own.bias is None else (own.bias[: 2 * size], own.bias[2 * size :])
-    gates = F.linear(h, own.r[: 2 * size], lead) + x[:, : 2 * size]
-    z, reset = own.activated(0, gates).split(size, -1)
-    late, w = own.is_variant, own.r[2 * size :]
+    lead, inner = (None, None) if direction.bias is None else (direction.bias[: 2 * size], direction.bias[2 * size :])
+    gates = F.linear(h, direction.r[: 2 * size], lead) + x[:, : 2 * size]
+    z, reset = direction.activated(0, gates).split(size, -1)
+    late, w = direction.is_variant, direction.r[2 * size :]
     past = reset * F.linear(h, w, inner) if late else F.linear(reset * h, w, inner)
-    return ((1 - z) * own.activated(1, x[:, 2 * size :] + past) + z * h,)
+    return ((1 - z) * direction.activated(1, x[:, 2 * size :] + past) + z * h,)
 
 
-def _lstm(own: _Direction, x: Tensor, now: _States) -> _States:
+def _lstm(direction: _Direction, x: Tensor, now: _States) -> _States:
     h, c = now
-    inner, outer, forget, new = (x + F.linear(h, own.r, own.bias)).chunk(4, -1)
-    peeps = None if own.peepholes is None else own.peepholes.chunk(3)
+    inner, outer, forget, new = (x + F.linear(h, direction.r, direction.bias)).chunk(4, -1)
+    peeps = None if direction.peepholes is None else direction.peepholes.chunk(3)
     if peeps is not None:
         inner, forget = inner + peeps[0] * c, forget + peeps[2] * c
-    i = own.activated(0, inner)
-    kept = 1 - i if own.is_variant else own.activated(0, forget)
-    after = kept * c + i * own.activated(1, new)
+    i = direction.activated(0, inner)
+    forget_gate = 1 - i if direction.is_variant else direction.activated(0, forget)
+    after = forget_gate * c + i * direction.activated(1, new)
     if peeps is not None:
         outer = outer + peeps[1] * after
-    return own.activated(0, outer) * own.activations[2](after), after
+    return direction.activated(0, outer) * direction.activations[2](after), after
 
 
 @dataclass(frozen=True)
 class _Cell:
-    """A kind of layer: its step, gates whose weights lie below each other, and activations that hold without others."""
+    """A type of recurrent layer."""
 
     step: Callable[[_Direction, Tensor, _States], _States]
-    gates: int
-    activations: tuple[str, ...]
+    gates: int  # stacked along the rows of the weights
+    activations: tuple[str, ...]  # by default
 
 
 _CELLS = {
@@ -107,8 +104,6 @@ _CELLS = {
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The attributes of RNN, GRU and LSTM."""
-
     op: str
     activations: tuple[str, ...] = ()
     activation_alpha: tuple[float, ...] = ()
@@ -120,21 +115,20 @@ class Recurrence:
     linear_before_reset: int = 0
 
     def functions(self, count: int) -> list[list[Callable[[Tensor], Tensor]]]:
-        """Return the activations of each of some directions."""
         defaults = _CELLS[self.op].activations
         alpha, beta = list(self.activation_alpha), list(self.activation_beta)
-        found: list[Callable[[Tensor], Tensor]] = []
+        functions: list[Callable[[Tensor], Tensor]] = []
         for name in self.activations or defaults * count:
             if name.lower() not in _ACTIVATIONS:
-                raise Refused(f"the activation {name!r} is not known")
+                raise Refused(f"the activation {name!r} is unknown")
             function, a, b = _ACTIVATIONS[name.lower()]
             a = alpha.pop(0) if alpha and a is not None else a or 0.0
             b = beta.pop(0) if beta and b is not None else b or 0.0
-            found.append(lambda x, f=function, a=a, b=b: f(x, a, b))
-        each = len(defaults)
-        if len(found) != each * count:
-            raise Refused(f"it has {len(found)} activations, and {each * count} are needed")
-        return [found[place * each : (place + 1) * each] for place in range(count)]
+            functions.append(lambda x, f=function, a=a, b=b: f(x, a, b))
+        per_direction = len(defaults)
+        if len(functions) != per_direction * count:
+            raise Refused(f"it has {len(functions)} activations, and {per_direction * count} are needed")
+        return [functions[place * per_direction : (place + 1) * per_direction] for place in range(count)]
 
 
 @operator("RNN", "GRU", "LSTM", many=True, attributes=Recurrence)
@@ -147,12 +141,9 @@ def recurrent(
     *states: Tensor | None,
     asked: Recurrence,
 ) -> tuple[Tensor, ...]:
-    """Run all directions of a layer.
+    """Run all directions of a layer; ``x`` is (time, batch, inputs), with layout=1 the batch first.
 
-    Args:
-        x: (time, batch, inputs), or with layout=1 the batch first.
-        lengths: how long each sequence of the batch is.
-        states: (directions, batch, size) each, or None for zeros; of an LSTM also that of the cell, and peepholes.
+    ``states`` are hidden state, cell state and peepholes, the latter two of an LSTM: (directions, batch, size) or None.
     """
     cell, count, hidden = _CELLS[asked.op], w.shape[0], r.shape[-1]
     if count != (2 if asked.direction == "bidirectional" else 1):
@@ -164,21 +155,21 @@ def recurrent(
     begin = [first, second] if asked.op == "LSTM" else [first]
     if asked.layout:
         x = x.transpose(0, 1)
-        begin = [None if one is None else one.transpose(0, 1) for one in begin]
+        begin = [None if state is None else state.transpose(0, 1) for state in begin]
     outputs: list[Tensor] = []
     ends: list[_States] = []
     for place in range(count):
         bias, of_state = (None, None) if b is None else b[place].reshape(2, -1)
         peeps = None if peepholes is None else peepholes[place]
         is_variant = bool(asked.input_forget or asked.linear_before_reset)
-        own = _Direction(r[place], of_state, peeps, functions[place], asked.clip, is_variant)
-        now = tuple(x.new_zeros(x.shape[1], hidden) if one is None else one[place] for one in begin)
+        direction = _Direction(r[place], of_state, peeps, functions[place], asked.clip, is_variant)
+        now = tuple(x.new_zeros(x.shape[1], hidden) if state is None else state[place] for state in begin)
         backwards = asked.direction == "reverse" or place == 1
-        y, end = own.run(cell, F.linear(x, w[place], bias), now, lengths, backwards=backwards)
+        y, end = direction.run(cell, F.linear(x, w[place], bias), now, lengths, backwards=backwards)
         outputs.append(y)
         ends.append(end)
     y = torch.stack(outputs, 1)
     last = [torch.stack(list(parts)) for parts in zip(*ends, strict=True)]
     if asked.layout:
-        return y.permute(2, 0, 1, 3), *(one.transpose(0, 1) for one in last)
+        return y.permute(2, 0, 1, 3), *(state.transpose(0, 1) for state in last)
     return y, *last

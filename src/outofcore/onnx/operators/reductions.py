@@ -30,7 +30,7 @@ def _mean(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 
 def _extreme(x: Tensor, axes: list[int], keep: bool, *, largest: bool) -> Tensor:
-    if any(x.shape[axis] == 0 for axis in axes):  # the least, or the greatest, that there is
+    if any(x.shape[axis] == 0 for axis in axes):  # the result is the dtype's smallest or largest number
         if x.dtype is torch.bool:
             value: Any = not largest
         elif x.is_floating_point():
@@ -62,16 +62,16 @@ def _float(x: Tensor) -> torch.dtype:
 @operator(*_REDUCE, read=(1,))
 def reduce(
     x: Tensor,
-    given: list[int] | None = None,
+    given_axes: list[int] | None = None,
     *,
     op: str,
     axes: tuple[int, ...] = (),
     keepdims: int = 1,
     noop_with_empty_axes: int = 0,
 ) -> Tensor:
-    places = given if given is not None else axes
+    places = given_axes if given_axes is not None else axes
     if not places and noop_with_empty_axes:
-        # Nothing is taken together, and what is done to each element is done.
+        # No axis is reduced, and the elementwise part of the operator still runs.
         return _REDUCE[op](x.unsqueeze(-1), [x.dim()], False)
     if not x.dim():
         return _REDUCE[op](x.reshape(1), [0], False)

@@ -1,4 +1,4 @@
-"""Operators that sample images at other places."""
+"""Resize and sampling operators."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from outofcore.onnx.operators.registry import Refused, axis_of, operator
 
 @dataclass(frozen=True)
 class Resizing:
-    """The attributes of Resize."""
-
     mode: str = "nearest"
     coordinate_transformation_mode: str = "half_pixel"
     nearest_mode: str = "round_prefer_floor"
@@ -31,12 +29,12 @@ class Resizing:
 @operator("Upsample", read=(1,))
 @operator("Resize", read=(1,), since=10)
 def upsample(
-    x: Tensor, given: list[float] | None = None, *, scales: Sequence[float] = (), mode: str = "nearest"
+    x: Tensor, given_scales: list[float] | None = None, *, scales: Sequence[float] = (), mode: str = "nearest"
 ) -> Tensor:
-    how = Resizing({"bilinear": "linear", "trilinear": "linear"}.get(mode, mode), "asymmetric", "floor")
-    for axis, scale in enumerate(scales if given is None else given):
+    attributes = Resizing({"bilinear": "linear", "trilinear": "linear"}.get(mode, mode), "asymmetric", "floor")
+    for axis, scale in enumerate(scales if given_scales is None else given_scales):
         if scale != 1:
-            x = _along(how, x, axis, math.floor(x.shape[axis] * scale), scale, (0.0, 1.0))
+            x = _along(attributes, x, axis, math.floor(x.shape[axis] * scale), scale, (0.0, 1.0))
     return x
 
 
@@ -49,23 +47,25 @@ def resize(
     *,
     asked: Resizing,
 ) -> Tensor:
-    axes = [axis_of(one, x.dim()) for one in asked.axes or range(x.dim())]
+    axes = [axis_of(value, x.dim()) for value in asked.axes or range(x.dim())]
     if scales:
-        by, wanted = scales, [math.floor(x.shape[axis] * one) for one, axis in zip(scales, axes, strict=True)]
+        by, target_sizes = scales, [math.floor(x.shape[axis] * value) for value, axis in zip(scales, axes, strict=True)]
     elif sizes is None:
-        raise Refused("neither scales nor sizes")
+        raise Refused("it has no scales and no sizes")
     else:
-        by, wanted = [one / x.shape[axis] for one, axis in zip(sizes, axes, strict=True)], sizes
+        by, target_sizes = [value / x.shape[axis] for value, axis in zip(sizes, axes, strict=True)], sizes
         if asked.keep_aspect_ratio_policy != "stretch":
             by = [min(by) if asked.keep_aspect_ratio_policy == "not_larger" else max(by)] * len(by)
-            wanted = [math.floor(by[0] * x.shape[axis] + 0.5) for axis in axes]
-    every = dict(zip(axes, zip(by, wanted, strict=True), strict=True))
-    quick = _by_pytorch(asked, x, [every.get(i, (1.0, n)) for i, n in enumerate(x.shape)], given=bool(scales))
-    if quick is not None:
-        return quick
+            target_sizes = [math.floor(by[0] * x.shape[axis] + 0.5) for axis in axes]
+    scales_and_sizes = dict(zip(axes, zip(by, target_sizes, strict=True), strict=True))
+    resized = _by_pytorch(
+        asked, x, [scales_and_sizes.get(i, (1.0, n)) for i, n in enumerate(x.shape)], given=bool(scales)
+    )
+    if resized is not None:
+        return resized
     crops, window = asked.coordinate_transformation_mode == "tf_crop_and_resize", roi or []
     outside = torch.zeros((), dtype=torch.bool, device=x.device)
-    for place, (axis, (scale, size)) in enumerate(every.items()):
+    for place, (axis, (scale, size)) in enumerate(scales_and_sizes.items()):
         of = (window[place], window[place + len(axes)]) if len(window) == 2 * len(axes) else (0.0, 1.0)
         if scale == 1 and size == x.shape[axis] and not crops:
             continue
@@ -77,46 +77,43 @@ def resize(
     return torch.where(outside, torch.full_like(x, asked.extrapolation_value), x) if crops else x
 
 
-def _by_pytorch(how: Resizing, x: Tensor, every: list[tuple[float, int]], *, given: bool) -> Tensor | None:
-    """Resize by one function of PyTorch; None: none does the same.
-
-    Args:
-        every: scale and size of each axis.
-        given: whether scales are given, and not sizes.
-    """
+def _by_pytorch(
+    attributes: Resizing, x: Tensor, scales_and_sizes: list[tuple[float, int]], *, given: bool
+) -> Tensor | None:
+    """Resize with ``F.interpolate`` by a scale and size per axis; None: it would give another result."""
     spatial = x.dim() - 2
-    if not 1 <= spatial <= 3 or any(every[i] != (1.0, x.shape[i]) for i in (0, 1)):
+    if not 1 <= spatial <= 3 or any(scales_and_sizes[i] != (1.0, x.shape[i]) for i in (0, 1)):
         return None
-    if how.antialias or how.exclude_outside or not x.is_floating_point():
+    if attributes.antialias or attributes.exclude_outside or not x.is_floating_point():
         return None
-    whole = [size for _, size in every[2:]]
-    exact = all(size == scale * length for (scale, size), length in zip(every[2:], x.shape[2:], strict=True))
-    if how.mode == "nearest":
-        exact = exact and all(scale == int(scale) for scale, _ in every[2:])
+    whole = [size for _, size in scales_and_sizes[2:]]
+    exact = all(size == scale * length for (scale, size), length in zip(scales_and_sizes[2:], x.shape[2:], strict=True))
+    if attributes.mode == "nearest":
+        exact = exact and all(scale == int(scale) for scale, _ in scales_and_sizes[2:])
         return (
             F.interpolate(x, size=whole)
-            if (how.coordinate_transformation_mode, how.nearest_mode) == ("asymmetric", "floor") and exact
+            if (attributes.coordinate_transformation_mode, attributes.nearest_mode) == ("asymmetric", "floor") and exact
             else None
         )
     kind = {("linear", 1): "linear", ("linear", 2): "bilinear", ("linear", 3): "trilinear", ("cubic", 2): "bicubic"}
-    if (how.mode, spatial) not in kind or (how.mode == "cubic" and how.cubic_coeff_a != -0.75):
+    if (attributes.mode, spatial) not in kind or (attributes.mode == "cubic" and attributes.cubic_coeff_a != -0.75):
         return None
-    named = how.coordinate_transformation_mode
+    named = attributes.coordinate_transformation_mode
     if named not in ("half_pixel", "align_corners") and not (named == "pytorch_half_pixel" and min(whole) > 1):
         return None
-    # Coordinates follow from the scales where these are given, and from the sizes where not.
+    # The node computes coordinates from its scales, and PyTorch from the sizes.
     if given and not exact:
         return None
-    return F.interpolate(x, size=whole, mode=kind[how.mode, spatial], align_corners=named == "align_corners")
+    return F.interpolate(x, size=whole, mode=kind[attributes.mode, spatial], align_corners=named == "align_corners")
 
 
 def _coordinates(
-    how: Resizing, length: int, size: int, scale: float, window: tuple[float, float], device: torch.device
+    attributes: Resizing, length: int, size: int, scale: float, window: tuple[float, float], device: torch.device
 ) -> Tensor:
-    """Return where in the input each element of the output lies."""
-    # Half a bit in a coordinate makes another neighbour the nearest.
+    """Return the coordinate in the input of each element of the output."""
+    # A rounding error in a coordinate could change the nearest neighbour.
     at = torch.arange(size, dtype=torch.float64, device=device)
-    named, exact = how.coordinate_transformation_mode, scale * length  # the length before it is rounded
+    named, exact = attributes.coordinate_transformation_mode, scale * length  # the length before it is rounded
     if named == "half_pixel" or (named == "pytorch_half_pixel" and size > 1):
         return (at + 0.5) / scale - 0.5
     if named in ("half_pixel_for_nn", "tf_half_pixel_for_nn"):
@@ -134,7 +131,7 @@ def _coordinates(
         return torch.full_like(at, 0.5 * (begin + end) * (length - 1))
     if named == "asymmetric":
         return at / scale
-    raise Refused(f"the coordinates {named!r} are not known")
+    raise Refused(f"the coordinates {named!r} are unknown")
 
 
 _NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
@@ -145,30 +142,30 @@ _NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _along(how: Resizing, x: Tensor, axis: int, size: int, scale: float, window: tuple[float, float]) -> Tensor:
+def _along(attributes: Resizing, x: Tensor, axis: int, size: int, scale: float, window: tuple[float, float]) -> Tensor:
     length = x.shape[axis]
-    at = _coordinates(how, length, size, scale, window, x.device)
-    if how.mode == "nearest":
-        return x.index_select(axis, _NEAREST[how.nearest_mode](at).clamp(0, length - 1).to(torch.int64))
+    at = _coordinates(attributes, length, size, scale, window, x.device)
+    if attributes.mode == "nearest":
+        return x.index_select(axis, _NEAREST[attributes.nearest_mode](at).clamp(0, length - 1).to(torch.int64))
     y = x if x.is_floating_point() else x.to(torch.float32)
-    narrow = min(scale, 1.0) if how.antialias else 1.0
-    reach = math.ceil({"linear": 1.0, "cubic": 2.0}[how.mode] / narrow)
-    left = torch.floor(at)
+    narrow = min(scale, 1.0) if attributes.antialias else 1.0
+    reach = math.ceil({"linear": 1.0, "cubic": 2.0}[attributes.mode] / narrow)
+    floor = torch.floor(at)
     weights: list[Tensor] = []
     places: list[Tensor] = []
     for step in range(1 - reach, reach + 1):
-        where = left + step
-        weight = _weight(how.mode, (where - at) * narrow, how.cubic_coeff_a)
-        if how.exclude_outside:
-            weight = torch.where((where < 0) | (where > length - 1), torch.zeros_like(weight), weight)
+        position = floor + step
+        weight = _weight(attributes.mode, (position - at) * narrow, attributes.cubic_coeff_a)
+        if attributes.exclude_outside:
+            weight = torch.where((position < 0) | (position > length - 1), torch.zeros_like(weight), weight)
         weights.append(weight)
-        places.append(where.clamp(0, length - 1).to(torch.int64))
+        places.append(position.clamp(0, length - 1).to(torch.int64))
     total = torch.stack(weights).sum(0)
     shape = [-1 if i == axis else 1 for i in range(x.dim())]
-    found = y.index_select(axis, places[0]) * (weights[0] / total).to(y.dtype).reshape(shape)
+    result = y.index_select(axis, places[0]) * (weights[0] / total).to(y.dtype).reshape(shape)
     for weight, place in zip(weights[1:], places[1:], strict=True):
-        found = found + y.index_select(axis, place) * (weight / total).to(y.dtype).reshape(shape)
-    return found if x.dtype is y.dtype else found.round().to(x.dtype)
+        result = result + y.index_select(axis, place) * (weight / total).to(y.dtype).reshape(shape)
+    return result if x.dtype is y.dtype else result.round().to(x.dtype)
 
 
 def _weight(mode: str, distance: Tensor, a: float) -> Tensor:
@@ -190,8 +187,6 @@ def grid_sample(
 
 @dataclass(frozen=True)
 class RegionAlignment:
-    """The attributes of RoiAlign."""
-
     version: int
     coordinate_transformation_mode: str | None = None
     mode: str = "avg"
@@ -203,10 +198,9 @@ class RegionAlignment:
 
 @operator("RoiAlign", attributes=RegionAlignment)
 def roi_align(x: Tensor, rois: Tensor, images: Tensor, *, asked: RegionAlignment) -> Tensor:
-    """Return means, or maxima, of samples between pixels, in each cell of each region."""
     ratio = asked.sampling_ratio
     if not ratio:
-        raise Refused("the number of samples follows from the regions (sampling_ratio=0), which is not supported")
+        raise Refused("the number of samples depends on the regions (sampling_ratio=0), which is not supported")
     halves = asked.coordinate_transformation_mode or ("half_pixel" if asked.version >= 16 else "output_half_pixel")
     corners = rois * asked.spatial_scale - (0.5 if halves == "half_pixel" else 0.0)
     extent = corners[:, 2:] - corners[:, :2]
@@ -228,8 +222,8 @@ def roi_align(x: Tensor, rois: Tensor, images: Tensor, *, asked: RegionAlignment
 
     def taken(rows: Tensor, columns: Tensor, weight: Tensor) -> Tensor:
         at = (rows[:, :, None] * x.shape[3] + columns[:, None, :]).flatten(1)
-        found = flat.gather(2, at[:, None, :].expand(-1, x.shape[1], -1))
-        return found.reshape(len(rois), x.shape[1], rows.shape[1], columns.shape[1]) * weight[:, None]
+        samples = flat.gather(2, at[:, None, :].expand(-1, x.shape[1], -1))
+        return samples.reshape(len(rois), x.shape[1], rows.shape[1], columns.shape[1]) * weight[:, None]
 
     inside = (in_y[:, :, None] & in_x[:, None, :]).to(x.dtype)
     parts = [

@@ -1,4 +1,4 @@
-"""Operators that make tensors, or move elements without computing with them."""
+"""Operators that create tensors, or move elements without computing with them."""
 
 from __future__ import annotations
 
@@ -47,13 +47,15 @@ def eye_like(x: Tensor, *, dtype: torch.dtype | None = None, k: int = 0) -> Tens
 
 
 @operator("Reshape", read=(1,))
-def reshape(x: Tensor, given: list[int] | None = None, *, shape: Sequence[int] = (), allowzero: int = 0) -> Tensor:
-    sizes = list(shape if given is None else given)
+def reshape(
+    x: Tensor, given_sizes: list[int] | None = None, *, shape: Sequence[int] = (), allowzero: int = 0
+) -> Tensor:
+    sizes = list(shape if given_sizes is None else given_sizes)
     if not allowzero:
-        sizes = [x.shape[place] if one == 0 and place < x.dim() else one for place, one in enumerate(sizes)]
+        sizes = [x.shape[place] if size == 0 and place < x.dim() else size for place, size in enumerate(sizes)]
     if -1 in sizes and x.numel() == 0:
-        rest = math.prod(one for one in sizes if one != -1)
-        sizes = [one if one != -1 else (0 if rest == 0 else x.numel() // rest) for one in sizes]
+        known_count = math.prod(size for size in sizes if size != -1)
+        sizes = [size if size != -1 else (0 if known_count == 0 else x.numel() // known_count) for size in sizes]
     return x.reshape(sizes)
 
 
@@ -64,20 +66,20 @@ def flatten(x: Tensor, *, axis: int = 1) -> Tensor:
 
 
 @operator("Squeeze", read=(1,))
-def squeeze(x: Tensor, given: list[int] | None = None, *, axes: Sequence[int] | None = None) -> Tensor:
-    axes = given if given is not None else axes
+def squeeze(x: Tensor, given_axes: list[int] | None = None, *, axes: Sequence[int] | None = None) -> Tensor:
+    axes = given_axes if given_axes is not None else axes
     if axes is None:
-        return x.reshape([one for one in x.shape if one != 1])
+        return x.reshape([size for size in x.shape if size != 1])
     places = {axis_of(axis, x.dim()) for axis in axes}
     if any(x.shape[place] != 1 for place in places):
-        raise Refused(f"it takes away axes of {tuple(x.shape)} that are not of size 1")
-    return x.reshape([one for place, one in enumerate(x.shape) if place not in places])
+        raise Refused(f"it removes axes of {tuple(x.shape)} that are not of size 1")
+    return x.reshape([size for place, size in enumerate(x.shape) if place not in places])
 
 
 @operator("Unsqueeze", read=(1,))
-def unsqueeze(x: Tensor, given: list[int] | None = None, *, axes: Sequence[int] = ()) -> Tensor:
-    axes = given if given is not None else axes
-    for axis in sorted(axis_of(one, x.dim() + len(axes)) for one in axes):
+def unsqueeze(x: Tensor, given_axes: list[int] | None = None, *, axes: Sequence[int] = ()) -> Tensor:
+    axes = given_axes if given_axes is not None else axes
+    for axis in sorted(axis_of(axis_index, x.dim() + len(axes)) for axis_index in axes):
         x = x.unsqueeze(axis)
     return x
 
@@ -94,10 +96,10 @@ def concat(*tensors: Tensor, axis: int = 1) -> Tensor:
 
 @operator("Expand", read=(1,), size=lambda x, sizes: x.numel() * math.prod(sizes))
 def expand(x: Tensor, sizes: list[int]) -> Tensor:
-    # Each of the two may have ones where the other has more.
-    own = [1] * (len(sizes) - x.dim()) + list(x.shape)
-    other = [1] * (x.dim() - len(sizes)) + sizes
-    return x.expand([b if a == 1 else a for a, b in zip(own, other, strict=True)])
+    # Sizes of 1 are broadcast in either shape.
+    first_shape = [1] * (len(sizes) - x.dim()) + list(x.shape)
+    second_shape = [1] * (x.dim() - len(sizes)) + sizes
+    return x.expand([b if a == 1 else a for a, b in zip(first_shape, second_shape, strict=True)])
 
 
 @operator("Tile", read=(1,), size=lambda x, repeats: x.numel() * math.prod(repeats), since=6)
@@ -115,12 +117,12 @@ def split(
     num_outputs: int | None = None,
     split: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
-    given = sizes if sizes is not None else split
-    if given is None:
+    lengths = sizes if sizes is not None else split
+    if lengths is None:
         parts = num_outputs or outputs
-        each = -(-x.shape[axis] // parts)
-        given = [*[each] * (parts - 1), x.shape[axis] - each * (parts - 1)]
-    return torch.split(x, list(given), axis)
+        length = -(-x.shape[axis] // parts)
+        lengths = [*[length] * (parts - 1), x.shape[axis] - length * (parts - 1)]
+    return torch.split(x, list(lengths), axis)
 
 
 @operator("Slice", read=(1, 2, 3, 4))
@@ -135,19 +137,19 @@ def slice_tensor(
     ends: Sequence[int] = (),
     axes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Take a part along axes; before opset 10 starts, ends and axes were attributes."""
+    """Slice along axes; before opset 10 starts, ends and axes were attributes."""
     starts, ends = starts if begins is None else begins, ends if limits is None else limits
     along = axes if along is None else along
     places = range(len(starts)) if along is None else along
     by = [1] * len(starts) if steps is None else steps
     if not len(starts) == len(ends) == len(places) == len(by):
-        raise Refused("its starts, ends, axes and steps are not equally many")
+        raise Refused("its starts, ends, axes and steps differ in number")
     for start, end, axis, step in zip(starts, ends, places, by, strict=True):
         place = axis_of(axis, x.dim())
         if step == 0:
-            raise Refused("a slice in steps of zero")
-        taken = range(x.shape[place])[slice(start, end, step)]
-        rising = taken if step > 0 else taken[::-1]
+            raise Refused("a slice has a step of 0")
+        indices = range(x.shape[place])[slice(start, end, step)]
+        rising = indices if step > 0 else indices[::-1]
         part = slice(rising.start, max(rising.stop, rising.start), abs(step))
         x = x[(slice(None),) * place + (part,)]
         x = x if step > 0 else x.flip(place)
@@ -166,11 +168,11 @@ def pad(
     paddings: Sequence[int] = (),
     value: float = 0.0,
 ) -> Tensor:
-    given = amounts if amounts is not None else pads or paddings
-    places = range(x.dim()) if axes is None else [axis_of(one, x.dim()) for one in axes]
-    if len(given) != 2 * len(places):
-        raise Refused(f"it has {len(given)} pads for {len(places)} axes")
-    pairs = {place: (given[order], given[order + len(places)]) for order, place in enumerate(places)}
+    given_pads = amounts if amounts is not None else pads or paddings
+    places = range(x.dim()) if axes is None else [axis_of(axis_index, x.dim()) for axis_index in axes]
+    if len(given_pads) != 2 * len(places):
+        raise Refused(f"it has {len(given_pads)} pads for {len(places)} axes")
+    pairs = {place: (given_pads[order], given_pads[order + len(places)]) for order, place in enumerate(places)}
     if mode != "constant":
         for place, (before, after) in pairs.items():
             x = _mirrored(x, place, before, after, mode) if before or after else x
@@ -178,7 +180,7 @@ def pad(
     flat = [amount for place in reversed(range(x.dim())) for amount in pairs.get(place, (0, 0))]
     if filling is None:
         return F.pad(x, flat, value=value if x.is_floating_point() else int(value))
-    # What the tensor holds need not be known before the step runs.
+    # The fill value may be unknown until the step runs.
     zeros = F.pad(x.to(torch.uint8) if x.dtype is torch.bool else x, flat)
     outside = F.pad(torch.zeros_like(x, dtype=torch.uint8), flat, value=1) != 0
     return torch.where(outside, filling.reshape(()).to(x.dtype), zeros.to(x.dtype))
@@ -196,7 +198,7 @@ def _mirrored(x: Tensor, axis: int, before: int, after: int, mode: str) -> Tenso
         at = at.remainder(period)
         at = torch.where(at < length, at, period - at)
     else:
-        raise Refused(f"it pads in the mode {mode!r}, which is not known")
+        raise Refused(f"it pads in the unknown mode {mode!r}")
     return x.index_select(axis, at)
 
 
@@ -226,11 +228,11 @@ def triangle(x: Tensor, k: list[int] | None = None, *, upper: int = 1) -> Tensor
 
 @operator("CenterCropPad", read=(1,))
 def center_crop_pad(x: Tensor, sizes: list[int], *, axes: Sequence[int] | None = None) -> Tensor:
-    for one, wanted in zip(range(x.dim()) if axes is None else axes, sizes, strict=True):
-        axis = axis_of(one, x.dim())
-        over = x.shape[axis] - wanted
+    for axis_index, target in zip(range(x.dim()) if axes is None else axes, sizes, strict=True):
+        axis = axis_of(axis_index, x.dim())
+        over = x.shape[axis] - target
         if over > 0:
-            x = x.narrow(axis, over // 2, wanted)
+            x = x.narrow(axis, over // 2, target)
         elif over < 0:
             x = F.pad(x, [*[0] * (2 * (x.dim() - axis - 1)), -over // 2, -over - (-over // 2)])
     return x
@@ -261,10 +263,10 @@ def columns_to_image(
     rank = len(sizes)
     by, wide, around = strides or (1,) * rank, dilations or (1,) * rank, pads or (0,) * (2 * rank)
     channels = x.shape[1] // math.prod(kernel)
-    padded = [one + around[i] + around[i + rank] for i, one in enumerate(sizes)]
+    padded = [size + around[i] + around[i + rank] for i, size in enumerate(sizes)]
     counts = [(padded[i] - wide[i] * (kernel[i] - 1) - 1) // by[i] + 1 for i in range(rank)]
     y = x.reshape(x.shape[0], channels, *kernel, *counts)
-    # Where each element of a block lands, counted through the padded image.
+    # The index of each element of a block in the flattened padded image.
     at = torch.zeros((), dtype=torch.int64, device=x.device)
     for i in range(rank):
         of_kernel = torch.arange(kernel[i], device=x.device) * wide[i]
@@ -272,8 +274,8 @@ def columns_to_image(
         at = at * padded[i] + of_kernel.reshape([-1 if j == i else 1 for j in range(2 * rank)])
         at = at + of_block.reshape([-1 if j == rank + i else 1 for j in range(2 * rank)])
     flat = x.new_zeros(x.shape[0], channels, math.prod(padded))
-    where = at.reshape(-1).expand(x.shape[0], channels, -1)
-    found = flat.scatter_add(2, where, y.reshape(x.shape[0], channels, -1)).reshape(x.shape[0], channels, *padded)
+    positions = at.reshape(-1).expand(x.shape[0], channels, -1)
+    image = flat.scatter_add(2, positions, y.reshape(x.shape[0], channels, -1)).reshape(x.shape[0], channels, *padded)
     for i in range(rank):
-        found = found.narrow(2 + i, around[i], sizes[i])
-    return found
+        image = image.narrow(2 + i, around[i], sizes[i])
+    return image
