@@ -219,7 +219,9 @@ void check_pair(const Record& a, const Record& b, bool one) {
   const auto longer = static_cast<double>(std::max(a.ops.size(), b.ops.size()));
   const auto most = static_cast<double>(follow::alignment::max_common_ops(kinds_a, kinds_b));
   SURE(limited.has_value() == (made.share >= least && most >= least / 2 * longer));
-  if (limited) SURE(limited->ops == made.ops && limited->storages == made.storages && limited->other_storages == made.other_storages);
+  if (limited)
+    SURE(limited->ops == made.ops && limited->storages == made.storages &&
+         limited->other_storages == made.other_storages);
   const Record told = follow::translate(b, a, made);
   SURE(told.ops.size() == a.ops.size() && told.storages.size() == a.storages.size());
   for (size_t i = 0; i < a.ops.size(); ++i) {

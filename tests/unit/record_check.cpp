@@ -183,7 +183,8 @@ struct Loop {
           const int32_t storage = follower.storage_at(touch.place);
           const auto lasting = known.storage_by_block.find(touch.id);
           if (known.other[static_cast<size_t>(follower.position())] || storage < 0) continue;
-          SURE(known.persistent[static_cast<size_t>(storage)] == (lasting == known.storage_by_block.end() ? -1 : touch.id));
+          SURE(known.persistent[static_cast<size_t>(storage)] ==
+               (lasting == known.storage_by_block.end() ? -1 : touch.id));
         }
         check_next_use();
       }
@@ -276,7 +277,8 @@ void check_replaced() {
     if (before > 0) loop.follower.forget(Run::kReplaced);
     const int64_t roles_version = known->roles_version;
     if (loop.step(below(4) ? program : edited(program, 1, 12)) != known) continue;
-    SURE(loop.settled == (known->storage_by_block.count(name + 1) != 0) && loop.settled == (known->roles_version != roles_version));
+    SURE(loop.settled == (known->storage_by_block.count(name + 1) != 0) &&
+         loop.settled == (known->roles_version != roles_version));
     settled += loop.settled;
     for (int step = 0; step < 2; ++step) {
       SURE(loop.step(program) == known);

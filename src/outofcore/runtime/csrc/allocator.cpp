@@ -30,7 +30,7 @@ struct Ours final : device::Allocator {
 Ours& allocator = *new Ours;  // never destroyed: storages keep a pointer to it
 int installs = 0;
 
-// Registered before the handler of loops (paging.cpp), whose lock is taken first.
+// Registered before the handler of loops (paging.cpp), because the loops' lock is taken first.
 const int at_fork = pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 
 const borders::Border kBorders[] = {

@@ -1,7 +1,6 @@
-// The allocator under PyTorch, for compiled steps and eager loops, on the CPU or (OUTOFCORE_CUDA) on CUDA.
-//
-// A request goes to the arena of a compiled step if its thread is in a scope (arena.cpp), else to an eager loop if it
-// counts there (follow/allocator.h), else to PyTorch's own allocator, which then also frees it.
+// The allocator under PyTorch, for compiled steps and eager loops, on the CPU or (OUTOFCORE_CUDA) on CUDA. A request
+// goes to the arena of a compiled step if its thread is in a scope (arena.cpp), else to an eager loop if it counts
+// there (follow/allocator.h), else to PyTorch's own allocator, which then also frees it.
 
 #pragma once
 

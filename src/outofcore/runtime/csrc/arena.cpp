@@ -1,9 +1,7 @@
-// Serves the requests of compiled steps at planned addresses; called by allocator.h.
-//
-// Inside a scope, a thread's k-th request gets the k-th planned address. An unplanned request is served from the op's
-// workspace, else by the stock allocator within the reserve. Beyond the reserve, the arena's lender
-// (demand_eviction.py) makes room, lets the request exceed the budget, or refuses it. Outside scopes the stock
-// allocator serves. Called through ctypes with the GIL; ops may run without it.
+// Serves the requests of compiled steps at planned addresses; called by allocator.h. In a scope, a thread's k-th
+// request gets the k-th planned address. An unplanned request is served from the op's workspace, else by the stock
+// allocator within the reserve. Beyond the reserve, the arena's lender (demand_eviction.py) makes room, lets the
+// request exceed the budget, or refuses it. Called through ctypes with the GIL; ops may run without it.
 
 #include "allocator.h"
 #include "borders.h"
@@ -187,8 +185,7 @@ Arena* take_back_lent(void* pointer) {
   return arena;
 }
 
-// Returns free bytes of the op's workspace, for ops whose requests come in another order than planned. Null: there are
-// none.
+// Returns free bytes of the op's workspace, for requests in another order than planned. Null: there are none.
 void* from_workspace(Thread& t, int64_t bytes) {
   constexpr int64_t kAlign = 4096;
   Table& table = *t.table;
@@ -265,9 +262,9 @@ void* serve_off_plan(Thread& t, int64_t bytes) {
     constexpr int64_t kNowhere = 8;
     t.table->visit.add({0, bytes, kNowhere});
     t.table->visit.add({1, 0, kNowhere});
-    TORCH_CHECK(false, "outofcore arena: scope ", t.scope, " asked for ", bytes, " bytes off the plan; with ",
-                arena.counters[kLiveBytes].load(), " such bytes in use that exceeds the reserve of ", arena.reserve.load(),
-                " bytes");
+    TORCH_CHECK(false, "outofcore arena: scope ", t.scope, " requested ", bytes, " bytes that are not planned; with ",
+                arena.counters[kLiveBytes].load(), " such bytes in use this exceeds the reserve of ",
+                arena.reserve.load(), " bytes");
   }
   const std::lock_guard guard(mutex);
   add(arena, kLarge, 1);
@@ -488,7 +485,6 @@ EXPORT int64_t outofcore_table_surprises(const Table* table, int64_t* scopes, in
     if (count++ < capacity) scopes[count - 1] = scope;
   return count;
 }
-// Returns null if the scope has none.
 EXPORT const Log* outofcore_table_surprise_log(const Table* table, int64_t scope) noexcept {
   const auto entry = table->surprises.find(scope);
   return entry == table->surprises.end() ? nullptr : &entry->second;

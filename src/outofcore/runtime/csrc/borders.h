@@ -24,7 +24,8 @@ inline std::string& listing() {
 struct Border {
   Border(const std::string& type, std::initializer_list<Member> members) {
     for (const Member& member : members)
-      listing() += type + ' ' + member.name + ' ' + std::to_string(member.at) + ' ' + std::to_string(member.bytes) + '\n';
+      listing() +=
+          type + ' ' + member.name + ' ' + std::to_string(member.at) + ' ' + std::to_string(member.bytes) + '\n';
   }
 };
 

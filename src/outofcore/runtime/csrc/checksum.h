@@ -1,13 +1,9 @@
-// A 64-bit checksum of bytes, for data read back from a home and for writes that no op reported.
-//
-// Lines of 64 bytes form chunks of 16 lines. Inside a chunk, NH of UMAC (Black et al., *UMAC: Fast and Secure Message
-// Authentication*, CRYPTO 1999) with 64-bit words sums products of keyed words: two different chunks collide for one in
-// 2^64 choices of the keys. Each chunk's sum is mixed with keys of its position, and the product is folded to 64 bits
-// as in wyhash (Wang Yi).
-//
-// Chunks are added, not chained, because a chain of 64-bit states can merge at each further chunk. So checksums of
-// consecutive ranges add up to that of the whole. The keys are constants: the checksum detects accidents, not an
-// attacker.
+// A 64-bit checksum of bytes, for data read back from a home and for writes that no op reported. Lines of 64 bytes form
+// chunks of 16. In a chunk, NH of UMAC (Black et al., *UMAC: Fast and Secure Message Authentication*, CRYPTO 1999) with
+// 64-bit words sums products of keyed words: different chunks collide for one in 2^64 choices of keys. Each sum is
+// mixed with keys of the chunk's position and folded to 64 bits as in wyhash (Wang Yi). Chunks are added, not chained,
+// because chained states can merge; so checksums of consecutive ranges add up. The keys are constants: the checksum
+// detects accidents, not attackers.
 
 #pragma once
 
@@ -85,7 +81,8 @@ inline uint64_t sum_of(const char* bytes, int64_t count, int64_t step = kLine, i
   uint64_t sum = splitmix64(static_cast<uint64_t>(before + count)) - splitmix64(static_cast<uint64_t>(before));
   uint64_t number = static_cast<uint64_t>(before / (kLines * kLine));
   int64_t summed_lines = 0;
-  for (; summed_lines + kLines <= whole; summed_lines += kLines) sum += mix_chunk(sum_lines(bytes + summed_lines * step, step, kLines), number++);
+  for (; summed_lines + kLines <= whole; summed_lines += kLines)
+    sum += mix_chunk(sum_lines(bytes + summed_lines * step, step, kLines), number++);
   if (summed_lines * step >= count) return sum;
   Wide tail = sum_lines(bytes + summed_lines * step, step, whole - summed_lines);
   if (const int64_t at = whole * step; at < count) {  // the last line is partial

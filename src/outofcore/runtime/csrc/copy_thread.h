@@ -1,7 +1,6 @@
-// Threads that make copies in the order of the requests: one for each queue of a compiled step (copying.cpp), for each
-// direction of an eager loop (follow/blocks.h), and for each direction between files and a GPU (lanes.cpp).
-//
-// They never take Python's lock. `ask` does not allocate, because CUDA host functions call it.
+// Threads that make copies in request order: one for each queue of a compiled step (copying.cpp), for each direction of
+// an eager loop (follow/blocks.h), and for each direction between files and a GPU (lanes.cpp). They never take Python's
+// lock. `ask` does not allocate, because CUDA host functions call it.
 
 #pragma once
 

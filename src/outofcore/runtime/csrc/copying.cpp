@@ -1,8 +1,6 @@
 // The copies of a compiled step on the CPU: each queue runs on its own thread, or all run on the ops' thread
-// (copying.py).
-//
-// A copy waits for other queues, moves its pieces between the arena and a home, and publishes its queue's progress. No
-// Python is involved, so copies and compute do not wait for the interpreter's lock.
+// (copying.py). A copy waits for other queues, moves its pieces between the arena and a home, and publishes its queue's
+// progress. No Python is involved, so copies and compute do not wait for the GIL.
 
 #include "borders.h"
 #include "checksum.h"
@@ -333,7 +331,8 @@ EXPORT int outofcore_copying_pause(Copying* copying, int is_on) noexcept {
 // Returns 0 once all copies are made or all threads of a stopped step are idle, 1 on timeout.
 EXPORT int outofcore_copying_idle(Copying* copying, double seconds) noexcept {
   const Work& work = copying->work;
-  for (int64_t k = 0; k < work.count && !work.threaded; ++k) copying->copy_until(work.queues[k].number, work.queues[k].copies);
+  for (int64_t k = 0; k < work.count && !work.threaded; ++k)
+    copying->copy_until(work.queues[k].number, work.queues[k].copies);
   std::unique_lock<std::mutex> lock(copying->mutex);
   const bool is_idle = copying->idle.wait_for(lock, std::chrono::duration<double>(seconds),
                                             [&] { return copying->running == 0; });

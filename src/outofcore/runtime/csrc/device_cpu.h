@@ -12,7 +12,7 @@ namespace device {
 
 enum class MemoryOwner { kOurs, kStock, kForwarded };
 
-// Streams do not use CPU memory, so `remember` is never called.
+// Streams do not use CPU memory, so `record_stream` is never called.
 struct Allocator : c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 

@@ -1,8 +1,6 @@
-// The CUDA part of allocator.h: PyTorch's CUDA allocator, and how an arena's memory is released.
-//
-// PyTorch allocates through c10::cuda::CUDACachingAllocator::get(), which can be replaced. Our allocator answers
-// allocate() and forwards all else. Tested with the stub of tests/cuda/stub with torch 2.11, 2.14 and 2.15, and on a
-// GPU with 2.11.
+// The CUDA part of allocator.h: PyTorch's CUDA allocator, and how an arena's memory is released. PyTorch allocates
+// through c10::cuda::CUDACachingAllocator::get(), which can be replaced. Our allocator answers allocate() and forwards
+// all else. Tested with the stub of tests/cuda/stub with torch 2.11, 2.14 and 2.15, and on a GPU with 2.11.
 
 #pragma once
 
@@ -34,7 +32,7 @@ c10::DataPtr allocate_at(T& stock, size_t bytes, void* address) {
   if constexpr (requires { stock.allocateWithAddress(bytes, address); })
     return stock.allocateWithAddress(bytes, address);
   else
-    TORCH_CHECK(false, "this version of PyTorch allocates nothing at a given address");
+    TORCH_CHECK(false, "this version of PyTorch cannot allocate at a given address");
 }
 template <typename T>
 std::shared_ptr<c10::GatheredContext> context_for(T& stock, const void* pointer) {

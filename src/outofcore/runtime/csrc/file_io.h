@@ -1,7 +1,5 @@
-// Moves bytes between memory and a file, with or without the page cache, and between memory and memory.
-//
-// Direct I/O needs page-aligned addresses, offsets and lengths. Unaligned parts (memory that starts within a page, a
-// range of a foreign file, the end of either) go through a page-aligned bounce buffer.
+// Moves bytes between memory and a file, with or without the page cache, and between memory and memory. Direct I/O
+// needs page-aligned addresses, offsets and lengths; the rest goes through a page-aligned bounce buffer.
 
 #pragma once
 

@@ -1,11 +1,7 @@
-// Issues the device work of a step other than its ops, a list at a time: see `CudaDriver.tape` in driver.py.
-//
-// Uses the CUDA runtime that PyTorch has loaded. Called through ctypes with the GIL; does not wait for the device if
-// host memory is pinned.
-//
-// A host function posts each file transfer to its lane's thread, and the stream waits until the lane has counted it
-// (cuStreamWaitValue32). As the driver's manual requires, that wait depends on no CUDA work: streams and events order
-// everything around a transfer, so two streams cannot wait for each other.
+// Issues the device work of a step other than its ops, a list at a time: see `CudaDriver.tape` in driver.py. Called
+// through ctypes with the GIL; does not wait for the device if host memory is pinned. A host function posts each file
+// transfer to its lane's thread, and the stream waits until the lane has counted it (cuStreamWaitValue32). As the
+// driver's manual requires, that wait depends on no CUDA work: streams and events order everything around a transfer.
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>

@@ -1,8 +1,6 @@
-// Transfers between files and host memory, ordered by CUDA streams: see cuda/staging.py.
-//
-// CUDA may run the host functions of all streams on one thread. They only post transfers to our threads, one per
-// direction, so that reads and writes overlap. No code here takes the GIL, calls CUDA, or allocates while a stream
-// waits.
+// Transfers between files and host memory, ordered by CUDA streams: see cuda/staging.py. CUDA may run the host
+// functions of all streams on one thread, so they only post transfers to our threads, one per direction. No code here
+// takes the GIL, calls CUDA, or allocates while a stream waits.
 
 #include "lanes.h"
 

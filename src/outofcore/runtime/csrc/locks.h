@@ -26,7 +26,7 @@ inline thread_local int held_counts[kRanks] = {};  // acquisitions by the callin
 inline void check(Rank rank, bool is_recursive) {
   for (int later = is_recursive ? rank + 1 : rank; later < kRanks; ++later) {
     if (held_counts[later] == 0) continue;
-    std::fprintf(stderr, "outofcore: a thread that has lock %d takes lock %d (locks.h)\n", later, rank);
+    std::fprintf(stderr, "outofcore: a thread that holds lock %d takes lock %d (locks.h)\n", later, rank);
     std::abort();
   }
 }

@@ -1,8 +1,6 @@
 // Replays the ops of a step with the arguments of the first call, which never change because every tensor has a planned
-// address. Only the dispatcher then runs between two kernels.
-//
-// Ops are recorded through dispatcher observers (ATen/record_function.h) while Python calls them. On a GPU they run on
-// the current stream. Called through ctypes; functions that run ops do so without the GIL.
+// address. Ops are recorded through dispatcher observers (ATen/record_function.h) while Python calls them. On a GPU
+// they run on the current stream. Called through ctypes; functions that run ops do so without the GIL.
 
 #include "borders.h"
 #include "issue.h"
@@ -28,7 +26,6 @@ namespace {
 using Tensor = at::Tensor;
 using c10::IValue;
 
-// A result with a planned address.
 struct Result {
   int64_t leaf;  // index among the returned tensors, lists flattened
   const void* address;
@@ -195,7 +192,7 @@ int64_t run_guarded(Replay& replay, Action&& action) {
   } catch (const std::exception& error) {
     return record_failure(replay, kRuntime, error.what());
   } catch (...) {
-    return record_failure(replay, kRuntime, "an op failed and does not say why");
+    return record_failure(replay, kRuntime, "an op threw an unknown exception");
   }
 }
 
@@ -220,7 +217,7 @@ EXPORT Replay* replay_new(int64_t entries) noexcept try {
 }
 EXPORT void replay_free(Replay* replay) noexcept { delete replay; }
 
-// Starts observing the calling thread. Returns 0, or -1 if memory ran out.
+// Returns 0, or -1 if memory ran out.
 EXPORT int64_t replay_watch() noexcept try {
   watch = std::make_unique<Watch>();
   watch->handle = at::addThreadLocalCallback(
@@ -235,7 +232,6 @@ EXPORT void replay_unwatch() noexcept {
   watch.reset();
 }
 
-// Records the next op.
 EXPORT void replay_expect() noexcept {
   if (!watch) return;
   watch->calls = 0;
@@ -254,7 +250,8 @@ EXPORT int64_t replay_take(Replay* replay, int64_t number, const char* name, con
   const int calls = std::exchange(active->calls, 0);
   const auto called = std::exchange(active->name, std::nullopt);
   auto arguments = std::exchange(active->arguments, {});
-  if (calls != 1 || active->depth != 0 || !called || called->name != name || called->overload_name != overload) return 0;
+  if (calls != 1 || active->depth != 0 || !called || called->name != name || called->overload_name != overload)
+    return 0;
   const auto op = c10::Dispatcher::singleton().findSchema(*called);
   if (!op || op->schema().arguments().size() != arguments.size()) return 0;
   for (const auto& returned : op->schema().returns()) {
@@ -292,7 +289,6 @@ EXPORT int64_t replay_take(Replay* replay, int64_t number, const char* name, con
 } catch (...) {
   return 0;
 }
-// Makes an entry issue actions to a device.
 EXPORT void replay_issue(Replay* replay, int64_t number, Issue issue, const Action* actions, int64_t count,
                          void* const* streams) noexcept {
   Entry& entry = replay->entries[static_cast<size_t>(number)];
@@ -341,11 +337,10 @@ EXPORT int64_t replay_run(Replay* replay, int64_t first, int64_t end, double sec
           if (status != 0) return at;
         }
       }
-      if (!entry.call) return record_failure(*replay, kRuntime, "an op was to be replayed that was not taken down");
+      if (!entry.call) return record_failure(*replay, kRuntime, "an op cannot be replayed because it was not recorded");
       if (starts != nullptr) starts[entry.instruction] = now();
       if (begin != nullptr) begin(table, entry.scope);
       replay->unplanned_results.clear();
-      // Ends the scope even if the op throws.
       struct Scope {
         End close;
         ~Scope() {
@@ -367,7 +362,6 @@ EXPORT int64_t replay_run(Replay* replay, int64_t first, int64_t end, double sec
   replay->at = at;
   return next_entry;
 }
-// Drops the results that were kept alive until the next scope.
 EXPORT void replay_let_go(Replay* replay) noexcept { replay->unplanned_results.clear(); }
 EXPORT int64_t replay_status(const Replay* replay) noexcept { return replay->status; }
 EXPORT int64_t replay_failure(const Replay* replay) noexcept { return replay->failure; }

@@ -1,4 +1,7 @@
-// Overlapped copies: fetches and writes ahead of their use, with and without a plan.
+// Overlapped copies: fetches of blocks needed soon and writes of blocks to evict, selected by a plan (record.h) or else
+// by the history. On the CPU two threads copy the bytes; ops then end the copies (`end_copies`) and show fetched blocks
+// (`show_fetched`). On a GPU copies are work on streams that takes effect when issued, because later work waits for it
+// there.
 
 #pragma once
 
@@ -26,11 +29,11 @@ void issue_copy(Space& space, Block& block, bool in) {
   space.observer.add(follow::Event::kOut, block.copy_start, block.copy_end, block.id, block.bytes,
                      static_cast<int32_t>(follow::Copied::kBeside));
 }
-// Starts a concurrent copy of a block.
 void begin_copy(Space& space, Block& block, bool in) {
   block.copied_version = block.version;
   if (Device::kStreams) return issue_copy(space, block, in);
-  space.ended_copies.reserve(static_cast<size_t>(space.copying_in + space.copying_out) + 1);  // the copy thread must not fail to allocate
+  // The copy thread must not fail to allocate.
+  space.ended_copies.reserve(static_cast<size_t>(space.copying_in + space.copying_out) + 1);
   (in ? fetch_thread : write_thread).ask(block);
   block.writing = !in;
   ++(in ? space.copying_in : space.copying_out);
@@ -97,7 +100,8 @@ void copy_ahead(Space& space) {
   if (!space.history.has_position()) return fetch_managed(space, window);
   if (!space.has_evicted) return;
   const int64_t position = space.history.position();
-  if (space.lookahead_position < position || space.lookahead_position > position + kReach) space.lookahead_position = position;
+  if (space.lookahead_position < position || space.lookahead_position > position + kReach)
+    space.lookahead_position = position;
   while (space.copying_in < kMostIn && space.lookahead_position < position + kReach) {
     if (space.lookahead_position + 1 > space.history.now()) break;
     bool full = false;
@@ -135,7 +139,6 @@ void copy_ahead(Space& space) {
     evictable_bytes += block->bytes;
   }
 }
-
 
 Block* role_block(const follow::StepKind& kind, int32_t storage) { return static_cast<Block*>(kind.blocks[storage]); }
 
@@ -211,12 +214,12 @@ void fetch_due(Space& space) {
   while (!space.due_fetches.empty()) {
     const int32_t storage = space.due_fetches.front();
     Block* block = role_block(kind, storage);
-    if (block != nullptr && can_fetch_ahead(*block) && !fetch_ahead(space, *block, space.follower.next_use(storage))) return;
+    if (block != nullptr && can_fetch_ahead(*block) && !fetch_ahead(space, *block, space.follower.next_use(storage)))
+      return;
     space.due_fetches.pop_front();
   }
 }
 
-// Prepares the planned addresses of an op's requests.
 void plan_requests(Space& space, int32_t position) {
   space.planned_requests.clear();
   const follow::Schedule& plan = *space.bucket->schedule;
@@ -249,7 +252,8 @@ void match_op(Space& space, const void* op, const std::vector<follow::Touched>& 
   kind = follower.kind();
   if (is_other_kind && before) ++space.counters[kDepartures];
   // The step starts over, as after an evaluation, perhaps with other sizes.
-  if (is_other_kind || (space.bucket == nullptr && kind != nullptr && follower.position() < position)) begin_plan(space);
+  if (is_other_kind || (space.bucket == nullptr && kind != nullptr && follower.position() < position))
+    begin_plan(space);
   space.observer.after_departure(space.bucket != nullptr && follower.on_course() ? follower.position() : -1);
   for (const auto& [place, block] : places) block->released = false;
   if (!follower.on_course()) return;

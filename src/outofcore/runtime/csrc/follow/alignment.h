@@ -1,8 +1,6 @@
-// Aligns the ops of two steps.
-//
-// Steps of a loop often differ in a few ops: random crops and flips, sampling, dropped layers. Computes a longest
-// common subsequence: E. W. Myers, "An O(ND) difference algorithm and its variations" (Algorithmica 1986, section 4a).
-// Ops are equal if the operator and kinds of operands are, and storages that persist are identical.
+// Aligns the ops of two steps, which often differ in a few ops: random crops, sampling, dropped layers. Computes a
+// longest common subsequence: E. W. Myers, "An O(ND) difference algorithm and its variations" (Algorithmica 1986,
+// section 4a). Ops are equal if their operators and kinds of operands are, with the same persistent storages.
 
 #pragma once
 
@@ -39,7 +37,8 @@ inline std::vector<uint64_t> keys(const Record& record, const std::unordered_set
   for (const StepOp& op : record.ops) {
     uint64_t key = mix(14695981039346656037ull, reinterpret_cast<uintptr_t>(op.op));
     for (const auto& touch : op.touched) {
-      key = mix(key, static_cast<uint64_t>(static_cast<uint32_t>(touch.place)) << 2 | touch.written << 1 | touch.created);
+      key =
+          mix(key, static_cast<uint64_t>(static_cast<uint32_t>(touch.place)) << 2 | touch.written << 1 | touch.created);
       // One word per storage, so that an id cannot be mistaken for other data.
       const int64_t id = record.storages[touch.storage].id;
       key = mix(key, common != nullptr && common->count(id) != 0 ? static_cast<uint64_t>(id) : UINT64_MAX);
@@ -74,10 +73,13 @@ inline std::vector<int32_t> common_ops(const std::vector<uint64_t>& a, const std
       std::min({int64_t{rows} + columns, std::max<int64_t>(64, kMostWork / (rows + columns)), int64_t{2048}}));
   std::vector<std::vector<int32_t>> trace;  // furthest row by diagonal, per number of differences
   std::vector<int32_t> furthest(2 * max_differences + 3, 0);
-  const auto at = [&](std::vector<int32_t>& ends, int32_t diagonal) -> int32_t& { return ends[diagonal + max_differences + 1]; };
+  const auto at = [&](std::vector<int32_t>& ends, int32_t diagonal) -> int32_t& {
+    return ends[diagonal + max_differences + 1];
+  };
   int32_t needed = -1;
   for (int32_t differences = 0; differences <= max_differences && needed < 0; ++differences) {
-    trace.emplace_back(furthest.begin() + (max_differences + 1 - differences), furthest.begin() + (max_differences + 2 + differences));
+    trace.emplace_back(furthest.begin() + (max_differences + 1 - differences),
+                       furthest.begin() + (max_differences + 2 + differences));
     for (int32_t diagonal = -differences; diagonal <= differences; diagonal += 2) {
       const bool down = diagonal == -differences ||
                         (diagonal != differences && at(furthest, diagonal - 1) < at(furthest, diagonal + 1));

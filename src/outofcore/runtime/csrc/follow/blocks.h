@@ -61,8 +61,8 @@ void check_bytes(Space& space, Block& block, const char* at) {
   if (at != space.homes.window(block.slot)) record_touch(space, block);  // another thread may have written since
   TORCH_CHECK(block.touched && is_accepted(), "outofcore: the ", block.bytes, " bytes at byte ", block.slot.offset,
               " of the ", space.homes.is_on_disk(block.slot) ? "disk" : "host", " home are not what was written there: the "
-              "checksum differs, so they were damaged on the way or where they lay; check that disk and its file system, "
-              "or name another home");
+              "checksum differs, so they were damaged in transfer or storage; check that disk and its file system, "
+              "or use another home");
 }
 
 int64_t nanos_since(std::chrono::steady_clock::time_point start) {
@@ -103,7 +103,6 @@ bool has_array(const StorageImpl& storage) {
   const c10::Allocator* made_by = storage.allocator();
   return !storage.resizable() && made_by != nullptr && (made_by == stock || made_by == &allocation::our_allocator());
 }
-// Makes a block in the arena keep its address if an array shows it.
 void keep_for_array(Space& space, Block& block, const StorageImpl& storage) {
   if (block.fixed || !has_array(storage)) return;
   block.fixed = true;
@@ -111,10 +110,9 @@ void keep_for_array(Space& space, Block& block, const StorageImpl& storage) {
 }
 
 bool is_movable(const Block& block) {
-  return block.is_resident() && block.storage && !block.owner_dying && block.pins == 0 && block.works == 0 && unpinned_ops == 0 &&
-         !block.is_immovable && !is_held_elsewhere(block) && (Device::kFixedLeave || !block.fixed);
+  return block.is_resident() && block.storage && !block.owner_dying && block.pins == 0 && block.works == 0 &&
+         unpinned_ops == 0 && !block.is_immovable && !is_held_elsewhere(block) && (Device::kFixedLeave || !block.fixed);
 }
-// Whether the block's arena memory can be released.
 bool can_leave_arena(const Block& block) { return block.state == BlockState::kFetched || is_movable(block); }
 
 void destroy(Block* block);
@@ -138,7 +136,6 @@ void discard_idle(Space& space, int64_t bytes) {
   space.device.discard(space.base + offset, discarded);
   space.is_fragmented |= offset < space.core();
 }
-// Returns the idle memory that exceeds the budget.
 void trim_idle(Space& space) {
   while (space.extents.idle() > 0 && space.bytes_in_use + space.extents.idle() > space.room())
     discard_idle(space, std::min(space.bytes_in_use + space.extents.idle() - space.room(), space.extents.idle()));
@@ -154,9 +151,9 @@ void count_core(Space& space, const Block& block) {
 
 void unplace(Space& space, Block& block);
 
-// Gives a block addresses and memory in the arena, at `offset` if that is free. The arena must have room.
+// Gives a block addresses and memory in the arena, at `preferred_offset` if that is free. The arena must have room.
 void place(Space& space, Block& block, BlockState state, int64_t preferred_offset = -1) {
-  TORCH_CHECK(space.base != nullptr, "outofcore: a tensor was used before the loop had its arena");
+  TORCH_CHECK(space.base != nullptr, "outofcore: a tensor was used before the arena was reserved");
   count_use(space, block.bytes);
   if (block.offset < 0) {
     if (preferred_offset >= 0 && space.extents.take_at(preferred_offset, block.bytes))
@@ -189,7 +186,6 @@ void clear_early(Space& space, Block& block) {
   block.is_early = false;
 }
 
-// Removes a block from the arena.
 void unplace(Space& space, Block& block) {
   clear_early(space, block);
   const bool charged = block.is_charged();
@@ -229,7 +225,8 @@ void end_copy(Space& space, Block* block, bool waited) {
   if (block->state == BlockState::kFetching) {
     --space.copying_in;
     if (block->copy_succeeded && !block->is_freed && block->version == block->copied_version &&
-        (block->checksum_scope == ChecksumScope::kNothing || accept_sums(space, *block, block->checksum_scope, block->copied_sums)))
+        (block->checksum_scope == ChecksumScope::kNothing ||
+         accept_sums(space, *block, block->checksum_scope, block->copied_sums)))
       block->set_state(BlockState::kFetched);
     else
       unplace(space, *block);
@@ -259,8 +256,8 @@ void end_copies(Space& space, bool waited = false) {
 // Replaces a fetched block's window by its arena address. Returns false, and evicts the block, if it is used elsewhere
 // or if unobserved code may have written to the window since the copy. The storage must be alive.
 bool show_fetched(Space& space, Block& block) {
-  if (block.is_immovable || is_used_elsewhere(block) || !is_owned(block) || has_array(*block.storage->_unsafe_get_target()) ||
-      space.device.was_touched(space.homes, block.slot)) {
+  if (block.is_immovable || is_used_elsewhere(block) || !is_owned(block) ||
+      has_array(*block.storage->_unsafe_get_target()) || space.device.was_touched(space.homes, block.slot)) {
     unplace(space, block);
     return false;
   }
@@ -276,7 +273,6 @@ bool show_fetched(Space& space, Block& block) {
   return true;
 }
 
-// A collective in progress, with the storages it may read or write.
 struct Pending {
   c10::intrusive_ptr<c10d::Work> work;
   std::vector<Block*> blocks;
@@ -284,7 +280,6 @@ struct Pending {
 };
 std::vector<Pending>& pending = *new std::vector<Pending>;
 
-// Removes completed collectives.
 void end_works() {
   for (size_t i = 0; i < pending.size();) {
     if (!pending[i].work->isCompleted()) {
@@ -322,7 +317,6 @@ bool wait_for_works(Space& space) {
   return false;
 }
 
-// Applies what other threads have finished.
 void catch_up(Space& space) {
   end_copies(space);
   if (!pending.empty()) end_works();
@@ -338,21 +332,23 @@ void wait_for_copies(Space& space) {
   while (space.copying_in + space.copying_out > 0) wait_for_copy(space);
 }
 
-// Copies a block concurrently with compute, on a copy thread.
 void run_copy(outofcore::CopyThread::Job& job) {
   auto* block = static_cast<Block*>(&job);
   std::unique_lock lock(mutex);
   Space& space = *block->space;
   char* at = space.address(*block);
   const bool in = block->state == BlockState::kFetching;
-  const ChecksumScope scope = in ? checksum_scope_of(space, *block) : space.verifies ? ChecksumScope::kAll : ChecksumScope::kNothing;
+  const ChecksumScope scope = in               ? checksum_scope_of(space, *block)
+                              : space.verifies ? ChecksumScope::kAll
+                                               : ChecksumScope::kNothing;
   lock.unlock();
   bool copied = true;
   Sums sums;
   const auto start = std::chrono::steady_clock::now();
   try {
     // Checksum first: an unobserved write during the copy then causes a mismatch later.
-    if (!in && scope != ChecksumScope::kNothing) sums = sums_of(space, *block, at, outofcore::kLine);  // of the bytes at home
+    if (!in && scope != ChecksumScope::kNothing)
+      sums = sums_of(space, *block, at, outofcore::kLine);  // of the bytes at home
     in ? space.device.load(space.homes, block->slot, block->order, at)
        : space.device.save(space.homes, block->slot, block->order, at);
     if (in && scope != ChecksumScope::kNothing) sums = sums_of(space, *block, at, scope);
@@ -371,7 +367,6 @@ void run_copy(outofcore::CopyThread::Job& job) {
   space.ended_copies.push_back(block);
   notify_change();
 }
-// Never destroyed.
 outofcore::CopyThread& fetch_thread = *new outofcore::CopyThread(run_copy);
 outofcore::CopyThread& write_thread = *new outofcore::CopyThread(run_copy);
 pid_t copier_process = -1;  // the process of the copy threads
@@ -386,7 +381,7 @@ void start_copiers() {
   }
   for (outofcore::CopyThread* thread : {&fetch_thread, &write_thread}) {
     const int status = thread->start();
-    TORCH_CHECK(status == 0, "outofcore: the system gives no thread for copies beside ops (", std::strerror(status),
+    TORCH_CHECK(status == 0, "outofcore: the system gives no thread for overlapped copies (", std::strerror(status),
                 "); raise the limit on processes (ulimit -u), or end other programs");
   }
 }
@@ -414,9 +409,10 @@ void take_slot(Space& space, Block& block) {
 
 std::string name_of(const void* schema) {
   const auto& function_schema = *static_cast<const c10::FunctionSchema*>(schema);
-  return function_schema.overload_name().empty() ? function_schema.name() : function_schema.name() + "." + function_schema.overload_name();
+  return function_schema.overload_name().empty() ? function_schema.name()
+                                                 : function_schema.name() + "." + function_schema.overload_name();
 }
-std::string name_of_running() { return running == nullptr ? "what runs between ops" : name_of(&running->schema()); }
+std::string name_of_running() { return running == nullptr ? "code between ops" : name_of(&running->schema()); }
 
 // Records an eviction that contradicts the plan.
 void observe_unplanned_eviction(Space& space, const Block& block, follow::Cause cause) {
@@ -451,7 +447,8 @@ void evict(Space& space, Block& block, StorageImpl& storage, follow::Cause cause
     space.counters[kWrittenBytes] += block.bytes;
     block.dirty = block.touched = false;
   }
-  if (block.fixed) space.device.cover(space.homes, block.slot, space.address(block), false);  // if this fails, the block stays
+  if (block.fixed)
+    space.device.cover(space.homes, block.slot, space.address(block), false);  // if this fails, the block stays
   ++space.counters[kEvictions];
   if (space.bucket != nullptr && !block.released) ++space.counters[kUnplannedEvictions];
   space.observer.add(follow::Event::kLeft, block.id, block.bytes, block.released);

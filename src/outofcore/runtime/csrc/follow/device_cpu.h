@@ -41,13 +41,11 @@ class Device {
   static int64_t addresses_to_grow() { return int64_t{4} * sysconf(_SC_PHYS_PAGES) * outofcore::kPage; }
   // Whether streams order work on memory. If not, work is complete when a call returns.
   static constexpr bool kStreams = false;
-  // Whether the host can read the arena and verify its bytes.
   static constexpr bool kReadable = true;
 
   using Homes = follow::Homes;
   // Pending work on a block's memory and slot: there is none.
   struct Order {};
-  // Two points in the order of ops.
   struct Moment {};
   using Span = std::pair<Moment, Moment>;
 
@@ -105,7 +103,6 @@ class Device {
   static void unreserve(char* base, int64_t bytes) {
     if (base != nullptr) munmap(base, bytes);
   }
-  // Returns memory to the kernel and keeps the addresses.
   void discard(char* at, int64_t bytes) {
     madvise(at, bytes, MADV_DONTNEED);
     // Under strict overcommit unused addresses count unless they are not writable.
@@ -114,7 +111,6 @@ class Device {
       mmap(behind, at + bytes - behind, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     want_small(at, bytes);
   }
-  // Restores the initial state of an empty arena.
   void start_over() {
     madvise(base_, core_, MADV_HUGEPAGE);
     madvise(base_ + core_, size_ - core_, MADV_NOHUGEPAGE);
@@ -148,7 +144,7 @@ class Device {
   void record(Order&, void*) {}
 
   static constexpr const char* kNoMemory = "outofcore: the system gave no memory: ";
-  static constexpr const char* kLessMemory = " bytes were asked for; end other programs, or use smaller batches";
+  static constexpr const char* kLessMemory = " bytes were requested; end other programs, or use smaller batches";
 
   // Copy between a block's memory and its slot. Throw c10::Error.
   void save(Homes& homes, const Slot& slot, Order&, const char* from) {
@@ -163,7 +159,6 @@ class Device {
     const std::unique_ptr<void, void (*)(void*)> unmapped(buffer, [](void* at) { munmap(at, kBytes); });
     homes.of(slot).write(from, slot.offset, bytes, static_cast<char*>(buffer));
   }
-  // Copies and fills that precede the running op.
   void copy(char* to, const char* from, int64_t bytes) { std::memcpy(to, from, bytes); }
   void move(Order&, char* to, const char* from, int64_t bytes) {
     open_up(to, bytes);
@@ -200,7 +195,6 @@ class Device {
     want_small(at, bytes);
   }
 
-  // Detection of reads and writes of a slot through its window.
   void begin_watch(Homes& homes, const Slot& slot) { homes.begin_watch(slot); }
   bool was_touched(Homes& homes, const Slot& slot) { return homes.was_touched(slot); }
   bool can_detect_touches(const Homes& homes) const { return homes.can_detect_touches(); }

@@ -1,12 +1,8 @@
-// The GPU part of paging.cpp, for memory that streams access.
-//
-// The host never waits. The loop's ops run on its own streams, and copies to and from pinned host memory run on two of
-// ours. Dependencies are known when work is issued (streams.h), so an evicted block's memory is reusable at once: the
-// next user's stream waits.
-//
-// A storage's address is valid in the order of the stream that was current when it was set: that stream waits for the
-// copy first. So unobserved code ordered after that stream reads the right bytes. What it writes to a window returns
-// with the next fetch by an op, but not with an earlier fetch ahead, which waits only for code known to write.
+// The GPU part of paging.cpp. The loop's ops run on its own streams, and copies to and from pinned host memory on two
+// of ours; the host never waits. Dependencies are known when work is issued (streams.h), so an evicted block's memory
+// is reusable at once. A storage's address is valid in the order of the stream that was current when it was set, so
+// unobserved code ordered after that stream reads the right bytes. Its writes to a window return with the next fetch by
+// an op, but not with an earlier fetch ahead.
 
 #pragma once
 
@@ -39,7 +35,6 @@
 
 namespace follow {
 
-// CUDA as the `Runtime` of `Streams`.
 struct CudaRuntime {
   using Handle = cudaStream_t;
   using Event = cudaEvent_t;
@@ -110,7 +105,6 @@ class Device {
     int stream = -1;            // current when it got its memory
     std::vector<int> recorded;  // streams passed to Tensor.record_stream
   };
-  // Two points in the order of a stream.
   using Moment = cudaEvent_t;
   using Span = std::pair<Moment, Moment>;
 
@@ -129,7 +123,8 @@ class Device {
 
   c10::Device ours() const { return c10::Device(c10::DeviceType::CUDA, index_); }
   static bool is_ours(c10::Device device) {
-    return device.type() == c10::DeviceType::CUDA && device.index() == followed_device().load(std::memory_order_relaxed);
+    return device.type() == c10::DeviceType::CUDA &&
+           device.index() == followed_device().load(std::memory_order_relaxed);
   }
   static bool is_current() { return c10::cuda::current_device() == followed_device().load(std::memory_order_relaxed); }
   void enter() const { followed_device() = index_; }
@@ -285,7 +280,6 @@ class Device {
   bool was_touched(Homes&, const Slot&) const { return false; }
   bool can_detect_touches(const Homes&) const { return true; }
 
-  // The device's clock, in the order of the current stream.
   Moment moment() {
     if (events_.empty()) {
       const c10::cuda::CUDAGuard guard(index_);
@@ -298,7 +292,6 @@ class Device {
     events_.pop_back();
     return event;
   }
-  // Sets that moment to now.
   void again(Moment event) { C10_CUDA_CHECK(cudaEventRecord(event, streams_.handle(current()))); }
   void forget(const Span& span) {
     events_.push_back(span.first);
@@ -342,7 +335,6 @@ class Device {
   }
 
  private:
-  // The device of the open loop.
   static std::atomic<int>& followed_device() {
     static std::atomic<int> index{-1};
     return index;

@@ -75,7 +75,6 @@ class Extents {
   // The largest size that `take` can serve.
   int64_t longest() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
 
-  // Bytes of free ranges that may be in physical memory.
   int64_t idle() const { return idle_; }
 
   // Assumes that all free bytes before `end` may be in physical memory.
@@ -133,7 +132,6 @@ class Extents {
       total += std::max<int64_t>(0, std::min(it->first + it->second, offset + bytes) - std::max(it->first, offset));
     return total;
   }
-  // Used bytes are no longer idle.
   void forget(int64_t offset, int64_t bytes) {
     auto it = resident_.upper_bound(offset);
     if (it != resident_.begin()) --it;

@@ -1,9 +1,7 @@
-// What a loop has done, op by op, to predict the next use of each storage.
-//
-// Loops repeat themselves. The history is one list of ops, whether the loop consists of micro-steps, updates or
-// evaluations. While the loop repeats itself, a position in the history advances with it, usually one step behind; the
-// ops after that position are the prediction. Ops are compared by operator only, so batches of another length match.
-// Storages are identified by their place among an op's operands.
+// What a loop has done, op by op, to predict the next use of each storage. While the loop repeats itself, a position in
+// the history advances with it, usually one step behind, and the ops after that position are the prediction. Ops are
+// compared by operator only, so batches of another length match. Storages are identified by their place among an op's
+// operands.
 
 #pragma once
 
@@ -72,7 +70,6 @@ class History {
   // The earlier position that corresponds to the present.
   int64_t position() const { return position_; }
   const std::vector<Touch>& touched(int64_t position) const { return at(position).touched; }
-  // Sizes: ops, storages, uses of storages.
   int64_t size() const { return static_cast<int64_t>(ops_.size()); }
   int64_t storages() const { return static_cast<int64_t>(uses_.size()); }
   int64_t uses() const {
@@ -115,14 +112,12 @@ class History {
   static constexpr int64_t kMaxOps = int64_t{1} << 16;
   // Ops that may be skipped at once, and consecutive new ops, before the position is lost.
   static constexpr int64_t kAhead = 24, kSkipped = 12;
-  // Ops compared before a candidate position.
   static constexpr int64_t kContext = 16;
   // Uses of a storage that are tried as candidates.
   static constexpr size_t kCandidates = 8;
 
   const Op& at(int64_t position) const { return ops_[static_cast<size_t>(position - oldest_)]; }
 
-  // Moves to the op that corresponds to the one that begins now.
   void advance(const void* op, const std::vector<Touch>& operands) {
     if (has_position() && step(op)) {
       if (skipped_ != 0 || !contradicts(operands)) return;

@@ -1,11 +1,7 @@
-// Homes: where evicted storages are kept, as slots of files. Each slot is also mapped (its window), so evicted storages
-// have valid addresses.
-//
-// A storage mapped from a file, such as a checkpoint's weight, has that file as home until it is written: it is not
-// copied, and its window is the original mapping.
-//
-// Files are on a disk or in host memory (memfd). A forked child must see the bytes at the time of the fork: its windows
-// become private, and slots that it can see are not overwritten while it lives.
+// Homes: slots of files on a disk or in host memory (memfd) for evicted storages. Each slot is also mapped (its
+// window), so evicted storages have valid addresses. A storage mapped from a file, such as a checkpoint's weight, has
+// that file as home until it is written, and its mapping as window. A forked child must see the bytes at the time of
+// the fork: its windows become private, and slots that it can see are not overwritten while it lives.
 
 #pragma once
 
@@ -37,7 +33,9 @@ using outofcore::kPage;
 using outofcore::PageMap;
 using outofcore::Transfer;
 
-inline const char* error_text(const Transfer& failed) { return std::strerror(failed.failure > 0 ? failed.failure : EIO); }
+inline const char* error_text(const Transfer& failed) {
+  return std::strerror(failed.failure > 0 ? failed.failure : EIO);
+}
 
 // The descriptors of one file, closed on destruction. `direct`, for direct I/O, may equal `file`.
 struct OpenFile {
@@ -51,11 +49,11 @@ struct OpenFile {
   int file, direct;
 };
 
-// A foreign file that is only read.
 class ForeignFile {
  public:
   explicit ForeignFile(OpenFile&& open) : open_(std::move(open)) {
-    TORCH_CHECK(fstat(file_, &opened_stat_) == 0, "outofcore: a file of weights cannot be looked at: ", std::strerror(errno));
+    TORCH_CHECK(fstat(file_, &opened_stat_) == 0,
+                "outofcore: the status of a file of weights cannot be read: ", std::strerror(errno));
   }
   ForeignFile(const ForeignFile&) = delete;
 
@@ -63,9 +61,10 @@ class ForeignFile {
   void read(char* to, int64_t offset, int64_t bytes) const {
     struct stat now;
     const bool same = fstat(file_, &now) == 0 && now.st_size == opened_stat_.st_size &&
-                      now.st_mtim.tv_sec == opened_stat_.st_mtim.tv_sec && now.st_mtim.tv_nsec == opened_stat_.st_mtim.tv_nsec;
-    TORCH_CHECK(same, "outofcore: ", name(), " was changed while weights that were mapped from it were in use; leave it as "
-                "it is until the loop is stopped");
+                      now.st_mtim.tv_sec == opened_stat_.st_mtim.tv_sec &&
+                      now.st_mtim.tv_nsec == opened_stat_.st_mtim.tv_nsec;
+    TORCH_CHECK(same, "outofcore: ", name(), " was changed while weights that were mapped from it were in use; do not "
+                "modify it until the loop is stopped");
     Transfer transfer{reinterpret_cast<int64_t>(to), bytes, offset, file_, false, outofcore::kKept, 0, 0, nullptr};
     outofcore::transfer(transfer);
     TORCH_CHECK(transfer.failure == 0, "outofcore: reading weights from ", name(), " failed: ", error_text(transfer));
@@ -134,7 +133,7 @@ class Home {
   ~Home() { munmap(window_, capacity_); }
   Home(const Home&) = delete;
 
-  // Returns a slot's offset, or -1 with the reason in `why`.
+  // Returns a slot's offset, or -1 and the reason.
   int64_t take(int64_t bytes, std::string& reason) {
     const int64_t offset = extents_.take(bytes);
     if (offset < 0) {
@@ -170,7 +169,6 @@ class Home {
   // Whether a window was accessed since: its pages are mapped then.
   bool was_touched(int64_t offset, int64_t bytes) const { return pages_.any_mapped(window_ + offset, bytes); }
   bool can_detect_touches() const { return pages_.is_readable(); }
-  // Maps a slot over the addresses at `at`.
   void show(char* at, int64_t offset, int64_t bytes, bool privately) const {
     const void* shown = mmap(at, bytes, PROT_READ | PROT_WRITE, (privately ? MAP_PRIVATE : MAP_SHARED) | MAP_FIXED,
                              file_, offset);
@@ -195,10 +193,13 @@ class Home {
 
   void move(Transfer&& transfer) const {
     outofcore::transfer(transfer);
-    TORCH_CHECK(transfer.failure == 0, "outofcore: ", transfer.writes ? "writing " : "reading ", transfer.bytes - transfer.done, " bytes ",
-                transfer.writes ? "to" : "from", " the home failed (", error_text(transfer), "); ",
-                transfer.failure == ENOSPC ? "make room there" : memory_ ? "lower host_budget" : "check that disk",
-                ", or name another home");
+    TORCH_CHECK(transfer.failure == 0, "outofcore: ", transfer.writes ? "writing " : "reading ",
+                transfer.bytes - transfer.done, " bytes ", transfer.writes ? "to" : "from", " the home failed (",
+                error_text(transfer), "); ",
+                transfer.failure == ENOSPC ? "make room there"
+                : memory_                  ? "lower host_budget"
+                                           : "check that disk",
+                ", or use another home");
   }
 
   // Allocates disk blocks, so that later writes cannot fail for lack of room.
@@ -232,7 +233,6 @@ class Home {
   int64_t file_bytes_ = 0, used_ = 0, most_used_ = 0;
 };
 
-// The homes of a loop, in the order they are filled.
 class Homes {
  public:
   ~Homes() {
@@ -248,7 +248,7 @@ class Homes {
   // Throws c10::OutOfMemoryError if no home has room.
   Slot take(int64_t bytes) {
     free_frozen();
-    std::string reason = "there is none";
+    std::string reason = "no home was given";
     for (size_t home = 0; home < homes_.size(); ++home) {
       const int64_t offset = homes_[home]->take(bytes, reason);
       if (offset >= 0) return {static_cast<int>(home), offset, bytes, fork_count_};

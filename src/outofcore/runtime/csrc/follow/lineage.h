@@ -1,8 +1,7 @@
-// The lineage of a storage: the ops that produced its bytes, captured so that rerunning them gives the same bits.
-//
-// A step is one op with its arguments. Tracked storages are captured as references with a version; smaller ones are
-// copied, because their writes are not tracked. A step also has the generator's state before a random op, and PyTorch's
-// settings that affect kernels. A lineage starts with the op that created the storage; in-place changes add steps.
+// The lineage of a storage: the ops that produced its bytes, captured so that rerunning them gives the same bits. A
+// step is an op with its arguments: tracked storages as references with a version, smaller ones as copies, because
+// their writes are not observed. It also has the generator's state before a random op, and PyTorch's settings that
+// affect kernels. In-place changes append steps.
 
 #pragma once
 
@@ -37,7 +36,6 @@
 
 namespace follow {
 
-// The effect of rerunning an op.
 enum class RerunEffect {
   kNo,        // differs, or has side effects
   kMakes,     // creates the same storages
@@ -89,7 +87,6 @@ inline bool is_differentiable(const at::Tensor& tensor) {
   return c10::isFloatingType(tensor.scalar_type()) || c10::isComplexType(tensor.scalar_type());
 }
 
-// A tensor's metadata without its storage.
 struct Geometry {
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;
@@ -111,7 +108,6 @@ struct Geometry {
     if (wrapped_number) impl->set_wrapped_number(true);
     return tensor;
   }
-  // As an argument of a rerun.
   at::Tensor as_argument(c10::Storage storage) const {
     auto tensor = on(std::move(storage));
     if (requires_grad) tensor.unsafeGetTensorImpl()->set_requires_grad(true);
@@ -176,10 +172,11 @@ struct Settings {
   }
 };
 
-// Applies earlier settings during its lifetime.
 class WithSettings {
  public:
-  explicit WithSettings(const Settings& settings) : before_(Settings::now()), settings_(settings) { settings.apply(before_); }
+  explicit WithSettings(const Settings& settings) : before_(Settings::now()), settings_(settings) {
+    settings.apply(before_);
+  }
   WithSettings(const WithSettings&) = delete;
   ~WithSettings() { before_.apply(settings_); }
 

@@ -1,9 +1,7 @@
-// The lock over all state of paging.cpp, and waiting under it.
-//
-// It is not held while PyTorch runs an op or Python, during overlapped copies, or while a strong reference is taken or
-// dropped: PyTorch may then take Python's lock, which comes first (locks.h). Code that takes a reference releases the
-// lock (`Unlocked`) and checks its assumptions again; objects to drop are queued (`deferred_drops`). Waiting threads
-// watch a counter of changes, so none misses one.
+// The lock over all state of paging.cpp, and waiting under it. It is not held while PyTorch runs an op or Python,
+// during overlapped copies, or while a strong reference is taken or dropped: PyTorch may then take Python's lock, which
+// comes first (locks.h). To take a reference, code releases the lock (`Unlocked`) and checks its assumptions again.
+// Objects to drop are queued (`deferred_drops`). Waiting threads watch a counter of changes.
 
 #pragma once
 
@@ -33,7 +31,6 @@ using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 using Mutex = locks::Ranked<std::recursive_mutex, locks::kLoops>;
 inline Mutex& mutex = *new Mutex;
 
-// Objects to drop after the lock is released.
 struct DeferredDrops {
   DeferredDrops() = default;
   DeferredDrops(DeferredDrops&&) = default;
@@ -63,7 +60,6 @@ class Guard {
   }
   Guard(const Guard&) = delete;
 
-  // How often the calling thread holds the lock.
   inline static thread_local int depth = 0;
 
  private:

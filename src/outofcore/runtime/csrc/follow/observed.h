@@ -1,8 +1,6 @@
 // A log of the events of the current and the last complete step, and of deviations from the plan, in the format of
-// observed.py.
-//
-// It costs some ten nanoseconds per op, and no allocation once it is as long as a step. Only the beginning of a very
-// long step is kept.
+// observed.py. It costs some ten nanoseconds per op and allocates only while it grows. Of a very long step only the
+// beginning is kept.
 
 #pragma once
 
@@ -64,7 +62,6 @@ class Observer {
     add(event, now, now, number, bytes, flags);
   }
 
-  // Starts the first step.
   void open() {
     open_ = true;
     begin();
@@ -138,13 +135,14 @@ class Observer {
                       ? entry->second
                       : (of_op[subject] = number_of(name(reinterpret_cast<const void*>(subject))));
       }
-      numbers.insert(numbers.end(), {static_cast<int64_t>(event.event), event.start - step.start, event.end - step.start, subject,
-                               event.bytes, event.flags});
+      numbers.insert(numbers.end(), {static_cast<int64_t>(event.event), event.start - step.start,
+                                     event.end - step.start, subject, event.bytes, event.flags});
     }
     for (const Departure& departure : departures_)
-      numbers.insert(numbers.end(), {departure.step, departure.at, departure.nanos - step.start, static_cast<int64_t>(departure.cause), departure.bytes,
-                               departure.ops, departure.back, departure.expected.empty() ? -1 : number_of(departure.expected),
-                               departure.actual.empty() ? -1 : number_of(departure.actual)});
+      numbers.insert(numbers.end(), {departure.step, departure.at, departure.nanos - step.start,
+                                     static_cast<int64_t>(departure.cause), departure.bytes, departure.ops,
+                                     departure.back, departure.expected.empty() ? -1 : number_of(departure.expected),
+                                     departure.actual.empty() ? -1 : number_of(departure.actual)});
     return numbers;
   }
 

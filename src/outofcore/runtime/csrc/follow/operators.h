@@ -89,13 +89,15 @@ Operator describe(const c10::OperatorHandle& op) {
   else
     info.kind = shapes.count(name) != 0 ? Kind::kShape : Kind::kAtom;
   info.returns_list = schema.returns().size() == 1 && schema.returns()[0].type()->str() == "Tensor[]";
-  info.runs_in_slices = (starts_with(name, "aten::_fused_") || starts_with(name, "aten::_amp_foreach_")) && schema.returns().empty();
+  info.runs_in_slices =
+      (starts_with(name, "aten::_fused_") || starts_with(name, "aten::_amp_foreach_")) && schema.returns().empty();
   // On a GPU, list operators have kernels of their own. Scalars passed as a tensor are indexed by list position.
   info.runs_in_slices |= info.kind == Kind::kAtom && starts_with(name, "aten::_foreach_") &&
                   (schema.returns().empty() || info.returns_list) &&
                   !(schema.overload_name() == "Tensor" && starts_with(name, "aten::_foreach_addc"));
   info.communicates = starts_with(name, "c10d::");
-  info.rerun = info.kind == Kind::kAtom || info.kind == Kind::kShape ? follow::rerun_effect_of(op) : follow::RerunEffect::kNo;
+  info.rerun =
+      info.kind == Kind::kAtom || info.kind == Kind::kShape ? follow::rerun_effect_of(op) : follow::RerunEffect::kNo;
   if (info.rerun != follow::RerunEffect::kNo && in_python() != 0) info.rerun = follow::RerunEffect::kNo;
   info.recipe_rerun = Device::repeats(op) ? info.rerun : follow::RerunEffect::kNo;
   return info;
@@ -134,7 +136,6 @@ void each_storage(const c10::IValue& value, Action&& action) {
   }
 }
 
-// Bytes of an op's operands of 64 KiB and more.
 int64_t bytes_of_operands(const torch::jit::Stack& stack, size_t first) {
   std::unordered_set<const StorageImpl*> visited;
   int64_t bytes = 0;
@@ -206,10 +207,9 @@ class Timed {
   std::optional<Device::Span> moments_;
 };
 
-// An op's operands, pinned while it runs.
 class Pinned {
  public:
-  // `other`: the op runs on another thread.
+  // `of_other_thread`: the op runs on another thread.
   explicit Pinned(bool of_other_thread) : of_other_thread_(of_other_thread) { other_ops_running += of_other_thread; }
   Pinned(const Pinned&) = delete;
   ~Pinned() {
@@ -243,7 +243,6 @@ class Pinned {
     ++block->pins;
     block->other_pins += of_other_thread_;
   }
-  // Adds a storage in PyTorch's own memory.
   void add(const StorageImpl& storage) {
     plain_.push_back(&storage);
     ++used_by_others[&storage];
@@ -260,7 +259,6 @@ class Pinned {
   std::vector<const StorageImpl*> plain_;
 };
 
-// Marks the thread as inside an op.
 struct Running {
   explicit Running(const c10::OperatorHandle& op)
       : outer(std::exchange(running, &op)), passing_outside(std::exchange(passing, nullptr)) {

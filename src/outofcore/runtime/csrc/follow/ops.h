@@ -12,7 +12,8 @@ namespace {
 // until it is complete.
 void run_collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   std::vector<c10::IValue> operands;
-  if (!no_loop_is_open()) operands.assign(stack->end() - static_cast<int64_t>(op.schema().arguments().size()), stack->end());
+  if (!no_loop_is_open())
+    operands.assign(stack->end() - static_cast<int64_t>(op.schema().arguments().size()), stack->end());
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kCollectives), stack);
   if (operands.empty()) return;
   for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
@@ -105,7 +106,6 @@ void run_in_room(Space& space, const c10::OperatorHandle& op, const Operator& ab
   run_kernel(op, below, stack);
 }
 
-// Times of an op, and the value of `kPlannedOps` before it.
 struct Moments {
   int64_t arrived, start, end, planned;
 };
@@ -195,8 +195,10 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
       const Block* block = is_large(bytes) ? find_block(storage) : nullptr;
       if (!is_large(bytes) || (block != nullptr && block->space == &space)) return {};
       if (operand_bytes < 0) operand_bytes = bytes_of_operands(*stack, first);
-      const bool is_partial = tensor != nullptr && 2 * tensor->numel_default() * static_cast<int64_t>(tensor->itemsize()) < bytes;
-      return {.is_partial = is_partial || (about.looks_up && argument == 0), .other_bytes = operand_bytes - whole_pages(bytes)};
+      const bool is_partial =
+          tensor != nullptr && 2 * tensor->numel_default() * static_cast<int64_t>(tensor->itemsize()) < bytes;
+      return {.is_partial = is_partial || (about.looks_up && argument == 0),
+              .other_bytes = operand_bytes - whole_pages(bytes)};
     };
     for (size_t i = 0; about.kind == Kind::kAtom && i < count; ++i)
       each_storage((*stack)[first + i], [&](StorageImpl& storage, const c10::TensorImpl* tensor) {
@@ -402,7 +404,8 @@ struct FirstOp final : at::ObserverContext {
 };
 // Detects other threads. The fallback sees their next ops.
 std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& function) {
-  if (no_loop_is_open() || c10::impl::tls_is_dispatch_key_included(kKey) || c10::impl::tls_is_dispatch_key_excluded(kKey))
+  if (no_loop_is_open() || c10::impl::tls_is_dispatch_key_included(kKey) ||
+      c10::impl::tls_is_dispatch_key_excluded(kKey))
     return nullptr;
   // The loop's thread while paused, or a worker inside an op.
   if (is_opener() || at::in_parallel_region()) return nullptr;
@@ -428,7 +431,8 @@ void run_passing(follow::Passing& passing, const c10::OperatorHandle& op, const 
     passing.rethrow_refusal();
     throw;
   }
-  if (passing.needs_take_results()) passing.take_results({stack->end() - static_cast<int64_t>(about.results), stack->end()});
+  if (passing.needs_take_results())
+    passing.take_results({stack->end() - static_cast<int64_t>(about.results), stack->end()});
 }
 
 }  // namespace

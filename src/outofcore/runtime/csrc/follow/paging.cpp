@@ -1,23 +1,8 @@
-// Runs the ops of a user's training loop within a byte budget, on the CPU or (OUTOFCORE_CUDA) on a GPU.
-//
-// A fallback on a dispatch key below autograd sees every op. Storages of 64 KiB and more are kept in an arena; foreign
-// ones are adopted on first use. Before an op its operands are fetched and pinned. Evicting and fetching swap the data
-// pointer of a StorageImpl, at the start of an op or inside its allocations, never for operands of a running op.
-// Evicted storages have a valid pointer, too (homes.h), so unobserved code reads the right bytes.
-//
-// On the CPU the arena has more addresses than the budget has bytes. A request gets fresh addresses if no hole fits,
-// and free pages elsewhere are returned to the kernel. On a GPU, blocks are moved to join holes.
-//
-// Copies overlap with compute: fetches of storages needed soon, and writes of storages to evict. A plan of the step
-// (`Follower`, record.h) selects them, or else past behaviour of the loop (`History`). On the CPU two threads copy
-// bytes only; ops then end the copies (`end_copies`) and show fetched blocks (`show_fetched`). On a GPU copies are work
-// on streams that takes effect when issued, because later work waits for it there. device_cpu.h or device_cuda.h is
-// compiled in.
-//
-// Only the thread that opened the loop, and autograd threads that work for it, allocate in the arena and move blocks.
-// Other threads' ops are observed from their first op on (`on_op`). They pin their operands, never wait for copies or
-// room, and get memory from the stock allocator. An evicted block pinned by another thread is used through its window
-// by all threads. Collectives hold their tensors until complete. One lock (lock.h) guards all state.
+// Runs the ops of a user's training loop within a byte budget, on the CPU or (OUTOFCORE_CUDA) on a GPU. A fallback on a
+// dispatch key below autograd sees every op, fetches its operands and pins them. Storages of 64 KiB and more live in an
+// arena; evicting and fetching swap the data pointer of a StorageImpl, never under a running op. Evicted storages have
+// a valid pointer, too (homes.h), so unobserved code reads the right bytes. See docs/internals/eager-loop.md,
+// thread_roles.h for threads, and ahead.h for overlapped copies.
 
 #include "steps.h"
 
@@ -72,12 +57,12 @@ void drop_window_pages(const Block& block) {
     block.space->device.begin_watch(block.space->homes, block.slot);
 }
 
-// Moves a storage to memory of PyTorch's own allocator, and drops its block.
 bool release_storage(Block& block, StorageImpl& storage) {
   Space& space = *block.space;
   wait_for_copies(space);
   if (!owns(storage, block)) return false;  // another thread changed it meanwhile
-  if (block.fixed || block.is_immovable || block.is_held() || is_used_elsewhere(block) || has_array(storage)) return false;
+  if (block.fixed || block.is_immovable || block.is_held() || is_used_elsewhere(block) || has_array(storage))
+    return false;
   if (return_to_file(block, storage)) return true;
   if (!block.is_resident()) {
     record_touch(space, block);
@@ -85,7 +70,8 @@ bool release_storage(Block& block, StorageImpl& storage) {
   }
   at::DataPtr memory = stock.load()->allocate(storage.nbytes());
   block.is_resident() ? space.device.use(block.order) : space.device.use_slot(block.order);
-  space.device.copy(static_cast<char*>(memory.get()), static_cast<const char*>(storage._mutable_data_ptr_no_checks().get()),
+  space.device.copy(static_cast<char*>(memory.get()),
+                    static_cast<const char*>(storage._mutable_data_ptr_no_checks().get()),
                     static_cast<int64_t>(storage.nbytes()));
   block.is_resident() ? space.device.mark_used(block.order) : space.device.mark_slot_used(block.order);
   drop_window_pages(block);
@@ -99,8 +85,9 @@ void install(bool shared) {
   if (is_installed) return;
   using allocation::Installed;
   const bool is_shared = allocation::is_installed();
-  TORCH_CHECK((shared || !is_shared) && ::device::is_pytorchs(is_shared ? stock.load() : ::device::installed_allocator()),
-              "another allocator is installed under PyTorch, such as that of a compiled step; close that first");
+  TORCH_CHECK(
+      (shared || !is_shared) && ::device::is_pytorchs(is_shared ? stock.load() : ::device::installed_allocator()),
+      "another allocator is installed under PyTorch, such as that of a compiled step; close that first");
   const Installed outcome = allocation::install();
   TORCH_CHECK(outcome != Installed::kOutranked, "PyTorch's allocator was installed with a higher priority");
   TORCH_CHECK(outcome == Installed::kDone, "the allocator under PyTorch cannot be wrapped");
@@ -110,7 +97,6 @@ void uninstall() {
   if (std::exchange(is_installed, false)) allocation::uninstall();
 }
 
-// Ends a space that is no longer current.
 void close(Space& space) {
   space.observer.close();
   wait_for_copies(space);
@@ -121,7 +107,6 @@ void close(Space& space) {
   if (space.block_count == 0) forget_space(&space);
 }
 
-// Fetches as much as fits the budget.
 void fetch_back(Space& space) {
   space.observer.close();
   wait_for_copies(space);
@@ -193,7 +178,6 @@ void measure_copies(Space& space) {
   space.homes.give(slot);
 }
 
-// The result of follow_adopt.
 enum Adopted : int64_t {
   kNo,
   kYes,
@@ -297,7 +281,7 @@ EXPORT int64_t follow_load(void (*python_kernel)(const char*, const char*, int64
     if (!registrations.empty()) return 0;
     if (dispatcher.hasBackendFallbackForDispatchKey(kKey)) return 1;
     is_python = python_kernel;
-    constexpr const char* kWhy = "outofcore follows the ops of a loop";
+    constexpr const char* kWhy = "outofcore tracks the ops of a loop";
     registrations.push_back(
         dispatcher.registerFallback(kKey, c10::KernelFunction::makeFromBoxedFunction<&follow::fallback>(), kWhy));
     for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
@@ -390,7 +374,7 @@ EXPORT int64_t follow_schedule(Space* space, int64_t bucket, const int64_t* numb
 // must not run before `follow_pause`.
 EXPORT int64_t follow_open(Space* space, int beside) noexcept {
   return run_locked([&] {
-    TORCH_CHECK(current == nullptr, "a loop is followed already");
+    TORCH_CHECK(current == nullptr, "an eager loop is already open");
     start_copiers();
     install(beside != 0);
     space->device.enter();
@@ -431,7 +415,6 @@ EXPORT int64_t follow_pause(Space* space) noexcept {
   return run_locked([&]() -> int64_t {
     if (current != space) return 0;
     wait_for_copies(*space);
-    // Writes during the pause are not observed.
     for (Block* block : space->owned_blocks) {
       block->touched |= !block->is_resident();
       block->dirty |= block->is_resident() && !space->verifies;
@@ -452,7 +435,6 @@ EXPORT int follow_current() noexcept { return current.load() != nullptr; }
 EXPORT int follow_is_opener() noexcept { return is_opener(); }
 // Whether the calling thread's ops belong to a loop that is not paused.
 EXPORT int follow_tracked() noexcept { return is_tracked(); }
-// As `set_tracked`; a tracked thread belongs to the loop.
 EXPORT void follow_thread(int on) noexcept {
   if (on != 0) {
     loop_number = loops_opened;
@@ -536,13 +518,11 @@ EXPORT int64_t follow_release(StorageImpl* storage) noexcept {
     return block != nullptr && release_storage(*block, *storage);
   });
 }
-// The same for all storages of a space.
 EXPORT int64_t follow_release_all(Space* space) noexcept {
   return run_locked([&] {
     wait_for_copies(*space);
-    Owners(std::vector<Block*>(space->owned_blocks.begin(), space->owned_blocks.end())).each([](Block& block, StorageImpl& storage) {
-      release_storage(block, storage);
-    });
+    Owners(std::vector<Block*>(space->owned_blocks.begin(), space->owned_blocks.end()))
+        .each([](Block& block, StorageImpl& storage) { release_storage(block, storage); });
   });
 }
 // Frees pages of an evicted storage that exist only because its window was read.
@@ -633,7 +613,6 @@ EXPORT int64_t follow_hold(StorageImpl* storage) noexcept {
     return 1;
   });
 }
-// Releases the thread's last hold.
 EXPORT void follow_unhold() noexcept {
   const Guard guard;
   const Hold last = std::move(holds.back());
@@ -652,7 +631,6 @@ struct HookedFunction {
     return function(self, arguments, named);
   }
 };
-// Returns the address of one of two wrappers.
 EXPORT void* follow_told(int number, void* function, void (*hook)(void*, int64_t*)) noexcept {
   const auto install_hook = [&](auto& hooked) {
     hooked.function = reinterpret_cast<void* (*)(void*, void*, void*)>(function);
@@ -695,10 +673,8 @@ EXPORT int64_t follow_evict_all(Space* space) noexcept {
 EXPORT void follow_stress(Space* space, int on) noexcept { space->stress = on != 0; }
 // Sets the smallest size of tracked storages: 64 KiB except in tests.
 EXPORT void follow_smallest(int64_t bytes) noexcept { smallest = bytes; }
-// Switches overlapped copies, which are on by default.
 EXPORT void follow_ahead(Space* space, int on) noexcept { space->copies_ahead = on != 0; }
 
-// For tests: the arena's address.
 EXPORT int64_t follow_base(const Space* space) noexcept { return reinterpret_cast<int64_t>(space->base); }
 // For tests: sizes of the loop's data structures, as in `Sizes` of test_follow_growth.py.
 EXPORT void follow_sizes(Space* space, int64_t* sizes) noexcept {
@@ -719,7 +695,7 @@ EXPORT void follow_ask_source(void (*ask)(int64_t*)) noexcept { ask_source = ask
 // recomputed; 3: nothing, but record what could be recomputed.
 EXPORT int64_t follow_recompute(Space* space, int mode) noexcept {
   return run_guarded([&] {
-    TORCH_CHECK(mode >= 0 && mode <= 3, "there is no mode ", mode);
+    TORCH_CHECK(mode >= 0 && mode <= 3, "unknown mode ", mode);
     const Guard guard;
     space->recipes->mode = static_cast<follow::Recompute>(mode);
     if (space->recipes->mode == follow::Recompute::kNoting) {

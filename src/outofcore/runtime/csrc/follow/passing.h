@@ -24,14 +24,12 @@ inline c10::DispatchKeySet below_key(c10::DispatchKeySet keys) {
 // Smaller storages stay with PyTorch's allocator.
 inline std::atomic<int64_t> smallest{64 * 1024};
 inline bool is_large(int64_t bytes) { return bytes >= smallest.load(std::memory_order_relaxed); }
-// Whether a tensor on any device has a large storage.
 inline bool has_large(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   return impl->has_storage() &&
          is_large(static_cast<int64_t>(impl->unsafe_storage().unsafeGetStorageImpl()->nbytes()));
 }
 
-// A passing op during its run.
 class Passing {
  public:
   explicit Passing(const c10::OperatorHandle& op);
@@ -46,7 +44,6 @@ class Passing {
   // Call after the op has run. Takes over its large results and returns whether there are any. Rethrows a refusal that
   // the kernel has caught.
   bool take_results(const torch::jit::Stack& results);
-  // Call after the op has thrown. Rethrows the refusal, if any.
   void rethrow_refusal() const;
 
  private:
@@ -59,11 +56,11 @@ class Passing {
   Passing* passing_ = nullptr;
 };
 
-// The kernel of all other ops.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 // Whether an operator's kernel calls other ops that are observed one by one.
 bool is_composite(const c10::OperatorHandle& op);
 // Registers a kernel for an ATen operator that passes without boxing its arguments, unless its signature is rare.
-void register_unboxed(const c10::OperatorHandle& op, const char* debug_name, std::vector<c10::RegistrationHandleRAII>& registrations);
+void register_unboxed(const c10::OperatorHandle& op, const char* debug_name,
+                      std::vector<c10::RegistrationHandleRAII>& registrations);
 
 }  // namespace follow

@@ -1,7 +1,5 @@
-// Homes on a GPU: pinned host memory, which kernels can read, so evicted storages have valid addresses.
-//
-// Pinned memory cannot grow in place, so it comes in pieces, and a copy must not span two of them. A forked child
-// cannot use CUDA and so does not have it.
+// Homes on a GPU: pinned host memory, which kernels can read, so evicted storages have valid addresses. It cannot grow
+// in place and so comes in pieces; a copy must not span two of them. A forked child cannot use CUDA.
 
 #pragma once
 

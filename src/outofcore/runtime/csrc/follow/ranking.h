@@ -1,9 +1,7 @@
-// Blocks ordered by next use, furthest first, without examining all of them for each request.
-//
-// A block's key is the number of the op that uses it next, which stays constant while other ops run. A block is ranked
-// when the order is first needed, and again after each use. Predictions may change: a key that has become too large is
-// corrected when its block is visited. Keys that have become too small are corrected when all blocks are ranked again,
-// from time to time.
+// Blocks ordered by next use, furthest first, without examining all of them for each request. A block's key is the
+// number of the op that uses it next, which stays constant while other ops run. It is determined when the order is
+// first needed, and again after each use. Predictions may change: too large a key is corrected when its block is
+// visited, too small a key when all blocks are ranked again, from time to time.
 
 #pragma once
 

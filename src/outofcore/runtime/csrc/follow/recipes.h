@@ -1,9 +1,7 @@
-// Recipes: what autograd keeps in place of a saved tensor that can be recomputed.
-//
-// A recipe is a storage's lineage (lineage.h) with references to its inputs. Autograd holds the recipe, so the storage
-// is freed with its last other reference. While the storage still exists, it is used. Inputs must not change: before an
-// op writes to an input, its recipes are evaluated and their results kept. Before an op writes to a storage with a
-// recipe, the recipe keeps that storage, as autograd would have done.
+// Recipes, kept by autograd in place of saved tensors that can be recomputed. A recipe is a storage's lineage
+// (lineage.h) with references to its inputs; the storage is freed with its last other reference. Inputs must not
+// change: before an op writes to one, the recipes that use it are evaluated and their results kept. Before an op writes
+// to a storage with a recipe, the recipe keeps that storage, as autograd would have done.
 
 #pragma once
 
@@ -31,16 +29,13 @@ enum class Recompute {
   kNoting,      // none; records what could be recomputed
 };
 
-// The pager's interface for recipes.
 struct Pager {
   virtual ~Pager() = default;
   // Returns the origin of a tracked storage with observed writes only, or null.
   virtual std::shared_ptr<Origin> origin_of(c10::StorageImpl& storage) = 0;
   // Of any storage that has one.
   virtual std::shared_ptr<Origin> known_origin(c10::StorageImpl& storage) = 0;
-  // Copies a storage that is too small to be tracked.
   virtual c10::Storage copy_of(const c10::StorageImpl& storage) = 0;
-  // Runs an op like one of the loop.
   virtual void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) = 0;
 };
 
@@ -99,7 +94,6 @@ struct Recipe : std::enable_shared_from_this<Recipe> {
 
 class Recipes;
 
-// What autograd keeps for one saved tensor.
 struct Packed {
   std::shared_ptr<Recipes> recipes;
   std::shared_ptr<Recipe> recipe;
@@ -108,7 +102,6 @@ struct Packed {
   uint32_t version = 0;
 };
 
-// A storage that could be recomputed.
 struct Note {
   int64_t bytes = 0, nanoseconds = 0;  // of its ops
   std::vector<size_t> places;          // of its ops, for a device's timer
@@ -180,8 +173,9 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     if (mode == Recompute::kNoting) note_for(id, bytes).nanoseconds = -1;
   }
   // The op has changed a storage with a known lineage.
-  void record_change(const std::shared_ptr<Step>& step, RerunEffect again, std::vector<std::shared_ptr<const Step>> before,
-                  bool complete, const c10::StorageImpl& storage, Origin& origin) {
+  void record_change(const std::shared_ptr<Step>& step, RerunEffect again,
+                     std::vector<std::shared_ptr<const Step>> before, bool complete, const c10::StorageImpl& storage,
+                     Origin& origin) {
     if (before.empty() || before.size() >= Origin::kMaxSteps) return;
     origin.steps = std::move(before);
     origin.steps.push_back(step);
@@ -229,7 +223,6 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     return new Packed{shared_from_this(), recipe, Geometry::of(tensor), counter, counter.current_version()};
   }
 
-  // Returns the saved tensor.
   at::Tensor unpack(const Packed& packed) {
     const auto now = packed.counter.current_version();
     TORCH_CHECK(now == packed.version,
@@ -244,7 +237,6 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     return tensor;
   }
 
-  // Counts a freed storage that can be recomputed.
   void count_freed(const Origin& origin, int64_t bytes) {
     for (const auto& weak : origin.recipes)
       if (const auto recipe = weak.lock(); recipe && !recipe->kept_storage && recipe->version == origin.version) {
@@ -260,7 +252,8 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
       const Guard guard;
       mode = Recompute::kOff;
       for (Recipe* recipe : live_recipes_->recipes)
-        if (auto owner = recipe->weak_from_this().lock(); owner && owner->origin && !owner->kept_storage) all.push_back(std::move(owner));
+        if (auto owner = recipe->weak_from_this().lock(); owner && owner->origin && !owner->kept_storage)
+          all.push_back(std::move(owner));
     }
     for (const auto& recipe : all) {
       try {
@@ -414,8 +407,8 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   StoragePointer find_rerun(Recipe& recipe) {
     if (!recipe.rerun_storage) return {};
     auto storage = strong_of(*recipe.rerun_storage);
-    if (storage && recipe.rerun_storage && recipe.rerun_origin && pager_.known_origin(*storage) == recipe.rerun_origin &&
-        recipe.rerun_origin->version == recipe.rerun_version)
+    if (storage && recipe.rerun_storage && recipe.rerun_origin &&
+        pager_.known_origin(*storage) == recipe.rerun_origin && recipe.rerun_origin->version == recipe.rerun_version)
       return storage;
     drop(std::move(storage));
     recipe.rerun_storage.reset();
@@ -428,8 +421,9 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     std::vector<std::shared_ptr<const Step>> steps;
     {
       const Guard guard;
-      TORCH_CHECK(recipe->error.empty(), "outofcore: a tensor that autograd has saved could not be made again when the "
-                  "loop ended, since ", recipe->error, "; call backward() before the context ends, or give a larger budget");
+      TORCH_CHECK(recipe->error.empty(),
+                  "outofcore: a saved tensor could not be recomputed when the loop ended: ", recipe->error,
+                  "; call backward() before the loop ends, or use a larger budget");
       if (auto storage = find_storage(*recipe, exact)) return storage;
       inputs = recipe->inputs;
       steps = recipe->steps;
@@ -440,9 +434,10 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
       const Guard guard;
       const bool same = pager_.known_origin(*input.storage) == input.origin &&
                         input.origin->version == input.version && count_of(input.counter) == input.count;
-      TORCH_CHECK(same, "outofcore: a tensor that autograd needs cannot be made again: what it is made from was changed "
-                        "by code that is not followed, such as another thread or a resize of its storage; change it after "
-                        "backward, or in the thread that is followed");
+      TORCH_CHECK(same,
+                  "outofcore: a saved tensor cannot be recomputed: one of its inputs was changed by code that is not "
+                  "observed, such as another thread or a resize of its storage; change it after backward(), or on the "
+                  "thread of the loop");
     }
     const auto start = std::chrono::steady_clock::now();
     StoragePointer storage;
@@ -470,7 +465,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
             storage = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl());
         });
       TORCH_CHECK(storage && static_cast<int64_t>(storage->nbytes()) == recipe->bytes,
-                  "outofcore: ", step->op.operator_name(), " made another storage than it had made before");
+                  "outofcore: ", step->op.operator_name(), " created a different storage than before");
     }
     const Guard guard;
     recipe->rerun_storage.emplace(weak_of(*storage));

@@ -1,8 +1,6 @@
-// Records of steps, as the basis of plans, and the loop's position in them.
-//
-// A step lasts from one optimizer update to the next, including micro-steps, evaluations and logging. Steps with
-// (nearly) the same ops on storages in the same relations are of one kind, whatever their sizes. Each kind has plans
-// for some sizes (size buckets).
+// Records of steps, as the basis of plans, and the loop's position in them. A step lasts from one optimizer update to
+// the next. Steps with (nearly) the same ops on storages in the same relations are of one kind, whatever their sizes.
+// Each kind has plans for some sizes (size buckets).
 
 #pragma once
 
@@ -22,7 +20,6 @@
 
 namespace follow {
 
-// Records the current step.
 class Recorder {
  public:
   void add(const void* op, const std::vector<Touched>& touched, int64_t nanos, std::vector<Request> requests,
@@ -146,7 +143,6 @@ struct SizeBucket {
   std::unique_ptr<Schedule> schedule;  // null: not planned yet
 };
 
-// Steps of one kind.
 struct StepKind {
   int64_t number;
   Record usual;                                     // an example
@@ -165,7 +161,6 @@ struct StepKind {
   int64_t next_kind = -1;  // number of the kind that followed last
 };
 
-// Follows a loop through the records.
 class Follower {
  public:
   static constexpr int64_t kNever = int64_t{1} << 40;
@@ -257,7 +252,8 @@ class Follower {
       if (auto alignment = align(candidate->usual, record, best_alignment ? best_alignment->share : kAlike))
         similar = candidate.get(), best_alignment = std::move(alignment);
     if (similar != nullptr) {
-      for (size_t i = 0; i < best_alignment->other_storages.size(); ++i) similar->other_storages[i] = similar->other_storages[i] || best_alignment->other_storages[i];
+      for (size_t i = 0; i < best_alignment->other_storages.size(); ++i)
+        similar->other_storages[i] = similar->other_storages[i] || best_alignment->other_storages[i];
       Record in_its_terms = translate(record, similar->usual, *best_alignment);
       remember_once(std::move(record));
       record = std::move(in_its_terms);
@@ -307,7 +303,6 @@ class Follower {
     position_ = static_cast<int32_t>(kind_->usual.ops.size()) - 1;
     unexpected_ = skipped_ops_ = 0;
   }
-  // A block is freed.
   void forget(int64_t id) {
     for (auto& kind : kinds_) {
       if (const auto entry = kind->storage_by_block.find(id); entry != kind->storage_by_block.end()) {
@@ -339,13 +334,15 @@ class Follower {
       std::vector<Record::Leftover> leftovers;
       for (size_t i = 0; i < alignment->storages.size(); ++i)
         for (const Record::Leftover& leftover : record.leftovers)
-          if (leftover.storage == alignment->storages[i]) leftovers.push_back({static_cast<int32_t>(i), leftover.freed});
+          if (leftover.storage == alignment->storages[i])
+            leftovers.push_back({static_cast<int32_t>(i), leftover.freed});
       record.leftovers = std::move(leftovers);
     }
     auto created = std::make_unique<StepKind>();
     created->number = numbers_++;
     created->usual = record;
-    created->other_storages = alignment != nullptr ? alignment->other_storages : std::vector<bool>(record.ops.size(), false);
+    created->other_storages =
+        alignment != nullptr ? alignment->other_storages : std::vector<bool>(record.ops.size(), false);
     created->uses.resize(record.storages.size());
     created->blocks.assign(record.storages.size(), nullptr);
     created->persistent.assign(record.storages.size(), -1);
@@ -411,7 +408,7 @@ class Follower {
     return false;
   }
 
-  // The number of matching operators before an op, up to `most`.
+  // The number of matching operators before an op, up to `limit`.
   int32_t count_same_before(const StepKind& kind, int32_t at, int32_t limit) const {
     int32_t same = 0;
     const auto n = static_cast<int32_t>(kind.usual.ops.size());

@@ -25,7 +25,6 @@ int32_t role_of(const Space& space, const Block& block) {
   }
   return storage >= 0 && kind.blocks[storage] == &block ? storage : -1;
 }
-// The planned offset at a block's next use; -1: anywhere.
 int64_t planned_offset(const Space& space, const Block& block) {
   if (space.bucket == nullptr) return -1;
   const int32_t storage = role_of(space, block);
@@ -102,7 +101,6 @@ std::vector<Block*> neighbours(const Space& space, Block& first, int64_t bytes, 
   }
 }
 
-// Whether a running op of another thread keeps a block in place.
 bool is_held_by_others(const Space& space) {
   if (unpinned_ops > 0) return true;
   return std::any_of(space.by_offset.begin(), space.by_offset.end(), [](const auto& placed) {
@@ -115,7 +113,8 @@ bool is_held_by_others(const Space& space) {
 // Waits for storages that are being destroyed. Returns false if there are none. Blocks that remain have lost their
 // storage.
 bool wait_for_dying(Space& space) {
-  if (std::none_of(space.by_offset.begin(), space.by_offset.end(), [](const auto& placed) { return placed.second->owner_dying; }))
+  if (std::none_of(space.by_offset.begin(), space.by_offset.end(),
+                   [](const auto& placed) { return placed.second->owner_dying; }))
     return false;
   if (wait_for_change(std::chrono::seconds(1))) return true;
   for (const auto& [offset, block] : space.by_offset)
@@ -189,7 +188,8 @@ bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
     }
     // They must be fetched ahead again.
     for (const Block* victim : victims)
-      space.lookahead_position = std::min(space.lookahead_position, space.history.position() + next_use(space, *victim) - 1);
+      space.lookahead_position =
+          std::min(space.lookahead_position, space.history.position() + next_use(space, *victim) - 1);
     if (std::any_of(victims.begin(), victims.end(), [](const Block* block) { return block->writing; })) {
       wait_for_copy(space);
       continue;
@@ -234,7 +234,6 @@ follow::Numbers need_of_running(const Space& space, int64_t bytes, Stays&& stays
   return {space.limit, bytes, pinned, unmovable, min_budget, small, smallest, outside, parameter != nullptr,
           block == nullptr ? -1 : block->id};
 }
-// The running op, with its source line in a backward pass.
 std::string describe_running_op(const Space& space, const follow::Numbers& numbers) {
   return name_of_running() + (numbers.sums != 0 ? "" : source_of_running(space));
 }
@@ -243,7 +242,8 @@ std::string describe_running_op(const Space& space, const follow::Numbers& numbe
 // because ops wait for it.
 void record_need(Space& space, int64_t bytes) {
   const follow::Numbers numbers = need_of_running(space, bytes, [](const Block& block) {
-    return block.pins > block.other_pins || !block.storage || block.is_immovable || (!Device::kFixedLeave && block.fixed);
+    return block.pins > block.other_pins || !block.storage || block.is_immovable ||
+           (!Device::kFixedLeave && block.fixed);
   });
   if (numbers.asked + numbers.used == 0 || numbers.least <= space.need.numbers.least) return;
   space.need = {"", describe_running_op(space, numbers), numbers};
@@ -257,7 +257,6 @@ bool allow_excess(Space& space, int64_t bytes) {
   space.overrun += space.bytes_in_use + bytes - space.room();
   return true;
 }
-// Evicts what exceeds the budget after an op.
 void shrink(Space& space) {
   if (std::exchange(space.overrun, 0) == 0) return;
   make_room(space, 0);
@@ -287,7 +286,8 @@ bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, i
   const int64_t planned = planned_offset(space, block), before = block.offset;
   const auto outside = [&](int64_t offset) { return offset + block.bytes <= from || offset >= from + bytes; };
   int64_t to = planned;
-  if (planned < 0 || !outside(planned) || !space.extents.take_at(planned, block.bytes)) to = space.extents.take(block.bytes);
+  if (planned < 0 || !outside(planned) || !space.extents.take_at(planned, block.bytes))
+    to = space.extents.take(block.bytes);
   if (to >= 0 && !outside(to)) {
     const int64_t inside = to;
     to = space.extents.take(block.bytes);
@@ -323,7 +323,8 @@ bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, i
 void move_into_core(Space& space) {
   const int64_t end = space.addresses();
   std::vector<Block*> behind;
-  for (auto it = space.by_offset.rbegin(); it != space.by_offset.rend() && it->first + it->second->bytes > space.core(); ++it)
+  for (auto it = space.by_offset.rbegin(); it != space.by_offset.rend() && it->first + it->second->bytes > space.core();
+       ++it)
     behind.push_back(it->second);
   std::erase_if(behind, [](const Block* block) { return !is_movable(*block) || block->fixed; });
   if (!behind.empty())
@@ -333,7 +334,9 @@ void move_into_core(Space& space) {
   // Memory returned in parts comes back as small pages, which are slower to access. Collapse them, at increasing
   // intervals if it recurs. The core can have all of its memory only if no block is beyond it.
   if (!space.is_fragmented || Device::kAddresses == 1 || space.follower.steps() < space.next_collapse_step) return;
-  if (!space.by_offset.empty() && space.by_offset.rbegin()->first + space.by_offset.rbegin()->second->bytes > space.core()) return;
+  if (!space.by_offset.empty() &&
+      space.by_offset.rbegin()->first + space.by_offset.rbegin()->second->bytes > space.core())
+    return;
   space.is_fragmented = false;
   space.next_collapse_step = space.follower.steps() + (int64_t{1} << std::min<int64_t>(++space.collapses, 40));
   space.core_counted = true;
@@ -391,7 +394,8 @@ bool clear_range(Space& space, int64_t offset, int64_t bytes, bool now) {
     if (there.empty()) return true;
     bool writing = false;
     for (const Block* block : there) {
-      if (!can_leave_arena(*block) || block->fixed || (!block->released && planned_offset(space, *block) == block->offset))
+      if (!can_leave_arena(*block) || block->fixed ||
+          (!block->released && planned_offset(space, *block) == block->offset))
         return false;
       if (!now && block->is_resident() && (block->dirty || block->writing)) return false;
       writing |= block->writing;
@@ -426,7 +430,6 @@ std::optional<int64_t> find_room(Space& space, int64_t bytes, int64_t planned) {
   }
 }
 
-// Fetches an operand, or leaves it to be used at its home.
 void fetch(Space& space, Block& block) {
   if (Device::kStreams && block.state == BlockState::kFetching) {
     std::erase(space.ended_copies, &block);
@@ -440,8 +443,8 @@ void fetch(Space& space, Block& block) {
   if (block.state == BlockState::kFetched && show_fetched(space, block)) return;
   // Evicted blocks with a fixed address, or used by another thread, are used through their windows.
   const auto through_window = [&] {
-    return (block.fixed && (!Device::kFixedLeave || block.offset < 0)) || is_used_elsewhere(block) || !is_owned(block) ||
-           (!block.fixed && has_array(*block.storage->_unsafe_get_target()));
+    return (block.fixed && (!Device::kFixedLeave || block.offset < 0)) || is_used_elsewhere(block) ||
+           !is_owned(block) || (!block.fixed && has_array(*block.storage->_unsafe_get_target()));
   };
   const auto use_at_home = [&] {
     space.counters[kAtHomeBytes] += block.bytes;
@@ -521,12 +524,10 @@ void set_twin(Space& space, Block& block, int64_t part) {
   space.by_twin[part] = &block;
 }
 
-// Clears a block's role in its record.
 void clear_role(Space& space, const Block& block) {
   for (const auto& kind : space.follower.all())
     if (kind->number == block.role_in && kind->blocks[block.role] == &block) kind->blocks[block.role] = nullptr;
 }
-// Sets which storage of a record a block is now.
 void set_role(Space& space, follow::StepKind& kind, Block& block, int32_t storage) {
   if (kind.persistent[storage] >= 0) {
     if (kind.persistent[storage] == block.id) kind.blocks[storage] = &block;

@@ -1,4 +1,4 @@
-// What autograd need not keep: the lineage of op results (lineage.h) and recipes for them (recipes.h).
+// Capture of the lineage of op results (lineage.h), and recipes for saved tensors (recipes.h).
 
 #pragma once
 
@@ -83,10 +83,10 @@ class Lineage {
  public:
   Lineage(Space& space, const c10::OperatorHandle& op, const Operator& about) : space_(space), op_(op), about_(about) {}
 
-  // Call before the op runs, with its operands.
   void before_run(const std::vector<Operand>& operands, c10::DispatchKeySet below, const torch::jit::Stack& stack) {
     follow::Recipes& recipes = *space_.recipes;
-    const bool changes = about_.recipe_rerun == follow::RerunEffect::kChanges || about_.recipe_rerun == follow::RerunEffect::kFills;
+    const bool changes =
+        about_.recipe_rerun == follow::RerunEffect::kChanges || about_.recipe_rerun == follow::RerunEffect::kFills;
     for (const auto& [block, written] : operands) {
       if (!block->origin) continue;
       offers_ |= block->origin->is_recomputed && !block->origin->steps.empty();
@@ -130,14 +130,16 @@ class Lineage {
     StorageImpl& storage = *block.storage->_unsafe_get_target();
     const auto origin = our_pager.origin_of(storage);
     if (!origin) return;
-    space_.recipes->record_creation(step_, about_.recipe_rerun, static_cast<size_t>(-place - 1), block.twin, block.storage_bytes, *origin);
+    space_.recipes->record_creation(step_, about_.recipe_rerun, static_cast<size_t>(-place - 1), block.twin,
+                                    block.storage_bytes, *origin);
     offers_ |= origin->is_recomputed;
   }
   void finish(const torch::jit::Stack& stack) {
     if (step_ && changed_ != nullptr)
       if (const StorageImpl& owner = *changed_->storage->_unsafe_get_target();  // an operand
           owns(owner, *changed_) && static_cast<int64_t>(owner.nbytes()) == changed_->storage_bytes)
-        space_.recipes->record_change(step_, about_.recipe_rerun, std::move(steps_), complete_, owner, *changed_->origin);
+        space_.recipes->record_change(step_, about_.recipe_rerun, std::move(steps_), complete_, owner,
+                                      *changed_->origin);
     if (!offers_ || !differentiated_ || offer_saved == nullptr || space_.recipes->mode == follow::Recompute::kOff) return;
     // Respect user hooks for saved tensors, and code that disables them.
     if (!at::SavedTensorDefaultHooks::is_enabled() || !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return;

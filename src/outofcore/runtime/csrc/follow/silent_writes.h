@@ -1,8 +1,6 @@
-// Arguments that operators write although their schemas do not say so.
-//
-// A storage without known writes is evicted without being written to its home, so a missing entry loses writes.
-// tests/torch_cpu/silent_writes.py finds entries that run on a CPU. Names cover all overloads, for torch 2.11 to 2.13.
-// Arguments written only in some modes, such as training, always count as written.
+// Arguments that operators write although their schemas do not declare it. Without an entry such a write is lost: the
+// storage is evicted as unchanged. tests/torch_cpu/silent_writes.py finds entries that run on a CPU. Names cover all
+// overloads, for torch 2.11 to 2.13. Arguments written only in some modes, such as training, always count as written.
 
 #pragma once
 

@@ -9,7 +9,6 @@
 
 namespace follow {
 
-// Maps the ascending sequence numbers of autograd nodes to source lines.
 class Sources {
  public:
   // Sets the source of the nodes from the last call up to, not including, `next`. Null: unknown.
@@ -29,7 +28,6 @@ class Sources {
     const auto entry = by_next_.upper_bound(number);
     return entry == by_next_.end() ? nullptr : entry->second;
   }
-  // Number up to which nodes are recorded.
   uint64_t last() const { return last_; }
 
  private:

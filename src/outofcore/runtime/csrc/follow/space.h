@@ -1,7 +1,5 @@
-// The central types of an eager loop: its blocks, its space, and process-wide state.
-//
-// This header and those above it, up to steps.h, form paging.cpp: one translation unit that exports only the functions
-// at its end.
+// The types of an eager loop: its blocks, its space, and process-wide state. This header and those that include it, up
+// to steps.h, form paging.cpp: one translation unit that exports only the functions at its end.
 
 #pragma once
 
@@ -239,7 +237,7 @@ struct Space {
   int64_t collapses = 0, next_collapse_step = 0;  // collapses into huge pages; step of the next one
   std::deque<int32_t> due_fetches;               // storages of the record to fetch
   std::vector<follow::Request> requests;  // of the running op
-  std::vector<std::pair<int64_t, int64_t>> planned_requests;  // bytes and planned offset of each expected request; -1: anywhere
+  std::vector<std::pair<int64_t, int64_t>> planned_requests;  // bytes and planned offset (-1: anywhere)
   std::optional<follow::Record> proposal;  // a step to plan
   int64_t proposal_kind = -1;             // the number of its kind
   std::string operator_names;                     // of that step
@@ -291,7 +289,6 @@ struct Space {
   int64_t room() const { return budget + overrun - spare - small(); }
   // End of the offsets that plans use.
   int64_t core() const { return room() / kPage * kPage; }
-  // Bytes of addresses of the arena.
   int64_t addresses() const {
     return Device::kAddresses * budget + (excess == Excess::kRefused ? 0 : Device::addresses_to_grow());
   }

@@ -1,7 +1,5 @@
-// The record of one step: its ops and the storages that they touched.
-//
-// Storages are numbered by first touch, so the numbers agree between steps that run the same ops on storages in the
-// same relations.
+// The record of one step: its ops and the storages that they touched. Storages are numbered by first touch, so the
+// numbers agree between steps that run the same ops on storages in the same relations.
 
 #pragma once
 
@@ -38,7 +36,6 @@ struct StepStorage {
   bool created = false;
 };
 
-// A complete step.
 struct Record {
   // A storage that an earlier step created and this one frees without touching it.
   struct Leftover {

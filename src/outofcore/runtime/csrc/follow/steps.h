@@ -64,7 +64,8 @@ bool end_of_step(Space& space) {
         kind->blocks[entry->second] = block;
   const follow::StepKind* before = space.follower.kind();
   if (space.bucket != nullptr && space.follower.on_course() && space.follower.next() != 0)
-    space.observer.record_departure(space.follower.next(), follow::Cause::kEnd, name_of(before->usual.ops[space.follower.next()].op), "");
+    space.observer.record_departure(space.follower.next(), follow::Cause::kEnd,
+                                    name_of(before->usual.ops[space.follower.next()].op), "");
   space.follower.expect_after(*kind);
   space.fit_score = 0;
   // A step of another size has deviated from the plan, too.
@@ -125,8 +126,10 @@ std::vector<int64_t> proposal_numbers(Space& space) {
     const follow::StepOp& op = record.ops[i];
     const auto [entry, fresh] = number.emplace(op.op, static_cast<int64_t>(number.size()));
     if (fresh) space.operator_names += static_cast<const c10::FunctionSchema*>(op.op)->name() + "\n";
-    values.insert(values.end(), {entry->second, record.nanos[i], record.workspaces[i], static_cast<int64_t>(op.touched.size())});
-    for (const auto& touch : op.touched) values.insert(values.end(), {touch.place, touch.storage, touch.written, touch.created});
+    values.insert(values.end(),
+                  {entry->second, record.nanos[i], record.workspaces[i], static_cast<int64_t>(op.touched.size())});
+    for (const auto& touch : op.touched)
+      values.insert(values.end(), {touch.place, touch.storage, touch.written, touch.created});
   }
   for (const auto& leftover : record.leftovers) values.insert(values.end(), {leftover.storage, leftover.freed});
   return values;
@@ -142,7 +145,8 @@ void accept_proposal(Space& space) {
     if (&*oldest == space.bucket) space.bucket = nullptr;
     kind->buckets.erase(oldest);
   }
-  follow::SizeBucket bucket{space.bucket_count++, {}, std::move(space.proposal->requests), bytes_created(*space.proposal), space.follower.steps(), nullptr};
+  follow::SizeBucket bucket{space.bucket_count++, {}, std::move(space.proposal->requests),
+                            bytes_created(*space.proposal), space.follower.steps(), nullptr};
   for (const follow::StepStorage& storage : space.proposal->storages) bucket.bytes.push_back(storage.bytes);
   kind->buckets.push_back(std::move(bucket));
   space.proposal.reset();

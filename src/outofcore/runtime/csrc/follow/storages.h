@@ -14,7 +14,6 @@ void set_owner(Block& block, StorageImpl& storage) {
   block.space->owned_blocks.insert(&block);
 }
 
-// Returns the block of a storage. Null: it has none.
 Block* find_block(StorageImpl& storage) {
   const at::DataPtr& data = storage._mutable_data_ptr_no_checks();
   if (data.get_deleter() != &release_block) return nullptr;
@@ -28,7 +27,8 @@ Block* enroll(StorageImpl& storage) {
   const at::DataPtr& data = storage._mutable_data_ptr_no_checks();
   if (data.get_deleter() != &allocation::release) return nullptr;
   Block* block = block_at(data.get());
-  if (block == nullptr || block->storage || !is_large(block->storage_bytes)) return nullptr;  // small blocks are never moved
+  if (block == nullptr || block->storage || !is_large(block->storage_bytes))
+    return nullptr;  // small blocks are never moved
   set_owner(*block, storage);
   show(*block, storage, block->space->address(*block));
   return block;
@@ -124,7 +124,6 @@ bool return_to_file(Block& block, StorageImpl& storage) {
   return true;
 }
 
-// How an op uses a storage.
 struct Use {
   bool is_managed = false;    // put under the budget by the user: always adopted, at a home
   bool is_partial = false;  // reads only a part, such as rows of a data set
@@ -146,7 +145,8 @@ Block* block_of(Space& space, StorageImpl& storage, const Use& use, at::DataPtr&
   const auto moves = [&] {
     if (find_block(storage) != block) return false;
     if (block == nullptr) return can_adopt(storage, use.is_managed);
-    return !block->fixed && !block->is_immovable && !block->is_held() && !is_used_elsewhere(*block) && !has_array(storage);
+    return !block->fixed && !block->is_immovable && !block->is_held() && !is_used_elsewhere(*block) &&
+           !has_array(storage);
   };
   const auto bytes = static_cast<int64_t>(storage.nbytes());
   if (moves() && is_worth_adopting(space, bytes, use)) {
@@ -154,7 +154,8 @@ Block* block_of(Space& space, StorageImpl& storage, const Use& use, at::DataPtr&
     // Another thread may have started to use it while room was made.
     const bool fits = make_room(space, whole_pages(bytes)) ||
                       (space.excess == Excess::kMeasured && allow_excess(space, whole_pages(bytes)));
-    if (fits && make_hole(space, whole_pages(bytes)) && moves() && space.bytes_in_use + whole_pages(bytes) <= space.room())
+    if (fits && make_hole(space, whole_pages(bytes)) && moves() &&
+        space.bytes_in_use + whole_pages(bytes) <= space.room())
       return adopt(space, storage, false, old_memory);
   }
   ++space.counters[kForeign];

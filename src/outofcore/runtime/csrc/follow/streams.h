@@ -1,10 +1,7 @@
-// Work on GPU streams and its dependencies.
-//
-// A mark identifies work: a stream and an increasing number. To run after marked work, a stream waits for the first
-// event recorded at that mark or later. A copy has an event directly behind it, so its users do not wait for later
-// copies. For an op an event is recorded only when needed. The host never blocks, except for a destroyed stream.
-//
-// Freed memory may still be in use by earlier work: `Fences` keeps its marks by address for the next user.
+// Work on GPU streams and its dependencies. A mark identifies work: a stream and an increasing number. To run after
+// marked work, a stream waits for the first event recorded at that mark or later. A copy has an event directly behind
+// it, so its users do not wait for later copies; for an op an event is recorded only when needed. `Fences` keeps the
+// marks of work on freed memory for its next user. The host blocks only for a destroyed stream.
 
 #pragma once
 
@@ -118,8 +115,9 @@ class Streams {
     if (marked.completed >= mark.number || waiter.waited[mark.stream] >= mark.number) return;
     if (marked.recorded.empty() || marked.recorded.back().number < mark.number) record(mark.stream);
     if (marked.completed >= mark.number) return;
-    const auto first = std::lower_bound(marked.recorded.begin(), marked.recorded.end(), mark.number,
-                                        [](const Recorded& recorded, int64_t number) { return recorded.number < number; });
+    const auto first =
+        std::lower_bound(marked.recorded.begin(), marked.recorded.end(), mark.number,
+                         [](const Recorded& recorded, int64_t number) { return recorded.number < number; });
     runtime_.wait(waiter.handle, first->event);
     waiter.waited[mark.stream] = first->number;
   }
@@ -148,7 +146,6 @@ class Streams {
   size_t last_ = 0;  // the stream of the last query
 };
 
-// The marks of work on freed memory, by address.
 class Fences {
  public:
   void put(const char* at, int64_t bytes, Marks marks) {

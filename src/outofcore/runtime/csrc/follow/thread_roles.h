@@ -1,4 +1,7 @@
-// Thread roles: the thread that opened the loop, copy threads, and all other threads.
+// Thread roles. The thread that opened the loop, and autograd threads that work for it, allocate in the arena and move
+// blocks. Ops of other threads are observed from their first op on (`on_op`): they pin their operands, never wait for
+// copies or room, and get memory from the stock allocator. An evicted block pinned by another thread is used through
+// its window by all threads. Collectives hold their tensors until complete. Copy threads move bytes only.
 
 #pragma once
 
@@ -41,7 +44,6 @@ void release_use(const StorageImpl* storage) {
   if (const auto used = used_by_others.find(storage); --used->second == 0) used_by_others.erase(used);
 }
 
-// Whether the calling thread has opened the loop.
 bool is_opener() { return loop_number != 0 && loop_number == loops_opened.load(); }
 
 bool no_loop_is_open() { return open_spaces.load(std::memory_order_relaxed) == 0; }
@@ -63,12 +65,10 @@ void enable_observers() {
   if (may_disable_observers && !at::isRecordFunctionEnabled()) at::enableRecordFunction(true);
 }
 
-// Switches tracking of the calling thread on or off.
 void set_tracked(bool on) {
   c10::impl::tls_set_dispatch_key_included(kKey, on);
   on ? disable_observers_unless_used() : enable_observers();
 }
-// Stops tracking the calling thread if no loop is open.
 void leave_thread() {
   if (no_loop_is_open()) set_tracked(false);
 }
@@ -92,9 +92,9 @@ struct InSpace {
   InSpace(const InSpace&) = delete;
 };
 
-// Whether the calling thread runs the loop, between ops or inside one.
 bool is_tracked() {
-  return depth > 0 || (c10::impl::tls_is_dispatch_key_included(kKey) && !is_other_thread() && current.load() != nullptr);
+  return depth > 0 ||
+         (c10::impl::tls_is_dispatch_key_included(kKey) && !is_other_thread() && current.load() != nullptr);
 }
 
 }  // namespace

@@ -109,7 +109,8 @@ std::string type_key(const c10::FunctionSchema& schema) {
   return key;
 }
 
-using Register = bool (*)(const c10::OperatorHandle& op, const char* debug_name, std::vector<c10::RegistrationHandleRAII>& to);
+using Register = bool (*)(const c10::OperatorHandle& op, const char* debug_name,
+                          std::vector<c10::RegistrationHandleRAII>& to);
 template <class Signature>
 bool register_as(const c10::OperatorHandle& op, const char* debug_name, std::vector<c10::RegistrationHandleRAII>& to) {
   std::unique_ptr<c10::OperatorKernel> kernel;
@@ -120,7 +121,8 @@ bool register_as(const c10::OperatorHandle& op, const char* debug_name, std::vec
   }
   to.push_back(c10::Dispatcher::singleton().registerImpl(
       op.operator_name(), follow::kKey,
-      c10::KernelFunction::makeFromUnboxedFunctor<false, Unboxed<Signature>>(std::move(kernel)), {}, nullptr, debug_name));
+      c10::KernelFunction::makeFromUnboxedFunctor<false, Unboxed<Signature>>(std::move(kernel)), {}, nullptr,
+      debug_name));
   return true;
 }
 
