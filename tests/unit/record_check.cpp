@@ -173,7 +173,7 @@ struct Loop {
       surprises += !expected;
       SURE(expected == follower.on_course());
       if (expected) {
-        passed += follower.passed();
+        passed += follower.skipped_ops();
         const auto& there = follower.op().touched;
         SURE(follower.op().op == op);
         SURE(std::count_if(there.begin(), there.end(), [](auto& touch) { return touch.place > 0; }) ==
@@ -182,7 +182,7 @@ struct Loop {
         for (const Touched& touch : operands) {
           const int32_t storage = follower.storage_at(touch.place);
           const auto lasting = known.storage_by_block.find(touch.id);
-          if (known.other[static_cast<size_t>(follower.position())] || storage < 0) continue;
+          if (known.other_storages[static_cast<size_t>(follower.position())] || storage < 0) continue;
           SURE(known.persistent[static_cast<size_t>(storage)] ==
                (lasting == known.storage_by_block.end() ? -1 : touch.id));
         }
@@ -201,7 +201,7 @@ struct Loop {
     if (known == nullptr) return nullptr;
     check_terms(as_it_was, *known);
     settled = follower.mark_persistent(*known, record);
-    follower.stand_after(*known);
+    follower.expect_after(*known);
     SURE(follower.on_course());
     return known;
   }

@@ -53,8 +53,8 @@ struct Arena {
   // Both 0 if unused. Readers take no lock: `end` is set last and cleared first, so no pointer seems to be between the
   // base of one arena and the end of another (see `holds`).
   std::atomic<uintptr_t> base{0}, end{0};
-  std::atomic<int64_t> holders{0};         // the owner, and each planned piece in use
-  int64_t large = 0;                       // smallest unplanned request that counts against the reserve
+  std::atomic<int64_t> holders{0};  // the owner, and each planned piece in use
+  int64_t large = 0;                // smallest unplanned request that counts against the reserve
   std::atomic<int64_t> reserve{0};
   std::atomic<Lender> lender{nullptr};
   std::atomic<int64_t> counters[kCounters] = {};

@@ -39,9 +39,9 @@ struct Wait {
 struct Piece {
   int64_t address;  // in the arena
   int64_t bytes;
-  int64_t outside;  // offset in the file, or address
-  int64_t slot;   // offset at the home; selects the pages of a sampled checksum
-  int64_t sum;    // row in the table of checksums; negative: not verified
+  int64_t outside;     // offset in the file, or address
+  int64_t slot;        // offset at the home; selects the pages of a sampled checksum
+  int64_t sum;         // row in the table of checksums; negative: not verified
   int32_t descriptor;  // as in `Transfer`
   outofcore::Cache cache;
 };

@@ -52,7 +52,7 @@ void annotate(T& stock, const void* pointer, const std::string& metadata) {
 // Who owns memory that our allocator has served.
 enum class MemoryOwner {
   kOurs,
-  kStock,    // the stock allocator, with its own deleter
+  kStock,      // the stock allocator, with its own deleter
   kForwarded,  // the stock allocator, with our deleter
 };
 

@@ -17,10 +17,10 @@
 namespace follow {
 
 struct Alignment {
-  std::vector<int32_t> ops;       // by op of the first step: op of the second; -1: none
-  std::vector<int32_t> storages;  // by storage of the first step: storage of the second; -1: none
-  std::vector<bool> other_storages;        // by op of the first: the second uses other storages
-  double share = 0;               // of the time of both steps, in ops common to both
+  std::vector<int32_t> ops;          // by op of the first step: op of the second; -1: none
+  std::vector<int32_t> storages;     // by storage of the first step: storage of the second; -1: none
+  std::vector<bool> other_storages;  // by op of the first: the second uses other storages
+  double share = 0;                  // of the time of both steps, in ops common to both
 };
 
 namespace alignment {

@@ -99,9 +99,9 @@ class Device {
 
   using Homes = PinnedHomes;
   struct Order {
-    Marks before;  // work that users of the block's memory wait for
-    Marks after;   // and work that also the memory's next owner waits for
-    Marks home;    // work on its slot
+    Marks before;               // work that users of the block's memory wait for
+    Marks after;                // and work that also the memory's next owner waits for
+    Marks home;                 // work on its slot
     int stream = -1;            // current when it got its memory
     std::vector<int> recorded;  // streams passed to Tensor.record_stream
   };
@@ -365,8 +365,8 @@ class Device {
   Streams<CudaRuntime> streams_;
   int in_, out_;
   Fences fences_;
-  Marks unobserved_;                     // unobserved work that may have written to windows
-  bool more_unobserved_ = false;         // more may come at any time
+  Marks unobserved_;                 // unobserved work that may have written to windows
+  bool more_unobserved_ = false;     // more may come at any time
   std::vector<cudaEvent_t> events_;  // unused timing events
 };
 

@@ -37,11 +37,11 @@
 namespace follow {
 
 enum class RerunEffect {
-  kNo,        // differs, or has side effects
-  kMakes,     // creates the same storages
-  kEmpty,     // creates storages with undefined bytes
-  kChanges,   // changes the first argument in the same way
-  kFills,     // overwrites (part of) the first argument with the same bytes
+  kNo,       // differs, or has side effects
+  kMakes,    // creates the same storages
+  kEmpty,    // creates storages with undefined bytes
+  kChanges,  // changes the first argument in the same way
+  kFills,    // overwrites (part of) the first argument with the same bytes
 };
 
 // Ops that update running statistics. In training they do not read them. Arguments 3 to 5 are mean, variance and the

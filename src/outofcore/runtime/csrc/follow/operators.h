@@ -11,16 +11,16 @@ namespace {
 
 enum class Kind {
   kAtom,       // its kernel accesses memory: operands are pinned
-  kComposite,      // composed of other ops, which are observed one by one
+  kComposite,  // composed of other ops, which are observed one by one
   kView,       // returns a tensor of the same storage
   kShape,      // uses its operands' shapes only
 };
 struct Operator {
   Kind kind;
-  bool runs_in_slices;              // processes lists of tensors elementwise
-  bool returns_list;               // and returns a list
-  bool looks_up;            // reads indexed elements of its first operand
-  bool communicates;        // continues after it has returned
+  bool runs_in_slices;  // processes lists of tensors elementwise
+  bool returns_list;    // and returns a list
+  bool looks_up;        // reads indexed elements of its first operand
+  bool communicates;    // continues after it has returned
   size_t results;
   std::vector<bool> writes;  // by argument
   follow::RerunEffect rerun;      // effect of rerunning it

@@ -77,7 +77,7 @@ struct Recipe : std::enable_shared_from_this<Recipe> {
   std::shared_ptr<Origin> rerun_origin;
   int64_t rerun_version = 0;
   StoragePointer kept_storage;  // set if it need not be recomputed
-  std::string error;     // why it cannot be recomputed
+  std::string error;            // why it cannot be recomputed
 
   void keep(StoragePointer storage) {
     kept_storage = std::move(storage);

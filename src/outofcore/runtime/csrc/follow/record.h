@@ -115,9 +115,9 @@ class Recorder {
 
 // A plan, by op of the record.
 struct Schedule {
-  std::vector<std::vector<int32_t>> leave;   // storages that may be evicted from here on
-  std::vector<std::vector<int32_t>> fetch;   // storages to start fetching here
-  std::vector<std::vector<int32_t>> write;   // storages to start writing once the op is done
+  std::vector<std::vector<int32_t>> leave;  // storages that may be evicted from here on
+  std::vector<std::vector<int32_t>> fetch;  // storages to start fetching here
+  std::vector<std::vector<int32_t>> write;  // storages to start writing once the op is done
   // By storage: pairs of an op that uses it and its offset from there on.
   std::vector<std::vector<std::pair<int32_t, int64_t>>> offsets;
   std::vector<int64_t> scratch;  // by op: offset of scratch memory; -1: anywhere
@@ -139,23 +139,23 @@ struct SizeBucket {
   std::vector<int64_t> bytes;  // by storage
   std::vector<std::vector<Request>> requests;  // by op
   int64_t size = 0;
-  int64_t last_used = 0;            // step of its last use
+  int64_t last_used = 0;               // step of its last use
   std::unique_ptr<Schedule> schedule;  // null: not planned yet
 };
 
 struct StepKind {
   int64_t number;
-  Record usual;                                     // an example
-  std::vector<bool> other_storages;                          // by op: steps of this kind use various storages
-  std::vector<std::vector<int32_t>> uses;           // by storage
-  std::vector<int64_t> persistent;                  // by storage: its permanent block; -1: varies
-  std::unordered_map<int64_t, int32_t> storage_by_block;    // persistent storages
-  std::vector<int64_t> last_blocks;                        // by storage: its block in the last step; -1: unknown
+  Record usual;                                           // an example
+  std::vector<bool> other_storages;                       // by op: steps of this kind use various storages
+  std::vector<std::vector<int32_t>> uses;                 // by storage
+  std::vector<int64_t> persistent;                        // by storage: its permanent block; -1: varies
+  std::unordered_map<int64_t, int32_t> storage_by_block;  // persistent storages
+  std::vector<int64_t> last_blocks;                       // by storage: its block in the last step; -1: unknown
   int64_t roles_version;                                  // identifies `of_block`; changes with `mark_persistent`
-  int persistence_updates = 0;                                // calls of `mark_persistent` that changed it
-  int64_t unconfirmed_bytes = 0;                            // bytes of the last step that may turn out to persist
-  bool has_waited = false;                             // the first plan was delayed by a step for them
-  std::vector<void*> blocks;                       // by storage: its current block
+  int persistence_updates = 0;                            // calls of `mark_persistent` that changed it
+  int64_t unconfirmed_bytes = 0;                          // bytes of the last step that may turn out to persist
+  bool has_waited = false;                                // the first plan was delayed by a step for them
+  std::vector<void*> blocks;                              // by storage: its current block
   std::list<SizeBucket> buckets;
   int64_t last_used = 0;
   int64_t next_kind = -1;  // number of the kind that followed last

@@ -17,14 +17,14 @@ namespace follow {
 // As `Refusal` in follow/native.py. In bytes except for the last two.
 struct Numbers {
   int64_t budget;
-  int64_t asked;     // requested at once by the op
-  int64_t used;      // operands of the op
-  int64_t kept;      // other memory that cannot be moved
-  int64_t least;     // smallest sufficient budget
-  int64_t small;     // tensors below `smallest` bytes
+  int64_t asked;  // requested at once by the op
+  int64_t used;   // operands of the op
+  int64_t kept;   // other memory that cannot be moved
+  int64_t least;  // smallest sufficient budget
+  int64_t small;  // tensors below `smallest` bytes
   int64_t smallest;
-  int64_t beside;    // outside the arena: libraries, small tensors, holes
-  int64_t sums;      // whether the op accumulates a parameter's gradient
+  int64_t beside;     // outside the arena: libraries, small tensors, holes
+  int64_t sums;       // whether the op accumulates a parameter's gradient
   int64_t parameter;  // block id of its storage; -1: none
 };
 inline const borders::Border kNumbers = STRUCT(Numbers, budget, asked, used, kept, least, small, smallest, beside, sums, parameter);

@@ -67,8 +67,8 @@ constexpr DispatchKey kCollectives = DispatchKey::BackendSelect;
 
 // In the order of the fields of `LoopStats` in stats.py.
 enum Counter {
-  kOps,                  // that touched a large storage
-  kExpectedOps,          // of these, ops that the history predicted
+  kOps,          // that touched a large storage
+  kExpectedOps,  // of these, ops that the history predicted
   kFetches,
   kFetchedBytes,
   kFetchesAhead,         // fetches that started before an op needed them
@@ -78,29 +78,29 @@ enum Counter {
   kUnseenWrites,         // storages assumed unchanged that had changed
   kAdoptions,
   kAdoptedBytes,
-  kBytesInUse,           // of the arena, current
-  kPeakBytes,            // of the arena
-  kAwayBytes,            // of evicted storages, current
-  kFixed,                // storages with a fixed address
-  kOutsideBytes,         // storages of 64 KiB and more of threads outside the loop
+  kBytesInUse,    // of the arena, current
+  kPeakBytes,     // of the arena
+  kAwayBytes,     // of evicted storages, current
+  kFixed,         // storages with a fixed address
+  kOutsideBytes,  // storages of 64 KiB and more of threads outside the loop
   kPeakOutsideBytes,
-  kForeign,              // operands used in place: see `block_of`
-  kAtHomeBytes,          // operands of the loop's ops used at their home
+  kForeign,      // operands used in place: see `block_of`
+  kAtHomeBytes,  // operands of the loop's ops used at their home
   kTransferMicroseconds,
-  kPeakHomeBytes,        // of the homes
-  kPlannedOps,           // ops that followed a plan
-  kUnplannedEvictions,   // evictions outside the plan while one was followed
-  kDepartures,           // deviations from a plan
-  kRecipes,              // storages to be recomputed instead of saved by autograd
-  kReruns,               // recomputations
-  kUnkeptBytes,          // storages freed because they can be recomputed
-  kRerunMicroseconds,    // time of recomputations
-  kFileBytes,            // storages with the file they were mapped from as home
-  kSmallBytes,           // smaller storages of the models and of the loop's ops
+  kPeakHomeBytes,       // of the homes
+  kPlannedOps,          // ops that followed a plan
+  kUnplannedEvictions,  // evictions outside the plan while one was followed
+  kDepartures,          // deviations from a plan
+  kRecipes,             // storages to be recomputed instead of saved by autograd
+  kReruns,              // recomputations
+  kUnkeptBytes,         // storages freed because they can be recomputed
+  kRerunMicroseconds,   // time of recomputations
+  kFileBytes,           // storages with the file they were mapped from as home
+  kSmallBytes,          // smaller storages of the models and of the loop's ops
   kPeakSmallBytes,
-  kPeakTotalBytes,       // all storages of 64 KiB and more, resident and evicted
-  kExceedances,          // ops that were allowed to exceed the budget
-  kArenaBytes,           // memory of the arena: used, or free and not returned to the system
+  kPeakTotalBytes,  // all storages of 64 KiB and more, resident and evicted
+  kExceedances,     // ops that were allowed to exceed the budget
+  kArenaBytes,      // memory of the arena: used, or free and not returned to the system
   kCounters
 };
 
@@ -148,34 +148,34 @@ struct Block : outofcore::CopyThread::Job {
   std::optional<follow::WeakStorage> storage;  // none: memory not yet owned by a storage
   int64_t id = 0;
   int64_t bytes = 0, storage_bytes = 0;  // page-aligned; of the storage
-  int64_t offset = -1;          // in the arena; -1: none
+  int64_t offset = -1;                   // in the arena; -1: none
   BlockState state = BlockState::kEvicted;
   bool writing = false;         // a concurrent copy to its home is in progress
   follow::Slot slot;
-  bool dirty = true;            // the bytes at home, if any, are outdated
-  bool fixed = false;           // its address was taken and must not change, resident or evicted
-  bool is_immovable = false;           // used at any time by another thread: it is no longer moved
-  std::shared_ptr<int> holds;   // current reads without an op by code of other threads; null: never any
-  bool is_freed = false;            // freed while it was held
-  bool owner_dying = false;           // its storage is being destroyed on another thread, or has given its memory away
-  int pins = 0;                 // ops that use it
-  int other_pins = 0;               // of these, ops of other threads
-  int works = 0;                // collectives that may read or write it
+  bool dirty = true;           // the bytes at home, if any, are outdated
+  bool fixed = false;          // its address was taken and must not change, resident or evicted
+  bool is_immovable = false;   // used at any time by another thread: it is no longer moved
+  std::shared_ptr<int> holds;  // current reads without an op by code of other threads; null: never any
+  bool is_freed = false;       // freed while it was held
+  bool owner_dying = false;    // its storage is being destroyed on another thread, or has given its memory away
+  int pins = 0;                // ops that use it
+  int other_pins = 0;          // of these, ops of other threads
+  int works = 0;               // collectives that may read or write it
   int64_t last_use = 0;
-  int64_t twin = -1;            // the storage in the history with its role
-  int64_t role_in = -1;         // the step kind in which it has a role that changes from step to step
+  int64_t twin = -1;     // the storage in the history with its role
+  int64_t role_in = -1;  // the step kind in which it has a role that changes from step to step
   int32_t role = -1;
   // The cached role of a persistent storage, and the version of the roles it was looked up in.
   mutable int32_t cached_role = -1;
   mutable int64_t cached_role_version = -1;
   bool released = false;        // the plan allows its eviction
-  int64_t managed_index = -1;           // position among the user's managed storages
+  int64_t managed_index = -1;   // position among the user's managed storages
   Sums sums;                    // valid unless `dirty`
   bool touched = false;         // unobserved code may have written to its window
   int64_t version = 0;          // number of writes
-  bool is_early = false;           // fetched ahead and not used yet
-  bool copy_succeeded = false;          // result of the concurrent copy
-  bool copy_waited = false;          // an op waited for the copy
+  bool is_early = false;        // fetched ahead and not used yet
+  bool copy_succeeded = false;  // result of the concurrent copy
+  bool copy_waited = false;     // an op waited for the copy
   int64_t copied_version = 0;
   ChecksumScope checksum_scope = ChecksumScope::kNothing;
   Sums copied_sums;
@@ -207,20 +207,20 @@ struct Space {
   int64_t limit;                         // the user's budget; `budget` is the arena's part
   int64_t budget;
   Excess excess;
-  int64_t overrun = 0;                     // bytes by which the running op may exceed the budget
+  int64_t overrun = 0;                   // bytes by which the running op may exceed the budget
   int64_t total = 0;                     // all storages, resident and evicted
   follow::Refusal need;                  // largest need of an op recorded so far
-  bool need_lacks_source = false;                 // the source line of that op is not known yet
+  bool need_lacks_source = false;        // the source line of that op is not known yet
   int64_t spare = 0;                     // free bytes of the arena, against fragmentation
   int64_t segments = 0;                  // allowed for small requests in PyTorch's allocator
   int64_t segments_before = 0;           // in use there before the loop
-  bool can_rerun = false;                   // the running op can be rerun
-  bool needs_rerun = false;                   // a request found no hole despite enough free bytes
+  bool can_rerun = false;                // the running op can be rerun
+  bool needs_rerun = false;              // a request found no hole despite enough free bytes
   std::atomic<bool> small_in_arena{false};  // the segments are used up: the arena serves small requests
-  std::atomic<int64_t> small_requested{0};   // bytes requested since the last check
+  std::atomic<int64_t> small_requested{0};  // bytes requested since the last check
   int64_t small_before = 0;              // `small_bytes` when the loop was opened
   std::atomic<int64_t> small_peak{0};    // maximum of `small_bytes` minus that
-  int64_t small_managed = 0;               // small storages that the user has put under the budget
+  int64_t small_managed = 0;             // small storages that the user has put under the budget
   std::unordered_set<const StorageImpl*> counted_small;  // these storages
   Device device;
   char* base = nullptr;  // null: not reserved yet
@@ -231,45 +231,45 @@ struct Space {
   follow::Follower follower;
   follow::Observer observer;
   follow::Sources sources;
-  follow::SizeBucket* bucket = nullptr;      // its plan is followed
-  int64_t fit_score = 0;                   // storages of this step with sizes close to the plan's, minus the others
+  follow::SizeBucket* bucket = nullptr;           // its plan is followed
+  int64_t fit_score = 0;  // storages of this step with sizes close to the plan's, minus the others
   bool is_fragmented = false;                     // memory of the core was returned in parts
   int64_t collapses = 0, next_collapse_step = 0;  // collapses into huge pages; step of the next one
-  std::deque<int32_t> due_fetches;               // storages of the record to fetch
-  std::vector<follow::Request> requests;  // of the running op
+  std::deque<int32_t> due_fetches;                // storages of the record to fetch
+  std::vector<follow::Request> requests;          // of the running op
   std::vector<std::pair<int64_t, int64_t>> planned_requests;  // bytes and planned offset (-1: anywhere)
-  std::optional<follow::Record> proposal;  // a step to plan
-  int64_t proposal_kind = -1;             // the number of its kind
+  std::optional<follow::Record> proposal;         // a step to plan
+  int64_t proposal_kind = -1;                     // the number of its kind
   std::string operator_names;                     // of that step
-  std::string observed_names;            // of the observed step
-  int64_t bucket_count = 0;                   // created so far
-  int64_t step_total = 0;                // maximum of `total` in the current step
+  std::string observed_names;                     // of the observed step
+  int64_t bucket_count = 0;                       // created so far
+  int64_t step_total = 0;                         // maximum of `total` in the current step
   std::chrono::steady_clock::time_point last_op_end = std::chrono::steady_clock::now();  // end of the last op
-  int64_t transfer_micros_before = 0;                    // transfer microseconds until then
+  int64_t transfer_micros_before = 0;             // transfer microseconds until then
   int64_t in_nanos = 1, out_nanos = 1, in_bytes = 0, out_bytes = 0;  // of all copies
   std::map<int64_t, Block*> by_offset;
   follow::Ranking<Block> ranking;  // of the same blocks
   int64_t ranked_until = 0;      // op at which all are ranked again,
   const void* ranked_by = nullptr;  // also if the source of predictions changes
   std::unordered_set<Block*> owned_blocks;
-  std::vector<Block*> managed;     // storages that the user put under the budget, in order; null: freed
-  size_t next_managed = 0;        // index after the last one used
+  std::vector<Block*> managed;                  // storages that the user put under the budget, in order; null: freed
+  size_t next_managed = 0;                      // index after the last one used
   std::unordered_map<int64_t, Block*> by_twin;  // by storage of the history: its counterpart now
-  std::vector<Block*> ended_copies;               // concurrent copies not yet in effect
-  int64_t copying_in = 0, copying_out = 0;    // concurrent copies in progress
-  int64_t early_bytes = 0;                          // bytes of early blocks
-  bool core_counted = false;                  // see `count_core`
-  int64_t lookahead_position = -1;                        // position in the history up to which fetches were issued
-  int64_t ops_until_write_scan = 0;                     // ops until blocks to write are selected again
-  bool has_evicted = false;                       // whether the room was ever insufficient
-  int64_t bytes_in_use = 0;           // of the arena
+  std::vector<Block*> ended_copies;             // concurrent copies not yet in effect
+  int64_t copying_in = 0, copying_out = 0;      // concurrent copies in progress
+  int64_t early_bytes = 0;                      // bytes of early blocks
+  bool core_counted = false;                    // see `count_core`
+  int64_t lookahead_position = -1;              // position in the history up to which fetches were issued
+  int64_t ops_until_write_scan = 0;             // ops until blocks to write are selected again
+  bool has_evicted = false;                     // whether the room was ever insufficient
+  int64_t bytes_in_use = 0;                     // of the arena
   int64_t next_id = 0;
   int64_t block_count = 0;            // of all kinds
   bool open = true;
-  bool observes_threads = false;             // this loop makes ops of all threads observed
-  bool is_inherited = false;        // this process is a child forked by the owner
-  bool verifies = true;          // verify bytes assumed unchanged and bytes from a disk
-  bool samples = false;          // verify a part of weights mapped from files; otherwise bytes from host memory, too
+  bool observes_threads = false;  // this loop makes ops of all threads observed
+  bool is_inherited = false;      // this process is a child forked by the owner
+  bool verifies = true;           // verify bytes assumed unchanged and bytes from a disk
+  bool samples = false;           // verify a part of weights mapped from files; otherwise bytes from host memory, too
   bool stress = false;
   bool copies_ahead = true;             // make overlapped copies
   int64_t counters[kCounters] = {};

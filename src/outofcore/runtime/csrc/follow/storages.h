@@ -125,9 +125,9 @@ bool return_to_file(Block& block, StorageImpl& storage) {
 }
 
 struct Use {
-  bool is_managed = false;    // put under the budget by the user: always adopted, at a home
+  bool is_managed = false;  // put under the budget by the user: always adopted, at a home
   bool is_partial = false;  // reads only a part, such as rows of a data set
-  int64_t other_bytes = 0;    // bytes of its other operands
+  int64_t other_bytes = 0;  // bytes of its other operands
 };
 // Whether to adopt foreign memory: if an op uses all of it, and room remains for other operands and a result of the
 // same size. Otherwise a few rows would cost a copy, or the copy would cause a refusal.

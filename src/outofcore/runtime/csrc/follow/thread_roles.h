@@ -19,9 +19,9 @@ namespace {
 thread_local int depth = 0;                    // nesting of atomic ops on this thread
 thread_local const c10::OperatorHandle* running = nullptr;
 thread_local std::exception_ptr* refusal = nullptr;  // the running op's refusal; null outside ops
-thread_local const char* source = nullptr;     // user's line of the running op in a backward pass, if known
-thread_local follow::Passing* passing = nullptr;  // the running op if it passes
-std::atomic<int> ops_running{0};               // on all threads
+thread_local const char* source = nullptr;           // user's line of the running op in a backward pass, if known
+thread_local follow::Passing* passing = nullptr;     // the running op if it passes
+std::atomic<int> ops_running{0};                     // on all threads
 
 // The number of loops opened, and the number of the loop that this thread opened (0: none). A loop may end on another
 // thread than its opener. It may also end during a backward pass, which restores the thread's dispatch keys afterwards:
