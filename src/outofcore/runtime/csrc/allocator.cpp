@@ -77,8 +77,6 @@ void release(void* pointer) noexcept {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Returns an `Installed`.
 EXPORT int outofcore_install() noexcept { return static_cast<int>(allocation::install()); }
 EXPORT void outofcore_uninstall() noexcept { allocation::uninstall(); }
-// The shared types as lines: see borders.h.
 EXPORT const char* outofcore_borders() noexcept { return borders::listing().c_str(); }

@@ -28,7 +28,6 @@ enum class Installed : int {
   kFailed = 4,     // an exception was thrown
 };
 
-// PyTorch's allocator at the first installation.
 inline std::atomic<c10::Allocator*> stock{nullptr};
 
 // Installs our allocator under PyTorch. Each call that returns kDone needs one `uninstall`.
@@ -49,7 +48,6 @@ void* serve(int64_t bytes);
 void release(void* pointer) noexcept;
 // Releases memory of an arena. Returns false if it is not an arena's.
 bool take_back(void* pointer) noexcept;
-// Whether memory belongs to an arena or was lent to one.
 bool has(void* pointer);
 
 }  // namespace planned
@@ -58,7 +56,6 @@ namespace eager_loop {
 
 // Serves a request that counts in an eager loop. Returns false if it does not.
 bool serve(size_t bytes, c10::DataPtr& memory);
-// Releases memory of a loop's arena. Returns false if it is not an arena's.
 bool take_back(void* pointer) noexcept;
 device::MemoryOwner record_stream(const c10::DataPtr& data, void* stream);
 

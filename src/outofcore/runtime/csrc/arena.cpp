@@ -50,8 +50,7 @@ enum Answer : int64_t {
 };
 
 struct Arena {
-  // Both 0 if unused. Readers take no lock: `end` is set last and cleared first, so no pointer seems to be between the
-  // base of one arena and the end of another (see `holds`).
+  // Both 0 if unused. Readers take no lock, so `end` is set last and cleared first (see `holds`).
   std::atomic<uintptr_t> base{0}, end{0};
   std::atomic<int64_t> holders{0};  // the owner, and each planned piece in use
   int64_t large = 0;                // smallest unplanned request that counts against the reserve
@@ -63,7 +62,7 @@ struct Request {
   int64_t bytes;
   char* address;      // null: optional request (a library's cache), served by the stock allocator
   bool reuses;        // overlaps an earlier request of the scope
-  int64_t in_use_in;  // the visit whose piece is in use; 0: none
+  int64_t in_use_in;  // the visit in which its piece is in use; 0: not in use
 };
 struct Event {
   int64_t freed, bytes, pointer;
@@ -185,7 +184,7 @@ Arena* take_back_lent(void* pointer) {
   return arena;
 }
 
-// Returns free bytes of the op's workspace, for requests in another order than planned. Null: there are none.
+// Returns free bytes of the op's workspace, for requests in another order than planned, or null.
 void* from_workspace(Thread& t, int64_t bytes) {
   constexpr int64_t kAlign = 4096;
   Table& table = *t.table;
@@ -258,7 +257,7 @@ void* serve_off_plan(Thread& t, int64_t bytes) {
   if (const Lender lender = arena.lender.load(); lender != nullptr) lender(bytes, t.scope, &answer);
   if (answer == kRefuse) {
     add(arena, kRefused, 1);
-    // Logged as an allocation that was freed at once, so that the next plan includes it.
+    // Log it as freed at once, so that the next plan includes it.
     constexpr int64_t kNowhere = 8;
     t.table->visit.add({0, bytes, kNowhere});
     t.table->visit.add({1, 0, kNowhere});
@@ -376,7 +375,6 @@ bool compiled_step::has(void* pointer) {
   return lent.count(pointer) != 0;
 }
 
-// Called through ctypes: exceptions must not leave these functions.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Takes ownership of [base, base + bytes), which is released with the owner and the last planned piece.
@@ -410,7 +408,6 @@ EXPORT int64_t outofcore_arena_lent(const Arena* arena, int64_t* addresses, int6
     if (piece.arena == arena && count++ < capacity) addresses[count - 1] = reinterpret_cast<int64_t>(pointer);
   return count;
 }
-// Writes up to `capacity` counters. Returns their total count.
 EXPORT int64_t outofcore_arena_counters(const Arena* arena, int64_t* counters, int64_t capacity) noexcept {
   for (int64_t i = 0; i < std::min<int64_t>(kCounters, capacity); ++i) counters[i] = arena->counters[i];
   return kCounters;
@@ -477,8 +474,8 @@ EXPORT void outofcore_end() noexcept {
   leave(t);
 }
 
-// Writes up to `capacity` scopes whose last visit made a large unplanned request, in order. Returns their total count.
-// Their logs are kept until outofcore_table_forget.
+// Writes up to `capacity` scopes, in order, with a large unplanned request in their last visit. Returns their total
+// count. Their logs are kept until outofcore_table_forget.
 EXPORT int64_t outofcore_table_surprises(const Table* table, int64_t* scopes, int64_t capacity) noexcept {
   int64_t count = 0;
   for (const auto& [scope, log] : table->surprises)
@@ -491,7 +488,6 @@ EXPORT const Log* outofcore_table_surprise_log(const Table* table, int64_t scope
 }
 EXPORT void outofcore_table_forget(Table* table) noexcept { table->surprises.clear(); }
 
-// Returns null if memory ran out.
 EXPORT Log* outofcore_record_begin() noexcept { return thread.log = new (std::nothrow) Log; }
 EXPORT void outofcore_record_end() noexcept { thread.log = nullptr; }
 // Returns -1 if events were lost because memory ran out.

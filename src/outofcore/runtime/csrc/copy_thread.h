@@ -37,7 +37,7 @@ class CopyThread {
   // Starts the thread unless it runs. Returns 0, or the errno.
   int start() {
     if (thread_.joinable()) return 0;
-    // Signals are for the interpreter's threads.
+    // Python's threads handle signals.
     sigset_t every, before;
     sigfillset(&every);
     pthread_sigmask(SIG_SETMASK, &every, &before);

@@ -31,7 +31,7 @@ using outofcore::kMemory;
 using outofcore::kPage;
 using outofcore::Transfer;
 
-// As in copying.py, which fills these in.
+// As in copying.py.
 struct Wait {
   int64_t queue, number;
 };
@@ -68,7 +68,7 @@ struct Work {
   int64_t threaded;  // 0: the waiting thread makes the copy
 };
 
-// As `_Failure` in copying.py, besides those of a transfer.
+// As `_Failure` in copying.py, which also has the codes of transfers.
 constexpr int64_t kDamaged = -2;  // the checksum of the bytes read differs
 constexpr int64_t kStopped = -3;  // another thread stopped the step
 
@@ -84,7 +84,6 @@ const borders::Border kBorders[] = {
 };
 
 double now() {
-  // The clock of Python's perf_counter() on Linux.
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -103,7 +102,6 @@ struct Free {
 
 struct Copying;
 
-// The thread of a queue; its job is all copies of a step.
 struct Copier : CopyThread::Job {
   explicit Copier(Copying& all) : all(all), bounce(static_cast<char*>(std::aligned_alloc(kPage, kBounce))) {
     if (bounce == nullptr) throw std::bad_alloc();
@@ -153,7 +151,6 @@ struct Copying {
       if (sleeper->queue == queue && sleeper->number <= number) sleeper->woken.notify_one();
   }
 
-  // Waits until copies may start. Returns false if the step was stopped.
   bool enter() {
     std::unique_lock<std::mutex> lock(mutex);
     gate.wait(lock, [&] { return !paused || failed.load(); });
@@ -177,7 +174,6 @@ struct Copying {
     return true;
   }
 
-  // Moves a piece and fills in its error code and the bytes moved.
   static void move_piece(const Piece& piece, bool writes, char* bounce, Failure& result) {
     Transfer transfer{piece.address, piece.bytes, piece.outside, piece.descriptor, writes, piece.cache, 0, 0, bounce};
     outofcore::transfer(transfer);
@@ -267,7 +263,6 @@ void Copier::run(CopyThread::Job& job) {
 
 }  // namespace
 
-// Threads start with the first step that needs them.
 EXPORT Copying* outofcore_copying_new(int64_t queues) noexcept try {
   return new Copying(queues);
 } catch (...) {
@@ -277,8 +272,7 @@ EXPORT Copying* outofcore_copying_new(int64_t queues) noexcept try {
 // No copy may be running. Ends the threads.
 EXPORT void outofcore_copying_free(Copying* copying) noexcept { delete copying; }
 
-// Begins a step. Returns 0, or the errno if a thread could not be created. The arguments must stay valid until
-// outofcore_copying_idle returns 0.
+// Begins a step. Returns 0 or an errno. The arguments must stay valid until outofcore_copying_idle returns 0.
 EXPORT int outofcore_copying_begin(Copying* copying, const Work* work, double* starts, double* ends) noexcept {
   Copying& all = *copying;
   const auto count = static_cast<size_t>(work->threaded ? work->count : 0);
@@ -311,16 +305,14 @@ EXPORT int outofcore_copying_begin(Copying* copying, const Work* work, double* s
 EXPORT int outofcore_copying_reached(Copying* copying, int64_t queue, int64_t number) noexcept {
   return copying->has_reached(queue, number);
 }
-// Returns 0 if the queue has reached the number, 1 on timeout, 2 if the step was stopped.
 EXPORT int outofcore_copying_wait(Copying* copying, int64_t queue, int64_t number, double seconds) noexcept {
   return copying->wait(queue, number, seconds);
 }
 EXPORT void outofcore_copying_publish(Copying* copying, int64_t queue, int64_t number) noexcept {
   copying->publish(queue, number);
 }
-// Stops the step. Returns 1 if it was still running.
 EXPORT int outofcore_copying_stop(Copying* copying) noexcept { return copying->fail({-1, -1, 0, kStopped}); }
-// Pauses copies and waits for those in progress, or resumes them.
+// Stops copies from starting and waits for running ones, or lets them start again.
 EXPORT int outofcore_copying_pause(Copying* copying, int is_on) noexcept {
   std::unique_lock<std::mutex> lock(copying->mutex);
   copying->paused = is_on != 0;

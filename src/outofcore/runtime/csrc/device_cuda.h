@@ -49,7 +49,6 @@ void annotate(T& stock, const void* pointer, const std::string& metadata) {
   if constexpr (requires { stock.annotateMemory(pointer, metadata); }) stock.annotateMemory(pointer, metadata);
 }
 
-// Who owns memory that our allocator has served.
 enum class MemoryOwner {
   kOurs,
   kStock,      // the stock allocator, with its own deleter
@@ -170,7 +169,6 @@ struct Allocator : Stock {
 
 inline c10::Allocator* installed_allocator() { return caching::allocator.load(); }
 inline void install(c10::Allocator* allocator) { caching::allocator.store(static_cast<Stock*>(allocator)); }
-// Whether eager loops can run above it.
 inline bool is_pytorchs(c10::Allocator*) { return true; }
 inline void set_stock(Allocator& allocator, c10::Allocator* stock) { allocator.below = static_cast<Stock*>(stock); }
 inline c10::Device current() { return c10::Device(c10::DeviceType::CUDA, c10::cuda::current_device()); }

@@ -15,7 +15,7 @@
 
 namespace outofcore {
 
-// What happens to the file's pages in the system's cache. As `Cache` in file_io.py.
+// Use of the system's page cache. As `Cache` in file_io.py.
 enum Cache : int32_t {
   kPast,     // bypassed: direct I/O, or the same in whole pages
   kDropped,  // dropped after use
@@ -64,7 +64,6 @@ inline Outcome move_all(const Transfer& t, char* memory, int64_t count, int64_t 
 
 }  // namespace file_io
 
-// Fills in `failure` and `done`.
 inline void transfer(Transfer& t) noexcept {
   t.done = 0;
   t.failure = 0;

@@ -31,7 +31,7 @@ cudaError_t post(Posted& transfer, cudaStream_t stream) {
   Lane& lane = *transfer.lane;
   const cudaError_t status = cudaLaunchHostFunc(stream, outofcore_post, &transfer);
   if (status != cudaSuccess) return status;
-  // Error numbers are the same in both APIs.
+  // Both APIs have the same error numbers.
   return static_cast<cudaError_t>(
       wait_value()(stream, reinterpret_cast<unsigned long long>(lane.device_count), ++lane.issued, kAtLeast));
 }
@@ -69,8 +69,7 @@ bool is_behind(uint32_t count, uint32_t target) { return static_cast<int32_t>(co
 
 }  // namespace
 
-// Returns 0, or the error of the first action that failed; the rest are not issued. The error is cleared, or the next
-// kernel's check would report it.
+// Returns 0 or the first error, which is cleared: the next kernel's check would report it.
 EXPORT int outofcore_issue(const Action* actions, int64_t count, void* const* streams) noexcept {
   for (int64_t i = 0; i < count; ++i) {
     const cudaError_t status = issue(actions[i], static_cast<cudaStream_t>(streams[actions[i].stream]));

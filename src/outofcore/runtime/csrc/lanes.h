@@ -12,7 +12,7 @@ struct Lane;
 
 // As `Posted` in cuda/staging.py. With the descriptor `kPause` the thread sleeps for `offset` microseconds instead.
 struct Posted : outofcore::Transfer, outofcore::CopyThread::Job {
-  Lane* lane;  // whose thread makes the transfer; null: the calling thread
+  Lane* lane;  // makes the transfer on its thread; null: on the calling thread
 };
 
 constexpr int32_t kPause = -2;

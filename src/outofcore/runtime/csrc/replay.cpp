@@ -31,8 +31,7 @@ struct Result {
   const void* address;
   Tensor target;
 };
-// A number passed as a tensor. Python creates that tensor inside the op's scope on each call, so its request was
-// recorded before the op's own.
+// A number passed as a tensor. Python creates that tensor in the op's scope, so its request precedes the op's own.
 struct Number {
   size_t argument;
   c10::Scalar value;
@@ -46,7 +45,6 @@ struct Call {
 };
 using Begin = void (*)(void* table, int scope);
 using End = void (*)();
-// Callbacks for the copy queues; see copying.cpp.
 using WaitFor = int (*)(void* queues, int64_t queue, int64_t number, double seconds);
 using Publish = void (*)(void* queues, int64_t queue, int64_t number);
 
@@ -87,7 +85,7 @@ struct Replay {
   int status = 0;
 };
 
-// What a thread has called since replay_watch.
+// A thread's calls since replay_watch.
 struct Watch {
   std::optional<at::CallbackHandle> handle;
   // Arguments are recorded only while an op is expected: references would prolong the lifetime of an update's tensors.
@@ -114,7 +112,6 @@ void on_op_end(const at::RecordFunction&, at::ObserverContext*) {
 }
 
 double now() {
-  // The clock of Python's perf_counter() on Linux.
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -217,7 +214,6 @@ EXPORT Replay* replay_new(int64_t entries) noexcept try {
 }
 EXPORT void replay_free(Replay* replay) noexcept { delete replay; }
 
-// Returns 0, or -1 if memory ran out.
 EXPORT int64_t replay_watch() noexcept try {
   watch = std::make_unique<Watch>();
   watch->handle = at::addThreadLocalCallback(

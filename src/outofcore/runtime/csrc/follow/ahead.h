@@ -39,21 +39,18 @@ void begin_copy(Space& space, Block& block, bool in) {
   ++(in ? space.copying_in : space.copying_out);
 }
 
-// Whether an evicted block can be fetched ahead: writes to its window meanwhile must be detectable. Its storage is
-// checked when the block is shown.
+// Writes to the block's window must be detectable until it is shown. Its storage is checked then.
 bool can_fetch_ahead(const Block& block) {
   return block.state == BlockState::kEvicted && !block.fixed && block.slot && !block.is_freed && block.storage &&
          !is_used_elsewhere(block) && block.space->device.can_detect_touches(block.space->homes);
 }
 
-// Starts to fetch a block whose next use is `distance` ops away. Returns false if that needs room of blocks used before
-// or soon after.
+// Returns false if that needs the room of blocks used before or soon after `distance` ops.
 bool fetch_ahead(Space& space, Block& block, int64_t distance) {
   if (!make_room(space, block.bytes, distance + kNear)) return false;
   const int64_t offset = planned_offset(space, block);
   const bool is_clear = offset >= 0 && clear_range(space, offset, block.bytes, false);
   if (!is_clear && !make_hole(space, block.bytes, true)) return false;
-  // Another thread may have used it, or its room.
   if (!can_fetch_ahead(block) || space.bytes_in_use + block.bytes > space.room()) return false;
   place(space, block, BlockState::kFetching, is_clear ? offset : -1);
   block.is_early = true;
@@ -69,7 +66,7 @@ bool fetch_ahead(Space& space, Block& block, int64_t distance) {
   return true;
 }
 
-// Starts to write a block before its eviction. Returns false if no home has room; the eviction reports that.
+// Returns false if no home has room; the eviction reports that.
 bool write_ahead(Space& space, Block& block) {
   try {
     take_slot(space, block);
@@ -109,7 +106,7 @@ void copy_ahead(Space& space) {
       const auto entry = space.by_twin.find(storage);
       if (entry == space.by_twin.end() || !can_fetch_ahead(*entry->second)) continue;
       Block& block = *entry->second;
-      // Limits fetched blocks so that none is evicted before its use.
+      // A fetched block must not be evicted before its use.
       if ((space.early_bytes > 0 && space.early_bytes + block.bytes > window) ||
           !fetch_ahead(space, block, space.lookahead_position + 1 - position)) {
         full = true;
@@ -142,8 +139,7 @@ void copy_ahead(Space& space) {
 
 Block* role_block(const follow::StepKind& kind, int32_t storage) { return static_cast<Block*>(kind.blocks[storage]); }
 
-// Returns the plan for the closest larger size by the current size of this storage, or else the closest smaller. Null:
-// all differ too much.
+// Returns the plan for the closest larger size of this storage, else the closest smaller; null: all differ too much.
 follow::SizeBucket* close_bucket(Space& space, int32_t storage, int64_t bytes) {
   // For a storage that grows with the square of the batch's size.
   constexpr double kCloseStorage = follow::kClose * follow::kClose;
@@ -161,8 +157,8 @@ follow::SizeBucket* close_bucket(Space& space, int32_t storage, int64_t bytes) {
   }
   return best;
 }
-// Compares a storage's size with the plan. If more sizes differ than match, the rest of the step runs on demand: a plan
-// for larger batches would offload too much, one for smaller batches too little.
+// If more sizes differ from the plan than match, runs the rest of the step on demand: another size needs other
+// evictions.
 void match_bucket(Space& space, int32_t storage, int64_t bytes) {
   if (space.bucket->bytes[storage] == bytes) {
     ++space.fit_score;
@@ -175,7 +171,7 @@ void match_bucket(Space& space, int32_t storage, int64_t bytes) {
   }
 }
 
-// The plan that was used last; null: there is none.
+// Returns the last used plan, or null.
 follow::SizeBucket* usual_bucket(follow::StepKind& kind) {
   follow::SizeBucket* last = nullptr;
   for (follow::SizeBucket& bucket : kind.buckets)
@@ -183,7 +179,7 @@ follow::SizeBucket* usual_bucket(follow::StepKind& kind) {
   return last;
 }
 
-// Follows the last used plan until the step's sizes select one.
+// Starts with the last used plan; the step's sizes may select another one.
 void begin_plan(Space& space) {
   space.bucket = space.follower.kind() == nullptr ? nullptr : usual_bucket(*space.follower.kind());
   space.fit_score = 0;
@@ -236,7 +232,6 @@ void plan_requests(Space& space, int32_t position) {
   }
 }
 
-// Matches an op and its blocks with the record.
 void match_op(Space& space, const void* op, const std::vector<follow::Touched>& touched,
                 const std::vector<std::pair<int32_t, Block*>>& places) {
   follow::Follower& follower = space.follower;

@@ -96,7 +96,7 @@ inline std::vector<int32_t> common_ops(const std::vector<uint64_t>& a, const std
   if (needed < 0) return std::vector<int32_t>(a.size(), -1);
   int32_t row = rows, column = columns;
   for (int32_t differences = needed; row > 0 || column > 0; --differences) {
-    // What each diagonal had reached with one difference fewer.
+    // The furthest rows with one difference fewer.
     const std::vector<int32_t>& before = trace[differences];
     const auto reached = [&](int32_t diagonal) { return before[diagonal + differences]; };
     const int32_t diagonal = row - column;
@@ -155,7 +155,7 @@ inline void match_storages(Alignment& result, const Record& a, const Record& b) 
 
 }  // namespace alignment
 
-// Returns nothing if the steps have too little in common.
+// No alignment if the steps have too little in common.
 inline std::optional<Alignment> align(const Record& a, const Record& b, double min_share) {
   if (a.variant != b.variant) return std::nullopt;
   const std::vector<uint64_t> kinds_a = alignment::keys(a, nullptr), kinds_b = alignment::keys(b, nullptr);

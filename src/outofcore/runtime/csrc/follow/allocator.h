@@ -64,7 +64,7 @@ Block* block_at(const void* pointer) {
 
 std::atomic<uintptr_t> lowest{UINTPTR_MAX}, highest{0};  // of all arenas ever reserved
 
-// PyTorch's allocator serves small storages; those of the loop count in its budget.
+// PyTorch's allocator serves small storages; the loop's own count in its budget.
 int64_t size_of_small(void* pointer) { return static_cast<int64_t>(malloc_usable_size(pointer)); }
 
 void release_block(void* context) {
@@ -90,7 +90,7 @@ void release_small(void* pointer) {
   small_bytes.fetch_sub(size_of_small(pointer), std::memory_order_relaxed);
   stock.load()->raw_deallocate(pointer);
 }
-// On a new peak of small storages, evicts large ones. If none can be evicted, the next large request is refused.
+// On a new peak of small storages, evicts large ones. If that fails, the next large request is refused.
 void make_room_for_small(Space& space, int64_t now) {
   const Guard guard;
   if (current != &space || now <= space.small_peak) return;
@@ -112,16 +112,15 @@ void count_small(void* pointer) {
     make_room_for_small(*space, now);
 }
 
-// Reports a refusal to `run_kernel`. Kernels get an error that they do not handle by an alternative for low memory:
-// cuDNN would select another engine, with other bits, and keep it. If engines are benchmarked, they vary anyway.
+// Kernels get an error that they do not handle: cuDNN would switch to another engine, with other bits, and keep it.
 [[noreturn]] void throw_refusal(const c10::OutOfMemoryError& error) {
   if (refusal == nullptr || Device::picks_by_trying()) throw error;
   *refusal = std::make_exception_ptr(error);
   throw c10::Error(static_cast<const c10::Error&>(error));
 }
 
-// Serves a small request on a GPU in the arena once PyTorch's allocator has used up its segments. Null: PyTorch's
-// allocator serves it. It allocates segments, each larger than the requests between two checks.
+// Serves small requests on a GPU once PyTorch's allocator has used up its segments. Null: PyTorch's allocator serves
+// it.
 void* serve_small(int64_t bytes) {
   constexpr int64_t kBetweenLooks = Device::kSegment / 2, kLeast = 512;
   Space* space = current.load(std::memory_order_relaxed);
@@ -144,7 +143,7 @@ void* serve_small(int64_t bytes) {
   }
 }
 
-// Serves a request of any thread while a loop is open. Null: the loop has ended meanwhile.
+// Null: the loop has ended meanwhile.
 void* serve_large(int64_t bytes) {
   if (passing != nullptr) passing->note_request();
   const Guard guard;

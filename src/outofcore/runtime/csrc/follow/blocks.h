@@ -10,8 +10,7 @@ namespace {
 
 void release_block(void* context);
 
-// Checksum stride: 64 of this many bytes are read to detect a change. One page and 64 bytes, so that the sample's
-// offset within a page varies.
+// The stride of checksums that detect changes. 64 more than a page, so that the offset within a page varies.
 int64_t checksum_stride(const Space& space, const Block& block) {
   return space.samples && block.slot.original ? kPage + 64 : 64;
 }
@@ -79,7 +78,6 @@ at::DataPtr pointer_to(Block& block, void* address) {
   return {address, &block, &release_block, block.space->device.ours()};
 }
 
-// Points a block's storage, which must own it, to an address.
 void show(Block& block, StorageImpl& storage, void* address) {
   at::DataPtr old = storage.set_data_ptr(pointer_to(block, address));
   old.release_context();
@@ -88,7 +86,7 @@ void show(Block& block, StorageImpl& storage, void* address) {
 bool owns(const StorageImpl& storage, const Block& block) {
   return const_cast<StorageImpl&>(storage)._mutable_data_ptr_no_checks().get_context() == &block;
 }
-// As above for the block's own storage, which must be alive: it is an operand of the running op.
+// The storage must be alive: it is an operand of the running op.
 bool is_owned(const Block& block) { return block.storage && owns(*block.storage->_unsafe_get_target(), block); }
 
 bool is_held_elsewhere(const Block& block) { return block.holds && *block.holds > 0; }
@@ -97,8 +95,7 @@ bool is_used_elsewhere(const Block& block) {
   return block.other_pins > 0 || block.works > 0 || unpinned_ops > 0 || is_held_elsewhere(block);
 }
 
-// Whether a NumPy array of the storage was ever made: `Tensor.numpy` makes a storage unresizable, and it must not move.
-// Storages made around existing memory, as by `torch.load`, are never resizable and have no allocator.
+// Whether a NumPy array shows the storage: `Tensor.numpy` makes it unresizable. Without an allocator it always is.
 bool has_array(const StorageImpl& storage) {
   const c10::Allocator* made_by = storage.allocator();
   return !storage.resizable() && made_by != nullptr && (made_by == stock || made_by == &allocation::our_allocator());
@@ -123,7 +120,6 @@ void count_use(Space& space, int64_t bytes) {
   space.counters[kPeakBytes] = std::max(space.counters[kPeakBytes], space.bytes_in_use);
 }
 
-// Call when a storage is created or freed, wherever its bytes are.
 void count_total(Space& space, int64_t bytes) {
   space.total += bytes;
   space.step_total = std::max(space.step_total, space.total);
@@ -141,8 +137,7 @@ void trim_idle(Space& space) {
     discard_idle(space, std::min(space.bytes_in_use + space.extents.idle() - space.room(), space.extents.idle()));
 }
 
-// Huge pages give the core more memory than blocks have used. That stays within the budget until a block is placed
-// beyond the core. From then on idle memory of the core counts.
+// Huge pages may give the core more memory than blocks use. It counts once a block is placed beyond the core.
 void count_core(Space& space, const Block& block) {
   if (Device::kAddresses == 1 || space.core_counted || block.offset + block.bytes <= space.budget) return;
   space.core_counted = true;
@@ -194,8 +189,7 @@ void unplace(Space& space, Block& block) {
     space.observer.add(follow::Event::kGiven, block.id, block.bytes);
   }
   if (block.offset >= 0) {
-    // A fixed block may be covered by a window. If that cannot be unmapped, its addresses are never reused: writes
-    // there would go to a slot.
+    // If its window cannot be unmapped, these addresses are never reused: writes there would go to a slot.
     const bool usable = !block.fixed || block.is_resident() || space.device.uncover(space.address(block), block.bytes);
     space.device.give(block.order, space.address(block), block.bytes);
     space.by_offset.erase(block.offset);
@@ -219,7 +213,7 @@ void observe_copy(Space& space, const Block& block, follow::Event event) {
   space.observer.add(event, block.copy_start, block.copy_end, block.id, block.bytes, static_cast<int32_t>(mode));
 }
 
-// Ends a concurrent copy; `waited`: an op waited for it. The next op that uses a fetched block shows it.
+// `waited`: an op waited for it. The next op that uses a fetched block shows it.
 void end_copy(Space& space, Block* block, bool waited) {
   block->copy_waited = waited;
   if (block->state == BlockState::kFetching) {
@@ -243,8 +237,7 @@ void end_copy(Space& space, Block* block, bool waited) {
   }
   destroy_if_free(block);
 }
-// Ends concurrent copies; `waited`: an op waited for one. With streams they end when they are used, since the stream
-// then waits for them.
+// `waited`: an op waited for one. With streams copies end when they are used, since the stream then waits for them.
 void end_copies(Space& space, bool waited = false) {
   if (Device::kStreams && !waited) return;
   while (!space.ended_copies.empty()) {
@@ -299,8 +292,7 @@ void end_works() {
   }
 }
 
-// Waits for a collective that uses the arena. Returns false if there is none or it takes long: it may depend on the
-// loop's next collective.
+// Returns false without one, or after a while: it may depend on the loop's next collective.
 bool wait_for_works(Space& space) {
   constexpr auto kLong = std::chrono::seconds(30);
   const auto since = std::chrono::steady_clock::now();
@@ -371,7 +363,7 @@ outofcore::CopyThread& fetch_thread = *new outofcore::CopyThread(run_copy);
 outofcore::CopyThread& write_thread = *new outofcore::CopyThread(run_copy);
 pid_t copier_process = -1;  // the process of the copy threads
 
-// Throws c10::Error if a thread cannot be created. A later call starts the missing ones.
+// Throws c10::Error. A later call starts the missing threads.
 void start_copiers() {
   if (Device::kStreams) return;
   if (copier_process != getpid()) {
@@ -414,7 +406,6 @@ std::string name_of(const void* schema) {
 }
 std::string name_of_running() { return running == nullptr ? "code between ops" : name_of(&running->schema()); }
 
-// Records an eviction that contradicts the plan.
 void observe_unplanned_eviction(Space& space, const Block& block, follow::Cause cause) {
   if (space.bucket == nullptr || block.released || !space.follower.on_course()) return;
   const int32_t at = space.follower.position();
@@ -422,8 +413,7 @@ void observe_unplanned_eviction(Space& space, const Block& block, follow::Cause 
   space.observer.record_departure(at, cause, name_of(ops[at].op), name_of_running(), block.bytes);
 }
 
-// Evicts a movable block that is not being copied. Its storage must be alive. If its home fails, throws and leaves it
-// resident.
+// The block must be movable and its storage alive. If its home fails, throws and leaves it resident.
 void evict(Space& space, Block& block, StorageImpl& storage, follow::Cause cause = follow::Cause::kMemory) {
   keep_for_array(space, block, storage);
   const Stopwatch watch{space.counters[kTransferMicroseconds]};
@@ -466,8 +456,7 @@ void evict(Space& space, Block& block, StorageImpl& storage, follow::Cause cause
   unplace(space, block);
 }
 
-// Strong references to the storages of some blocks, needed to change their addresses. Taking them releases the lock.
-// Null: the storage is freed or has other memory; its block may be freed, too.
+// Strong references to the storages of blocks, for changing their addresses. Taking them releases the lock.
 class Owners {
  public:
   explicit Owners(std::vector<Block*> blocks) : blocks_(std::move(blocks)), storages_(blocks_.size()) {
@@ -496,8 +485,7 @@ class Owners {
   }
   Owners(const Owners&) = delete;
 
-  // Calls `action` with each block and the storage that owns it. Blocks without an owner are skipped: they are
-  // destroyed soon, or found again at their next use.
+  // Blocks without an owner are skipped: they are destroyed soon, or found again at their next use.
   template <class Action>
   void each(Action&& action) const {
     for (size_t i = 0; i < blocks_.size(); ++i)

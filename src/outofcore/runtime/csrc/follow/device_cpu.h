@@ -44,7 +44,7 @@ class Device {
   static constexpr bool kReadable = true;
 
   using Homes = follow::Homes;
-  // Pending work on a block's memory and slot: there is none.
+  // Pending work on a block's memory and slot: always empty.
   struct Order {};
   struct Moment {};
   using Span = std::pair<Moment, Moment>;
@@ -73,8 +73,7 @@ class Device {
   static int64_t free_in_segments() { return 0; }
   static int64_t min_budget_for(int64_t min_bytes, int64_t) { return min_bytes; }
 
-  // Reserves addresses, which get memory on first write. The first `core` bytes get huge pages. Beyond them only large
-  // blocks do, on huge pages of their own: khugepaged would give memory to the unused part of a shared one.
+  // Only the first `core` bytes and large blocks get huge pages: khugepaged would fill unused parts of shared ones.
   char* reserve(int64_t bytes, int64_t core) {
     constexpr int64_t kHuge = Extents::kHuge;  // alignment of huge pages
     bytes = outofcore::whole_pages(bytes);
@@ -116,16 +115,14 @@ class Device {
     madvise(base_ + core_, size_ - core_, MADV_NOHUGEPAGE);
     huge_ = {{0, core_}};
   }
-  // Collapses memory into huge pages if the kernel can (Linux 6.1 or later). Addresses in between get memory, too. One
-  // call, because each waits for all processors.
+  // Collapses a range into huge pages (Linux 6.1 or later) in one call, because each waits for all processors.
   void collapse(char* at, int64_t bytes) {
     constexpr int kCollapse = 25;  // MADV_COLLAPSE, missing in older headers
     want_huge(at - base_, at - base_ + bytes);
     madvise(at, bytes, kCollapse);
   }
 
-  // Hooks for a block's memory: allocated, freed, about to be used by the running op, used by it. Throw
-  // c10::OutOfMemoryError if the system commits no more memory.
+  // Hooks for a block's memory: allocated, freed, about to be used, used. Throw c10::OutOfMemoryError.
   void take(Order&, char* at, int64_t bytes) {
     open_up(at, bytes);
     const int64_t begin = at - base_;
@@ -181,8 +178,8 @@ class Device {
     want_small(at, bytes);
     return true;
   }
-  // Replaces the mapping of a slot by memory with the same bytes, atomically, because other threads may read these
-  // addresses. Throws c10::Error and then leaves the mapping.
+  // Replaces a slot's mapping by memory atomically: other threads may read it. Throws c10::Error and leaves the
+  // mapping.
   void uncover_with(Homes& homes, const Slot& slot, char* at, int64_t bytes) {
     void* filled = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK_WITH(OutOfMemoryError, filled != MAP_FAILED, kNoMemory, bytes, kLessMemory);
@@ -199,9 +196,9 @@ class Device {
   bool was_touched(Homes& homes, const Slot& slot) { return homes.was_touched(slot); }
   bool can_detect_touches(const Homes& homes) const { return homes.can_detect_touches(); }
 
-  // The host's clock times ops, so these do nothing.
+  // The host's clock times ops instead.
   Moment moment() { return {}; }
-  void again(Moment) {}
+  void restart(Moment) {}
   void forget(const Span&) {}
   std::vector<int64_t> nanos_between(const std::vector<Span>&) { return {}; }
   int64_t nanos_of_copy(char*, char*, int64_t, bool) { return 0; }

@@ -51,10 +51,10 @@ struct CudaRuntime {
   }
   bool record(Event event, Handle stream) const {
     const cudaError_t error = cudaEventRecord(event, stream);
-    const bool gone = error == cudaErrorInvalidResourceHandle || error == cudaErrorContextIsDestroyed;
-    if (!gone) C10_CUDA_CHECK(error);
-    if (gone) cudaGetLastError();  // or the next kernel's check would report it
-    return !gone;
+    const bool is_destroyed = error == cudaErrorInvalidResourceHandle || error == cudaErrorContextIsDestroyed;
+    if (!is_destroyed) C10_CUDA_CHECK(error);
+    if (is_destroyed) cudaGetLastError();  // or the next kernel's check would report it
+    return !is_destroyed;
   }
   bool is_over(Event event) const {
     const cudaError_t error = cudaEventQuery(event);
@@ -69,7 +69,7 @@ struct CudaRuntime {
   }
 };
 
-// A stream of our own, unlike those of PyTorch's pool. It does not synchronize with the default stream.
+// A stream outside PyTorch's pool. It does not synchronize with the default stream.
 class OwnStream {
  public:
   explicit OwnStream(c10::DeviceIndex device) {
@@ -90,7 +90,6 @@ class Device {
  public:
   static constexpr c10::DeviceType kType = c10::DeviceType::CUDA;
   static constexpr c10::DispatchKey kKernels = c10::DispatchKey::CUDA;
-  // The arena is one allocation. Copies within the device join its holes.
   static constexpr int64_t kAddresses = 1;
   static constexpr int64_t addresses_to_grow() { return 0; }  // PyTorch's allocator serves the excess
   static constexpr bool kStreams = true;
@@ -129,7 +128,7 @@ class Device {
   static bool is_current() { return c10::cuda::current_device() == followed_device().load(std::memory_order_relaxed); }
   void enter() const { followed_device() = index_; }
 
-  // Whether rerunning an op on the same operands gives the same bits, whatever memory is free and whatever else runs.
+  // Whether rerunning an op on the same operands gives the same bits, regardless of free memory and concurrent work.
   // Not matrix products and convolutions: their libraries select among kernels and share workspaces.
   static bool repeats(const c10::OperatorHandle& op) {
     static const std::unordered_set<std::string> repeatable{
@@ -271,11 +270,9 @@ class Device {
     c10::cuda::CUDACachingAllocator::recordStream(memory, c10::cuda::getCurrentCUDAStream(index_));
   }
 
-  // A block with a fixed address is not evicted.
   void cover(Homes&, const Slot&, char*, bool) const {}
   static bool uncover(char*, int64_t) { return true; }
   void uncover_with(Homes&, const Slot&, char*, int64_t) {}
-  // Accesses to pinned memory cannot be detected.
   void begin_watch(Homes&, const Slot&) const {}
   bool was_touched(Homes&, const Slot&) const { return false; }
   bool can_detect_touches(const Homes&) const { return true; }
@@ -288,11 +285,11 @@ class Device {
       events_.push_back(fresh);
     }
     const Moment event = events_.back();
-    again(event);
+    restart(event);
     events_.pop_back();
     return event;
   }
-  void again(Moment event) { C10_CUDA_CHECK(cudaEventRecord(event, streams_.handle(current()))); }
+  void restart(Moment event) { C10_CUDA_CHECK(cudaEventRecord(event, streams_.handle(current()))); }
   void forget(const Span& span) {
     events_.push_back(span.first);
     events_.push_back(span.second);
@@ -351,7 +348,7 @@ class Device {
   void issue(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, int stream) {
     C10_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, streams_.handle(stream)));
   }
-  // All work on a block's memory, including what unobserved code may have issued to its stream.
+  // All work on a block's memory, including unobserved work that may have been issued to its stream.
   Marks all_of(const Order& order) {
     Marks all = order.before;
     all.add(order.after);

@@ -12,9 +12,9 @@
 
 namespace follow {
 
-// Offsets in [0, size). Also tracks which bytes of free ranges may be in physical memory, as the kernel is not told
-// that they are free. Deleters of PyTorch return ranges, so no function throws: if memory runs out, a range without a
-// free neighbour is lost.
+// Offsets in [0, size). Also tracks which bytes of free ranges may be in physical memory, because only discarding
+// returns them to the kernel. Deleters of PyTorch return ranges, so no function throws: if memory runs out, a range
+// without a free neighbour is lost.
 class Extents {
  public:
   static constexpr int64_t kHuge = int64_t{2} << 20;  // bytes of a huge page; offset 0 begins one
@@ -23,8 +23,8 @@ class Extents {
     if (!insert(0, size)) throw std::bad_alloc();
   }
 
-  // Takes the start of a free range with enough bytes: the one with the most bytes in memory, then the smallest.
-  // Returns -1 if there is none.
+  // Takes the start of the free range with the most bytes in memory, then the smallest. Returns -1 if none is large
+  // enough.
   int64_t take(int64_t bytes) {
     int64_t offset = -1, most_resident = -1;
     for (auto it = by_size_.lower_bound({bytes, 0}); it != by_size_.end() && most_resident < bytes; ++it) {
@@ -88,18 +88,18 @@ class Extents {
     }
   }
 
-  // Forgets about `wanted` bytes of one idle range (there must be one) and returns them, for the caller to give to the
+  // Forgets about `bytes` bytes of one idle range (there must be one) and returns them, for the caller to give to the
   // kernel. Picks the end of the last range if it reaches beyond `core`, where placement is not planned, else of the
   // longest. A range across the border gives only its part beyond. Prefers whole huge pages: the rest of a split one
   // would come back as small pages.
-  std::pair<int64_t, int64_t> forget_some(int64_t core, int64_t wanted) {
+  std::pair<int64_t, int64_t> forget_some(int64_t core, int64_t bytes) {
     auto chosen = std::prev(resident_.end());
     if (chosen->first + chosen->second <= core)
       chosen = std::max_element(resident_.begin(), resident_.end(),
                               [](const auto& a, const auto& b) { return a.second < b.second; });
     const int64_t begin = chosen->first, end = begin + chosen->second;
     int64_t to = end / kHuge * kHuge;
-    int64_t from = std::max((begin + kHuge - 1) / kHuge, (end - std::min(wanted, end - begin)) / kHuge) * kHuge;
+    int64_t from = std::max((begin + kHuge - 1) / kHuge, (end - std::min(bytes, end - begin)) / kHuge) * kHuge;
     if (from >= to) from = begin, to = end;
     if (from < core && core < end) from = core, to = end;
     resident_.erase(chosen);
@@ -155,7 +155,6 @@ class Extents {
     } catch (const std::bad_alloc&) {
     }
   }
-  // Returns false if memory runs out.
   bool insert(int64_t offset, int64_t bytes) {
     try {
       const auto [entry, fresh] = free_.emplace(offset, bytes);

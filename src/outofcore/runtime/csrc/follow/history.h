@@ -1,5 +1,5 @@
-// What a loop has done, op by op, to predict the next use of each storage. While the loop repeats itself, a position in
-// the history advances with it, usually one step behind, and the ops after that position are the prediction. Ops are
+// The history of a loop, op by op, to predict the next use of each storage. While the loop repeats itself, a position
+// in the history advances with it, usually one step behind, and the ops after that position are the prediction. Ops are
 // compared by operator only, so batches of another length match. Storages are identified by their place among an op's
 // operands.
 
@@ -51,8 +51,7 @@ class History {
     return -1;
   }
 
-  // Returns the number of ops until the next use, as far as known. `twin`: the storage's counterpart in the history
-  // (-1: none). If unknown, storages unused for longer are used later.
+  // Ops until the next use, as far as known. `twin`: its counterpart in the history, or -1.
   int64_t next_use(int64_t twin, int64_t last_use) const {
     const int64_t age = now() - last_use;
     if (!has_position()) return age;
@@ -84,8 +83,7 @@ class History {
     const void* op;
     std::vector<Touch> touched;
   };
-  // The ops that use a storage, in order. Forgotten ones are erased in halves, because every op may use the same
-  // storage.
+  // The ops that use a storage, in order. Forgotten ones are erased in halves, because there may be many.
   class Uses {
    public:
     bool empty() const { return gone_ == at_.size(); }
@@ -146,8 +144,7 @@ class History {
     return false;
   }
 
-  // Whether a storage that already existed at this position, such as a parameter, was another one there. Layers repeat
-  // the same operators.
+  // Whether a storage that existed at this position was another one there, because layers repeat the same operators.
   bool contradicts(const std::vector<Touch>& operands) const {
     for (const auto& [place, storage] : operands) {
       const auto entry = uses_.find(storage);
@@ -156,7 +153,6 @@ class History {
     return false;
   }
 
-  // Searches for the position among earlier uses of this op's storages, such as a parameter.
   void find(const void* op, const std::vector<Touch>& operands) {
     int64_t longest = kShortest;
     for (const auto& [place, storage] : operands) {

@@ -84,7 +84,6 @@ class ForeignFile {
   PageMap pages_;
 };
 
-// A storage's previous memory: a private mapping of a file range.
 class Original {
  public:
   Original(std::shared_ptr<const ForeignFile> file, int64_t offset, int64_t bytes, at::DataPtr memory)
@@ -154,8 +153,7 @@ class Home {
     used_ -= bytes;
   }
 
-  // The offset is page-aligned, and the last page written belongs to the slot alone. `bounce`: as in file_io.h. Throws
-  // c10::Error.
+  // The offset is page-aligned; the last page belongs to the slot. `bounce`: see file_io.h. Throws c10::Error.
   void write(const char* from, int64_t offset, int64_t bytes, char* bounce = nullptr) const {
     move({reinterpret_cast<int64_t>(from), bytes, offset, direct_, true, outofcore::kPast, 0, 0, bounce});
   }
@@ -180,8 +178,7 @@ class Home {
     is_detached_ = true;
     constexpr int kHow = MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED;
     if (mmap(window_, capacity_, PROT_READ | PROT_WRITE, kHow, file_, 0) != MAP_FAILED) return;
-    // Strict overcommit may refuse a writable mapping. The child must not see later writes of its parent, so its window
-    // becomes read-only or is unmapped.
+    // Strict overcommit may refuse a writable mapping. The child must not see later writes of its parent.
     if (mmap(window_, capacity_, PROT_READ, kHow, file_, 0) == MAP_FAILED) munmap(window_, capacity_);
   }
   bool is_on_disk() const { return !memory_; }
@@ -239,7 +236,6 @@ class Homes {
     for (const Fork& fork : forks_) close(fork.pipe_end);
   }
 
-  // Takes ownership of the descriptors, even if it throws c10::Error.
   void add(int file, int direct, bool memory, int64_t capacity) {
     OpenFile open(file, direct);
     homes_.push_back(std::make_unique<Home>(std::move(open), memory, capacity));
@@ -303,7 +299,6 @@ class Homes {
   void after_fork_in_child() const {
     for (const auto& home : homes_) home->detach();
   }
-  // Frees the slots kept for children that have ended.
   void free_frozen() {
     if (forks_.empty()) return;
     std::erase_if(forks_, [](const Fork& fork) {

@@ -44,8 +44,7 @@ enum class RerunEffect {
   kFills,    // overwrites (part of) the first argument with the same bytes
 };
 
-// Ops that update running statistics. In training they do not read them. Arguments 3 to 5 are mean, variance and the
-// training flag.
+// These ops update running statistics, which they do not read in training. Arguments 3 to 5: mean, variance, training.
 inline bool is_batch_norm(const std::string& name) {
   return name == "aten::native_batch_norm" || name == "aten::cudnn_batch_norm";
 }
@@ -125,7 +124,6 @@ inline bool is_plain(const at::Tensor& tensor) {
          !tensor._is_zerotensor();
 }
 
-// PyTorch settings that affect the bits of kernels.
 struct Settings {
   std::array<bool, 6> flags{};
   std::array<at::Float32Precision, 3> precisions{};
@@ -196,7 +194,6 @@ struct Provenance {
   int depth = 0;      // number of consecutive lineages before this one
 };
 
-// A tracked storage as an argument of a step.
 struct Reference {
   size_t argument = 0;
   int64_t element = -1;  // of a list; -1: the argument itself
@@ -243,7 +240,7 @@ struct Origin {
 
   // Longest sequence of recomputed storages that depend on each other.
   static constexpr int kDeepest = 4;
-  // Lineages with more steps are not worth rerunning; those of optimizer state grow without end.
+  // Longer lineages are not worth rerunning; the lineage of optimizer state would grow without end.
   static constexpr size_t kMaxSteps = 8;
 
   void forget() {
@@ -298,7 +295,7 @@ inline c10::Storage empty_storage(c10::Device device) {
 // tracked storage of at least `large` bytes, or null if the storage is unreliable. `copy_of` copies a smaller one.
 // Returns null if the op cannot be rerun.
 template <class OriginOf, class CopyOf>
-std::shared_ptr<Step> capture_step(const c10::OperatorHandle& op, RerunEffect again, c10::DispatchKeySet below,
+std::shared_ptr<Step> capture_step(const c10::OperatorHandle& op, RerunEffect effect, c10::DispatchKeySet below,
                               Device::Stream stream, const torch::jit::Stack& stack, size_t count, bool shapes,
                               int64_t large, OriginOf&& origin_of, CopyOf&& copy_of) {
   if (c10::InferenceMode::is_enabled() || !Device::is_current()) return {};
@@ -334,7 +331,7 @@ std::shared_ptr<Step> capture_step(const c10::OperatorHandle& op, RerunEffect ag
           understood = false;
           return;
         }
-        const bool changes = again == RerunEffect::kChanges || again == RerunEffect::kFills;
+        const bool changes = effect == RerunEffect::kChanges || effect == RerunEffect::kFills;
         if (changes && i == 0) self = origin;
         replaced.emplace_back(element, at::Tensor());
         const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
@@ -370,8 +367,7 @@ std::shared_ptr<Step> capture_step(const c10::OperatorHandle& op, RerunEffect ag
   return step;
 }
 
-// Reruns a step and returns the stack with its results. `storage_of` returns a reference's storage, and `run` runs an
-// op.
+// Reruns a step and returns the stack with its results. `storage_of` returns a reference's storage; `run` runs an op.
 template <class StorageOf, class Run>
 torch::jit::Stack rerun(const Step& step, StorageOf&& storage_of, Run&& run) {
   torch::jit::Stack stack(step.arguments);

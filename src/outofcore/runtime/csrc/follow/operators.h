@@ -36,7 +36,7 @@ bool writes_to(const c10::FunctionSchema& schema, size_t argument) {
   return (formal.alias_info() != nullptr && formal.alias_info()->isWrite()) ||
          follow::writes_silently(schema.name(), formal.name(), argument);
 }
-// Whether all results alias operands and none is written.
+// Whether it writes no operand and all results alias operands.
 bool is_view(const c10::FunctionSchema& schema) {
   for (size_t i = 0; i < schema.arguments().size(); ++i)
     if (writes_to(schema, i)) return false;
@@ -196,7 +196,7 @@ class Timed {
     if (space_.timing) moments_ = Device::Span{space_.device.moment(), space_.device.moment()};
   }
   void begin() {
-    if (moments_) space_.device.again(moments_->second);
+    if (moments_) space_.device.restart(moments_->second);
   }
   void keep() {
     if (moments_) space_.moments.push_back(*std::exchange(moments_, std::nullopt));

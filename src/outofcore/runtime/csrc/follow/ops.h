@@ -8,8 +8,7 @@
 
 namespace {
 
-// The kernel of all collectives on every thread. A collective continues after its op has returned and holds its tensors
-// until it is complete.
+// The kernel of all collectives. A collective holds its tensors until it is complete, after its op has returned.
 void run_collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   std::vector<c10::IValue> operands;
   if (!no_loop_is_open())
@@ -56,7 +55,7 @@ void run_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch:
   std::rethrow_exception(refused);
 }
 
-// Places an op's operands side by side, so that they do not fragment the rest of the arena.
+// Operands side by side do not fragment the rest of the arena.
 void join_operands(Space& space, const Pinned& pinned) {
   const Guard guard;
   struct Unpinned {
@@ -75,9 +74,8 @@ void join_operands(Space& space, const Pinned& pinned) {
   for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
 }
 
-// Runs the kernel of an op with resident operands. On a GPU these may fragment the arena so that no hole fits a result.
-// An op without other effects is then rerun with its operands side by side; for other ops the stock allocator serves
-// the request.
+// On a GPU the operands may leave no hole for a result. An op without other effects is then rerun with its operands
+// side by side; for other ops the stock allocator serves the request.
 void run_in_room(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
                  torch::jit::Stack* stack, const Pinned& pinned) {
   if (Device::kAddresses > 1) return run_kernel(op, below, stack);
@@ -109,8 +107,7 @@ void run_in_room(Space& space, const c10::OperatorHandle& op, const Operator& ab
 struct Moments {
   int64_t arrived, start, end, planned;
 };
-// Takes over an op's large results. `lists` has its operands. `expected`: whether the history predicted it; none: not
-// recorded there yet.
+// Takes over large results. `expected`: whether the history predicted the op; nullopt: not recorded there yet.
 void note_results(Space& space, const void* schema, const Operator& about, const torch::jit::Stack& stack,
                   const Borrowed& lists, std::optional<bool> expected, const Moments& moments, Lineage* lineage) {
   std::vector<follow::Touched>& touched = lists->touched;
@@ -255,7 +252,6 @@ c10::IValue slice_of(const c10::IValue& value, size_t begin, size_t end) {
   return c10::IValue(std::move(part));
 }
 
-// Runs an op on lists, such as a fused optimizer, in slices that fit.
 void run_in_slices(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
                    torch::jit::Stack* stack) {
   const size_t count = about.writes.size(), first = stack->size() - count;
@@ -341,7 +337,7 @@ void locate_need(Space& space) {
   space.need.text = reinterpret_cast<const char*>(answer);
 }
 
-// Ends an op of the loop: evicts what exceeds the budget. If a home fails, the next op that needs room reports it.
+// Evicts the excess at the end of an op of the loop. If a home fails, the next op that needs room reports it.
 struct Shrinking {
   ~Shrinking() {
     if (space.overrun == 0 || depth > 0) return;
@@ -361,7 +357,7 @@ struct Hold {
 };
 thread_local std::vector<Hold> holds;
 
-// Runs an op of another thread: its operands keep their places, and its results are in PyTorch's own memory.
+// Operands keep their places, and results are in PyTorch's own memory.
 void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
                    torch::jit::Stack* stack) {
   std::optional<Pinned> pinned;

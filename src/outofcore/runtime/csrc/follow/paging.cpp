@@ -29,12 +29,11 @@ void after_fork_in_parent() {
   mutex.unlock();
 }
 void after_fork_in_child() {
-  // The child moves no bytes, because that would change its parent's homes.
+  // Moving bytes would change the parent's homes.
   current = nullptr;
   space_to_end = nullptr;
   open_spaces = 0;
   if (depth == 0) ops_in_space = 0;
-  // Ops of other threads do not continue in the child.
   other_ops_running = unpinned_ops = follow::waiting = 0;
   new (&pending) std::vector<Pending>;
   for (Space* space : spaces) {
@@ -201,14 +200,12 @@ int64_t run_guarded(Action&& action) noexcept {
   }
   return -1;
 }
-// The same for a pointer; null on failure.
 template <class Action>
 auto create_guarded(Action&& action) noexcept {
   std::invoke_result_t<Action> created = nullptr;
   run_guarded([&] { created = action(); });
   return created;
 }
-// The same under the lock.
 template <class Action>
 int64_t run_locked(Action&& action) noexcept {
   return run_guarded([&] {
@@ -217,7 +214,6 @@ int64_t run_locked(Action&& action) noexcept {
   });
 }
 
-// Writes the numbers if they fit and returns their count.
 int64_t copy_out(const std::vector<int64_t>& source, int64_t* numbers, int64_t capacity) {
   const auto count = static_cast<int64_t>(source.size());
   if (count <= capacity) std::copy(source.begin(), source.end(), numbers);
@@ -259,8 +255,7 @@ EXPORT const char* follow_refusal(const char* text, follow::Numbers* numbers) no
   }
 }
 
-// Returns the op with the largest need so far, as lines of name and source (see `follow_ask_source`), valid until the
-// thread's next call. Null: no need was recorded.
+// Returns name and source of the op with the largest need, valid until the thread's next call. Null: none recorded.
 EXPORT const char* follow_need(Space* space, follow::Numbers* numbers) noexcept {
   thread_local std::string lines;
   try {
@@ -311,8 +306,8 @@ EXPORT void follow_unload() noexcept {
   });
 }
 
-// Creates a space without homes and memory. It owns the descriptors of its homes. `verified`: 0: verify nothing; 1: a
-// part of weights mapped from files; 2: everything. `timed`: steps are to be planned. `excess`: see Excess.
+// Creates a space without homes and memory. It owns the descriptors of its homes. `verified`: 0: no checks; 1: a part
+// of weights mapped from files; 2: everything. `timed`: whether steps will be planned. `excess`: see Excess.
 EXPORT Space* follow_new(int64_t budget, int device, int verified, int timed, int excess) noexcept {
   return create_guarded([&] {
     auto space = std::make_unique<Space>(budget / kPage * kPage, device, static_cast<Excess>(excess));
@@ -337,8 +332,7 @@ EXPORT int64_t follow_end_of_step(Space* space) noexcept {
     return wants_plan;
   });
 }
-// Writes the step to plan as numbers, in the format of records.py. Returns their count and writes none if it exceeds
-// `capacity`.
+// Writes the step to plan as numbers, in the format of records.py, if they fit. Returns their count.
 EXPORT int64_t follow_proposal(Space* space, int64_t* numbers, int64_t capacity) noexcept {
   return run_locked([&]() -> int64_t {
     const int64_t count = copy_out(proposal_numbers(*space), numbers, capacity);
@@ -346,16 +340,13 @@ EXPORT int64_t follow_proposal(Space* space, int64_t* numbers, int64_t capacity)
     return count;
   });
 }
-// Operator names of that step by number, one per line.
 EXPORT const char* follow_names(Space* space) noexcept { return space->operator_names.c_str(); }
-// Writes the events of the last complete step as numbers, in the format of observed.py. Returns their count and writes
-// none if it exceeds `capacity`.
+// Writes the events of the last step as numbers, in the format of observed.py, if they fit. Returns their count.
 EXPORT int64_t follow_observed(Space* space, int64_t* numbers, int64_t capacity) noexcept {
   return run_locked([&]() -> int64_t {
     return copy_out(space->observer.to_numbers(space->observed_names, &name_of), numbers, capacity);
   });
 }
-// Operator names of those events by number, one per line.
 EXPORT const char* follow_observed_names(Space* space) noexcept { return space->observed_names.c_str(); }
 // Returns the storage's number in those events, or -2.
 EXPORT int64_t follow_number(Space* space, StorageImpl* storage) noexcept {
@@ -370,13 +361,12 @@ EXPORT int64_t follow_schedule(Space* space, int64_t bucket, const int64_t* numb
   return run_locked([&]() -> int64_t { return set_schedule(*space, bucket, numbers); });
 }
 
-// Starts to track the calling thread and the threads that its ops start. `beside`: also with open compiled steps, which
-// must not run before `follow_pause`.
-EXPORT int64_t follow_open(Space* space, int beside) noexcept {
+// Tracks the calling thread and threads that its ops start. `shared`: also with open compiled steps that do not run.
+EXPORT int64_t follow_open(Space* space, int shared) noexcept {
   return run_locked([&] {
     TORCH_CHECK(current == nullptr, "an eager loop is already open");
     start_copiers();
-    install(beside != 0);
+    install(shared != 0);
     space->device.enter();
     living_spaces += spaces.insert(space).second;
     space->last_op_end = std::chrono::steady_clock::now();
@@ -410,7 +400,6 @@ EXPORT int64_t follow_reserve(Space* space, int64_t arena, int64_t spare, int64_
     return 1;
   });
 }
-// Stops tracking until the next follow_open. Storages keep their places.
 EXPORT int64_t follow_pause(Space* space) noexcept {
   return run_locked([&]() -> int64_t {
     if (current != space) return 0;
@@ -459,8 +448,7 @@ EXPORT int64_t follow_close(Space* space) noexcept {
   });
 }
 
-// Moves a storage of any owner to a home and returns an `Adopted`. `file`: the number of the file it was mapped from,
-// or -1.
+// Moves a storage to a home and returns an `Adopted`. `file`: the number of the file it was mapped from, or -1.
 EXPORT int64_t follow_adopt(StorageImpl* storage, int64_t file, int64_t offset) noexcept {
   at::DataPtr old_memory;  // freed without the lock
   return run_locked([&]() -> int64_t {
@@ -487,7 +475,7 @@ EXPORT int64_t follow_memory(StorageImpl* storage) noexcept {
   const Guard guard;
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(storage->_mutable_data_ptr_no_checks().get()));
 }
-// Registers a foreign file, whose descriptor the space then owns, and returns its number.
+// Registers a foreign file and returns its number. The space owns the descriptor.
 EXPORT int64_t follow_add_file(Space* space, int file) noexcept {
   return run_guarded([&]() -> int64_t {
     follow::OpenFile open(file, file);
@@ -595,8 +583,7 @@ EXPORT int64_t follow_fix(StorageImpl* storage) noexcept {
   });
 }
 
-// The calling thread reads a storage without an op until `follow_unhold`. Returns 1 if a hold keeps it in place, or 0
-// if no other thread moves it meanwhile.
+// The thread reads a storage without an op until `follow_unhold`. Returns 0 if no other thread may move it.
 EXPORT int64_t follow_hold(StorageImpl* storage) noexcept {
   return run_guarded([&]() -> int64_t {
     if (living_spaces.load(std::memory_order_relaxed) == 0 || is_opener()) return 0;
@@ -641,7 +628,6 @@ EXPORT void* follow_told(int number, void* function, void (*hook)(void*, int64_t
   static HookedFunction<1> second;
   return number == 0 ? install_hook(first) : install_hook(second);
 }
-// Returns the number of blocks of all loops, including ended ones.
 EXPORT int64_t follow_pieces() noexcept {
   const Guard guard;
   int64_t pieces = 0;
@@ -691,8 +677,7 @@ EXPORT void follow_sizes(Space* space, int64_t* sizes) noexcept {
 EXPORT void follow_offer_to(void (*offer)(void*, int64_t*)) noexcept { offer_saved = offer; }
 // Sets the function that returns an op's source line, as a string that is never freed.
 EXPORT void follow_ask_source(void (*ask)(int64_t*)) noexcept { ask_source = ask; }
-// Sets what autograd need not keep: 0: nothing; 1: the storages of `follow_recompute_set`; 2: all that can be
-// recomputed; 3: nothing, but record what could be recomputed.
+// The modes: 0: off; 1: the storages of `follow_recompute_set`; 2: all that can be recomputed; 3: record candidates.
 EXPORT int64_t follow_recompute(Space* space, int mode) noexcept {
   return run_guarded([&] {
     TORCH_CHECK(mode >= 0 && mode <= 3, "unknown mode ", mode);
@@ -727,7 +712,7 @@ EXPORT int64_t follow_notes(Space* space, int64_t* numbers, int64_t capacity) no
     return copy_out(values, numbers, capacity);
   });
 }
-// Returns what autograd keeps instead of a saved tensor. Null: the tensor itself.
+// Returns a packed tensor for autograd to keep, or null to keep the tensor itself.
 EXPORT follow::Packed* follow_pack(c10::TensorImpl* tensor) noexcept {
   return create_guarded([&]() -> follow::Packed* {
     const at::Tensor saved(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(tensor));
@@ -741,7 +726,6 @@ EXPORT at::Tensor* follow_unpack(const follow::Packed* packed) noexcept {
 }
 EXPORT void follow_drop(follow::Packed* packed) noexcept { delete packed; }
 
-// Writes up to `capacity` counters. Returns their total count.
 EXPORT int64_t follow_counters(const Space* space, int64_t* counters, int64_t capacity) noexcept {
   const Guard guard;
   for (int64_t i = 0; i < std::min<int64_t>(kCounters, capacity); ++i) counters[i] = space->counters[i];

@@ -15,7 +15,7 @@
 namespace follow {
 
 // Below autograd and Python modes, above decompositions of factory functions; PyTorch registers no fallback there.
-// Python operators do not know this fallback: DISPATCH_KEY in native.py makes them pass the key on.
+// Python operators would stop at this key: DISPATCH_KEY in native.py makes them pass it on.
 constexpr c10::DispatchKey kKey = c10::DispatchKey::Fake;
 inline c10::DispatchKeySet below_key(c10::DispatchKeySet keys) {
   return keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
@@ -37,12 +37,10 @@ class Passing {
   ~Passing();
   // Returns false if the loop has to see all ops now, or if the thread is not the loop's.
   bool is_allowed() const { return allowed_; }
-  // Call when the op requests large memory.
   void note_request();
   // Whether the op requested large memory or was refused some, and so needs `take_results`.
   bool needs_take_results() const { return has_requested_ || refused_ != nullptr; }
-  // Call after the op has run. Takes over its large results and returns whether there are any. Rethrows a refusal that
-  // the kernel has caught.
+  // Call after the op has run. Returns whether it has large results. Rethrows a refusal that the kernel has caught.
   bool take_results(const torch::jit::Stack& results);
   void rethrow_refusal() const;
 
@@ -50,7 +48,6 @@ class Passing {
   const c10::OperatorHandle& op_;
   bool allowed_ = false, has_requested_ = false;
   std::exception_ptr refused_;
-  // The thread's previous values, restored at the end.
   const c10::OperatorHandle* running_ = nullptr;
   std::exception_ptr* refusal_ = nullptr;
   Passing* passing_ = nullptr;

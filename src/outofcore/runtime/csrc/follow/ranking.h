@@ -19,7 +19,6 @@ struct Rank {
   size_t waiting = 0;  // number among the items without a key, from 1; 0: has a key, or is not in the order
 };
 
-// `Item` has a member `rank`.
 template <class Item>
 class Ranking {
  public:
@@ -49,8 +48,7 @@ class Ranking {
     ranked_.clear();
   }
 
-  // Visits the items by descending key, then ascending tie, until `visit` returns false. `visit` must not change the
-  // ranking.
+  // By descending key, then ascending tie, until `visit` returns false. `visit` must not change the ranking.
   template <class Key, class Tie, class Visit>
   void visit(Key&& key_of, Tie&& tie_of, Visit&& visit) {
     for (Item* item : waiting_) {

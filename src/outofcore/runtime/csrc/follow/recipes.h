@@ -26,14 +26,13 @@ enum class Recompute {
   kOff,
   kChosen,      // selected storages
   kEverything,  // all that can be recomputed
-  kNoting,      // none; records what could be recomputed
+  kNoting,      // off, but records the candidates
 };
 
 struct Pager {
   virtual ~Pager() = default;
   // Returns the origin of a tracked storage with observed writes only, or null.
   virtual std::shared_ptr<Origin> origin_of(c10::StorageImpl& storage) = 0;
-  // Of any storage that has one.
   virtual std::shared_ptr<Origin> known_origin(c10::StorageImpl& storage) = 0;
   virtual c10::Storage copy_of(const c10::StorageImpl& storage) = 0;
   virtual void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) = 0;
@@ -145,24 +144,23 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
   }
 
   // Captures an op before it runs. Null: it cannot be rerun.
-  std::shared_ptr<Step> step_before(const c10::OperatorHandle& op, RerunEffect again, c10::DispatchKeySet below,
+  std::shared_ptr<Step> step_before(const c10::OperatorHandle& op, RerunEffect effect, c10::DispatchKeySet below,
                                     Device::Stream stream, const torch::jit::Stack& stack, size_t count, bool shapes) {
     return capture_step(
-        op, again, below, stream, stack, count, shapes, large_,
+        op, effect, below, stream, stack, count, shapes, large_,
         [&](c10::StorageImpl& storage) { return pager_.origin_of(storage); },
         [&](const c10::StorageImpl& storage) { return pager_.copy_of(storage); });
   }
 
   // The op has created the `result`-th storage of its results.
-  void record_creation(const std::shared_ptr<Step>& step, RerunEffect again, size_t result, int64_t twin, int64_t bytes,
-               Origin& origin) {
+  void record_creation(const std::shared_ptr<Step>& step, RerunEffect effect, size_t result, int64_t twin,
+                       int64_t bytes, Origin& origin) {
     origin.steps.assign(1, step);
     origin.result = result;
-    origin.complete = again == RerunEffect::kMakes;
+    origin.complete = effect == RerunEffect::kMakes;
     origin.is_recomputed = mode == Recompute::kEverything;
     if (mode == Recompute::kChosen && chosen_.count(twin) != 0) {
       origin.is_recomputed = true;
-      // In the next step this storage is the twin.
       chosen_.insert(origin.id);
       while (chosen_.size() > most_chosen_) chosen_.erase(chosen_.begin());
     }
@@ -173,13 +171,13 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     if (mode == Recompute::kNoting) note_for(id, bytes).nanoseconds = -1;
   }
   // The op has changed a storage with a known lineage.
-  void record_change(const std::shared_ptr<Step>& step, RerunEffect again,
+  void record_change(const std::shared_ptr<Step>& step, RerunEffect effect,
                      std::vector<std::shared_ptr<const Step>> before, bool complete, const c10::StorageImpl& storage,
                      Origin& origin) {
     if (before.empty() || before.size() >= Origin::kMaxSteps) return;
     origin.steps = std::move(before);
     origin.steps.push_back(step);
-    origin.complete = complete || (again == RerunEffect::kFills && covers(step->references, storage));
+    origin.complete = complete || (effect == RerunEffect::kFills && covers(step->references, storage));
     if (mode == Recompute::kNoting) add_note(origin, *step, static_cast<int64_t>(storage.nbytes()));
   }
 
@@ -336,7 +334,7 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
     ++recipe_count;
     return recipe;
   }
-  // Returns null if an input neither exists nor can be recomputed with a sequence of at most `deepest`.
+  // Returns null if an input is gone and has no recomputation sequence of at most `deepest`.
   std::shared_ptr<Recipe> recipe_of(const Provenance& provenance, int deepest) {
     if (deepest <= 0) return {};
     auto recipe = std::make_shared<Recipe>(live_recipes_);
@@ -445,8 +443,8 @@ class Recipes : public std::enable_shared_from_this<Recipes> {
       const auto storage_of = [&](const Reference& reference) -> StoragePointer {
         if (reference.is_own) return storage;
         for (const Input& input : inputs)
-          for (const Reference* meant : input.references)
-            if (meant == &reference) return input.storage;
+          for (const Reference* candidate : input.references)
+            if (candidate == &reference) return input.storage;
         TORCH_CHECK(false, "outofcore: a recipe lacks one of its inputs");
       };
       const auto run = [&](const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {

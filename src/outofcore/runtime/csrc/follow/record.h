@@ -1,6 +1,6 @@
 // Records of steps, as the basis of plans, and the loop's position in them. A step lasts from one optimizer update to
-// the next. Steps with (nearly) the same ops on storages in the same relations are of one kind, whatever their sizes.
-// Each kind has plans for some sizes (size buckets).
+// the next. Steps of all sizes with (nearly) the same ops on storages in the same relations are of one kind. Each kind
+// has plans for some sizes (size buckets).
 
 #pragma once
 
@@ -165,8 +165,8 @@ class Follower {
  public:
   static constexpr int64_t kNever = int64_t{1} << 40;
 
-  // Advances to an op: at its start, or after it has created results if it has no large operands. Returns whether it
-  // matches the record.
+  // Call at an op's start, or after it has created results without large operands. Returns whether it matches the
+  // record.
   bool advance(const void* op, const std::vector<Touched>& touched) {
     if (kind_ != nullptr) {
       if (const int32_t next = this->next(); fits(*kind_, next, op, touched)) {
@@ -205,7 +205,7 @@ class Follower {
   int32_t skipped_ops() const { return skipped_ops_; }
 
   const StepOp& op() const { return kind_->usual.ops[position_]; }
-  // The storage at a place of the current op; -1: none.
+  // The storage at a place of the current op, or -1.
   int32_t storage_at(int32_t place) const {
     for (const auto& touch : op().touched)
       if (touch.place == place) return touch.storage;
@@ -220,7 +220,7 @@ class Follower {
     return static_cast<int64_t>(kind_->usual.ops.size()) - position_ + uses.front();
   }
 
-  // The current or a later op that uses a storage next; -1: none.
+  // The current or a later op that uses a storage next, or -1.
   int32_t next_from_here(int32_t storage) const {
     const std::vector<int32_t>& uses = kind_->uses[storage];
     const auto next = std::lower_bound(uses.begin(), uses.end(), position_);
@@ -324,7 +324,7 @@ class Follower {
     return &kind;
   }
 
-  // Makes a kind of two records; `alignment` from the later to the earlier, null: identical.
+  // `alignment`: from the later record to the earlier; null: identical.
   StepKind& add_kind(Record& record, const Record& before, const Alignment* alignment) {
     if (kinds_.size() >= kMaxKinds) forget_one();
     // Leftovers are numbered by the previous step.
@@ -389,11 +389,12 @@ class Follower {
       if (operand.place < 0) continue;
       ++operands;
       if (kind.other_storages[position]) continue;
-      const auto mine = kind.storage_by_block.find(operand.id);
+      const auto entry = kind.storage_by_block.find(operand.id);
       for (const auto& touch : there.touched)
         if (touch.place == operand.place) {
-          if (kind.persistent[touch.storage] >= 0 ? mine == kind.storage_by_block.end() || mine->second != touch.storage
-                                                   : mine != kind.storage_by_block.end())
+          if (kind.persistent[touch.storage] >= 0
+                  ? entry == kind.storage_by_block.end() || entry->second != touch.storage
+                  : entry != kind.storage_by_block.end())
             return false;
         }
     }
@@ -408,7 +409,6 @@ class Follower {
     return false;
   }
 
-  // The number of matching operators before an op, up to `limit`.
   int32_t count_same_before(const StepKind& kind, int32_t at, int32_t limit) const {
     int32_t same = 0;
     const auto n = static_cast<int32_t>(kind.usual.ops.size());

@@ -16,12 +16,11 @@ struct Request {
   int64_t bytes;
   int32_t until = kToTheEnd;  // number of requests made when it was freed
   int32_t place = 0;          // of the result that it became; 0: scratch memory
-  int32_t in = 0;             // place of the later result that lends its memory to this scratch; 0: none
+  int32_t in = 0;             // place of the later result that lends its memory; 0: own scratch memory
   int64_t at = 0;             // offset within that result, or within the scratch memory
 };
 
-// Assigns offsets to scratch memory, first fit in request order, and returns the bytes needed besides the results. A
-// kernel makes the same requests in every step, so the offsets serve the next one.
+// Assigns offsets, first fit in request order, and returns the bytes of scratch memory. They serve the next step's op.
 inline int64_t place_scratch(std::vector<Request>& requests) {
   constexpr size_t kMaxRequests = 256;
   int64_t height = 0;

@@ -11,7 +11,7 @@
 
 namespace {
 
-// A block's storage in the current record; -1: none.
+// A block's storage in the current record, or -1.
 int32_t role_of(const Space& space, const Block& block) {
   const follow::StepKind& kind = *space.follower.kind();
   int32_t storage = block.role_in == kind.number ? block.role : -1;
@@ -32,7 +32,6 @@ int64_t planned_offset(const Space& space, const Block& block) {
   return op < 0 ? -1 : space.bucket->schedule->offset(storage, op);
 }
 
-// The number of ops until a block's next use, as far as known.
 int64_t next_use(const Space& space, const Block& block) {
   if (space.follower.is_active()) {
     if (block.released) return 2 * follow::Follower::kNever;
@@ -70,8 +69,7 @@ void visit_furthest(Space& space, Visit&& visit) {
   space.ranking.visit(key_of, offset_of, [&](Block& block) { return visit(block, distance); });
 }
 
-// Returns `first` with neighbours to evict for a hole of `bytes`, freeing at least `needed`. Empty if a needed
-// neighbour is used in fewer than `no_earlier` ops.
+// For a hole of `bytes` with at least `needed` freed. Empty if a neighbour is used in fewer than `no_earlier` ops.
 std::vector<Block*> neighbours(const Space& space, Block& first, int64_t bytes, int64_t needed, int64_t no_earlier) {
   const auto it = space.by_offset.find(first.offset);
   auto before = std::make_reverse_iterator(it);
@@ -110,8 +108,7 @@ bool is_held_by_others(const Space& space) {
   });
 }
 
-// Waits for storages that are being destroyed. Returns false if there are none. Blocks that remain have lost their
-// storage.
+// Waits for storages that are being destroyed. Returns false without any. Blocks that remain have lost their storage.
 bool wait_for_dying(Space& space) {
   if (std::none_of(space.by_offset.begin(), space.by_offset.end(),
                    [](const auto& placed) { return placed.second->owner_dying; }))
@@ -122,7 +119,7 @@ bool wait_for_dying(Space& space) {
   return true;
 }
 
-// Releases the arena memory of fetched blocks that still show their windows, and removes them from the list.
+// Also removes the fetched blocks from the list.
 void unplace_fetched(Space& space, std::vector<Block*>& blocks) {
   std::erase_if(blocks, [&](Block* block) {
     if (block->state != BlockState::kFetched) return false;
@@ -131,7 +128,7 @@ void unplace_fetched(Space& space, std::vector<Block*>& blocks) {
   });
 }
 
-// Evicts blocks, except those that other threads have started to use meanwhile.
+// Evicts those blocks that other threads have not started to use meanwhile.
 void evict_all(Space& space, std::vector<Block*> victims) {
   unplace_fetched(space, victims);
   if (victims.empty()) return;
@@ -143,7 +140,7 @@ void evict_all(Space& space, std::vector<Block*> victims) {
 constexpr int kMaxScanned = 256;
 
 // Evicts blocks, furthest next use first, until `bytes` fit. Returns false if too much is in use. `easily`: evict only
-// clean blocks that are not used for so many ops (-1: any block).
+// clean blocks with a next use further than this many ops (-1: any block).
 bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
   if (easily < 0) catch_up(space);
   while (space.bytes_in_use + bytes > space.room()) {
@@ -210,7 +207,7 @@ std::string source_of_running(const Space& space) {
   if (space.follower.on_course() && space.follower.op().source != nullptr) return space.follower.op().source;
   return "";
 }
-// The storage of the parameter with the gradient that the running op accumulates; null: none.
+// The storage of the parameter with the gradient that the running op accumulates, or null.
 StorageImpl* accumulated_parameter() {
   const auto node = torch::autograd::get_current_node();
   const auto* sum = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
@@ -238,8 +235,7 @@ std::string describe_running_op(const Space& space, const follow::Numbers& numbe
   return name_of_running() + (numbers.sums != 0 ? "" : source_of_running(space));
 }
 
-// Records the running op's need if it is the largest. Memory in use by other threads or collectives is excluded,
-// because ops wait for it.
+// Excludes memory in use by other threads or collectives, because ops wait for it.
 void record_need(Space& space, int64_t bytes) {
   const follow::Numbers numbers = need_of_running(space, bytes, [](const Block& block) {
     return block.pins > block.other_pins || !block.storage || block.is_immovable ||
@@ -249,7 +245,7 @@ void record_need(Space& space, int64_t bytes) {
   space.need = {"", describe_running_op(space, numbers), numbers};
   space.need_lacks_source = !torch::autograd::get_current_node();
 }
-// Lets the running op exceed the budget so that `bytes` fit. Returns false if the user does not allow that.
+// Returns false if the user does not allow it.
 bool allow_excess(Space& space, int64_t bytes) {
   if (space.excess == Excess::kRefused) return false;
   record_need(space, bytes);
@@ -263,8 +259,7 @@ void shrink(Space& space) {
   trim_idle(space);
 }
 
-// Throws, and stores the numbers for `follow_refusal`. Programs that retry with smaller batches, such as accelerate,
-// search for the message's last words.
+// Programs that retry with smaller batches, such as accelerate, search for the message's last words.
 [[noreturn]] void refuse_request(const Space& space, int64_t bytes) {
   const follow::Numbers numbers = need_of_running(space, bytes, [](const Block& block) { return !is_movable(block); });
   const std::string op = describe_running_op(space, numbers);
@@ -275,8 +270,7 @@ void shrink(Space& space) {
   TORCH_CHECK_WITH(OutOfMemoryError, false, text);
 }
 
-// Moves a movable block out of a range, to its planned offset if free. Returns false if it stays. Its storage must be
-// alive.
+// The block must be movable and its storage alive. Returns false if it stays.
 bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, int64_t bytes) {
   if (block.writing) return false;
   keep_for_array(space, block, storage);
@@ -318,8 +312,7 @@ bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, i
   return true;
 }
 
-// Moves blocks placed beyond the core, before there was a plan, to their planned offsets. Persistent ones would stay
-// there, and keep memory from the core.
+// Moves blocks placed beyond the core before the first plan into it. Persistent ones would otherwise stay there.
 void move_into_core(Space& space) {
   const int64_t end = space.addresses();
   std::vector<Block*> behind;
@@ -331,7 +324,7 @@ void move_into_core(Space& space) {
     Owners(std::move(behind)).each([&](Block& block, StorageImpl& storage) {
       if (is_movable(block) && !block.fixed) move_away(space, block, storage, space.core(), end - space.core());
     });
-  // Memory returned in parts comes back as small pages, which are slower to access. Collapse them, at increasing
+  // Memory returned piecemeal comes back as small pages, which are slower to access. Collapse them, at increasing
   // intervals if it recurs. The core can have all of its memory only if no block is beyond it.
   if (!space.is_fragmented || Device::kAddresses == 1 || space.follower.steps() < space.next_collapse_step) return;
   if (!space.by_offset.empty() &&
@@ -345,8 +338,8 @@ void move_into_core(Space& space) {
   trim_idle(space);
 }
 
-// On a GPU: makes a hole of `bytes` by moving blocks and, unless `gently`, evicting those that cannot be moved. Returns
-// false if blocks that must stay prevent it.
+// On a GPU: makes a hole of `bytes` by moving blocks and, unless `gently`, evicting immovable ones. Returns false if
+// blocks that must stay prevent it.
 bool make_hole(Space& space, int64_t bytes, bool gently = false) {
   if (Device::kAddresses > 1) return true;
   constexpr int kTries = 4;
@@ -410,7 +403,6 @@ bool clear_range(Space& space, int64_t offset, int64_t bytes, bool now) {
     Owners(std::move(there)).each([&](Block& block, StorageImpl& storage) {
       if (!leaves || !is_movable(block) || block.writing) return;  // checked again in the next round
       if (!block.released && move_away(space, block, storage, offset, bytes)) return;
-      // There is room elsewhere.
       leaves = block.released || space.bytes_in_use + block.bytes + bytes > space.room();
       if (leaves) evict(space, block, storage, follow::Cause::kPlace);
     });
@@ -419,7 +411,7 @@ bool clear_range(Space& space, int64_t offset, int64_t bytes, bool now) {
 }
 
 // Makes room for `bytes`, at a planned offset if it can be cleared (-1: anywhere). Returns that offset or -1, or
-// nothing if no hole is large enough. Throws if the budget is too small.
+// nullopt if no hole is large enough. Throws if the budget is too small.
 std::optional<int64_t> find_room(Space& space, int64_t bytes, int64_t planned) {
   for (;;) {
     if (space.excess == Excess::kMeasured) record_need(space, bytes);
@@ -509,7 +501,7 @@ void forget_space(Space* space) {
   living_spaces -= static_cast<int>(spaces.erase(space));
   for (auto& [pointer, piece] : outside)
     if (piece.space == space) piece.space = nullptr;
-  // A forked child cannot use the GPU, nor free memory there.
+  // A forked child cannot use the GPU to free memory there.
   if (!Device::kStreams || !space->is_inherited) delete space;
 }
 

@@ -66,7 +66,6 @@ bool offer_results() {
     if (!tensor.requires_grad() || tensor.is_leaf() || tensor.is_view()) continue;
     const c10::impl::ExcludeDispatchKeyGuard quietly(
         c10::DispatchKeySet({kKey, DispatchKey::Python, DispatchKey::PythonTLSSnapshot}));
-    // The other results have the same node.
     return answer_of(offer_saved, static_cast<void*>(new at::Tensor(tensor))) != kNoAnswer;
   }
   return true;

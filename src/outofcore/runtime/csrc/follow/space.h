@@ -1,5 +1,5 @@
-// The types of an eager loop: its blocks, its space, and process-wide state. This header and those that include it, up
-// to steps.h, form paging.cpp: one translation unit that exports only the functions at its end.
+// The types of an eager loop: its blocks, its space, and process-wide state. The headers from here to steps.h form
+// paging.cpp: one translation unit that exports only the functions at its end.
 
 #pragma once
 
@@ -106,7 +106,7 @@ enum Counter {
 
 struct Space;
 
-// What happens if an op needs more than the budget. As `Excess` in space.py.
+// Handling of ops that need more than the budget. As `Excess` in space.py.
 enum class Excess : int {
   kRefused,
   kAllowed,   // the op may exceed the budget
@@ -120,8 +120,8 @@ enum class BlockState : uint8_t {
   kFetched,  // copied; window until an op of the loop uses the block
   kResident,     // in the arena; the storage, if any, points there
 };
-// Valid transitions. All states but kEvicted use memory of the arena. A resident block may be written to its home
-// concurrently (`writing`) and stays resident until that has ended.
+// All states but kEvicted use arena memory. A resident block that is being written to its home stays resident until
+// then.
 constexpr bool may_follow(BlockState before, BlockState after) {
   switch (before) {
     case BlockState::kEvicted: return after == BlockState::kFetching || after == BlockState::kResident;
@@ -132,11 +132,9 @@ constexpr bool may_follow(BlockState before, BlockState after) {
   return false;
 }
 
-// Checksums of the bytes at home: of all, and of those verified when they are fetched.
 struct Sums {
   uint64_t all = 0, compared = 0;
 };
-// The bytes of a fetch to checksum.
 enum class ChecksumScope {
   kNothing,
   kCompared,
@@ -233,7 +231,7 @@ struct Space {
   follow::Sources sources;
   follow::SizeBucket* bucket = nullptr;           // its plan is followed
   int64_t fit_score = 0;  // storages of this step with sizes close to the plan's, minus the others
-  bool is_fragmented = false;                     // memory of the core was returned in parts
+  bool is_fragmented = false;                     // memory of the core was returned piecemeal
   int64_t collapses = 0, next_collapse_step = 0;  // collapses into huge pages; step of the next one
   std::deque<int32_t> due_fetches;                // storages of the record to fetch
   std::vector<follow::Request> requests;          // of the running op

@@ -18,7 +18,7 @@ void observe_held(Space& space) {
     if (block->is_charged()) space.observer.add(follow::Event::kHeld, block->id, block->bytes);
 }
 
-// Keeps a step's events until the next step ends. Returns false if there are none.
+// Keeps a step's events until the next step ends. Returns false if the step was not timed.
 bool end_of_timing(Space& space) {
   if (!Device::kStreams) return false;
   const bool timed = space.timing;

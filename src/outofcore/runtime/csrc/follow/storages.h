@@ -129,8 +129,7 @@ struct Use {
   bool is_partial = false;  // reads only a part, such as rows of a data set
   int64_t other_bytes = 0;  // bytes of its other operands
 };
-// Whether to adopt foreign memory: if an op uses all of it, and room remains for other operands and a result of the
-// same size. Otherwise a few rows would cost a copy, or the copy would cause a refusal.
+// Adopt an operand only as a whole, and if room remains for the others and a result of its size.
 bool is_worth_adopting(const Space& space, int64_t bytes, const Use& use) {
   if (space.excess == Excess::kMeasured) return use.is_managed || !use.is_partial;  // as with unlimited room
   return use.is_managed || (!use.is_partial && use.other_bytes + 2 * whole_pages(bytes) <= space.room());
@@ -161,7 +160,6 @@ Block* block_of(Space& space, StorageImpl& storage, const Use& use, at::DataPtr&
   ++space.counters[kForeign];
   return nullptr;
 }
-// PyTorch's own memory can be freed at once.
 Block* block_of(Space& space, StorageImpl& storage, const Use& use = {}) {
   at::DataPtr old_memory;
   return block_of(space, storage, use, old_memory);

@@ -22,7 +22,6 @@ struct Mark {
   int64_t number;
 };
 
-// At most one mark per stream: the last.
 class Marks {
  public:
   void add(const Mark& mark) {
@@ -52,15 +51,13 @@ class Marks {
   Mark* begin() { return const_cast<Mark*>(std::as_const(*this).begin()); }
   Mark* end() { return const_cast<Mark*>(std::as_const(*this).end()); }
 
-  // All marks are in one of the two: a block is used by the loop's stream and the two copy streams, and rarely by
-  // others.
+  // All marks are in one of the two: a block is rarely used by more than the loop's stream and the two copy streams.
   std::array<Mark, 3> few_;
   size_t count_ = 0;
   std::vector<Mark> more_;
 };
 
-// The streams of one device, by number. A `Runtime` makes, drops and queries events, records one on a stream (false:
-// the stream is destroyed), makes a stream wait for an event's last record, and waits for all work.
+// The streams of one device, by number. `Runtime` wraps its events; `record` returns false for a destroyed stream.
 template <class Runtime>
 class Streams {
  public:

@@ -23,15 +23,14 @@ thread_local const char* source = nullptr;           // user's line of the runni
 thread_local follow::Passing* passing = nullptr;     // the running op if it passes
 std::atomic<int> ops_running{0};                     // on all threads
 
-// The number of loops opened, and the number of the loop that this thread opened (0: none). A loop may end on another
+// The number of loops opened, and the number of the loop that this thread opened, from 1. A loop may end on another
 // thread than its opener. It may also end during a backward pass, which restores the thread's dispatch keys afterwards:
 // see `leave_thread`.
 std::atomic<int64_t> loops_opened{0};
 thread_local int64_t loop_number = 0;
 // Open loops, including paused ones: while there are any, ops of all threads are observed.
 std::atomic<int> open_spaces{0};
-// Whether `on_op` has seen this thread run an op outside the loop. Autograd threads inherit the dispatch keys of the
-// thread they work for and belong to the loop.
+// Whether the thread ran an op outside the loop. Autograd threads inherit dispatch keys and belong to the loop.
 thread_local bool outside_loop = false;
 bool is_other_thread() { return outside_loop || (loop_number != 0 && loop_number != loops_opened.load()); }
 // Running ops of other threads. `unpinned_ops` of them pin no blocks: they were running when their thread was detected.
