@@ -214,9 +214,9 @@ int64_t run_locked(Action&& action) noexcept {
   });
 }
 
-int64_t copy_out(const std::vector<int64_t>& source, int64_t* numbers, int64_t capacity) {
-  const auto count = static_cast<int64_t>(source.size());
-  if (count <= capacity) std::copy(source.begin(), source.end(), numbers);
+int64_t copy_out(const std::vector<int64_t>& values, int64_t* numbers, int64_t capacity) {
+  const auto count = static_cast<int64_t>(values.size());
+  if (count <= capacity) std::copy(values.begin(), values.end(), numbers);
   return count;
 }
 

@@ -224,11 +224,11 @@ follow::Numbers need_of_running(const Space& space, int64_t bytes, Stays&& stays
     if (!block->is_resident() || !stays(*block)) continue;
     (block->pins > 0 || !block->storage ? pinned : unmovable) += block->bytes;
   }
-  const int64_t outside = space.limit - space.budget + space.spare, small = space.small();
-  const int64_t min_budget = Device::min_budget_for(bytes + pinned + unmovable + small + outside, space.limit);
+  const int64_t bytes_outside = space.limit - space.budget + space.spare, small = space.small();
+  const int64_t min_budget = Device::min_budget_for(bytes + pinned + unmovable + small + bytes_outside, space.limit);
   StorageImpl* parameter = accumulated_parameter();
   const Block* block = parameter == nullptr ? nullptr : find_block(*parameter);
-  return {space.limit, bytes, pinned, unmovable, min_budget, small, smallest, outside, parameter != nullptr,
+  return {space.limit, bytes, pinned, unmovable, min_budget, small, smallest, bytes_outside, parameter != nullptr,
           block == nullptr ? -1 : block->id};
 }
 std::string describe_running_op(const Space& space, const follow::Numbers& numbers) {
