@@ -494,7 +494,7 @@ def test_what_unseen_code_changed_is_refused(run: outofcore.Loop, change: Callab
     z = (h + 1) @ weight
     loss = z.sum()
     change(h)
-    with pytest.raises(RuntimeError, match="code that is not followed"):
+    with pytest.raises(RuntimeError, match="code that is not observed"):
         loss.backward()
 
 

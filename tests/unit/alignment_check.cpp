@@ -75,7 +75,7 @@ void check_subsequences() {
     std::sort(left.begin(), left.end());
     std::sort(right.begin(), right.end());
     std::set_intersection(left.begin(), left.end(), right.begin(), right.end(), std::back_inserter(both));
-    SURE(follow::alignment::most_in_common(a, b) == static_cast<int64_t>(both.size()));
+    SURE(follow::alignment::max_common_ops(a, b) == static_cast<int64_t>(both.size()));
   }
 }
 
@@ -194,7 +194,7 @@ void check_pair(const Record& a, const Record& b, bool one) {
       SURE((keys_a[i] == keys_b[j]) == alike(a, i, b, j, common));
     }
   const std::vector<int32_t> core = follow::alignment::common_ops(keys_a, keys_b);
-  SURE(made.ops.size() == a.ops.size() && made.other.size() == a.ops.size());
+  SURE(made.ops.size() == a.ops.size() && made.other_storages.size() == a.ops.size());
   matches(kinds_a, kinds_b, made.ops);
   check_storages(a, b, made);
   int64_t both = 0, all = 0;
@@ -208,7 +208,7 @@ void check_pair(const Record& a, const Record& b, bool one) {
                              b.ops[there].touched[k].storage;
       if (!other) both += a.nanos[i] + b.nanos[there];
     }
-    SURE(made.other[i] == other);
+    SURE(made.other_storages[i] == other);
     if (one) SURE(made.ops[i] == static_cast<int32_t>(i) && !other);
   }
   for (const Record* each : {&a, &b})
@@ -217,10 +217,12 @@ void check_pair(const Record& a, const Record& b, bool one) {
   const double least = 0.1 * below(11);
   const auto limited = follow::align(a, b, least);
   const auto longer = static_cast<double>(std::max(a.ops.size(), b.ops.size()));
-  const auto most = static_cast<double>(follow::alignment::most_in_common(kinds_a, kinds_b));
+  const auto most = static_cast<double>(follow::alignment::max_common_ops(kinds_a, kinds_b));
   SURE(limited.has_value() == (made.share >= least && most >= least / 2 * longer));
-  if (limited) SURE(limited->ops == made.ops && limited->storages == made.storages && limited->other == made.other);
-  const Record told = follow::translated(b, a, made);
+  if (limited)
+    SURE(limited->ops == made.ops && limited->storages == made.storages &&
+         limited->other_storages == made.other_storages);
+  const Record told = follow::translate(b, a, made);
   SURE(told.ops.size() == a.ops.size() && told.storages.size() == a.storages.size());
   for (size_t i = 0; i < a.ops.size(); ++i) {
     const Record& from = made.ops[i] >= 0 ? b : a;

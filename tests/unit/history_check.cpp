@@ -22,15 +22,15 @@ Touches touches(const std::vector<follow::Touched>& touched) {
 
 bool begin(History& history, Run& run, const Made& made) {
   const bool expected = history.begin(run.op(made), touches(run.operands(made)));
-  for (const auto& touch : touches(run.results(made))) history.note(touch);
+  for (const auto& touch : touches(run.results(made))) history.add_touch(touch);
   return expected;
 }
 
 // The next use of a storage is the first op behind the position that touched its twin.
 void check_next_use(const History& history, int64_t twin, int64_t last_use) {
   const int64_t age = history.now() - last_use;
-  int64_t expected = history.known() ? History::kNever + age : age;
-  for (int64_t at = history.position() + 1; history.known() && at <= history.now(); ++at) {
+  int64_t expected = history.has_position() ? History::kNever + age : age;
+  for (int64_t at = history.position() + 1; history.has_position() && at <= history.now(); ++at) {
     const Touches& touched = history.touched(at);
     if (std::none_of(touched.begin(), touched.end(), [&](const auto& touch) { return touch.second == twin; })) continue;
     expected = at - history.position();
@@ -51,7 +51,7 @@ void check_steady_loops() {
       for (const Made& made : step) {
         const bool expected = begin(history, runs[number], made);
         if (number < 2) continue;
-        SURE(expected && history.known());
+        SURE(expected && history.has_position());
         SURE(history.position() == history.now() - length);
         int32_t place = 0;
         for (const auto& [name, written] : made.operands)
@@ -80,7 +80,7 @@ void check_restless_loops() {
         ops.push_back(run.op(made));
         SURE(history.now() == static_cast<int64_t>(ops.size()) - 1);
         SURE(history.position() < history.now());
-        SURE(!expected || (history.known() && ops[static_cast<size_t>(history.position())] == ops.back()));
+        SURE(!expected || (history.has_position() && ops[static_cast<size_t>(history.position())] == ops.back()));
         if (!expected) SURE(history.twin(1) == -1);
         found += expected && number > 1;
         check_next_use(history, below(60), history.now() - below(50));
@@ -105,7 +105,7 @@ void check_surprises() {
     const int inserted = below(12);
     for (int i = 0; i < inserted; ++i) {
       SURE(!begin(history, run, Made{100 + i, {{below(kLasting), false}}, {}}));
-      SURE(history.known() && history.position() == length + at - 1);
+      SURE(history.has_position() && history.position() == length + at - 1);
     }
     // An op that is not the next one is taken for new, the one behind it for one further on.
     const int skipped = below(20);
@@ -133,7 +133,7 @@ void check_long_loops() {
     if (below(2)) operands.emplace_back(3, operands.front().second);
     history.begin(nullptr, operands);
     const int64_t made = ++fresh;
-    history.note({-1, made});
+    history.add_touch({-1, made});
     std::set<int64_t> storages{made};
     for (const auto& touch : operands) storages.insert(touch.second);
     ops.push_back(storages);

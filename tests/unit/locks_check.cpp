@@ -24,7 +24,7 @@ int main(int count, char** arguments) {
     if (name.find("loops") != std::string::npos) use(loops, takes);
     if (name.find("allocator") != std::string::npos) use(allocator, takes);
     if (name.find("python") != std::string::npos) locks::check(locks::kPython, false);
-    if (name.find("fork") != std::string::npos) loops.renew();
+    if (name.find("fork") != std::string::npos) loops.reset_in_child();
   }
   std::puts("ok");
 }

@@ -11,7 +11,7 @@
 
 namespace {
 
-using follow::Known;
+using follow::StepKind;
 using follow::Record;
 using follow::Touched;
 
@@ -135,7 +135,7 @@ struct Loop {
 
   // In how many ops a storage is used next.
   void check_next_use() const {
-    const Known& known = *follower.known();
+    const StepKind& known = *follower.kind();
     const auto n = static_cast<int64_t>(known.usual.ops.size());
     const auto uses = [&](int64_t at, int32_t storage) {
       for (const auto& touch : known.usual.ops[static_cast<size_t>(at % n)].touched)
@@ -155,7 +155,7 @@ struct Loop {
   }
 
   // `replaced`: a lasting storage that is another block in this step.
-  Known* step(const Program& program, int replaced = -1) {
+  StepKind* step(const Program& program, int replaced = -1) {
     Run run;
     run.replaced = replaced;
     surprises = passed = 0;
@@ -164,7 +164,7 @@ struct Loop {
       const void* op = run.op(made);
       const std::vector<Touched> operands = run.operands(made), results = run.results(made);
       if (operands.empty() && follower.on_course()) {
-        const auto& next = follower.known()->usual.ops[static_cast<size_t>(follower.next())];
+        const auto& next = follower.kind()->usual.ops[static_cast<size_t>(follower.next())];
         const bool makes = std::none_of(next.touched.begin(), next.touched.end(), [](auto& t) { return t.place > 0; });
         SURE(follower.may_make(op) == (next.op == op && makes));
       }
@@ -173,17 +173,18 @@ struct Loop {
       surprises += !expected;
       SURE(expected == follower.on_course());
       if (expected) {
-        passed += follower.passed();
+        passed += follower.skipped_ops();
         const auto& there = follower.op().touched;
         SURE(follower.op().op == op);
         SURE(std::count_if(there.begin(), there.end(), [](auto& touch) { return touch.place > 0; }) ==
              static_cast<std::ptrdiff_t>(operands.size()));
-        const Known& known = *follower.known();
+        const StepKind& known = *follower.kind();
         for (const Touched& touch : operands) {
           const int32_t storage = follower.storage_at(touch.place);
-          const auto lasting = known.of_block.find(touch.id);
-          if (known.other[static_cast<size_t>(follower.position())] || storage < 0) continue;
-          SURE(known.persistent[static_cast<size_t>(storage)] == (lasting == known.of_block.end() ? -1 : touch.id));
+          const auto lasting = known.storage_by_block.find(touch.id);
+          if (known.other_storages[static_cast<size_t>(follower.position())] || storage < 0) continue;
+          SURE(known.persistent[static_cast<size_t>(storage)] ==
+               (lasting == known.storage_by_block.end() ? -1 : touch.id));
         }
         check_next_use();
       }
@@ -196,17 +197,17 @@ struct Loop {
     left = std::move(kept);
     record = *recorder.take();
     const Record as_it_was = record;
-    Known* known = follower.end_of_step(record, ops);
+    StepKind* known = follower.end_of_step(record, ops);
     if (known == nullptr) return nullptr;
     check_terms(as_it_was, *known);
-    settled = follower.settle(*known, record);
-    follower.stand_after(*known);
+    settled = follower.mark_persistent(*known, record);
+    follower.expect_after(*known);
     SURE(follower.on_course());
     return known;
   }
 
   // The record of a step that differs a little is in terms of the usual one.
-  void check_terms(const Record& as_it_was, const Known& known) const {
+  void check_terms(const Record& as_it_was, const StepKind& known) const {
     SURE(record.ops.size() == known.usual.ops.size() && record.storages.size() == known.usual.storages.size());
     for (size_t i = 0; i < record.ops.size(); ++i) SURE(record.ops[i].op == known.usual.ops[i].op);
     for (const auto& freed : record.leftovers) {
@@ -235,7 +236,7 @@ void check_steady_loops() {
     const Program program = random_program(3 + below(30), 1 + below(12));
     Loop loop;
     SURE(loop.step(program) == nullptr);
-    const Known* known = loop.step(program);
+    const StepKind* known = loop.step(program);
     SURE(known != nullptr);
     for (int step = 0; step < 3; ++step) {
       SURE(loop.step(program) == known && loop.ops.empty() && !loop.settled);
@@ -248,12 +249,12 @@ void check_steady_loops() {
       const bool touched = std::any_of(program.begin(), program.end(), [&](const Made& made) {
         return std::any_of(made.operands.begin(), made.operands.end(), [&](auto& each) { return each.first == name; });
       });
-      SURE((known->of_block.count(name + 1) != 0) == touched);
+      SURE((known->storage_by_block.count(name + 1) != 0) == touched);
     }
-    SURE(known->of_block.size() <= kLasting);
+    SURE(known->storage_by_block.size() <= kLasting);
     const int64_t gone = 1 + below(kLasting);
     loop.follower.forget(gone);
-    SURE(known->of_block.count(gone) == 0);
+    SURE(known->storage_by_block.count(gone) == 0);
     SURE(std::find(known->persistent.begin(), known->persistent.end(), gone) == known->persistent.end());
   }
 }
@@ -271,18 +272,19 @@ void check_replaced() {
     Loop loop;
     const int before = below(3);  // steps before it is replaced
     for (int step = 0; step < 1 + before; ++step) loop.step(program, name);
-    const Known* known = loop.step(program);
-    SURE(known != nullptr && !loop.settled && (known->of_block.count(Run::kReplaced) != 0) == (before > 0));
+    const StepKind* known = loop.step(program);
+    SURE(known != nullptr && !loop.settled && (known->storage_by_block.count(Run::kReplaced) != 0) == (before > 0));
     if (before > 0) loop.follower.forget(Run::kReplaced);
-    const int64_t casting = known->casting;
+    const int64_t roles_version = known->roles_version;
     if (loop.step(below(4) ? program : edited(program, 1, 12)) != known) continue;
-    SURE(loop.settled == (known->of_block.count(name + 1) != 0) && loop.settled == (known->casting != casting));
+    SURE(loop.settled == (known->storage_by_block.count(name + 1) != 0) &&
+         loop.settled == (known->roles_version != roles_version));
     settled += loop.settled;
     for (int step = 0; step < 2; ++step) {
       SURE(loop.step(program) == known);
       settled += loop.settled;
     }
-    SURE(known->of_block.count(name + 1) == 1);
+    SURE(known->storage_by_block.count(name + 1) == 1);
     loop.step(program);
     SURE(!loop.settled && loop.surprises == 0);
   }
@@ -310,11 +312,11 @@ void check_mixed_loops() {
     std::vector<Program> programs;
     for (int kind = 0; kind < 3; ++kind) programs.push_back(random_program(20 + below(20), 12));
     Loop loop;
-    std::map<size_t, const Known*> kinds;
+    std::map<size_t, const StepKind*> kinds;
     for (int step = 0; step < 24; ++step) {
       const auto which = static_cast<size_t>(step < 9 ? step % 3 : below(3));
       const bool differs = step >= 9 && below(2);
-      const Known* known = loop.step(differs ? edited(programs[which], 1, 12) : programs[which]);
+      const StepKind* known = loop.step(differs ? edited(programs[which], 1, 12) : programs[which]);
       if (differs) continue;
       SURE((known != nullptr) == (step >= 3));
       if (step >= 6) SURE(known == kinds[which]);

@@ -42,4 +42,4 @@ def test_locks_may_be_taken_in_their_order(taken: str, program: Path) -> None:
 def test_a_wrong_order_of_locks_ends_the_process(taken: str, later: int, lock: int, program: Path) -> None:
     ended = subprocess.run([program, *taken.split()], capture_output=True, text=True, check=False)
     assert ended.returncode == -signal.SIGABRT
-    assert ended.stderr == f"outofcore: a thread that has lock {later} takes lock {lock} (locks.h)\n"
+    assert ended.stderr == f"outofcore: a thread that holds lock {later} takes lock {lock} (locks.h)\n"

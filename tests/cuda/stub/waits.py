@@ -177,7 +177,7 @@ def of_compiled(first: int, only: int | None) -> None:
 # Followed loops
 
 _STATEMENT = re.compile(
-    r"(?:streams_\.wait|fences_\.put|(?:\w+\.)*(?:after|before|home|all|others|done|unseen_)\.add"
+    r"(?:streams_\.wait|fences_\.put|(?:\w+\.)*(?:after|before|home|all|marks|unobserved_)\.add"
     r"|c10::cuda::CUDACachingAllocator::recordStream)\("
 )
 _FUNCTION = re.compile(r"^  (?:static )?[\w:]+\*? (\w+)\(")
@@ -190,7 +190,7 @@ extern "C" __attribute__((visibility("default"))) inline unsigned long long foll
 # beside the loop's.
 _SHOWN = "use_slot: streams_"
 TOGETHER = (
-    ("used: order.after", "all_of: all.add(streams_.now(order.stream"),
+    ("mark_used: order.after", "all_of: all.add(streams_.now(order.stream"),
     ("move: order.before", "all_of: all.add(streams_.now(order.stream"),
     ("save: order.after", _SHOWN),
     ("all_of: all.add(order.after", _SHOWN),

@@ -11,26 +11,26 @@ namespace {
 
 struct Ours final : device::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    if (void* pointer = bytes == 0 ? nullptr : planned::serve(static_cast<int64_t>(bytes)))
-      return {pointer, pointer, &planned::release, device::current()};
+    if (void* pointer = bytes == 0 ? nullptr : compiled_step::serve(static_cast<int64_t>(bytes)))
+      return {pointer, pointer, &compiled_step::release, device::current()};
     c10::DataPtr memory;
-    return followed::serve(bytes, memory) ? std::move(memory) : stock.load()->allocate(bytes);
+    return eager_loop::serve(bytes, memory) ? std::move(memory) : stock.load()->allocate(bytes);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
 
  protected:
-  // A plan reuses the memory of an arena whichever streams use it, so none are remembered.
-  device::Whose remember(const c10::DataPtr& data, void* stream) override {
-    if (data.get_deleter() == &planned::release)
-      return planned::has(data.get()) ? device::Whose::kOurs : device::Whose::kPassedOn;
-    return followed::remember(data, stream);
+  // Plans reuse arena memory regardless of the streams that use it, so streams are not recorded.
+  device::MemoryOwner record_stream(const c10::DataPtr& data, void* stream) override {
+    if (data.get_deleter() == &compiled_step::release)
+      return compiled_step::has(data.get()) ? device::MemoryOwner::kOurs : device::MemoryOwner::kForwarded;
+    return eager_loop::record_stream(data, stream);
   }
 };
 
 Ours& allocator = *new Ours;  // never destroyed: storages keep a pointer to it
 int installs = 0;
 
-// Before those of loops (paging.cpp), whose lock is taken first.
+// Registered before the handler of loops (paging.cpp), because the loops' lock is taken first.
 const int at_fork = pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 
 const borders::Border kBorders[] = {
@@ -42,13 +42,13 @@ const borders::Border kBorders[] = {
 Installed install() noexcept try {
   const std::lock_guard guard(mutex);
   if (installs == 0) {
-    c10::Allocator* current = device::installed();
+    c10::Allocator* current = device::installed_allocator();
     if (current->raw_deleter() == nullptr) return Installed::kNoDeleter;
     if (stock.load() != nullptr && stock.load() != current) return Installed::kAnother;
     stock = current;
-    device::beneath(allocator, current);
+    device::set_stock(allocator, current);
     device::install(&allocator);
-    if (device::installed() != &allocator) return Installed::kOutranked;
+    if (device::installed_allocator() != &allocator) return Installed::kOutranked;
   }
   ++installs;
   return Installed::kDone;
@@ -58,7 +58,7 @@ Installed install() noexcept try {
 
 void uninstall() noexcept {
   const std::lock_guard guard(mutex);
-  if (--installs == 0 && device::installed() == &allocator) device::install(stock);
+  if (--installs == 0 && device::installed_allocator() == &allocator) device::install(stock);
 }
 
 bool is_installed() {
@@ -66,10 +66,10 @@ bool is_installed() {
   return installs > 0;
 }
 
-c10::Allocator& ours() { return allocator; }
+c10::Allocator& our_allocator() { return allocator; }
 
 void release(void* pointer) noexcept {
-  if (pointer == nullptr || planned::take_back(pointer) || followed::take_back(pointer)) return;
+  if (pointer == nullptr || compiled_step::take_back(pointer) || eager_loop::take_back(pointer)) return;
   stock.load()->raw_deallocate(pointer);
 }
 
@@ -77,8 +77,6 @@ void release(void* pointer) noexcept {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Called by ctypes: gives an ``Installed``.
 EXPORT int outofcore_install() noexcept { return static_cast<int>(allocation::install()); }
 EXPORT void outofcore_uninstall() noexcept { allocation::uninstall(); }
-// What C++ and Python both have, in lines: see borders.h.
-EXPORT const char* outofcore_borders() noexcept { return borders::told().c_str(); }
+EXPORT const char* outofcore_borders() noexcept { return borders::listing().c_str(); }

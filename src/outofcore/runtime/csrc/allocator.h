@@ -1,7 +1,6 @@
-// The one allocator that goes under PyTorch, for compiled steps and loops alike, on the CPU or (OUTOFCORE_CUDA) on CUDA.
-//
-// It asks, for each request: is the calling thread in a scope of a compiled step (arena.cpp)? Is a loop followed that the
-// request counts in (follow/allocator.h)? Else PyTorch's own allocator serves it, and its memory has that one's deleter.
+// The allocator under PyTorch, for compiled steps and eager loops, on the CPU or (OUTOFCORE_CUDA) on CUDA. A request
+// goes to the arena of a compiled step if its thread is in a scope (arena.cpp), else to an eager loop if it counts
+// there (follow/allocator.h), else to PyTorch's own allocator, which then also frees it.
 
 #pragma once
 
@@ -24,44 +23,40 @@ inline Mutex& mutex = *new Mutex;  // never destroyed: tensors outlive static de
 enum class Installed : int {
   kDone = 0,
   kNoDeleter = 1,  // PyTorch's allocator cannot be wrapped
-  kAnother = 2,    // it is another one than before
-  kOutranked = 3,  // it was installed with a higher priority
-  kFailed = 4,     // something threw
+  kAnother = 2,    // PyTorch's allocator has changed since the first installation
+  kOutranked = 3,  // another one was installed with a higher priority
+  kFailed = 4,     // an exception was thrown
 };
 
-// PyTorch's allocator, as it was when ours was first installed.
 inline std::atomic<c10::Allocator*> stock{nullptr};
 
-// Puts ours under PyTorch. Each call that gives kDone is undone by one of ``uninstall``.
+// Installs our allocator under PyTorch. Each call that returns kDone needs one `uninstall`.
 Installed install() noexcept;
 void uninstall() noexcept;
 bool is_installed();
-c10::Allocator& ours();
+c10::Allocator& our_allocator();
 
-// The deleter of memory that was asked for without a DataPtr, and of what loops have: it finds out whose it is.
+// Frees memory of any owner: the deleter of raw allocations and of loops' memory.
 void release(void* pointer) noexcept;
 
 }  // namespace allocation
 
-namespace planned {
+namespace compiled_step {
 
-// Memory for a request of a thread in a scope, or whose requests are recorded; null: it is neither.
+// Serves a request in a scope, or one that is recorded. Null if it is neither.
 void* serve(int64_t bytes);
-// Its deleter.
 void release(void* pointer) noexcept;
-// Whether memory lay in an arena, and is given back.
+// Releases memory of an arena. Returns false if it is not an arena's.
 bool take_back(void* pointer) noexcept;
-// Whether it lies in an arena or was lent to one.
 bool has(void* pointer);
 
 }  // namespace planned
 
-namespace followed {
+namespace eager_loop {
 
-// Memory for a request that counts in a loop; false: no loop has to do with it.
+// Serves a request that counts in an eager loop. Returns false if it does not.
 bool serve(size_t bytes, c10::DataPtr& memory);
-// Whether memory lay in a loop's arena, and is given back.
 bool take_back(void* pointer) noexcept;
-device::Whose remember(const c10::DataPtr& data, void* stream);
+device::MemoryOwner record_stream(const c10::DataPtr& data, void* stream);
 
 }  // namespace followed

@@ -1,9 +1,7 @@
-// Serves planned requests to PyTorch at planned addresses: see allocator.h, which asks it.
-//
-// While a thread is inside a scope, its k-th request gets the k-th planned address. A request off the plan gets bytes of
-// the op's own workspace if it fits there, else of the stock allocator as long as the reserve lasts. Beyond that the
-// lender of the arena decides (demand_eviction.py): it makes room, or lets the request exceed the budget, or refuses it.
-// Outside of scopes the stock allocator serves. Called by ctypes with the GIL held; ops may run without it.
+// Serves the requests of compiled steps at planned addresses; called by allocator.h. In a scope, a thread's k-th
+// request gets the k-th planned address. An unplanned request is served from the op's workspace, else by the stock
+// allocator within the reserve. Beyond the reserve, the arena's lender (demand_eviction.py) makes room, lets the
+// request exceed the budget, or refuses it. Called through ctypes with the GIL; ops may run without it.
 
 #include "allocator.h"
 #include "borders.h"
@@ -26,7 +24,7 @@ namespace {
 using allocation::mutex;
 using allocation::stock;
 
-// In the order of the fields of ``ArenaCounters`` in arena.py.
+// In the order of the fields of `ArenaCounters` in arena.py.
 enum Counter {
   kServed,
   kSmall,
@@ -44,28 +42,27 @@ enum Counter {
   kCounters
 };
 
-// Answers a request of ``bytes`` that the reserve cannot hold: an address (of the arena or not), or one of these.
+// Answers a request that exceeds the reserve with an address (in the arena or elsewhere) or one of `Answer`.
 using Lender = void (*)(int64_t bytes, int64_t scope, int64_t* answer);
 enum Answer : int64_t {
   kRefuse = 0,
-  kExceed = 1,  // the stock allocator is to serve it, beyond the budget
+  kExceed = 1,  // the stock allocator serves it, beyond the budget
 };
 
 struct Arena {
-  // Both 0: not in use. Who looks for a pointer takes no lock: ``end`` is set last and cleared first, so that no pointer
-  // lies between the base of one arena and the end of another (see ``holds``).
+  // Both 0 if unused. Readers take no lock, so `end` is set last and cleared first (see `holds`).
   std::atomic<uintptr_t> base{0}, end{0};
-  std::atomic<int64_t> holders{0};         // its owner, and each planned piece that is still referred to
-  int64_t large = 0;                       // off-plan requests of at least this size are held to the reserve
+  std::atomic<int64_t> holders{0};  // the owner, and each planned piece in use
+  int64_t large = 0;                // smallest unplanned request that counts against the reserve
   std::atomic<int64_t> reserve{0};
   std::atomic<Lender> lender{nullptr};
   std::atomic<int64_t> counters[kCounters] = {};
 };
 struct Request {
   int64_t bytes;
-  char* address;      // null: may come or not (a library's cache), and is served by the stock allocator
-  bool reuses;        // an earlier request of the scope has bytes in common with this one
-  int64_t in_use_in;  // the visit to the scope in which its piece was handed out and is not yet freed
+  char* address;      // null: optional request (a library's cache), served by the stock allocator
+  bool reuses;        // overlaps an earlier request of the scope
+  int64_t in_use_in;  // the visit in which its piece is in use; 0: not in use
 };
 struct Event {
   int64_t freed, bytes, pointer;
@@ -73,7 +70,7 @@ struct Event {
 static_assert(sizeof(Event) == 3 * sizeof(int64_t), "Python reads a log as three numbers for each event");
 struct Log {
   std::vector<Event> events;
-  bool lost = false;  // whether there was no memory for one of them
+  bool lost = false;  // whether memory ran out for an event
 
   void add(const Event& event) noexcept {
     try {
@@ -91,22 +88,22 @@ struct Table {
   Arena* arena;
   std::vector<int64_t> first;
   std::vector<Request> requests;
-  std::vector<Piece> workspaces;     // by scope; empty: not told
-  std::vector<Piece> unplanned;      // pieces of the workspace in use that no request was planned for, of this visit
-  Log visit;                         // what the thread has done in the scope that it is in
-  bool surprised = false;            // whether that went off the plan by a large request
-  std::map<int64_t, Log> surprises;  // by scope: the last visit that did
+  std::vector<Piece> workspaces;     // by scope; may be empty
+  std::vector<Piece> unplanned;      // workspace pieces in use in this visit
+  Log visit;                         // events of the current scope
+  bool surprised = false;            // whether a large unplanned request occurred
+  std::map<int64_t, Log> surprises;  // by scope: its last visit with such a request
 };
 struct Thread {
   Request* first;
   Request* next;
   Request* end;
-  Arena* arena;  // null: outside of any scope
+  Arena* arena;  // null outside scopes
   int64_t scope;
-  int64_t visit;  // numbers each stay in a scope, from 1
-  Table* table;   // null: outside of any scope
+  int64_t visit;  // number of the stay in a scope, from 1
+  Table* table;   // null outside scopes
   Log* log;
-  bool unbounded;  // whether its requests are served by the stock allocator and only counted
+  bool unbounded;  // whether the stock allocator serves and counts its requests
 };
 struct OffPlan {
   Arena* arena;
@@ -115,13 +112,13 @@ struct OffPlan {
 
 constexpr int kArenas = 256;
 Arena arenas[kArenas];
-std::atomic<int> arenas_used{0};  // no arena at or above this index was ever in use
+std::atomic<int> arenas_used{0};  // arenas at or above this index were never used
 thread_local Thread thread{};     // trivially destructible: tensors may be freed while a thread ends
 std::atomic<int64_t> visits{0};
 
 // Never destroyed: tensors outlive static destructors.
 std::unordered_map<void*, OffPlan>& off_plan = *new std::unordered_map<void*, OffPlan>;
-std::unordered_map<void*, OffPlan>& lent = *new std::unordered_map<void*, OffPlan>;  // by the lenders of arenas
+std::unordered_map<void*, OffPlan>& lent = *new std::unordered_map<void*, OffPlan>;  // by lenders
 std::atomic<int64_t> off_plan_live{0}, lent_live{0};
 
 void add(Arena& arena, Counter counter, int64_t count) {
@@ -134,10 +131,10 @@ void drop_holder(Arena& arena) {
   const uintptr_t end = arena.end.exchange(0);
   const uintptr_t base = arena.base.exchange(0);
   arena.lender = nullptr;
-  device::give_back(stock.load(), base, end);
+  device::release_arena(stock.load(), base, end);
 }
 
-// Whether an address lies in an arena. The base is read again, since another arena may have been opened in between.
+// Reads the base again because another arena may open in between.
 bool holds(const Arena& arena, uintptr_t address) {
   const uintptr_t base = arena.base.load();
   return address >= base && address < arena.end.load() && base == arena.base.load();
@@ -149,13 +146,13 @@ bool overlap(const A& a, const B& b) {
          b.address < a.address + a.bytes;
 }
 
-// Whether a piece that is still in use lies where this request would go: the op does not keep to its plan.
-bool taken(const Thread& t, const Request& request) {
+// Whether the request's bytes overlap a piece in use: the op deviates from its plan.
+bool overlaps_used(const Thread& t, const Request& request) {
   for (const Piece& piece : t.table->unplanned)
     if (overlap(piece, request)) return true;
   if (!request.reuses) return false;
-  for (const Request* other = t.first; other != &request; ++other)
-    if (other->in_use_in == t.visit && overlap(*other, request)) return true;
+  for (const Request* earlier = t.first; earlier != &request; ++earlier)
+    if (earlier->in_use_in == t.visit && overlap(*earlier, request)) return true;
   return false;
 }
 
@@ -175,20 +172,19 @@ void mark_free(Thread& t, const void* pointer) {
   }
 }
 
-// Forgets a piece that a lender handed out; null: it is none.
+// Removes a lent piece. Returns null if it is not one.
 Arena* take_back_lent(void* pointer) {
   const std::lock_guard guard(mutex);
-  const auto found = lent.find(pointer);
-  if (found == lent.end()) return nullptr;
-  Arena* arena = found->second.arena;
-  add(*arena, kLentLiveBytes, -found->second.bytes);
-  lent.erase(found);
+  const auto entry = lent.find(pointer);
+  if (entry == lent.end()) return nullptr;
+  Arena* arena = entry->second.arena;
+  add(*arena, kLentLiveBytes, -entry->second.bytes);
+  lent.erase(entry);
   --lent_live;
   return arena;
 }
 
-// A piece of the op's workspace that is not in use: where the op keeps to its needs, but not to the order of its
-// requests. Null: there is none.
+// Returns free bytes of the op's workspace, for requests in another order than planned, or null.
 void* from_workspace(Thread& t, int64_t bytes) {
   constexpr int64_t kAlign = 4096;
   Table& table = *t.table;
@@ -197,15 +193,15 @@ void* from_workspace(Thread& t, int64_t bytes) {
   Piece fresh{whole.address, bytes};
   for (bool moved = true; moved;) {
     moved = false;
-    const auto behind = [&](const auto& other) {
-      if (!overlap(fresh, other)) return;
-      const auto end = reinterpret_cast<uintptr_t>(other.address) + static_cast<uintptr_t>(other.bytes);
+    const auto skip_past = [&](const auto& earlier) {
+      if (!overlap(fresh, earlier)) return;
+      const auto end = reinterpret_cast<uintptr_t>(earlier.address) + static_cast<uintptr_t>(earlier.bytes);
       fresh.address = reinterpret_cast<char*>((end + kAlign - 1) / kAlign * kAlign);
       moved = true;
     };
-    for (const Request* other = t.first; other != t.end; ++other)
-      if (other->in_use_in == t.visit) behind(*other);
-    for (const Piece& other : table.unplanned) behind(other);
+    for (const Request* earlier = t.first; earlier != t.end; ++earlier)
+      if (earlier->in_use_in == t.visit) skip_past(*earlier);
+    for (const Piece& earlier : table.unplanned) skip_past(earlier);
   }
   if (whole.address == nullptr || fresh.address + bytes > whole.address + whole.bytes) return nullptr;
   table.unplanned.push_back(fresh);
@@ -214,7 +210,7 @@ void* from_workspace(Thread& t, int64_t bytes) {
   return fresh.address;
 }
 
-// Serves a request by the stock allocator, and counts it as long as it lives. The mutex is held.
+// Serves a request from the stock allocator and counts it while it lives. The mutex must be held.
 void* serve_counted(Arena& arena, int64_t bytes) {
   void* pointer = stock.load()->raw_allocate(bytes);
   try {
@@ -256,18 +252,18 @@ void* serve_off_plan(Thread& t, int64_t bytes) {
       return pointer;
     }
   }
-  // It evicts, waits for copies and needs Python, and so no lock is held.
+  // The lender evicts, waits for copies and runs Python, so no lock is held.
   int64_t answer = kRefuse;
   if (const Lender lender = arena.lender.load(); lender != nullptr) lender(bytes, t.scope, &answer);
   if (answer == kRefuse) {
     add(arena, kRefused, 1);
-    // The log has it as if it had come and gone: the next plan is to hold it.
+    // Log it as freed at once, so that the next plan includes it.
     constexpr int64_t kNowhere = 8;
     t.table->visit.add({0, bytes, kNowhere});
     t.table->visit.add({1, 0, kNowhere});
-    TORCH_CHECK(false, "outofcore arena: scope ", t.scope, " asked for ", bytes, " bytes off the plan; with ",
-                arena.counters[kLiveBytes].load(), " such bytes in use that exceeds the reserve of ", arena.reserve.load(),
-                " bytes");
+    TORCH_CHECK(false, "outofcore arena: scope ", t.scope, " requested ", bytes, " bytes that are not planned; with ",
+                arena.counters[kLiveBytes].load(), " such bytes in use this exceeds the reserve of ",
+                arena.reserve.load(), " bytes");
   }
   const std::lock_guard guard(mutex);
   add(arena, kLarge, 1);
@@ -289,7 +285,7 @@ void* serve_off_plan(Thread& t, int64_t bytes) {
 void* serve(Thread& t, int64_t bytes) {
   if (t.unbounded) return serve_off_plan(t, bytes);
   for (Request* request = t.next; request != t.end; ++request) {
-    if (request->bytes == bytes && !taken(t, *request)) {
+    if (request->bytes == bytes && !overlaps_used(t, *request)) {
       t.next = request + 1;
       if (request->address == nullptr) return stock.load()->raw_allocate(bytes);
       request->in_use_in = t.visit;
@@ -302,7 +298,7 @@ void* serve(Thread& t, int64_t bytes) {
   return serve_off_plan(t, bytes);
 }
 
-// Ends the visit of the thread to a scope; what it did is kept if it went off the plan.
+// Ends the thread's visit to a scope. Its log is kept if a large unplanned request occurred.
 void leave(Thread& t) noexcept {
   Table* table = t.table;
   t.arena = nullptr;
@@ -310,7 +306,7 @@ void leave(Thread& t) noexcept {
   if (table == nullptr) return;
   try {
     if (table->surprised && !table->visit.lost) table->surprises[t.scope] = table->visit;
-  } catch (...) {  // no memory: the surprise is not told of
+  } catch (...) {  // out of memory: drop the log
     table->surprises.erase(t.scope);
   }
   table->surprised = false;
@@ -327,7 +323,7 @@ const borders::Border kBorders[] = {
 
 }  // namespace
 
-void* planned::serve(int64_t bytes) {
+void* compiled_step::serve(int64_t bytes) {
   Thread& t = thread;
   if (t.arena == nullptr && t.log == nullptr) return nullptr;
   void* pointer = t.arena != nullptr ? ::serve(t, bytes) : stock.load()->raw_allocate(bytes);
@@ -336,8 +332,8 @@ void* planned::serve(int64_t bytes) {
   return pointer;
 }
 
-// What any thread frees, also what was allocated before: it scans the arenas, of which there are one or two.
-bool planned::take_back(void* pointer) noexcept {
+// Called for every free in every thread; there are one or two arenas to scan.
+bool compiled_step::take_back(void* pointer) noexcept {
   if (thread.table != nullptr) thread.table->visit.add({1, 0, reinterpret_cast<int64_t>(pointer)});
   if (thread.log != nullptr) thread.log->add({1, 0, reinterpret_cast<int64_t>(pointer)});
   const auto address = reinterpret_cast<uintptr_t>(pointer);
@@ -349,7 +345,7 @@ bool planned::take_back(void* pointer) noexcept {
       return true;
     }
   }
-  if (lent_live != 0) {  // in memory of a home
+  if (lent_live != 0) {  // in a home's memory
     if (Arena* arena = take_back_lent(pointer); arena != nullptr) {
       drop_holder(*arena);
       return true;
@@ -357,20 +353,20 @@ bool planned::take_back(void* pointer) noexcept {
   }
   if (off_plan_live.load(std::memory_order_relaxed) != 0) {
     const std::lock_guard guard(mutex);
-    if (const auto found = off_plan.find(pointer); found != off_plan.end()) {
-      add(*found->second.arena, kLiveBytes, -found->second.bytes);
-      off_plan.erase(found);
+    if (const auto entry = off_plan.find(pointer); entry != off_plan.end()) {
+      add(*entry->second.arena, kLiveBytes, -entry->second.bytes);
+      off_plan.erase(entry);
       --off_plan_live;
     }
   }
   return false;
 }
 
-void planned::release(void* pointer) noexcept {
+void compiled_step::release(void* pointer) noexcept {
   if (!take_back(pointer)) stock.load()->raw_deallocate(pointer);
 }
 
-bool planned::has(void* pointer) {
+bool compiled_step::has(void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   for (int i = 0, used = arenas_used.load(std::memory_order_acquire); i < used; ++i)
     if (holds(arenas[i], address)) return true;
@@ -379,10 +375,9 @@ bool planned::has(void* pointer) {
   return lent.count(pointer) != 0;
 }
 
-// Called through ctypes, which knows nothing of exceptions: none leaves a function here.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Takes over [base, base + bytes), which is given back when the owner and all planned pieces are gone.
+// Takes ownership of [base, base + bytes), which is released with the owner and the last planned piece.
 EXPORT Arena* outofcore_arena_open(uintptr_t base, int64_t bytes, int64_t large, int64_t reserve) noexcept {
   const std::lock_guard guard(mutex);
   for (int i = 0; i < kArenas; ++i) {
@@ -405,8 +400,7 @@ EXPORT Arena* outofcore_arena_open(uintptr_t base, int64_t bytes, int64_t large,
 EXPORT void outofcore_arena_drop(Arena* arena) noexcept { drop_holder(*arena); }
 EXPORT void outofcore_arena_reserve(Arena* arena, int64_t reserve) noexcept { arena->reserve = reserve; }
 EXPORT void outofcore_arena_lender(Arena* arena, Lender lender) noexcept { arena->lender = lender; }
-// Writes the addresses of pieces that the lender handed out and that are in use, as many as there is room for; returns how
-// many there are.
+// Writes up to `capacity` addresses of lent pieces in use. Returns their total count.
 EXPORT int64_t outofcore_arena_lent(const Arena* arena, int64_t* addresses, int64_t capacity) noexcept {
   const std::lock_guard guard(mutex);
   int64_t count = 0;
@@ -414,13 +408,12 @@ EXPORT int64_t outofcore_arena_lent(const Arena* arena, int64_t* addresses, int6
     if (piece.arena == arena && count++ < capacity) addresses[count - 1] = reinterpret_cast<int64_t>(pointer);
   return count;
 }
-// Writes as many counters as there is room for; returns how many there are.
 EXPORT int64_t outofcore_arena_counters(const Arena* arena, int64_t* counters, int64_t capacity) noexcept {
   for (int64_t i = 0; i < std::min<int64_t>(kCounters, capacity); ++i) counters[i] = arena->counters[i];
   return kCounters;
 }
 
-// Scope s has requests first[s] up to first[s + 1]; an address of 0 stands for the stock allocator. Null: no memory.
+// Scope s has requests first[s] to first[s + 1]; address 0 means the stock allocator. Null: out of memory.
 EXPORT Table* outofcore_table_new(Arena* arena, int64_t scopes, const int64_t* first,
                                   const int64_t* requests) noexcept try {
   std::unique_ptr<Table> table(new Table{arena, std::vector<int64_t>(first, first + scopes + 1), {}, {}, {}, {}, false, {}});
@@ -434,7 +427,7 @@ EXPORT Table* outofcore_table_new(Arena* arena, int64_t scopes, const int64_t* f
 } catch (...) {
   return nullptr;
 }
-// Tells for each scope the address and bytes of its workspace. 0: done; -1: no memory.
+// Sets the address and bytes of each scope's workspace. Returns 0, or -1 if memory ran out.
 EXPORT int64_t outofcore_table_workspaces(Table* table, const int64_t* workspaces) noexcept try {
   table->workspaces.clear();
   for (size_t s = 0; s + 1 < table->first.size(); ++s)
@@ -444,7 +437,7 @@ EXPORT int64_t outofcore_table_workspaces(Table* table, const int64_t* workspace
   table->workspaces.clear();
   return -1;
 }
-// Whether memory was handed out in the scope that the calling thread is in, is in use, and will be others' when it ends.
+// Whether memory allocated in the current scope is in use and will be reused when the scope ends.
 EXPORT int outofcore_passes(void* pointer) noexcept {
   const Thread& t = thread;
   if (t.arena == nullptr) return 0;
@@ -455,10 +448,10 @@ EXPORT int outofcore_passes(void* pointer) noexcept {
   const std::lock_guard guard(mutex);
   return lent.find(pointer) != lent.end();
 }
-// Has the stock allocator serve the calling thread from now on, and count it; or no more.
+// Makes the stock allocator serve and count the calling thread's requests, or stops that.
 EXPORT void outofcore_unbounded(int is_on) noexcept { thread.unbounded = is_on != 0; }
 EXPORT void outofcore_table_free(Table* table) noexcept {
-  if (thread.table == table) leave(thread);  // an exception may have come before the end of the scope
+  if (thread.table == table) leave(thread);  // an exception may have skipped the end of the scope
   delete table;
 }
 
@@ -481,25 +474,23 @@ EXPORT void outofcore_end() noexcept {
   leave(t);
 }
 
-// The scopes whose last visit went off the plan by a large request, in order; their logs stay until the table is told to
-// forget. Writes as many as there is room for; returns how many there are.
+// Writes up to `capacity` scopes, in order, with a large unplanned request in their last visit. Returns their total
+// count. Their logs are kept until outofcore_table_forget.
 EXPORT int64_t outofcore_table_surprises(const Table* table, int64_t* scopes, int64_t capacity) noexcept {
   int64_t count = 0;
   for (const auto& [scope, log] : table->surprises)
     if (count++ < capacity) scopes[count - 1] = scope;
   return count;
 }
-// Null: that scope has none.
 EXPORT const Log* outofcore_table_surprise_log(const Table* table, int64_t scope) noexcept {
-  const auto found = table->surprises.find(scope);
-  return found == table->surprises.end() ? nullptr : &found->second;
+  const auto entry = table->surprises.find(scope);
+  return entry == table->surprises.end() ? nullptr : &entry->second;
 }
 EXPORT void outofcore_table_forget(Table* table) noexcept { table->surprises.clear(); }
 
-// Null: no memory.
 EXPORT Log* outofcore_record_begin() noexcept { return thread.log = new (std::nothrow) Log; }
 EXPORT void outofcore_record_end() noexcept { thread.log = nullptr; }
-// -1: some events are lost, since there was no memory for them.
+// Returns -1 if events were lost because memory ran out.
 EXPORT int64_t outofcore_record_size(const Log* log) noexcept {
   return log->lost ? -1 : static_cast<int64_t>(log->events.size());
 }

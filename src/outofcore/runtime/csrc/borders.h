@@ -1,5 +1,5 @@
-// What C++ and Python both have: structs that Python fills in, enums, and counters. Each file tells of its own, and
-// test_native_build.py compares them with Python's, name by name.
+// Types shared by C++ and Python: structs that Python fills in, enums, and counters. Each file lists its own, and
+// test_native_build.py compares names, offsets, sizes and values with Python's.
 
 #pragma once
 
@@ -12,11 +12,11 @@ namespace borders {
 
 struct Member {
   const char* name;
-  int64_t at, bytes;  // of a struct; of an enum its value, and 0
+  int64_t at, bytes;  // offset and size in a struct; value and 0 in an enum
 };
 
-// Lines of a type's name, and a member's with its numbers.
-inline std::string& told() {
+// One line per member: type, name and numbers.
+inline std::string& listing() {
   static std::string& lines = *new std::string;
   return lines;
 }
@@ -24,18 +24,19 @@ inline std::string& told() {
 struct Border {
   Border(const std::string& type, std::initializer_list<Member> members) {
     for (const Member& member : members)
-      told() += type + ' ' + member.name + ' ' + std::to_string(member.at) + ' ' + std::to_string(member.bytes) + '\n';
+      listing() +=
+          type + ' ' + member.name + ' ' + std::to_string(member.at) + ' ' + std::to_string(member.bytes) + '\n';
   }
 };
 
 }  // namespace borders
 
-// Each after the other, with the type.
+// Applies `what` to each name, with the type.
 #define BORDER_EACH(what, type, ...) __VA_OPT__(BORDER_EXPAND(BORDER_MORE(what, type, __VA_ARGS__)))
 #define BORDER_MORE(what, type, name, ...) what(type, name), __VA_OPT__(BORDER_AGAIN BORDER_NONE(what, type, __VA_ARGS__))
 #define BORDER_AGAIN() BORDER_MORE
 #define BORDER_NONE ()
-#define BORDER_EXPAND(...) BORDER_MANY(BORDER_MANY(BORDER_MANY(BORDER_MANY(__VA_ARGS__))))  // for up to 80 names
+#define BORDER_EXPAND(...) BORDER_MANY(BORDER_MANY(BORDER_MANY(BORDER_MANY(__VA_ARGS__))))  // up to 80 names
 #define BORDER_MANY(...) BORDER_FOUR(BORDER_FOUR(BORDER_FOUR(BORDER_FOUR(__VA_ARGS__))))
 #define BORDER_FOUR(...) BORDER_ONE(BORDER_ONE(BORDER_ONE(BORDER_ONE(__VA_ARGS__))))
 #define BORDER_ONE(...) __VA_ARGS__
@@ -44,6 +45,6 @@ struct Border {
 #define BORDER_CONSTANT(type, name) {#name, name, 0}
 
 #define STRUCT(type, ...) {#type, {BORDER_EACH(BORDER_FIELD, type, __VA_ARGS__)}}
-// ``name``: under which Python's is compared.
+// `name`: that of the Python type.
 #define ENUM(name, type, ...) {name, {BORDER_EACH(BORDER_VALUE, type, __VA_ARGS__)}}
 #define CONSTANTS(name, ...) {name, {BORDER_EACH(BORDER_CONSTANT, , __VA_ARGS__)}}

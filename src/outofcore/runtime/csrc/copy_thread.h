@@ -1,7 +1,6 @@
-// Threads that copy, each in the order in which it is asked to: one for each queue of a compiled step (copying.cpp), for
-// each direction of an eager loop (follow/blocks.h), and for each direction between files and a GPU (lanes.cpp).
-//
-// Nothing here takes Python's lock. ``ask`` allocates nothing, since a host function of CUDA may call it.
+// Threads that make copies in request order: one for each queue of a compiled step (copying.cpp), for each direction of
+// an eager loop (follow/blocks.h), and for each direction between files and a GPU (lanes.cpp). They never take Python's
+// lock. `ask` does not allocate, because CUDA host functions call it.
 
 #pragma once
 
@@ -17,13 +16,13 @@ namespace outofcore {
 
 class CopyThread {
  public:
-  // What a thread is asked to do. It may be asked for anew once it runs.
+  // A request. It may be posted again as soon as it runs.
   struct Job {
-    Job* next;  // while it waits
+    Job* next;  // while queued
   };
 
   explicit CopyThread(void (*run)(Job&)) : run_(run) {}
-  // Does what was asked for, and ends. Nobody asks any more.
+  // Finishes the queued jobs. No more may be posted.
   ~CopyThread() {
     if (!thread_.joinable()) return;
     {
@@ -35,10 +34,10 @@ class CopyThread {
   }
   CopyThread(const CopyThread&) = delete;
 
-  // 0: it runs, perhaps since an earlier call; else what the system says, which gives no thread.
+  // Starts the thread unless it runs. Returns 0, or the errno.
   int start() {
     if (thread_.joinable()) return 0;
-    // Signals are for the interpreter's threads.
+    // Python's threads handle signals.
     sigset_t every, before;
     sigfillset(&every);
     pthread_sigmask(SIG_SETMASK, &every, &before);
@@ -79,7 +78,7 @@ class CopyThread {
   }
 
   void (*const run_)(Job&);
-  std::mutex mutex_;  // taken last, and nothing is called under it
+  std::mutex mutex_;  // taken last; no calls while it is held
   std::condition_variable asked_;
   Job *first_ = nullptr, *last_ = nullptr;
   bool ends_ = false;

@@ -1,4 +1,4 @@
-// What allocator.h needs to know of the CPU: its allocator in PyTorch, and where an arena's memory goes back to.
+// The CPU part of allocator.h: PyTorch's CPU allocator, and how an arena's memory is released.
 
 #pragma once
 
@@ -10,25 +10,25 @@
 
 namespace device {
 
-enum class Whose { kOurs, kStocks, kPassedOn };
+enum class MemoryOwner { kOurs, kStock, kForwarded };
 
-// No streams use memory of the CPU, so nobody asks whose it is.
+// Streams do not use CPU memory, so `record_stream` is never called.
 struct Allocator : c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 
  protected:
-  virtual Whose remember(const c10::DataPtr& data, void* stream) = 0;
+  virtual MemoryOwner record_stream(const c10::DataPtr& data, void* stream) = 0;
 };
 
-inline c10::Allocator* installed() { return c10::GetCPUAllocator(); }
+inline c10::Allocator* installed_allocator() { return c10::GetCPUAllocator(); }
 inline void install(c10::Allocator* allocator) { c10::SetCPUAllocator(allocator); }
-// Whether it is PyTorch's own, whose memory is malloc's.
+// Whether it is PyTorch's own allocator, which uses malloc.
 inline bool is_pytorchs(c10::Allocator* allocator) { return allocator == c10::GetDefaultCPUAllocator(); }
-inline void beneath(Allocator&, c10::Allocator*) {}
+inline void set_stock(Allocator&, c10::Allocator*) {}
 inline c10::Device current() { return c10::Device(c10::DeviceType::CPU); }
 
-// An arena on the CPU is mapped by whoever opens it.
-inline void give_back(c10::Allocator*, uintptr_t base, uintptr_t end) {
+// The opener of an arena on the CPU has mapped its memory.
+inline void release_arena(c10::Allocator*, uintptr_t base, uintptr_t end) {
   munmap(reinterpret_cast<void*>(base), end - base);
 }
 

@@ -1,8 +1,6 @@
-// What allocator.h needs to know of CUDA: its allocator in PyTorch, and where an arena's memory goes back to.
-//
-// PyTorch asks c10::cuda::CUDACachingAllocator::get() for memory, an exchangeable pointer. The allocator put there answers
-// allocate() itself and hands everything else to the one that was there before. Run on the stub of
-// tests/cuda/stub with torch 2.11, 2.14 and 2.15, and on a GPU with 2.11.
+// The CUDA part of allocator.h: PyTorch's CUDA allocator, and how an arena's memory is released. PyTorch allocates
+// through c10::cuda::CUDACachingAllocator::get(), which can be replaced. Our allocator answers allocate() and forwards
+// all else. Tested with the stub of tests/cuda/stub with torch 2.11, 2.14 and 2.15, and on a GPU with 2.11.
 
 #pragma once
 
@@ -23,7 +21,7 @@ using Stock = caching::CUDAAllocator;
 using Pool = c10::MempoolId_t;
 using Index = c10::DeviceIndex;
 
-// Methods that came later than torch 2.11 are known by whether the stock allocator has them.
+// Methods newer than torch 2.11 are detected on the stock allocator.
 template <typename T>
 void mark_capture(T& stock, Index device, bool begins) {
   if constexpr (requires { stock.markCaptureBegin(device); })
@@ -34,7 +32,7 @@ c10::DataPtr allocate_at(T& stock, size_t bytes, void* address) {
   if constexpr (requires { stock.allocateWithAddress(bytes, address); })
     return stock.allocateWithAddress(bytes, address);
   else
-    TORCH_CHECK(false, "this version of PyTorch allocates nothing at a given address");
+    TORCH_CHECK(false, "this version of PyTorch cannot allocate at a given address");
 }
 template <typename T>
 std::shared_ptr<c10::GatheredContext> context_for(T& stock, const void* pointer) {
@@ -51,15 +49,14 @@ void annotate(T& stock, const void* pointer, const std::string& metadata) {
   if constexpr (requires { stock.annotateMemory(pointer, metadata); }) stock.annotateMemory(pointer, metadata);
 }
 
-// Memory that an allocator of ours has handed out.
-enum class Whose {
+enum class MemoryOwner {
   kOurs,
-  kStocks,    // its deleter is the stock allocator's
-  kPassedOn,  // the stock allocator has allocated it, and its deleter is ours
+  kStock,      // the stock allocator, with its own deleter
+  kForwarded,  // the stock allocator, with our deleter
 };
 
 struct Allocator : Stock {
-  Stock* below = nullptr;  // the stock allocator
+  Stock* below = nullptr;
 
   // c10::Allocator
   void copy_data(void* to, const void* from, size_t bytes) const override { below->copy_data(to, from, bytes); }
@@ -74,7 +71,7 @@ struct Allocator : Stock {
   void resetPeakStats(Index device) override { below->resetPeakStats(device); }
   std::pair<size_t, size_t> getMemoryInfo(Index device) override { return below->getMemoryInfo(device); }
 
-  // CUDAAllocator. The stock allocator's recordStream ignores memory whose deleter is not its own.
+  // CUDAAllocator. The stock allocator's recordStream ignores memory with a foreign deleter.
   void* raw_alloc(size_t bytes) override { return below->raw_alloc(bytes); }
   void* raw_alloc_with_stream(size_t bytes, cudaStream_t stream) override {
     return below->raw_alloc_with_stream(bytes, stream);
@@ -92,10 +89,10 @@ struct Allocator : Stock {
   void* getBaseAllocation(void* pointer, size_t* size) override { return below->getBaseAllocation(pointer, size); }
   using Stock::recordStream;
   void recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) override {
-    switch (remember(data, stream.stream())) {
-      case Whose::kOurs: return;
-      case Whose::kStocks: return below->recordStream(data, stream);
-      case Whose::kPassedOn: {
+    switch (record_stream(data, stream.stream())) {
+      case MemoryOwner::kOurs: return;
+      case MemoryOwner::kStock: return below->recordStream(data, stream);
+      case MemoryOwner::kForwarded: {
         c10::DataPtr plain(data.get(), data.get(), below->raw_deleter(), data.device());
         below->recordStream(plain, stream);
         plain.release_context();
@@ -166,19 +163,18 @@ struct Allocator : Stock {
   std::string name() override { return below->name(); }
 
  protected:
-  // Whose memory it is that a stream uses: ours, and we remember that if need be; or the stock allocator's.
-  virtual Whose remember(const c10::DataPtr& data, void* stream) = 0;
+  // Returns the owner of memory that a stream uses, and records the stream if it is ours.
+  virtual MemoryOwner record_stream(const c10::DataPtr& data, void* stream) = 0;
 };
 
-inline c10::Allocator* installed() { return caching::allocator.load(); }
+inline c10::Allocator* installed_allocator() { return caching::allocator.load(); }
 inline void install(c10::Allocator* allocator) { caching::allocator.store(static_cast<Stock*>(allocator)); }
-// Whether loops can be followed above it: above any.
 inline bool is_pytorchs(c10::Allocator*) { return true; }
-inline void beneath(Allocator& allocator, c10::Allocator* stock) { allocator.below = static_cast<Stock*>(stock); }
+inline void set_stock(Allocator& allocator, c10::Allocator* stock) { allocator.below = static_cast<Stock*>(stock); }
 inline c10::Device current() { return c10::Device(c10::DeviceType::CUDA, c10::cuda::current_device()); }
 
-// An arena on CUDA is one allocation of the stock allocator's, so that it counts in its statistics and limits.
-inline void give_back(c10::Allocator* stock, uintptr_t base, uintptr_t) {
+// An arena is one allocation of the stock allocator, so it counts in its statistics and limits.
+inline void release_arena(c10::Allocator* stock, uintptr_t base, uintptr_t) {
   static_cast<Stock*>(stock)->raw_delete(reinterpret_cast<void*>(base));
 }
 

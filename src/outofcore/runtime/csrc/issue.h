@@ -1,23 +1,22 @@
-// What a step issues beside its ops to a GPU: see ``CudaDriver.tape`` in driver.py, which fills these in.
+// Device work of a step other than its ops. `CudaDriver.tape` in driver.py fills these structs in.
 
 #pragma once
 
 #include <cstdint>
 
-// What an action is.
 enum Kind : int32_t {
-  kWait,      // of a stream, for an event
-  kRecord,    // of an event, in a stream
-  kCopy,      // of bytes
-  kTransfer,  // between a file and host memory
+  kWait,      // a stream waits for an event
+  kRecord,    // an event is recorded in a stream
+  kCopy,      // copies bytes
+  kTransfer,  // transfers between a file and host memory
 };
 
 struct Action {
   int32_t kind, stream;
-  void* to;        // a wait's and a record's event; where a copy goes; the transfer
-  const void* of;  // where a copy comes from
-  int64_t bytes;   // likewise
+  void* to;        // the event of a wait or record; a copy's destination; the transfer
+  const void* of;  // a copy's source
+  int64_t bytes;   // of a copy
 };
 
-// Issues actions; a status, 0 if all went well.
+// Issues actions and returns a CUDA status, 0 on success.
 using Issue = int (*)(const Action* actions, int64_t count, void* const* streams);

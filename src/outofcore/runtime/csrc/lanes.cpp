@@ -1,8 +1,6 @@
-// Transfers between a file and host memory, for streams of CUDA: see cuda/staging.py.
-//
-// CUDA calls a host function on a thread of its own, which may serve all streams of a process one after the other. So a
-// transfer is not done there but posted to a thread of ours, one for each direction: files are read and written side by
-// side. Nothing here takes the GIL or calls CUDA, and no memory is asked for where a stream waits.
+// Transfers between files and host memory, ordered by CUDA streams: see cuda/staging.py. CUDA may run the host
+// functions of all streams on one thread, so they only post transfers to our threads, one per direction. No code here
+// takes the GIL, calls CUDA, or allocates while a stream waits.
 
 #include "lanes.h"
 
@@ -25,17 +23,17 @@ void transfer_posted(outofcore::CopyThread::Job& job) {
   Lane& lane = *posted.lane;
   if (posted.descriptor == kPause) std::this_thread::sleep_for(std::chrono::microseconds(posted.offset));
   else outofcore::transfer(posted);
-  // What was read is there before the count says so. From here on the transfer may be posted anew.
-  lane.done->fetch_add(1, std::memory_order_release);
+  // The count is published after the bytes. From here on the transfer may be posted again.
+  lane.completed->fetch_add(1, std::memory_order_release);
 }
 
-// A host function: hands a transfer to the thread of its lane, and returns at once.
+// A host function: posts a transfer to its lane's thread and returns at once.
 EXPORT void outofcore_post(void* data) noexcept {
   auto& posted = *static_cast<Posted*>(data);
   posted.lane->thread.ask(posted);
 }
 
-// A lane that counts at an address, which begins at 0 there; null where the system gives no thread.
+// Creates a lane that counts at an address, initially 0. Returns null if no thread can be created.
 EXPORT Lane* outofcore_lane_new(void* count) noexcept {
   auto* lane = new (std::nothrow) Lane(static_cast<std::atomic<uint32_t>*>(count));
   if (lane == nullptr || lane->thread.start() == 0) return lane;
@@ -43,5 +41,5 @@ EXPORT Lane* outofcore_lane_new(void* count) noexcept {
   return nullptr;
 }
 
-// Does what was posted, and ends the thread. Nothing is posted any more.
+// Finishes posted transfers and ends the thread. No more may be posted.
 EXPORT void outofcore_lane_free(Lane* lane) noexcept { delete lane; }

@@ -1,4 +1,4 @@
-// Transfers between files and host memory for streams of CUDA: see cuda/staging.py.
+// Transfers between files and host memory, ordered by CUDA streams: see cuda/staging.py.
 
 #pragma once
 
@@ -10,22 +10,22 @@
 
 struct Lane;
 
-// As ``Posted`` in cuda/staging.py. With the descriptor ``kPause`` nothing is moved for `offset` microseconds.
+// As `Posted` in cuda/staging.py. With the descriptor `kPause` the thread sleeps for `offset` microseconds instead.
 struct Posted : outofcore::Transfer, outofcore::CopyThread::Job {
-  Lane* lane;  // whose thread does it; null: the thread that calls
+  Lane* lane;  // makes the transfer on its thread; null: on the calling thread
 };
 
 constexpr int32_t kPause = -2;
 
 void transfer_posted(outofcore::CopyThread::Job& job);
 
-// A thread that does transfers, and counts them where a device can see it.
+// A thread that makes transfers, and counts them where the device can read the count.
 struct Lane {
-  explicit Lane(std::atomic<uint32_t>* count) : done(count) {}
+  explicit Lane(std::atomic<uint32_t>* count) : completed(count) {}
 
-  std::atomic<uint32_t>* const done;  // goes round at 2^32
-  uint32_t issued = 0;                // to a stream, of those that will be posted: whoever issues counts them
-  void* seen = nullptr;               // ``done`` by the address that the device knows it by
+  std::atomic<uint32_t>* const completed;  // wraps around at 2^32
+  uint32_t issued = 0;                // transfers issued to streams, counted by the issuing thread
+  void* device_count = nullptr;               // device address of `completed`
   outofcore::CopyThread thread{transfer_posted};
 };
 

@@ -1,11 +1,11 @@
-// The locks that several parts of this library take, and their order. A thread that has one takes only later ones:
+// The locks that several files take, and their order. A thread that holds one takes only later ones:
 //
 //   1. Python's lock
-//   2. kLoops, over everything that paging.cpp knows (follow/lock.h)
+//   2. kLoops, over all state of paging.cpp (follow/lock.h)
 //   3. kAllocator, over the allocator under PyTorch and the arenas of compiled steps (allocator.cpp, arena.cpp)
-//   4. those inside of PyTorch: of its allocator, of its generators, of works of collectives
+//   4. PyTorch's internal locks: of its allocator, of its generators, of works of collectives
 //
-// With OUTOFCORE_CHECK_LOCKS, as tools/tsan.py builds, a thread that takes one in another order ends the process.
+// With OUTOFCORE_CHECK_LOCKS (tools/tsan.py), a thread that violates the order aborts the process.
 
 #pragma once
 
@@ -20,18 +20,18 @@ namespace locks {
 enum Rank { kPython, kLoops, kAllocator, kRanks };
 
 #ifdef OUTOFCORE_CHECK_LOCKS
-inline thread_local int held[kRanks] = {};  // how often the calling thread has each
+inline thread_local int held_counts[kRanks] = {};  // acquisitions by the calling thread
 
-// Ends the process if the thread has a lock that comes after one that it is about to take.
-inline void check(Rank rank, bool again) {
-  for (int later = again ? rank + 1 : rank; later < kRanks; ++later) {
-    if (held[later] == 0) continue;
-    std::fprintf(stderr, "outofcore: a thread that has lock %d takes lock %d (locks.h)\n", later, rank);
+// Aborts if the thread holds a lock that comes after the one it is about to take.
+inline void check(Rank rank, bool is_recursive) {
+  for (int later = is_recursive ? rank + 1 : rank; later < kRanks; ++later) {
+    if (held_counts[later] == 0) continue;
+    std::fprintf(stderr, "outofcore: a thread that holds lock %d takes lock %d (locks.h)\n", later, rank);
     std::abort();
   }
 }
-inline void count(Rank rank, int more) { held[rank] += more; }
-inline void forget(Rank rank) { held[rank] = 0; }
+inline void count(Rank rank, int change) { held_counts[rank] += change; }
+inline void forget(Rank rank) { held_counts[rank] = 0; }
 #else
 inline void check(Rank, bool) {}
 inline void count(Rank, int) {}
@@ -50,8 +50,8 @@ class Ranked {
     count(kRank, -1);
     mutex_.unlock();
   }
-  // In a child process, for a lock that a thread of the parent has.
-  void renew() {
+  // Resets the lock in a child process if a thread of the parent held it.
+  void reset_in_child() {
     new (&mutex_) Mutex;
     forget(kRank);
   }

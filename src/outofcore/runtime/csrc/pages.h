@@ -1,4 +1,4 @@
-// Pages: what is mapped, and what direct I/O moves.
+// Pages, the unit of mapping and of direct I/O.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// What paging.cpp needs to know of the CPU: memory that the host reads and writes itself, so that what is done to it is
-// done when a call returns. Copies beside ops are made by threads of paging.cpp.
+// The CPU part of paging.cpp. The host accesses this memory itself, so work is complete when a call returns. Threads of
+// paging.cpp make overlapped copies.
 
 #pragma once
 
@@ -35,19 +35,17 @@ class Device {
 
   static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
   static constexpr c10::DispatchKey kKernels = c10::DispatchKey::CPU;
-  // Addresses for each byte of the budget: so many that no request fails for want of a hole that is large enough.
+  // Bytes of addresses per byte of budget: enough that no request fails because free addresses are fragmented.
   static constexpr int64_t kAddresses = 64;
-  // More of them where the budget may be exceeded: for more bytes than a machine has.
+  // Additional addresses if the budget may be exceeded: more than the machine has memory.
   static int64_t addresses_to_grow() { return int64_t{4} * sysconf(_SC_PHYS_PAGES) * outofcore::kPage; }
-  // Whether work on memory is put in order by streams; else it is done when a call returns.
+  // Whether streams order work on memory. If not, work is complete when a call returns.
   static constexpr bool kStreams = false;
-  // Whether the host reads the arena, and so can compare its bytes.
   static constexpr bool kReadable = true;
 
   using Homes = follow::Homes;
-  // What was done to a block's memory, and to its slot, that others have to wait for: nothing.
+  // Pending work on a block's memory and slot: always empty.
   struct Order {};
-  // From one moment to another, in the order of ops.
   struct Moment {};
   using Span = std::pair<Moment, Moment>;
 
@@ -56,31 +54,28 @@ class Device {
   static bool is_current() { return true; }
   static void enter() {}
 
-  // Whether an op that runs again on the same operands gives the same bits.
+  // Whether rerunning an op on the same operands gives the same bits.
   static bool repeats(const c10::OperatorHandle&) { return true; }
-  // Whether kernels treat a copy of a small storage like the storage, by where it lies.
+  // Whether kernels give the same bits for a copy of a small storage at another address.
   static bool copies_alike(const c10::StorageImpl&) { return true; }
-  // The order in which an op runs; while an ``InOrder`` lives, ops run in that order.
+  // The stream of an op. While an `InOrder` lives, ops run on that stream.
   struct Stream {};
   static Stream stream() { return {}; }
   struct InOrder {
     explicit InOrder(Stream) {}
-    ~InOrder() {}  // which is no unused variable
+    ~InOrder() {}  // avoids a warning about an unused variable
   };
 
   static bool picks_by_trying() { return false; }
-  // What small requests take beside the arena is counted request by request.
+  // Small requests are counted one by one.
   static constexpr int64_t kSegment = 0;
   static int64_t bytes_of_segments() { return 0; }
   static int64_t free_in_segments() { return 0; }
-  static int64_t least_for(int64_t least, int64_t) { return least; }
+  static int64_t min_budget_for(int64_t min_bytes, int64_t) { return min_bytes; }
 
-  // The arena: addresses, which get memory when they are first written to. Its core, of as many bytes as the budget, gets
-  // huge pages. Elsewhere only large blocks do, on the whole pages that they have to themselves: in a huge page that is
-  // used in part, the kernel sooner or later gives memory to the rest as well (khugepaged).
-  // `core`: bytes of it.
+  // Only the first `core` bytes and large blocks get huge pages: khugepaged would fill unused parts of shared ones.
   char* reserve(int64_t bytes, int64_t core) {
-    constexpr int64_t kHuge = Extents::kHuge;  // huge pages begin at its multiples
+    constexpr int64_t kHuge = Extents::kHuge;  // alignment of huge pages
     bytes = outofcore::whole_pages(bytes);
     constexpr int kHow = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* mapped = mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, kHow, -1, 0);
@@ -107,31 +102,27 @@ class Device {
   static void unreserve(char* base, int64_t bytes) {
     if (base != nullptr) munmap(base, bytes);
   }
-  // Gives memory to the kernel; the addresses stay.
   void discard(char* at, int64_t bytes) {
     madvise(at, bytes, MADV_DONTNEED);
-    // Under strict overcommit, addresses that nothing uses must not count: they can no longer be written to.
+    // Under strict overcommit unused addresses count unless they are not writable.
     char* behind = std::max(at, base_ + core_);
     if (strict_ && behind < at + bytes)
       mmap(behind, at + bytes - behind, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     want_small(at, bytes);
   }
-  // As at first, once nothing lies in the arena.
   void start_over() {
     madvise(base_, core_, MADV_HUGEPAGE);
     madvise(base_ + core_, size_ - core_, MADV_NOHUGEPAGE);
     huge_ = {{0, core_}};
   }
-  // Puts memory together to huge pages, where the kernel can (from Linux 6.1 on); addresses in between get memory too. In
-  // one call: each waits for all processors.
+  // Collapses a range into huge pages (Linux 6.1 or later) in one call, because each waits for all processors.
   void collapse(char* at, int64_t bytes) {
-    constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers do not have
+    constexpr int kCollapse = 25;  // MADV_COLLAPSE, missing in older headers
     want_huge(at - base_, at - base_ + bytes);
     madvise(at, bytes, kCollapse);
   }
 
-  // A block gets memory, gives it back, is about to be used by the op that runs, and has been used by it. Throws
-  // c10::OutOfMemoryError: the system promises no more memory.
+  // Hooks for a block's memory: allocated, freed, about to be used, used. Throw c10::OutOfMemoryError.
   void take(Order&, char* at, int64_t bytes) {
     open_up(at, bytes);
     const int64_t begin = at - base_;
@@ -139,26 +130,25 @@ class Device {
   }
   void give(Order&, const char*, int64_t) {}
   void use(Order&) {}
-  void used(Order&) {}
-  // The same for its slot.
+  void mark_used(Order&) {}
+  // The same hooks for its slot.
   void take_slot(Order&, const char*, int64_t) {}
   void give_slot(Order&, const char*, int64_t) {}
   void use_slot(Order&) {}
-  void used_slot(Order&) {}
-  // Code that nobody sees has run, and may have written to windows; `more`: it may do so at any time from now on.
-  void note_unseen(bool) {}
+  void mark_slot_used(Order&) {}
+  // Unobserved code has run and may have written to windows; `more`: it may do so at any time from now on.
+  void note_unobserved(bool) {}
   void record(Order&, void*) {}
 
   static constexpr const char* kNoMemory = "outofcore: the system gave no memory: ";
-  static constexpr const char* kLessMemory = " bytes were asked for; end other programs, or use smaller batches";
+  static constexpr const char* kLessMemory = " bytes were requested; end other programs, or use smaller batches";
 
-  // Copies between a block's memory and its slot. Throws c10::Error.
+  // Copy between a block's memory and its slot. Throw c10::Error.
   void save(Homes& homes, const Slot& slot, Order&, const char* from) {
     homes.of(slot).write(from, slot.offset, slot.bytes);
   }
   void load(Homes& homes, const Slot& slot, Order&, char* to) { homes.read(slot, to); }
-  // Copies memory of somebody else's to a slot: by way of a buffer that direct I/O can use, and that leaves no page of the
-  // window in memory.
+  // Copies foreign memory to a slot through a bounce buffer, which suits direct I/O and maps no page of the window.
   void save_foreign(Homes& homes, const Slot& slot, Order&, const char* from, int64_t bytes) {
     constexpr int64_t kBytes = outofcore::kBounce;
     void* buffer = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -166,22 +156,21 @@ class Device {
     const std::unique_ptr<void, void (*)(void*)> unmapped(buffer, [](void* at) { munmap(at, kBytes); });
     homes.of(slot).write(from, slot.offset, bytes, static_cast<char*>(buffer));
   }
-  // Copies and fills that the op that runs comes after.
   void copy(char* to, const char* from, int64_t bytes) { std::memcpy(to, from, bytes); }
   void move(Order&, char* to, const char* from, int64_t bytes) {
     open_up(to, bytes);
     std::memcpy(to, from, bytes);
   }
   void fill(char* at, int64_t bytes) { std::memset(at, 0xAB, bytes); }
-  // What is not needed any more once the work is done that was issued.
+  // Keeps memory alive until issued work is complete.
   void retire(const c10::DataPtr&) {}
 
-  // A block that keeps its address lies behind a window that is mapped over it when it leaves.
+  // An evicted block with a fixed address is covered by a mapping of its slot.
   static constexpr bool kFixedLeave = true;
   void cover(Homes& homes, const Slot& slot, char* at, bool privately) {
     homes.of(slot).show(at, slot.offset, slot.bytes, privately);
   }
-  // False: the window is still there.
+  // Returns false if the mapping is still there.
   bool uncover(char* at, int64_t bytes) {
     if (mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) ==
         MAP_FAILED)
@@ -189,8 +178,8 @@ class Device {
     want_small(at, bytes);
     return true;
   }
-  // Puts memory with the bytes of a slot in place of its window: others may look at its addresses meanwhile. Throws
-  // c10::Error, and then the window is still there.
+  // Replaces a slot's mapping by memory atomically: other threads may read it. Throws c10::Error and leaves the
+  // mapping.
   void uncover_with(Homes& homes, const Slot& slot, char* at, int64_t bytes) {
     void* filled = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK_WITH(OutOfMemoryError, filled != MAP_FAILED, kNoMemory, bytes, kLessMemory);
@@ -203,25 +192,23 @@ class Device {
     want_small(at, bytes);
   }
 
-  // Whether somebody has looked at a slot since; and whether that can be found out.
   void begin_watch(Homes& homes, const Slot& slot) { homes.begin_watch(slot); }
   bool was_touched(Homes& homes, const Slot& slot) { return homes.was_touched(slot); }
   bool can_detect_touches(const Homes& homes) const { return homes.can_detect_touches(); }
 
-  // How long ops took is what the clock of the host says.
+  // The host's clock times ops instead.
   Moment moment() { return {}; }
-  void again(Moment) {}
+  void restart(Moment) {}
   void forget(const Span&) {}
   std::vector<int64_t> nanos_between(const std::vector<Span>&) { return {}; }
   int64_t nanos_of_copy(char*, char*, int64_t, bool) { return 0; }
 
  private:
   static constexpr int64_t kHuge = Extents::kHuge, kLeastHuge = 2 * kHuge;
-  // The kernel keeps a record for each stretch of either kind, of which a process may have 65,530.
+  // The kernel splits a mapping at each range of either kind; a process may have 65,530 mappings.
   static constexpr size_t kMostStretches = 8192;
 
-  // Where the kernel promises memory to all addresses that can be written to (vm.overcommit_memory=2, ulimit -d), only those
-  // of the core and of blocks can be.
+  // Under strict overcommit (vm.overcommit_memory=2, ulimit -d) only the core and blocks are writable.
   void open_up(char* at, int64_t bytes) {
     TORCH_CHECK_WITH(OutOfMemoryError, !strict_ || mprotect(at, bytes, PROT_READ | PROT_WRITE) == 0, kNoMemory, bytes,
                      kLessMemory);
@@ -239,7 +226,7 @@ class Device {
     }
     madvise(base_ + begin, end - begin, MADV_HUGEPAGE);
   }
-  // All huge pages that lie there in part. Does not throw, as memory is given back in destructors.
+  // Applies to every huge page that overlaps the range. Does not throw, because destructors return memory.
   void want_small(const char* at, int64_t bytes) {
     const int64_t begin = (at - base_) / kHuge * kHuge;
     const int64_t end = std::min((at - base_ + bytes + kHuge - 1) / kHuge * kHuge, size_);
@@ -272,8 +259,8 @@ class Device {
 
   char* base_ = nullptr;
   int64_t size_ = 0, core_ = 0;
-  bool strict_ = false;              // see ``open_up``
-  std::map<int64_t, int64_t> huge_;  // stretches that may have huge pages: their ends, by their beginnings
+  bool strict_ = false;              // see `open_up`
+  std::map<int64_t, int64_t> huge_;  // ranges that may have huge pages: end by begin
 };
 
 }  // namespace follow

@@ -1,13 +1,8 @@
-// What paging.cpp needs to know of a GPU: memory that only streams of work read and write.
-//
-// Nothing waits on the host. What the loop's ops do is on streams of the loop's; copies to pinned host memory and back are
-// on two streams of our own. Who comes after what is known when work is issued (streams.h), so a block that leaves gives
-// its memory to the next one at once: that one's stream waits.
-//
-// What a storage shows is right in the order of the stream that was current when it was shown: before a storage shows its
-// place in the arena, or its window at home, that stream waits for the copy. So code that nobody sees, and that is in
-// order with the loop's stream, reads the right bytes too. What it writes to a window comes back with the next op, unless
-// that was fetched ahead: such copies only wait for code that is known to write.
+// The GPU part of paging.cpp. The loop's ops run on its own streams, and copies to and from pinned host memory on two
+// of ours; the host never waits. Dependencies are known when work is issued (streams.h), so an evicted block's memory
+// is reusable at once. A storage's address is valid in the order of the stream that was current when it was set, so
+// unobserved code ordered after that stream reads the right bytes. Its writes to a window return with the next fetch by
+// an op, but not with an earlier fetch ahead.
 
 #pragma once
 
@@ -40,7 +35,6 @@
 
 namespace follow {
 
-// CUDA, as ``Streams`` has it.
 struct CudaRuntime {
   using Handle = cudaStream_t;
   using Event = cudaEvent_t;
@@ -48,19 +42,19 @@ struct CudaRuntime {
 
   Event make() const {
     const c10::cuda::CUDAGuard guard(device);
-    Event made = nullptr;
-    C10_CUDA_CHECK(cudaEventCreateWithFlags(&made, cudaEventDisableTiming));
-    return made;
+    Event event = nullptr;
+    C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    return event;
   }
   void drop(Event event) const {
-    if (cudaEventDestroy(event) != cudaSuccess) cudaGetLastError();  // at the end of a process CUDA may be gone
+    if (cudaEventDestroy(event) != cudaSuccess) cudaGetLastError();  // CUDA may be shut down at process exit
   }
   bool record(Event event, Handle stream) const {
     const cudaError_t error = cudaEventRecord(event, stream);
-    const bool gone = error == cudaErrorInvalidResourceHandle || error == cudaErrorContextIsDestroyed;
-    if (!gone) C10_CUDA_CHECK(error);
-    if (gone) cudaGetLastError();  // else the next kernel's check takes it for its own
-    return !gone;
+    const bool is_destroyed = error == cudaErrorInvalidResourceHandle || error == cudaErrorContextIsDestroyed;
+    if (!is_destroyed) C10_CUDA_CHECK(error);
+    if (is_destroyed) cudaGetLastError();  // or the next kernel's check would report it
+    return !is_destroyed;
   }
   bool is_over(Event event) const {
     const cudaError_t error = cudaEventQuery(event);
@@ -75,7 +69,7 @@ struct CudaRuntime {
   }
 };
 
-// A stream that nobody else has, unlike those of PyTorch's pool. It does not wait for the default stream.
+// A stream outside PyTorch's pool. It does not synchronize with the default stream.
 class OwnStream {
  public:
   explicit OwnStream(c10::DeviceIndex device) {
@@ -96,22 +90,20 @@ class Device {
  public:
   static constexpr c10::DeviceType kType = c10::DeviceType::CUDA;
   static constexpr c10::DispatchKey kKernels = c10::DispatchKey::CUDA;
-  // The arena is one allocation. Holes in it are joined by copies within the device.
   static constexpr int64_t kAddresses = 1;
-  static constexpr int64_t addresses_to_grow() { return 0; }  // PyTorch's allocator serves what exceeds the arena
+  static constexpr int64_t addresses_to_grow() { return 0; }  // PyTorch's allocator serves the excess
   static constexpr bool kStreams = true;
   static constexpr bool kReadable = false;
   static constexpr bool kFixedLeave = false;
 
   using Homes = PinnedHomes;
   struct Order {
-    Marks before;  // work that whoever uses the block's memory comes after
-    Marks after;   // and what whoever gets that memory next comes after as well
-    Marks home;    // work on its slot
-    int stream = -1;            // that was current when it got its memory
-    std::vector<int> recorded;  // those that Tensor.record_stream was called with
+    Marks before;               // work that users of the block's memory wait for
+    Marks after;                // and work that also the memory's next owner waits for
+    Marks home;                 // work on its slot
+    int stream = -1;            // current when it got its memory
+    std::vector<int> recorded;  // streams passed to Tensor.record_stream
   };
-  // From one moment to another, in the order of a stream.
   using Moment = cudaEvent_t;
   using Span = std::pair<Moment, Moment>;
 
@@ -130,15 +122,16 @@ class Device {
 
   c10::Device ours() const { return c10::Device(c10::DeviceType::CUDA, index_); }
   static bool is_ours(c10::Device device) {
-    return device.type() == c10::DeviceType::CUDA && device.index() == followed().load(std::memory_order_relaxed);
+    return device.type() == c10::DeviceType::CUDA &&
+           device.index() == followed_device().load(std::memory_order_relaxed);
   }
-  static bool is_current() { return c10::cuda::current_device() == followed().load(std::memory_order_relaxed); }
-  void enter() const { followed() = index_; }
+  static bool is_current() { return c10::cuda::current_device() == followed_device().load(std::memory_order_relaxed); }
+  void enter() const { followed_device() = index_; }
 
-  // Whether an op that runs again on the same operands gives the same bits, however much memory is free and whatever else
-  // runs. Products and convolutions are left out: their libraries choose among kernels, and share workspaces.
+  // Whether rerunning an op on the same operands gives the same bits, regardless of free memory and concurrent work.
+  // Not matrix products and convolutions: their libraries select among kernels and share workspaces.
   static bool repeats(const c10::OperatorHandle& op) {
-    static const std::unordered_set<std::string> known{
+    static const std::unordered_set<std::string> repeatable{
         "aten::_fused_rms_norm", "aten::_log_softmax", "aten::_softmax", "aten::_to_copy", "aten::amax", "aten::amin",
         "aten::bernoulli_", "aten::cat", "aten::clone", "aten::constant_pad_nd", "aten::copy_", "aten::cudnn_batch_norm",
         "aten::embedding", "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::fill_", "aten::full_like",
@@ -146,9 +139,9 @@ class Device {
         "aten::native_dropout", "aten::native_group_norm", "aten::native_layer_norm", "aten::new_zeros",
         "aten::ones_like", "aten::rand_like", "aten::repeat", "aten::stack", "aten::sum", "aten::uniform_", "aten::zero_",
         "aten::zeros_like"};
-    return op.hasTag(at::Tag::pointwise) || known.count(op.schema().name()) != 0;
+    return op.hasTag(at::Tag::pointwise) || repeatable.count(op.schema().name()) != 0;
   }
-  // Some kernels sum in another order where memory does not begin at such a multiple, as PyTorch's allocator's does.
+  // Some kernels sum in another order below this alignment, which PyTorch's allocator guarantees.
   static bool copies_alike(const c10::StorageImpl& storage) {
     return reinterpret_cast<uintptr_t>(storage.data()) % 512 == 0;
   }
@@ -156,19 +149,18 @@ class Device {
   Stream stream() const { return c10::cuda::getCurrentCUDAStream(index_); }
   using InOrder = c10::cuda::CUDAStreamGuard;
 
-  // Whether cuDNN finds its engines by trying (torch.backends.cudnn.benchmark).
+  // Whether cuDNN benchmarks its engines (torch.backends.cudnn.benchmark).
   static bool picks_by_trying() { return at::globalContext().benchmarkCuDNN(); }
-  // What PyTorch's allocator takes from the device at once for requests below 1 MiB; what it has taken for those, and
-  // what of that is free.
+  // The segment size of PyTorch's allocator for requests below 1 MiB, its bytes in such segments, and the free part.
   static constexpr int64_t kSegment = int64_t{2} << 20;
   int64_t bytes_of_segments() const { return of_small(stats().reserved_bytes); }
   int64_t free_in_segments() const {
     const auto now = stats();
     return of_small(now.reserved_bytes) - of_small(now.allocated_bytes);
   }
-  // The budget that leaves an arena so much larger: of what is added, shares lie beside it (see gpu.py).
-  static int64_t least_for(int64_t least, int64_t budget) {
-    return least <= budget ? least : least + (least - budget) / 8 + kSegment;
+  // The budget needed for a larger arena: part of the increase is used outside it (see gpu.py).
+  static int64_t min_budget_for(int64_t min_bytes, int64_t budget) {
+    return min_bytes <= budget ? min_bytes : min_bytes + (min_bytes - budget) / 8 + kSegment;
   }
 
   // One allocation of PyTorch's, so that it counts in its statistics and limits. Throws c10::OutOfMemoryError.
@@ -176,9 +168,9 @@ class Device {
     const c10::cuda::CUDAGuard guard(index_);
     c10::cuda::CUDACachingAllocator::emptyCache();
     char* base = static_cast<char*>(c10::cuda::CUDACachingAllocator::raw_alloc(bytes));
-    Marks others;  // what lay there before may still be in use
-    others.add(streams_.now(current()));
-    fences_.put(base, bytes, others);
+    Marks marks;  // earlier users of the memory
+    marks.add(streams_.now(current()));
+    fences_.put(base, bytes, marks);
     return base;
   }
   void unreserve(char* base, int64_t) const {
@@ -203,15 +195,15 @@ class Device {
     order.recorded.clear();
   }
   void use(Order& order) { streams_.wait(current(), order.before); }
-  void used(Order& order) { order.after.add(streams_.now(current())); }
+  void mark_used(Order& order) { order.after.add(streams_.now(current())); }
   void take_slot(Order& order, const char* window, int64_t bytes) { order.home = fences_.take(window, bytes); }
   void give_slot(Order& order, const char* window, int64_t bytes) {
-    order.home.add(streams_.now(current()));  // it may have used the window
+    order.home.add(streams_.now(current()));  // the current stream may have used the window
     fences_.put(window, bytes, std::move(order.home));
     order.home.clear();
   }
   void use_slot(Order& order) { streams_.wait(current(), order.home); }
-  void used_slot(Order& order) { order.home.add(streams_.now(current())); }
+  void mark_slot_used(Order& order) { order.home.add(streams_.now(current())); }
   void record(Order& order, void* handle) {
     const int stream = streams_.number_of(static_cast<cudaStream_t>(handle));
     if (std::find(order.recorded.begin(), order.recorded.end(), stream) == order.recorded.end())
@@ -222,28 +214,28 @@ class Device {
     streams_.wait(out_, all_of(order));
     streams_.wait(out_, order.home);
     issue(homes.window(slot), from, slot.bytes, cudaMemcpyDeviceToHost, out_);
-    const Mark done = streams_.now(out_);
+    const Mark mark = streams_.now(out_);
     order.home.clear();
-    order.home.add(done);
-    order.after.add(done);
+    order.home.add(mark);
+    order.after.add(mark);
     streams_.record(out_);
   }
   void load(Homes& homes, const Slot& slot, Order& order, char* to) {
     streams_.wait(in_, order.before);
     streams_.wait(in_, order.home);
-    if (more_unseen_) unseen_.add(streams_.now(current()));
-    streams_.wait(in_, unseen_);
+    if (more_unobserved_) unobserved_.add(streams_.now(current()));
+    streams_.wait(in_, unobserved_);
     issue(to, homes.window(slot), slot.bytes, cudaMemcpyHostToDevice, in_);
-    const Mark done = streams_.now(in_);
+    const Mark mark = streams_.now(in_);
     order.before.clear();
-    order.before.add(done);
-    order.home.add(done);
+    order.before.add(mark);
+    order.home.add(mark);
     streams_.record(in_);
-    streams_.record(current());  // memory that is free by now is so for later copies, whatever is issued until then
+    streams_.record(current());  // so that later copies depend on frees up to here only
   }
-  void note_unseen(bool more) {
-    unseen_.add(streams_.now(current()));
-    more_unseen_ |= more;
+  void note_unobserved(bool more) {
+    unobserved_.add(streams_.now(current()));
+    more_unobserved_ |= more;
   }
   void save_foreign(Homes& homes, const Slot& slot, Order& order, const char* from, int64_t bytes) {
     const int stream = current();
@@ -269,25 +261,22 @@ class Device {
     const int stream = current();
     streams_.wait(stream, fences_.take(at, bytes));
     C10_CUDA_CHECK(cudaMemsetAsync(at, 0xAB, bytes, streams_.handle(stream)));
-    Marks done;
-    done.add(streams_.now(stream));
-    fences_.put(at, bytes, done);
+    Marks marks;
+    marks.add(streams_.now(stream));
+    fences_.put(at, bytes, marks);
   }
-  void retire(const c10::DataPtr& left) const {
-    if (left.get() == nullptr) return;
-    c10::cuda::CUDACachingAllocator::recordStream(left, c10::cuda::getCurrentCUDAStream(index_));
+  void retire(const c10::DataPtr& memory) const {
+    if (memory.get() == nullptr) return;
+    c10::cuda::CUDACachingAllocator::recordStream(memory, c10::cuda::getCurrentCUDAStream(index_));
   }
 
-  // A block that keeps its address does not leave.
   void cover(Homes&, const Slot&, char*, bool) const {}
   static bool uncover(char*, int64_t) { return true; }
   void uncover_with(Homes&, const Slot&, char*, int64_t) {}
-  // Nobody can tell who looked at pinned memory.
   void begin_watch(Homes&, const Slot&) const {}
   bool was_touched(Homes&, const Slot&) const { return false; }
   bool can_detect_touches(const Homes&) const { return true; }
 
-  // The device's own clock, in the order of the current stream.
   Moment moment() {
     if (events_.empty()) {
       const c10::cuda::CUDAGuard guard(index_);
@@ -296,37 +285,36 @@ class Device {
       events_.push_back(fresh);
     }
     const Moment event = events_.back();
-    again(event);
+    restart(event);
     events_.pop_back();
     return event;
   }
-  // That moment is now.
-  void again(Moment event) { C10_CUDA_CHECK(cudaEventRecord(event, streams_.handle(current()))); }
+  void restart(Moment event) { C10_CUDA_CHECK(cudaEventRecord(event, streams_.handle(current()))); }
   void forget(const Span& span) {
     events_.push_back(span.first);
     events_.push_back(span.second);
   }
-  // From the end of each span to the beginning of the next, for all but the last. The host waits for that.
+  // The times from the end of each span to the beginning of the next. The host waits for the last span.
   std::vector<int64_t> nanos_between(const std::vector<Span>& ops) {
     C10_CUDA_CHECK(cudaEventSynchronize(ops.back().second));
     std::vector<int64_t> nanos;
     for (size_t i = 0; i + 1 < ops.size(); ++i) {
       float milliseconds = 0;
-      // Ops of several streams may not be over: nobody has waited for them.
+      // Ops on several streams may be incomplete.
       if (cudaEventElapsedTime(&milliseconds, ops[i].second, ops[i + 1].first) != cudaSuccess) cudaGetLastError();
       nanos.push_back(std::max<int64_t>(0, static_cast<int64_t>(milliseconds * 1e6)));
     }
     return nanos;
   }
-  // How long so many bytes take to a home, or from there. The host waits.
+  // The time to copy `bytes` to a home or from it. The host waits.
   int64_t nanos_of_copy(char* window, char* at, int64_t bytes, bool in) {
     const int stream = in ? in_ : out_;
     const auto event = [&](bool first) {
-      cudaEvent_t made = nullptr;
-      C10_CUDA_CHECK(cudaEventCreate(&made));
-      C10_CUDA_CHECK(cudaEventRecord(made, streams_.handle(stream)));
-      if (!first) C10_CUDA_CHECK(cudaEventSynchronize(made));
-      return made;
+      cudaEvent_t recorded = nullptr;
+      C10_CUDA_CHECK(cudaEventCreate(&recorded));
+      C10_CUDA_CHECK(cudaEventRecord(recorded, streams_.handle(stream)));
+      if (!first) C10_CUDA_CHECK(cudaEventSynchronize(recorded));
+      return recorded;
     };
     const c10::cuda::CUDAGuard guard(index_);
     streams_.wait(stream, streams_.now(current()));
@@ -344,8 +332,7 @@ class Device {
   }
 
  private:
-  // The device whose tensors are followed.
-  static std::atomic<int>& followed() {
+  static std::atomic<int>& followed_device() {
     static std::atomic<int> index{-1};
     return index;
   }
@@ -361,7 +348,7 @@ class Device {
   void issue(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, int stream) {
     C10_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, streams_.handle(stream)));
   }
-  // All work on a block's memory, with what code that nobody sees may have issued to the stream that it was made for.
+  // All work on a block's memory, including unobserved work that may have been issued to its stream.
   Marks all_of(const Order& order) {
     Marks all = order.before;
     all.add(order.after);
@@ -375,9 +362,9 @@ class Device {
   Streams<CudaRuntime> streams_;
   int in_, out_;
   Fences fences_;
-  Marks unseen_;                     // work that nobody saw, which may have written to windows
-  bool more_unseen_ = false;         // there may be more at any time
-  std::vector<cudaEvent_t> events_;  // that nobody uses, with times
+  Marks unobserved_;                 // unobserved work that may have written to windows
+  bool more_unobserved_ = false;     // more may come at any time
+  std::vector<cudaEvent_t> events_;  // unused timing events
 };
 
 }  // namespace follow

@@ -1,4 +1,4 @@
-// Free and used stretches of one range of addresses or of a file: best fit, neighbours joined.
+// Free and used ranges of addresses or of a file: best fit, with neighbours joined.
 
 #pragma once
 
@@ -12,9 +12,9 @@
 
 namespace follow {
 
-// Offsets in [0, size). Of free stretches it also knows which bytes may be in physical memory, since nobody tells the
-// kernel of bytes that are only free. Nothing throws, since deleters of PyTorch's give stretches back: one that has no
-// free neighbour is lost where there is no memory to write it down.
+// Offsets in [0, size). Also tracks which bytes of free ranges may be in physical memory, because only discarding
+// returns them to the kernel. Deleters of PyTorch return ranges, so no function throws: if memory runs out, a range
+// without a free neighbour is lost.
 class Extents {
  public:
   static constexpr int64_t kHuge = int64_t{2} << 20;  // bytes of a huge page; offset 0 begins one
@@ -23,33 +23,33 @@ class Extents {
     if (!insert(0, size)) throw std::bad_alloc();
   }
 
-  // The lowest bytes of a free stretch that is large enough: of the one with the most of them in memory, and of those
-  // the smallest. -1: there is none.
+  // Takes the start of the free range with the most bytes in memory, then the smallest. Returns -1 if none is large
+  // enough.
   int64_t take(int64_t bytes) {
-    int64_t offset = -1, most = -1;
-    for (auto it = by_size_.lower_bound({bytes, 0}); it != by_size_.end() && most < bytes; ++it) {
+    int64_t offset = -1, most_resident = -1;
+    for (auto it = by_size_.lower_bound({bytes, 0}); it != by_size_.end() && most_resident < bytes; ++it) {
       const int64_t resident = resident_in(it->second, bytes);
-      if (resident > most) most = resident, offset = it->second;
+      if (resident > most_resident) most_resident = resident, offset = it->second;
     }
     if (offset >= 0) take_at(offset, bytes);
     return offset;
   }
 
-  // Takes exactly this stretch. Returns false if part of it is taken, or no memory is left to record its remainders.
+  // Takes exactly this range. Returns false if part of it is taken, or if memory runs out.
   bool take_at(int64_t offset, int64_t bytes) {
-    auto found = free_.upper_bound(offset);
-    if (found == free_.begin()) return false;
-    --found;
-    const int64_t begin = found->first, end = begin + found->second;
+    auto stretch = free_.upper_bound(offset);
+    if (stretch == free_.begin()) return false;
+    --stretch;
+    const int64_t begin = stretch->first, end = begin + stretch->second;
     if (end < offset + bytes) return false;
     const int64_t before = offset - begin, behind = end - offset - bytes;
     if (before > 0 && behind > 0 && !insert(offset + bytes, behind)) return false;
     if (before > 0)
-      resize(found, begin, before);
+      resize(stretch, begin, before);
     else if (behind > 0)
-      resize(found, offset + bytes, behind);
+      resize(stretch, offset + bytes, behind);
     else
-      erase(found);
+      erase(stretch);
     forget(offset, bytes);
     return true;
   }
@@ -72,13 +72,12 @@ class Extents {
     }
   }
 
-  // The most that ``take`` could give.
+  // The largest size that `take` can serve.
   int64_t longest() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
 
-  // Bytes of free stretches that may be in physical memory.
   int64_t idle() const { return idle_; }
 
-  // Takes it that all free bytes before `end` may be in physical memory.
+  // Assumes that all free bytes before `end` may be in physical memory.
   void fill(int64_t end) {
     for (const auto& [offset, bytes] : free_) {
       const int64_t count = std::min(bytes, end - offset);
@@ -89,21 +88,21 @@ class Extents {
     }
   }
 
-  // Forgets one of these stretches, of which there must be one, or about `wanted` bytes at its end, and returns it for the
-  // caller to give to the kernel: of the last that ends behind `core`, where nothing is put on purpose, else of the
-  // longest. A stretch on both sides of the border gives only what is behind. Where possible these are whole huge
-  // pages: a part that is given back comes again as small pages.
-  std::pair<int64_t, int64_t> forget_some(int64_t core, int64_t wanted) {
-    auto most = std::prev(resident_.end());
-    if (most->first + most->second <= core)
-      most = std::max_element(resident_.begin(), resident_.end(),
+  // Forgets about `bytes` bytes of one idle range (there must be one) and returns them, for the caller to give to the
+  // kernel. Picks the end of the last range if it reaches beyond `core`, where placement is not planned, else of the
+  // longest. A range across the border gives only its part beyond. Prefers whole huge pages: the rest of a split one
+  // would come back as small pages.
+  std::pair<int64_t, int64_t> forget_some(int64_t core, int64_t bytes) {
+    auto chosen = std::prev(resident_.end());
+    if (chosen->first + chosen->second <= core)
+      chosen = std::max_element(resident_.begin(), resident_.end(),
                               [](const auto& a, const auto& b) { return a.second < b.second; });
-    const int64_t begin = most->first, end = begin + most->second;
+    const int64_t begin = chosen->first, end = begin + chosen->second;
     int64_t to = end / kHuge * kHuge;
-    int64_t from = std::max((begin + kHuge - 1) / kHuge, (end - std::min(wanted, end - begin)) / kHuge) * kHuge;
+    int64_t from = std::max((begin + kHuge - 1) / kHuge, (end - std::min(bytes, end - begin)) / kHuge) * kHuge;
     if (from >= to) from = begin, to = end;
     if (from < core && core < end) from = core, to = end;
-    resident_.erase(most);
+    resident_.erase(chosen);
     idle_ -= end - begin;
     if (begin < from) keep_resident(begin, from - begin);
     if (to < end) keep_resident(to, end - to);
@@ -126,14 +125,13 @@ class Extents {
   }
 
   int64_t resident_in(int64_t offset, int64_t bytes) const {
-    int64_t found = 0;
+    int64_t total = 0;
     auto it = resident_.upper_bound(offset);
     if (it != resident_.begin()) --it;
     for (; it != resident_.end() && it->first < offset + bytes; ++it)
-      found += std::max<int64_t>(0, std::min(it->first + it->second, offset + bytes) - std::max(it->first, offset));
-    return found;
+      total += std::max<int64_t>(0, std::min(it->first + it->second, offset + bytes) - std::max(it->first, offset));
+    return total;
   }
-  // What is taken is no longer idle.
   void forget(int64_t offset, int64_t bytes) {
     auto it = resident_.upper_bound(offset);
     if (it != resident_.begin()) --it;
@@ -157,32 +155,31 @@ class Extents {
     } catch (const std::bad_alloc&) {
     }
   }
-  // False: there is no memory for it.
   bool insert(int64_t offset, int64_t bytes) {
     try {
-      const auto [found, fresh] = free_.emplace(offset, bytes);
+      const auto [entry, fresh] = free_.emplace(offset, bytes);
       try {
         by_size_.emplace(bytes, offset);
         return true;
       } catch (const std::bad_alloc&) {
-        free_.erase(found);
+        free_.erase(entry);
       }
     } catch (const std::bad_alloc&) {
     }
     return false;
   }
-  // Gives a free stretch other ends, between the same neighbours; takes no memory.
-  void resize(Stretches::iterator found, int64_t offset, int64_t bytes) {
-    auto size = by_size_.extract({found->second, found->first});
-    auto stretch = free_.extract(found);
+  // Changes a free range between the same neighbours. Allocates no memory.
+  void resize(Stretches::iterator entry, int64_t offset, int64_t bytes) {
+    auto size = by_size_.extract({entry->second, entry->first});
+    auto stretch = free_.extract(entry);
     stretch.key() = offset, stretch.mapped() = bytes;
     size.value() = {bytes, offset};
     free_.insert(std::move(stretch));
     by_size_.insert(std::move(size));
   }
-  Stretches::iterator erase(Stretches::iterator found) {
-    by_size_.erase({found->second, found->first});
-    return free_.erase(found);
+  Stretches::iterator erase(Stretches::iterator entry) {
+    by_size_.erase({entry->second, entry->first});
+    return free_.erase(entry);
   }
 
   Stretches free_, resident_;

@@ -1,11 +1,7 @@
-// Where storages lie that are not in the arena: slots of files, each also mapped ("its window"), so that a storage that
-// is away has a valid address as well.
-//
-// A storage that was mapped from a file already, such as a weight of a checkpoint, has that file for its home until
-// somebody writes to it: nothing is copied, and its window is where it was mapped.
-//
-// A file is on a disk, or in host memory (memfd). A child of a fork must see the bytes of its moment: its windows become
-// private, and slots that it can see are not written to as long as it lives.
+// Homes: slots of files on a disk or in host memory (memfd) for evicted storages. Each slot is also mapped (its
+// window), so evicted storages have valid addresses. A storage mapped from a file, such as a checkpoint's weight, has
+// that file as home until it is written, and its mapping as window. A forked child must see the bytes at the time of
+// the fork: its windows become private, and slots that it can see are not overwritten while it lives.
 
 #pragma once
 
@@ -37,9 +33,11 @@ using outofcore::kPage;
 using outofcore::PageMap;
 using outofcore::Transfer;
 
-inline const char* why(const Transfer& failed) { return std::strerror(failed.failure > 0 ? failed.failure : EIO); }
+inline const char* error_text(const Transfer& failed) {
+  return std::strerror(failed.failure > 0 ? failed.failure : EIO);
+}
 
-// The descriptors of one file, which it closes. `direct`, for direct I/O, may be the same as `file`.
+// The descriptors of one file, closed on destruction. `direct`, for direct I/O, may equal `file`.
 struct OpenFile {
   OpenFile(int file, int direct) : file(file), direct(direct) {}
   OpenFile(OpenFile&& other) noexcept : file(std::exchange(other.file, -1)), direct(std::exchange(other.direct, -1)) {}
@@ -51,24 +49,25 @@ struct OpenFile {
   int file, direct;
 };
 
-// A file of somebody else's that is only read.
 class ForeignFile {
  public:
   explicit ForeignFile(OpenFile&& open) : open_(std::move(open)) {
-    TORCH_CHECK(fstat(file_, &then_) == 0, "outofcore: a file of weights cannot be looked at: ", std::strerror(errno));
+    TORCH_CHECK(fstat(file_, &opened_stat_) == 0,
+                "outofcore: the status of a file of weights cannot be read: ", std::strerror(errno));
   }
   ForeignFile(const ForeignFile&) = delete;
 
-  // Throws c10::Error: the file has changed, or cannot be read.
+  // Throws c10::Error if the file has changed or cannot be read.
   void read(char* to, int64_t offset, int64_t bytes) const {
     struct stat now;
-    const bool same = fstat(file_, &now) == 0 && now.st_size == then_.st_size &&
-                      now.st_mtim.tv_sec == then_.st_mtim.tv_sec && now.st_mtim.tv_nsec == then_.st_mtim.tv_nsec;
-    TORCH_CHECK(same, "outofcore: ", name(), " was changed while weights that were mapped from it were in use; leave it as "
-                "it is until the loop is stopped");
-    Transfer made{reinterpret_cast<int64_t>(to), bytes, offset, file_, false, outofcore::kKept, 0, 0, nullptr};
-    outofcore::transfer(made);
-    TORCH_CHECK(made.failure == 0, "outofcore: reading weights from ", name(), " failed: ", why(made));
+    const bool same = fstat(file_, &now) == 0 && now.st_size == opened_stat_.st_size &&
+                      now.st_mtim.tv_sec == opened_stat_.st_mtim.tv_sec &&
+                      now.st_mtim.tv_nsec == opened_stat_.st_mtim.tv_nsec;
+    TORCH_CHECK(same, "outofcore: ", name(), " was changed while weights that were mapped from it were in use; do not "
+                "modify it until the loop is stopped");
+    Transfer transfer{reinterpret_cast<int64_t>(to), bytes, offset, file_, false, outofcore::kKept, 0, 0, nullptr};
+    outofcore::transfer(transfer);
+    TORCH_CHECK(transfer.failure == 0, "outofcore: reading weights from ", name(), " failed: ", error_text(transfer));
   }
   const PageMap& pages() const { return pages_; }
 
@@ -81,20 +80,19 @@ class ForeignFile {
 
   OpenFile open_;
   const int file_ = open_.file;
-  struct stat then_;
+  struct stat opened_stat_;
   PageMap pages_;
 };
 
-// The memory that a storage had before: private pages of a file, and which stretch of the file that is.
 class Original {
  public:
   Original(std::shared_ptr<const ForeignFile> file, int64_t offset, int64_t bytes, at::DataPtr memory)
       : file_(std::move(file)), offset_(offset), bytes_(bytes), memory_(std::move(memory)) {}
 
   char* window() const { return static_cast<char*>(memory_.get()); }
-  // Whether the bytes are others than the file's, since code that nobody sees wrote to the window.
+  // Whether the bytes differ from the file's because unobserved code wrote to the window.
   bool was_written() const { return file_->pages().any_written(window(), bytes_); }
-  // Copies the bytes, and zeros up to the end of the page. Throws c10::Error.
+  // Copies the bytes and fills the last page with zeros. Throws c10::Error.
   void read(char* to) const {
     if (was_written())
       std::memcpy(to, window(), bytes_);
@@ -102,9 +100,9 @@ class Original {
       file_->read(to, offset_, bytes_);
     std::memset(to + bytes_, 0, (kPage - bytes_ % kPage) % kPage);
   }
-  at::DataPtr give_back() { return std::move(memory_); }
+  at::DataPtr release_memory() { return std::move(memory_); }
 
-  std::shared_ptr<Original> next;  // in a list of those that are let go of
+  std::shared_ptr<Original> next;  // in the list of `DeferredDrops`
 
  private:
   std::shared_ptr<const ForeignFile> file_;
@@ -115,13 +113,12 @@ class Original {
 struct Slot {
   int home = -1;  // -1: none
   int64_t offset = 0, bytes = 0;
-  int64_t forks = 0;  // that had been when it was taken
-  std::shared_ptr<Original> original = nullptr;  // in place of a slot of a home: is only read
+  int64_t forks = 0;  // before the slot was taken
+  std::shared_ptr<Original> original = nullptr;  // replaces a home's slot; read-only
 
   explicit operator bool() const { return home >= 0 || original; }
 };
 
-// One file.
 class Home {
  public:
   // `memory`: the file is in host memory. Throws c10::Error.
@@ -135,14 +132,14 @@ class Home {
   ~Home() { munmap(window_, capacity_); }
   Home(const Home&) = delete;
 
-  // The offset of a slot; -1: there is no room, and `why` says why.
-  int64_t take(int64_t bytes, std::string& why) {
+  // Returns a slot's offset, or -1 and the reason.
+  int64_t take(int64_t bytes, std::string& reason) {
     const int64_t offset = extents_.take(bytes);
     if (offset < 0) {
-      why = "its limit is reached";
+      reason = "its limit is reached";
       return -1;
     }
-    if (offset + bytes > grown_ && !grow(offset + bytes, why)) {
+    if (offset + bytes > file_bytes_ && !grow(offset + bytes, reason)) {
       extents_.give(offset, bytes, false);
       return -1;
     }
@@ -151,12 +148,12 @@ class Home {
     return offset;
   }
   void give(int64_t offset, int64_t bytes) {
-    if (memory_ && !parted_) fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
+    if (memory_ && !is_detached_) fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
     extents_.give(offset, bytes, false);
     used_ -= bytes;
   }
 
-  // The offset is a page's; the last page that is written is the slot's own. ``bounce``: as in file_io.h. Throws c10::Error.
+  // The offset is page-aligned; the last page belongs to the slot. `bounce`: see file_io.h. Throws c10::Error.
   void write(const char* from, int64_t offset, int64_t bytes, char* bounce = nullptr) const {
     move({reinterpret_cast<int64_t>(from), bytes, offset, direct_, true, outofcore::kPast, 0, 0, bounce});
   }
@@ -165,25 +162,23 @@ class Home {
   }
 
   char* window(int64_t offset) const { return window_ + offset; }
-  // Forgets who looked at a window, so that ``was_touched`` tells of later looks alone. What was written there stays.
+  // Unmaps a window's pages, so that `was_touched` reports later accesses only. Written bytes remain.
   void begin_watch(int64_t offset, int64_t bytes) const { madvise(window_ + offset, bytes, MADV_DONTNEED); }
-  // Whether somebody has read from or written to a window meanwhile: pages of it are mapped then.
+  // Whether a window was accessed since: its pages are mapped then.
   bool was_touched(int64_t offset, int64_t bytes) const { return pages_.any_mapped(window_ + offset, bytes); }
   bool can_detect_touches() const { return pages_.is_readable(); }
-  // Maps a slot over the addresses at `at`.
   void show(char* at, int64_t offset, int64_t bytes, bool privately) const {
     const void* shown = mmap(at, bytes, PROT_READ | PROT_WRITE, (privately ? MAP_PRIVATE : MAP_SHARED) | MAP_FIXED,
                              file_, offset);
     TORCH_CHECK(shown != MAP_FAILED, "outofcore: ", bytes, " bytes of a home could not be mapped (",
                 std::strerror(errno), "); raise vm.max_map_count, or lift the limit on address space (ulimit -v)");
   }
-  // In the child of a fork: what it writes is its own, and what it frees is still its parent's.
-  void part() {
-    parted_ = true;
+  // In a forked child: makes writes private, and keeps the parent's slots on free.
+  void detach() {
+    is_detached_ = true;
     constexpr int kHow = MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED;
     if (mmap(window_, capacity_, PROT_READ | PROT_WRITE, kHow, file_, 0) != MAP_FAILED) return;
-    // Under strict overcommit a writable mapping may be refused. The child must never see what its parent writes later, so
-    // the window becomes read-only, or is unmapped.
+    // Strict overcommit may refuse a writable mapping. The child must not see later writes of its parent.
     if (mmap(window_, capacity_, PROT_READ, kHow, file_, 0) == MAP_FAILED) munmap(window_, capacity_);
   }
   bool is_on_disk() const { return !memory_; }
@@ -193,31 +188,34 @@ class Home {
  private:
   static constexpr int64_t kStep = int64_t{64} << 20;
 
-  void move(Transfer&& made) const {
-    outofcore::transfer(made);
-    TORCH_CHECK(made.failure == 0, "outofcore: ", made.writes ? "writing " : "reading ", made.bytes - made.done, " bytes ",
-                made.writes ? "to" : "from", " the home failed (", why(made), "); ",
-                made.failure == ENOSPC ? "make room there" : memory_ ? "lower host_budget" : "check that disk",
-                ", or name another home");
+  void move(Transfer&& transfer) const {
+    outofcore::transfer(transfer);
+    TORCH_CHECK(transfer.failure == 0, "outofcore: ", transfer.writes ? "writing " : "reading ",
+                transfer.bytes - transfer.done, " bytes ", transfer.writes ? "to" : "from", " the home failed (",
+                error_text(transfer), "); ",
+                transfer.failure == ENOSPC ? "make room there"
+                : memory_                  ? "lower host_budget"
+                                           : "check that disk",
+                ", or use another home");
   }
 
-  // Blocks of the disk are set aside, so that no later write lacks room.
-  bool grow(int64_t bytes, std::string& why) {
-    const int64_t wanted = std::min(capacity_, memory_ ? bytes : (bytes + kStep - 1) / kStep * kStep);
-    for (const int64_t count : {wanted, bytes}) {
-      int failed = 0;
+  // Allocates disk blocks, so that later writes cannot fail for lack of room.
+  bool grow(int64_t bytes, std::string& reason) {
+    const int64_t preferred = std::min(capacity_, memory_ ? bytes : (bytes + kStep - 1) / kStep * kStep);
+    for (const int64_t count : {preferred, bytes}) {
+      int error = 0;
       if (memory_) {
-        failed = ftruncate(file_, count) ? errno : 0;
+        error = ftruncate(file_, count) ? errno : 0;
       } else {
-        do failed = fallocate(file_, 0, grown_, count - grown_) ? errno : 0;
-        while (failed == EINTR);
-        if (failed == EOPNOTSUPP) failed = ftruncate(file_, count) ? errno : 0;
+        do error = fallocate(file_, 0, file_bytes_, count - file_bytes_) ? errno : 0;
+        while (error == EINTR);
+        if (error == EOPNOTSUPP) error = ftruncate(file_, count) ? errno : 0;
       }
-      if (failed == 0) {
-        grown_ = count;
+      if (error == 0) {
+        file_bytes_ = count;
         return true;
       }
-      why = std::strerror(failed);
+      reason = std::strerror(error);
     }
     return false;
   }
@@ -225,48 +223,46 @@ class Home {
   OpenFile open_;
   const int file_ = open_.file, direct_ = open_.direct;
   PageMap pages_;
-  bool memory_, parted_ = false;
+  bool memory_, is_detached_ = false;
   int64_t capacity_;
   Extents extents_;
   char* window_ = nullptr;
-  int64_t grown_ = 0, used_ = 0, most_used_ = 0;
+  int64_t file_bytes_ = 0, used_ = 0, most_used_ = 0;
 };
 
-// The homes of a loop, in the order in which they are filled.
 class Homes {
  public:
   ~Homes() {
-    for (const Fork& fork : forks_) close(fork.alive);
+    for (const Fork& fork : forks_) close(fork.pipe_end);
   }
 
-  // The descriptors are closed here from then on, also if it throws: c10::Error.
   void add(int file, int direct, bool memory, int64_t capacity) {
     OpenFile open(file, direct);
     homes_.push_back(std::make_unique<Home>(std::move(open), memory, capacity));
   }
 
-  // Throws c10::OutOfMemoryError: no home has room.
+  // Throws c10::OutOfMemoryError if no home has room.
   Slot take(int64_t bytes) {
-    thaw();
-    std::string why = "there is none";
+    free_frozen();
+    std::string reason = "no home was given";
     for (size_t home = 0; home < homes_.size(); ++home) {
-      const int64_t offset = homes_[home]->take(bytes, why);
-      if (offset >= 0) return {static_cast<int>(home), offset, bytes, forked_};
+      const int64_t offset = homes_[home]->take(bytes, reason);
+      if (offset >= 0) return {static_cast<int>(home), offset, bytes, fork_count_};
     }
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: no home has room for ", bytes, " bytes more (", why,
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: no home has room for ", bytes, " bytes more (", reason,
                      "); give a home with more room, or free tensors");
   }
   void give(const Slot& slot) {
     if (!slot || slot.original) return;
-    if (frozen(slot))
+    if (is_frozen(slot))
       frozen_.push_back(slot);
     else
       homes_[slot.home]->give(slot.offset, slot.bytes);
   }
-  // Whether a process that lives sees the slot, which must then keep its bytes.
-  bool frozen(const Slot& slot) {
+  // Whether a live child sees the slot, which must then keep its bytes.
+  bool is_frozen(const Slot& slot) {
     if (slot.original || !seen_by_forks(slot)) return false;
-    thaw();
+    free_frozen();
     return seen_by_forks(slot);
   }
 
@@ -274,11 +270,10 @@ class Homes {
   char* window(const Slot& slot) const {
     return slot.original ? slot.original->window() : of(slot).window(slot.offset);
   }
-  // Throws c10::Error.
   void read(const Slot& slot, char* to) const {
     slot.original ? slot.original->read(to) : of(slot).read(to, slot.offset, slot.bytes);
   }
-  // What was written to an original's window stays there, and is told for good.
+  // An original's private pages keep their writes, so they remain detectable.
   void begin_watch(const Slot& slot) const {
     if (!slot.original) of(slot).begin_watch(slot.offset, slot.bytes);
   }
@@ -287,30 +282,29 @@ class Homes {
   }
   bool is_on_disk(const Slot& slot) const { return !slot.original && of(slot).is_on_disk(); }
 
-  // Whether ``was_touched`` can find out; else it always returns true.
+  // Whether `was_touched` works; otherwise it always returns true.
   bool can_detect_touches() const {
     return std::all_of(homes_.begin(), homes_.end(), [](const auto& home) { return home->can_detect_touches(); });
   }
 
-  // Around a fork. The child keeps one end of a pipe open until it ends, or runs another program.
+  // Call around a fork. The child holds one end of a pipe until it ends or executes another program.
   void before_fork() {
     if (pipe2(pipe_, O_CLOEXEC) != 0) pipe_[0] = pipe_[1] = -1;
   }
   void after_fork_in_parent() {
-    ++forked_;
+    ++fork_count_;
     if (pipe_[1] >= 0) close(pipe_[1]);
-    forks_.push_back({pipe_[0], forked_});
+    forks_.push_back({pipe_[0], fork_count_});
   }
   void after_fork_in_child() const {
-    for (const auto& home : homes_) home->part();
+    for (const auto& home : homes_) home->detach();
   }
-  // Gives back the slots that were kept for children, once those are gone that can see them.
-  void thaw() {
+  void free_frozen() {
     if (forks_.empty()) return;
     std::erase_if(forks_, [](const Fork& fork) {
-      pollfd asked{fork.alive, POLLIN, 0};
-      if (fork.alive < 0 || poll(&asked, 1, 0) <= 0) return false;
-      close(fork.alive);
+      pollfd request{fork.pipe_end, POLLIN, 0};
+      if (fork.pipe_end < 0 || poll(&request, 1, 0) <= 0) return false;
+      close(fork.pipe_end);
       return true;
     });
     std::erase_if(frozen_, [&](const Slot& slot) {
@@ -328,18 +322,18 @@ class Homes {
   int64_t frozen_slots() const { return static_cast<int64_t>(frozen_.size()); }
   int64_t forks() const { return static_cast<int64_t>(forks_.size()); }
   int64_t most_used() const {
-    int64_t most = 0;
-    for (const auto& home : homes_) most += home->most_used();
-    return most;
+    int64_t sum = 0;
+    for (const auto& home : homes_) sum += home->most_used();
+    return sum;
   }
 
  private:
   struct Fork {
-    int alive;  // at end of file once the child and all its children are gone; -1: not known, taken as alive
-    int64_t number;  // how many there had been, with it
+    int pipe_end;  // end of file when the child and its descendants are gone; -1: assume alive
+    int64_t number;  // number of forks up to this one
   };
 
-  // Whether a child was made after the slot was taken that is not known to be gone. One made before does not matter.
+  // Whether a child forked after the slot was taken may be alive. Earlier children do not see it.
   bool seen_by_forks(const Slot& slot) const {
     return std::any_of(forks_.begin(), forks_.end(), [&](const Fork& fork) { return fork.number > slot.forks; });
   }
@@ -347,7 +341,7 @@ class Homes {
   std::vector<std::unique_ptr<Home>> homes_;
   std::vector<Fork> forks_;
   std::vector<Slot> frozen_;
-  int64_t forked_ = 0;
+  int64_t fork_count_ = 0;
   int pipe_[2] = {-1, -1};
 };
 

@@ -1,9 +1,7 @@
-// How the bytes of a storage came about: the ops that made it, such that they can be run again with the same bits.
-//
-// A step is one op with its arguments. Storages that are followed stand in it as references, with the version that the op
-// saw; what is smaller is copied, since nobody tells when it changes. What else decides about the bits is kept with it:
-// the state of the generator before a random op, and the settings of PyTorch that kernels look at. A lineage begins with
-// the op that made the storage; ops that changed it in place since are further steps.
+// The lineage of a storage: the ops that produced its bytes, captured so that rerunning them gives the same bits. A
+// step is an op with its arguments: tracked storages as references with a version, smaller ones as copies, because
+// their writes are not observed. It also has the generator's state before a random op, and PyTorch's settings that
+// affect kernels. In-place changes append steps.
 
 #pragma once
 
@@ -38,23 +36,21 @@
 
 namespace follow {
 
-// What running an op once more gives.
-enum class Again {
-  kNo,        // something else, or more than its results
-  kMakes,     // the same new storages
-  kEmpty,     // new storages, in which anything may stand
-  kChanges,   // the same bytes in its first argument, if they were the same before
-  kFills,     // the same bytes in its first argument, whatever was there
+enum class RerunEffect {
+  kNo,       // differs, or has side effects
+  kMakes,    // creates the same storages
+  kEmpty,    // creates storages with undefined bytes
+  kChanges,  // changes the first argument in the same way
+  kFills,    // overwrites (part of) the first argument with the same bytes
 };
 
-// Those that change their running mean and variance, and in training do not look at them. Arguments 3 to 5 are these two and
-// whether it is training.
+// These ops update running statistics, which they do not read in training. Arguments 3 to 5: mean, variance, training.
 inline bool is_batch_norm(const std::string& name) {
   return name == "aten::native_batch_norm" || name == "aten::cudnn_batch_norm";
 }
 
-inline Again again_of(const c10::OperatorHandle& op) {
-  // These read what lies outside of their arguments, or give other bits each time.
+inline RerunEffect rerun_effect_of(const c10::OperatorHandle& op) {
+  // These read state outside their arguments, or give different bits each time.
   static const std::unordered_set<std::string> refused{
       "aten::from_file", "aten::_cudnn_init_dropout_state", "aten::linalg_lstsq",
       "aten::fake_quantize_per_tensor_affine_cachemask_tensor_qparams"};
@@ -66,37 +62,36 @@ inline Again again_of(const c10::OperatorHandle& op) {
       "aten::random_", "aten::exponential_", "aten::log_normal_", "aten::cauchy_", "aten::geometric_"};
   const auto& schema = op.schema();
   const std::string& name = schema.name();
-  if (name.rfind("aten::", 0) != 0 || refused.count(name) != 0) return Again::kNo;
-  if (op.hasTag(at::Tag::nondeterministic_bitwise) || op.hasTag(at::Tag::inplace_view)) return Again::kNo;
-  if (schema.returns().empty() || schema.arguments().empty()) return Again::kNo;
+  if (name.rfind("aten::", 0) != 0 || refused.count(name) != 0) return RerunEffect::kNo;
+  if (op.hasTag(at::Tag::nondeterministic_bitwise) || op.hasTag(at::Tag::inplace_view)) return RerunEffect::kNo;
+  if (schema.returns().empty() || schema.arguments().empty()) return RerunEffect::kNo;
   size_t written = 0, place = 0;
   for (const auto& argument : schema.arguments()) {
     written += argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-    // step_of() keeps these from their statistics.
-    if (writes_silently(name, argument.name(), place++) && !is_batch_norm(name)) return Again::kNo;
+    // capture_step() removes their running statistics.
+    if (writes_silently(name, argument.name(), place++) && !is_batch_norm(name)) return RerunEffect::kNo;
   }
   if (written == 0) {
     for (const auto& result : schema.returns())
-      if (result.alias_info() != nullptr) return Again::kNo;
-    return empty.count(name) != 0 ? Again::kEmpty : Again::kMakes;
+      if (result.alias_info() != nullptr) return RerunEffect::kNo;
+    return empty.count(name) != 0 ? RerunEffect::kEmpty : RerunEffect::kMakes;
   }
   const auto* first = schema.arguments()[0].alias_info();
-  if (written > 1 || first == nullptr || !first->isWrite() || schema.returns().size() != 1) return Again::kNo;
-  if (name.back() != '_' || schema.arguments()[0].type()->kind() != c10::TypeKind::TensorType) return Again::kNo;
-  return fills.count(name) != 0 ? Again::kFills : Again::kChanges;
+  if (written > 1 || first == nullptr || !first->isWrite() || schema.returns().size() != 1) return RerunEffect::kNo;
+  if (name.back() != '_' || schema.arguments()[0].type()->kind() != c10::TypeKind::TensorType) return RerunEffect::kNo;
+  return fills.count(name) != 0 ? RerunEffect::kFills : RerunEffect::kChanges;
 }
 
 inline bool is_differentiable(const at::Tensor& tensor) {
   return c10::isFloatingType(tensor.scalar_type()) || c10::isComplexType(tensor.scalar_type());
 }
 
-// What a tensor is beside its storage.
 struct Geometry {
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;
   caffe2::TypeMeta type;
   c10::DispatchKey kernels = Device::kKernels;
-  bool requires_grad = false;  // some kernels look at it
+  bool requires_grad = false;  // some kernels check it
   bool wrapped_number = false;
 
   static Geometry of(const at::Tensor& tensor) {
@@ -112,7 +107,6 @@ struct Geometry {
     if (wrapped_number) impl->set_wrapped_number(true);
     return tensor;
   }
-  // As the argument of an op that runs again.
   at::Tensor as_argument(c10::Storage storage) const {
     auto tensor = on(std::move(storage));
     if (requires_grad) tensor.unsafeGetTensorImpl()->set_requires_grad(true);
@@ -120,7 +114,7 @@ struct Geometry {
   }
 };
 
-// Whether a tensor is its storage and its geometry, and nothing else. Ops of a GPU take numbers in tensors of the CPU.
+// Whether storage and geometry describe the tensor completely. GPU ops take scalars as CPU tensors.
 inline bool is_plain(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   const c10::DispatchKey kernels = tensor.is_cpu() ? c10::DispatchKey::CPU : Device::kKernels;
@@ -130,7 +124,6 @@ inline bool is_plain(const at::Tensor& tensor) {
          !tensor._is_zerotensor();
 }
 
-// Settings of PyTorch on which the bits depend that kernels compute.
 struct Settings {
   std::array<bool, 6> flags{};
   std::array<at::Float32Precision, 3> precisions{};
@@ -142,19 +135,19 @@ struct Settings {
 
   static Settings now() {
     const at::Context& context = at::globalContext();
-    Settings found;
-    found.flags = {context.deterministicAlgorithms(),  context.deterministicAlgorithmsWarnOnly(),
+    Settings settings;
+    settings.flags = {context.deterministicAlgorithms(),  context.deterministicAlgorithmsWarnOnly(),
                    context.userEnabledMkldnn(),        context.deterministicMkldnn(),
                    context.deterministicFillUninitializedMemory(), c10::GradMode::is_enabled()};
     size_t i = 0;
     for (const auto op : {at::Float32Op::CONV, at::Float32Op::RNN, at::Float32Op::MATMUL})
-      found.precisions[i++] = context.float32Precision(at::Float32Backend::MKLDNN, op);
-    found.threads = at::get_num_threads();
-    found.type = c10::get_default_dtype_as_scalartype();
+      settings.precisions[i++] = context.float32Precision(at::Float32Backend::MKLDNN, op);
+    settings.threads = at::get_num_threads();
+    settings.type = c10::get_default_dtype_as_scalartype();
 #if defined(__x86_64__)
-    found.rounding = _mm_getcsr() & 0xFFC0u;  // also whether subnormal numbers are flushed; without the exceptions seen
+    settings.rounding = _mm_getcsr() & 0xFFC0u;  // rounding and flushing of subnormals, without exception flags
 #endif
-    return found;
+    return settings;
   }
   void apply(const Settings& before) const {
     if (*this == before) return;
@@ -177,39 +170,39 @@ struct Settings {
   }
 };
 
-// While it lives, the settings are those of an earlier moment.
 class WithSettings {
  public:
-  explicit WithSettings(const Settings& wanted) : before_(Settings::now()), wanted_(wanted) { wanted.apply(before_); }
+  explicit WithSettings(const Settings& settings) : before_(Settings::now()), settings_(settings) {
+    settings.apply(before_);
+  }
   WithSettings(const WithSettings&) = delete;
-  ~WithSettings() { before_.apply(wanted_); }
+  ~WithSettings() { before_.apply(settings_); }
 
  private:
   Settings before_;
-  const Settings& wanted_;
+  const Settings& settings_;
 };
 
 struct Origin;
 struct Step;
 
-// How a storage was made that may be gone.
-struct Making {
+// The lineage of a storage that may no longer exist.
+struct Provenance {
   std::vector<std::shared_ptr<const Step>> steps;
-  size_t result = 0;  // which of the storages that the first step made
+  size_t result = 0;  // index among the storages that the first step created
   int64_t bytes = 0;
-  int depth = 0;      // of how many storages in a row it is known how they were made, before this one
+  int depth = 0;      // number of consecutive lineages before this one
 };
 
-// An argument of a step that is a followed storage.
 struct Reference {
   size_t argument = 0;
   int64_t element = -1;  // of a list; -1: the argument itself
   std::weak_ptr<Origin> origin;
-  bool itself = false;  // the storage whose lineage it is
+  bool is_own = false;  // the storage that this lineage belongs to
   int64_t version = 0;
-  c10::VariableVersion counter;  // PyTorch's own, which also counts what other threads do
+  c10::VariableVersion counter;  // PyTorch's counter, which also counts writes of other threads
   uint32_t count = 0;
-  std::shared_ptr<const Making> making;
+  std::shared_ptr<const Provenance> provenance;
   Geometry geometry;
 };
 
@@ -221,58 +214,58 @@ struct Step {
   c10::OperatorHandle op;
   c10::DispatchKeySet below;
   Device::Stream stream;
-  std::vector<c10::IValue> arguments;  // undefined tensors where references belong
+  std::vector<c10::IValue> arguments;  // undefined tensors in place of references
   std::vector<Reference> references;
   Settings settings;
-  std::optional<at::Generator> generator;  // as it was
-  bool generator_given = false;            // the op takes it as its argument
+  std::optional<at::Generator> generator;  // its state before the op
+  bool generator_given = false;            // passed as an argument
   size_t generator_argument = 0;
   int64_t nanoseconds = 0;
-  size_t place = 0;  // among the ops of its loop's step, where a device times these
+  size_t place = 0;  // index among the step's ops, for a device's timer
 };
 
 struct Recipe;
 
-// What is known of one followed storage. All of it is behind the lock of the pager.
+// The state of one tracked storage. Guarded by the pager's lock.
 struct Origin {
   int64_t id = 0;       // of its block
-  int64_t version = 0;  // how often it was written
-  bool wanted = false;  // it is to be made again
+  int64_t version = 0;  // number of writes
+  bool is_recomputed = false;  // selected for recomputation
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
-  std::vector<std::shared_ptr<const Step>> steps;  // that made it; empty: they are not known
-  size_t result = 0;    // which of the storages that the first step made
-  bool complete = false;  // they determine each of its bytes
-  std::vector<std::weak_ptr<Recipe>> recipes;  // of it
+  std::vector<std::shared_ptr<const Step>> steps;  // its lineage; empty: unknown
+  size_t result = 0;    // index among the storages that the first step created
+  bool complete = false;  // the lineage determines every byte
+  std::vector<std::weak_ptr<Recipe>> recipes;  // that produce it
   std::vector<std::weak_ptr<Recipe>> readers;  // recipes that start from it
 
-  // So many storages in a row are made again, each from the one before.
+  // Longest sequence of recomputed storages that depend on each other.
   static constexpr int kDeepest = 4;
-  // More steps than a storage has that is worth making again; those of an optimizer's state never end.
-  static constexpr size_t kMostSteps = 8;
+  // Longer lineages are not worth rerunning; the lineage of optimizer state would grow without end.
+  static constexpr size_t kMaxSteps = 8;
 
   void forget() {
     steps.clear();
     complete = false;
   }
-  // Written, and not by a step.
-  void changed() {
+  // Records a write by an op that is not captured.
+  void mark_changed() {
     ++version;
     forget();
   }
 };
 
-// Null: it is not known, or would begin too far back.
-inline std::shared_ptr<const Making> making_of(const Origin& origin, int64_t bytes) {
+// Returns null if the lineage is unknown or too deep.
+inline std::shared_ptr<const Provenance> provenance_of(const Origin& origin, int64_t bytes) {
   if (origin.steps.empty() || !origin.complete) return {};
-  auto making = std::make_shared<Making>();
+  auto provenance = std::make_shared<Provenance>();
   for (const auto& step : origin.steps)
     for (const Reference& reference : step->references)
-      if (reference.making) making->depth = std::max(making->depth, reference.making->depth + 1);
-  if (making->depth >= Origin::kDeepest) return {};
-  making->steps = origin.steps;
-  making->result = origin.result;
-  making->bytes = bytes;
-  return making;
+      if (reference.provenance) provenance->depth = std::max(provenance->depth, reference.provenance->depth + 1);
+  if (provenance->depth >= Origin::kDeepest) return {};
+  provenance->steps = origin.steps;
+  provenance->result = origin.result;
+  provenance->bytes = bytes;
+  return provenance;
 }
 
 template <class Action>
@@ -292,17 +285,17 @@ inline bool is_generator(const c10::Argument& argument) {
   return type->kind() == c10::TypeKind::GeneratorType;
 }
 
-// The storage of a tensor that is only looked at for its shape.
-inline c10::Storage no_bytes(c10::Device device) {
+// A storage without memory for ops that use only a tensor's shape.
+inline c10::Storage empty_storage(c10::Device device) {
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
                                                             at::DataPtr(nullptr, device), nullptr, false));
 }
 
-// Keeps what an op needs to run again, before it runs. `count` arguments are on top of the stack. `origin_of` tells of a
-// storage that is followed, and is asked of those that have at least `large` bytes; null: it cannot be relied upon.
-// `copy_of` copies a smaller one. Null: the op could not be run again.
+// Captures an op and its `count` arguments on top of the stack before it runs. `origin_of` returns the origin of a
+// tracked storage of at least `large` bytes, or null if the storage is unreliable. `copy_of` copies a smaller one.
+// Returns null if the op cannot be rerun.
 template <class OriginOf, class CopyOf>
-std::shared_ptr<Step> step_of(const c10::OperatorHandle& op, Again again, c10::DispatchKeySet below,
+std::shared_ptr<Step> capture_step(const c10::OperatorHandle& op, RerunEffect effect, c10::DispatchKeySet below,
                               Device::Stream stream, const torch::jit::Stack& stack, size_t count, bool shapes,
                               int64_t large, OriginOf&& origin_of, CopyOf&& copy_of) {
   if (c10::InferenceMode::is_enabled() || !Device::is_current()) return {};
@@ -327,7 +320,7 @@ std::shared_ptr<Step> step_of(const c10::OperatorHandle& op, Again again, c10::D
       Geometry geometry = Geometry::of(tensor);
       c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
       if (shapes) {
-        replaced.emplace_back(element, geometry.as_argument(no_bytes(tensor.device())));
+        replaced.emplace_back(element, geometry.as_argument(empty_storage(tensor.device())));
       } else if (static_cast<int64_t>(storage.nbytes()) < large) {
         understood = tensor.is_cpu() || Device::copies_alike(storage);
         if (!understood) return;
@@ -338,13 +331,13 @@ std::shared_ptr<Step> step_of(const c10::OperatorHandle& op, Again again, c10::D
           understood = false;
           return;
         }
-        const bool changes = again == Again::kChanges || again == Again::kFills;
+        const bool changes = effect == RerunEffect::kChanges || effect == RerunEffect::kFills;
         if (changes && i == 0) self = origin;
         replaced.emplace_back(element, at::Tensor());
         const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
-        const bool itself = changes && origin == self;
-        step->references.push_back({i, element, origin, itself, origin->version, counter, count_of(counter),
-                                    itself ? nullptr : making_of(*origin, static_cast<int64_t>(storage.nbytes())),
+        const bool is_own = changes && origin == self;
+        step->references.push_back({i, element, origin, is_own, origin->version, counter, count_of(counter),
+                                    is_own ? nullptr : provenance_of(*origin, static_cast<int64_t>(storage.nbytes())),
                                     std::move(geometry)});
       }
     });
@@ -374,12 +367,11 @@ std::shared_ptr<Step> step_of(const c10::OperatorHandle& op, Again again, c10::D
   return step;
 }
 
-// Runs a step once more: `storage_of` tells where the bytes of a reference are, and `run` runs an op. The results are what
-// is on the stack that it returns.
+// Reruns a step and returns the stack with its results. `storage_of` returns a reference's storage; `run` runs an op.
 template <class StorageOf, class Run>
-torch::jit::Stack run_again(const Step& step, StorageOf&& storage_of, Run&& run) {
+torch::jit::Stack rerun(const Step& step, StorageOf&& storage_of, Run&& run) {
   torch::jit::Stack stack(step.arguments);
-  size_t copied = stack.size();  // the lists of the step are to stay as they are
+  size_t copied_argument = stack.size();  // the step's own lists must not change
   for (const Reference& reference : step.references) {
     at::Tensor tensor = reference.geometry.as_argument(c10::Storage(storage_of(reference)));
     c10::IValue& argument = stack[reference.argument];
@@ -387,8 +379,8 @@ torch::jit::Stack run_again(const Step& step, StorageOf&& storage_of, Run&& run)
       argument = std::move(tensor);
       continue;
     }
-    if (copied != reference.argument) argument = argument.toList().copy();
-    copied = reference.argument;
+    if (copied_argument != reference.argument) argument = argument.toList().copy();
+    copied_argument = reference.argument;
     argument.toList().set(static_cast<size_t>(reference.element), c10::IValue(std::move(tensor)));
   }
   const WithSettings settings(step.settings);
@@ -402,26 +394,26 @@ torch::jit::Stack run_again(const Step& step, StorageOf&& storage_of, Run&& run)
     run(step.op, step.below, &stack);
     return stack;
   }
-  // It draws from the generator that everybody uses, who must not notice.
-  at::Generator everybodys = at::globalContext().defaultGenerator(Device::kType);
-  const auto put = [&](const at::Generator& from) {
+  // The op draws from the default generator: restore its state afterwards.
+  at::Generator default_generator = at::globalContext().defaultGenerator(Device::kType);
+  const auto restore = [&](const at::Generator& from) {
     const at::Tensor state = from.get_state();
-    const std::scoped_lock lock(everybodys.mutex());
-    everybodys.set_state(state);
+    const std::scoped_lock lock(default_generator.mutex());
+    default_generator.set_state(state);
   };
   at::Generator now;
   {
-    const std::scoped_lock lock(everybodys.mutex());
-    now = everybodys.clone();
+    const std::scoped_lock lock(default_generator.mutex());
+    now = default_generator.clone();
   }
-  put(*step.generator);
+  restore(*step.generator);
   try {
     run(step.op, step.below, &stack);
   } catch (...) {
-    put(now);
+    restore(now);
     throw;
   }
-  put(now);
+  restore(now);
   return stack;
 }
 

@@ -1,9 +1,7 @@
-// The one lock over everything that paging.cpp knows, and how threads wait under it.
-//
-// It is never held while PyTorch runs an op or Python, while bytes are copied beside ops, or while a strong reference is
-// taken or dropped: PyTorch may take Python's lock for that, which comes before this one (locks.h). Who needs a reference
-// lets go of the lock meanwhile (``Unlocked``), and looks at everything again; what is to be dropped is dropped once the
-// lock is free (``let_go``). Who waits does so for ``answer``, which counts up, so that nobody can take it away.
+// The lock over all state of paging.cpp, and waiting under it. It is not held while PyTorch runs an op or Python,
+// during overlapped copies, or while a strong reference is taken or dropped: PyTorch may then take Python's lock, which
+// comes first (locks.h). To take a reference, code releases the lock (`Unlocked`) and checks its assumptions again.
+// Objects to drop are queued (`deferred_drops`). Waiting threads watch a counter of changes.
 
 #pragma once
 
@@ -29,67 +27,65 @@ namespace follow {
 using StoragePointer = c10::intrusive_ptr<c10::StorageImpl>;
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-// Recursive: to free a storage comes back through ``release_block``. Never destroyed, nor is anything below.
+// Recursive: freeing a storage calls `release_block`. Never destroyed, like all globals below.
 using Mutex = locks::Ranked<std::recursive_mutex, locks::kLoops>;
 inline Mutex& mutex = *new Mutex;
 
-// What is dropped once the lock is free.
-struct LetGo {
-  LetGo() = default;
-  LetGo(LetGo&&) = default;
-  LetGo& operator=(LetGo&&) = default;
-  ~LetGo() {
-    while (originals) originals = std::exchange(originals->next, nullptr);  // one after the other, not within each other
+struct DeferredDrops {
+  DeferredDrops() = default;
+  DeferredDrops(DeferredDrops&&) = default;
+  DeferredDrops& operator=(DeferredDrops&&) = default;
+  ~DeferredDrops() {
+    while (originals) originals = std::exchange(originals->next, nullptr);  // iteratively, not recursively
   }
   bool empty() const { return !originals && storages.empty() && works.empty(); }
 
-  std::shared_ptr<Original> originals;  // memory of others that is not needed any more: a list, which needs no memory
+  std::shared_ptr<Original> originals;  // foreign memory that is no longer needed, as a list that needs no allocation
   std::vector<StoragePointer> storages;
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
 };
-inline LetGo& let_go = *new LetGo;
+inline DeferredDrops& deferred_drops = *new DeferredDrops;
 
 class Guard {
  public:
   Guard() {
     mutex.lock();
-    ++held;
+    ++depth;
   }
   ~Guard() {
-    if (--held == 0 && !let_go.empty())
+    if (--depth == 0 && !deferred_drops.empty())
       unlock_and_drop();
     else
       mutex.unlock();
   }
   Guard(const Guard&) = delete;
 
-  // How often the calling thread has the lock.
-  inline static thread_local int held = 0;
+  inline static thread_local int depth = 0;
 
  private:
   static void unlock_and_drop() {
-    const LetGo free = std::exchange(let_go, {});
+    const DeferredDrops free = std::exchange(deferred_drops, {});
     mutex.unlock();
   }
 };
 
-// Lets go of the lock for a while. What was looked at before has to be looked at again.
+// Releases the lock temporarily. Callers must check their assumptions again.
 class Unlocked {
  public:
-  Unlocked() : held_(std::exchange(Guard::held, 0)) {
-    for (int i = 0; i < held_; ++i) mutex.unlock();
+  Unlocked() : depth_(std::exchange(Guard::depth, 0)) {
+    for (int i = 0; i < depth_; ++i) mutex.unlock();
   }
   ~Unlocked() {
-    for (int i = 0; i < held_; ++i) mutex.lock();
-    Guard::held = held_;
+    for (int i = 0; i < depth_; ++i) mutex.lock();
+    Guard::depth = depth_;
   }
   Unlocked(const Unlocked&) = delete;
 
  private:
-  int held_;
+  int depth_;
 };
 
-// Lets go of Python's lock, if the calling thread has it: the thread that is waited for may need it.
+// Releases Python's lock if the calling thread holds it: the awaited thread may need it.
 class WithoutPython {
  public:
   WithoutPython() {
@@ -109,42 +105,42 @@ class WithoutPython {
   void* state_ = nullptr;
 };
 
-// What is waited for: copies that have ended, memory that was freed, ops of other threads that have ended.
-inline std::condition_variable_any& answered = *new std::condition_variable_any;
-inline int64_t answers = 0;
-inline int waiting = 0;  // threads that do
-inline void answer() {
-  ++answers;
-  if (waiting > 0) answered.notify_all();
+// Signals a change: a copy has ended, memory was freed, or another thread's op has ended.
+inline std::condition_variable_any& change_signal = *new std::condition_variable_any;
+inline int64_t change_count = 0;
+inline int waiting = 0;  // waiting threads
+inline void notify_change() {
+  ++change_count;
+  if (waiting > 0) change_signal.notify_all();
 }
-// Until there is an answer; false: there was none for so long. Others may have done anything meanwhile.
-inline bool wait_for_answer(std::chrono::milliseconds most = std::chrono::hours(24)) {
-  const int64_t before = answers;
+// Waits for a change; returns false on timeout. Other threads may have changed any state meanwhile.
+inline bool wait_for_change(std::chrono::milliseconds timeout = std::chrono::hours(24)) {
+  const int64_t before = change_count;
   ++waiting;
-  bool any = false;
+  bool changed = false;
   {
     const Unlocked unlocked;
-    const WithoutPython python_is_free;  // taken again before the lock is
+    const WithoutPython python_is_free;  // reacquired before the lock
     std::unique_lock lock(mutex);
-    any = answered.wait_for(lock, most, [&] { return answers != before; });
+    changed = change_signal.wait_for(lock, timeout, [&] { return change_count != before; });
   }
   --waiting;
-  return any;
+  return changed;
 }
 
-// A weak reference to a storage that somebody holds: none that is strong is made on the way.
+// Makes a weak reference to a live storage without a temporary strong one.
 inline WeakStorage weak_of(c10::StorageImpl& storage) {
   c10::raw::weak_intrusive_ptr::incref(&storage);
   return WeakStorage::reclaim(&storage);
 }
-// A strong one, if the storage is there still. Lets go of the lock meanwhile.
+// Returns a strong reference if the storage still exists. Releases the lock meanwhile.
 inline StoragePointer strong_of(const WeakStorage& weak) {
   const WeakStorage copy = weak;
   const Unlocked unlocked;
   return copy.lock();
 }
 inline void drop(StoragePointer&& storage) {
-  if (storage) let_go.storages.push_back(std::move(storage));
+  if (storage) deferred_drops.storages.push_back(std::move(storage));
 }
 
 }  // namespace follow

@@ -1,4 +1,4 @@
-// What kinds of operators there are, and which storages an op uses: they are pinned while it runs.
+// Kinds of operators, and the storages that an op uses, pinned while it runs.
 
 #pragma once
 
@@ -10,33 +10,33 @@
 namespace {
 
 enum class Kind {
-  kAtom,       // its kernel touches memory: what it touches is pinned
-  kParts,      // made of other ops, which come one by one
-  kView,       // makes another tensor of the same storage
-  kShape,      // looks at the shape of its operands, not at their bytes
+  kAtom,       // its kernel accesses memory: operands are pinned
+  kComposite,  // composed of other ops, which are observed one by one
+  kView,       // returns a tensor of the same storage
+  kShape,      // uses its operands' shapes only
 };
 struct Operator {
   Kind kind;
-  bool sliced;              // works through lists of tensors, each place for itself
-  bool lists;               // and gives a list of results
-  bool looks_up;            // uses places of its first operand that others name
-  bool communicates;        // goes on after it has returned
+  bool runs_in_slices;  // processes lists of tensors elementwise
+  bool returns_list;    // and returns a list
+  bool looks_up;        // reads indexed elements of its first operand
+  bool communicates;    // continues after it has returned
   size_t results;
   std::vector<bool> writes;  // by argument
-  follow::Again again;      // whether it can be run once more
-  follow::Again later;      // and as a part of a recipe
-  mutable bool makes = false;  // has made something large out of nothing large
-  bool certain = true;      // Python was asked, unless Ctrl-C came
+  follow::RerunEffect rerun;      // effect of rerunning it
+  follow::RerunEffect recipe_rerun;      // effect of rerunning it in a recipe
+  mutable bool creates_large = false;  // has created a large storage without large operands
+  bool is_certain = true;      // Python has answered: false after Ctrl-C
 };
 
-bool starts(const std::string& name, const char* with) { return name.rfind(with, 0) == 0; }
+bool starts_with(const std::string& name, const char* with) { return name.rfind(with, 0) == 0; }
 
 bool writes_to(const c10::FunctionSchema& schema, size_t argument) {
-  const auto& given = schema.arguments()[argument];
-  return (given.alias_info() != nullptr && given.alias_info()->isWrite()) ||
-         follow::writes_silently(schema.name(), given.name(), argument);
+  const auto& formal = schema.arguments()[argument];
+  return (formal.alias_info() != nullptr && formal.alias_info()->isWrite()) ||
+         follow::writes_silently(schema.name(), formal.name(), argument);
 }
-// All that it returns are its operands, or other tensors of their storages, and it writes to none.
+// Whether it writes no operand and all results alias operands.
 bool is_view(const c10::FunctionSchema& schema) {
   for (size_t i = 0; i < schema.arguments().size(); ++i)
     if (writes_to(schema, i)) return false;
@@ -46,11 +46,11 @@ bool is_view(const c10::FunctionSchema& schema) {
 
 }  // namespace
 
-// Other composites than these, such as copy_, have kernels that touch memory.
+// Other composites, such as copy_, have kernels that access memory.
 bool follow::is_composite(const c10::OperatorHandle& op) {
   if (op.hasKernelForDispatchKey(Device::kKernels)) return false;
   return op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
-         (starts(op.schema().name(), "aten::_foreach_") &&
+         (starts_with(op.schema().name(), "aten::_foreach_") &&
           op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd));
 }
 
@@ -69,42 +69,44 @@ Operator describe(const c10::OperatorHandle& op) {
       "aten::slice_copy",  "aten::select_copy",   "aten::narrow_copy"};
   const auto& schema = op.schema();
   const std::string& name = schema.name();
-  Operator found{};
-  found.looks_up = lookups.count(name) != 0;
-  found.results = schema.returns().size();
-  for (size_t i = 0; i < schema.arguments().size(); ++i) found.writes.push_back(writes_to(schema, i));
+  Operator info{};
+  info.looks_up = lookups.count(name) != 0;
+  info.results = schema.returns().size();
+  for (size_t i = 0; i < schema.arguments().size(); ++i) info.writes.push_back(writes_to(schema, i));
   const auto in_python = [&] {
     const int64_t answer =
         is_python == nullptr ? 0 : answer_of(is_python, name.c_str(), schema.overload_name().c_str());
-    found.certain &= answer != kNoAnswer;
+    info.is_certain &= answer != kNoAnswer;
     return answer;
   };
-  // A kernel in Python runs ops that are seen, and so do functional collectives.
-  if (follow::is_composite(op) || starts(name, "_c10d_functional::"))
-    found.kind = Kind::kParts;
-  else if (!starts(name, "aten::") && in_python() == 1)
-    found.kind = Kind::kParts;
+  // A kernel in Python runs observed ops, and so do functional collectives.
+  if (follow::is_composite(op) || starts_with(name, "_c10d_functional::"))
+    info.kind = Kind::kComposite;
+  else if (!starts_with(name, "aten::") && in_python() == 1)
+    info.kind = Kind::kComposite;
   else if (is_view(schema))
-    found.kind = Kind::kView;
+    info.kind = Kind::kView;
   else
-    found.kind = shapes.count(name) != 0 ? Kind::kShape : Kind::kAtom;
-  found.lists = schema.returns().size() == 1 && schema.returns()[0].type()->str() == "Tensor[]";
-  found.sliced = (starts(name, "aten::_fused_") || starts(name, "aten::_amp_foreach_")) && schema.returns().empty();
-  // On a GPU, lists have kernels of their own. Scalars in a tensor have their places there.
-  found.sliced |= found.kind == Kind::kAtom && starts(name, "aten::_foreach_") &&
-                  (schema.returns().empty() || found.lists) &&
-                  !(schema.overload_name() == "Tensor" && starts(name, "aten::_foreach_addc"));
-  found.communicates = starts(name, "c10d::");
-  found.again = found.kind == Kind::kAtom || found.kind == Kind::kShape ? follow::again_of(op) : follow::Again::kNo;
-  if (found.again != follow::Again::kNo && in_python() != 0) found.again = follow::Again::kNo;
-  found.later = Device::repeats(op) ? found.again : follow::Again::kNo;
-  return found;
+    info.kind = shapes.count(name) != 0 ? Kind::kShape : Kind::kAtom;
+  info.returns_list = schema.returns().size() == 1 && schema.returns()[0].type()->str() == "Tensor[]";
+  info.runs_in_slices =
+      (starts_with(name, "aten::_fused_") || starts_with(name, "aten::_amp_foreach_")) && schema.returns().empty();
+  // On a GPU, list operators have kernels of their own. Scalars passed as a tensor are indexed by list position.
+  info.runs_in_slices |= info.kind == Kind::kAtom && starts_with(name, "aten::_foreach_") &&
+                  (schema.returns().empty() || info.returns_list) &&
+                  !(schema.overload_name() == "Tensor" && starts_with(name, "aten::_foreach_addc"));
+  info.communicates = starts_with(name, "c10d::");
+  info.rerun =
+      info.kind == Kind::kAtom || info.kind == Kind::kShape ? follow::rerun_effect_of(op) : follow::RerunEffect::kNo;
+  if (info.rerun != follow::RerunEffect::kNo && in_python() != 0) info.rerun = follow::RerunEffect::kNo;
+  info.recipe_rerun = Device::repeats(op) ? info.rerun : follow::RerunEffect::kNo;
+  return info;
 }
 
 const Operator& operator_of(const c10::OperatorHandle& op) {
   thread_local std::unordered_map<const void*, Operator> cache;
-  const auto found = cache.find(&op.schema());
-  if (found != cache.end() && found->second.certain) return found->second;
+  const auto entry = cache.find(&op.schema());
+  if (entry != cache.end() && entry->second.is_certain) return entry->second;
   return cache.insert_or_assign(&op.schema(), describe(op)).first->second;
 }
 
@@ -134,14 +136,13 @@ void each_storage(const c10::IValue& value, Action&& action) {
   }
 }
 
-// Bytes of the storages of 64 KiB and more that an op has as operands.
 int64_t bytes_of_operands(const torch::jit::Stack& stack, size_t first) {
-  std::unordered_set<const StorageImpl*> seen;
+  std::unordered_set<const StorageImpl*> visited;
   int64_t bytes = 0;
   for (size_t i = first; i < stack.size(); ++i)
     each_storage(stack[i], [&](StorageImpl& storage) {
-      const auto own = static_cast<int64_t>(storage.nbytes());
-      if (is_large(own) && seen.insert(&storage).second) bytes += whole_pages(own);
+      const auto storage_bytes = static_cast<int64_t>(storage.nbytes());
+      if (is_large(storage_bytes) && visited.insert(&storage).second) bytes += whole_pages(storage_bytes);
     });
   return bytes;
 }
@@ -151,13 +152,13 @@ struct Operand {
   bool written;
 };
 
-// Lists that an op fills. A thread keeps them for its next op: to ask for their memory takes longer than to fill them.
+// Lists that an op fills. Threads reuse them, because allocation would take longer than filling them.
 struct Lists {
   std::vector<Operand> operands;
   std::vector<follow::Touched> touched;
-  std::vector<follow::History::Touch> noted;
+  std::vector<follow::History::Touch> history_touches;
   std::vector<std::pair<int32_t, Block*>> places;
-  std::unique_ptr<Lists> next;  // that the thread has too
+  std::unique_ptr<Lists> next;  // another one of the thread
 };
 class Borrowed {
  public:
@@ -167,7 +168,7 @@ class Borrowed {
   ~Borrowed() {
     lists_->operands.clear();
     lists_->touched.clear();
-    lists_->noted.clear();
+    lists_->history_touches.clear();
     lists_->places.clear();
     lists_->next = std::move(idle_);
     idle_ = std::move(lists_);
@@ -177,11 +178,11 @@ class Borrowed {
 
  private:
   inline static thread_local std::unique_ptr<Lists> idle_of_thread;
-  std::unique_ptr<Lists>& idle_;  // of this thread: to look for it takes longer than the rest
+  std::unique_ptr<Lists>& idle_;  // cached, because thread-local lookups are slow
   std::unique_ptr<Lists> lists_;
 };
 
-// When an op arrived and began, in the order of its stream; back to the device unless somebody keeps it.
+// Events for an op's arrival and start in stream order. Returned to the device unless kept.
 class Timed {
  public:
   explicit Timed(Space& space) : space_(space) {}
@@ -195,7 +196,7 @@ class Timed {
     if (space_.timing) moments_ = Device::Span{space_.device.moment(), space_.device.moment()};
   }
   void begin() {
-    if (moments_) space_.device.again(moments_->second);
+    if (moments_) space_.device.restart(moments_->second);
   }
   void keep() {
     if (moments_) space_.moments.push_back(*std::exchange(moments_, std::nullopt));
@@ -206,32 +207,31 @@ class Timed {
   std::optional<Device::Span> moments_;
 };
 
-// What an op touches, pinned while it runs.
 class Pinned {
  public:
-  // `other`: the op is another thread's.
-  explicit Pinned(bool other) : other_(other) { others_running += other; }
+  // `of_other_thread`: the op runs on another thread.
+  explicit Pinned(bool of_other_thread) : of_other_thread_(of_other_thread) { other_ops_running += of_other_thread; }
   Pinned(const Pinned&) = delete;
   ~Pinned() {
     const Guard guard;
     for (auto& [block, written] : operands) {
       Device& device = block->space->device;
-      block->here() ? device.used(block->order) : device.used_slot(block->order);
-      // An op that failed may have written as well.
+      block->is_resident() ? device.mark_used(block->order) : device.mark_slot_used(block->order);
+      // A failed op may have written as well.
       if (written) {
         block->dirty = true;
         ++block->version;
         if (block->origin) ++block->origin->version;
       }
       --block->pins;
-      block->others -= other_;
-      if (block->dead && block->pins == 0 && block->held()) block->space->recorder.free(block->id);
+      block->other_pins -= of_other_thread_;
+      if (block->is_freed && block->pins == 0 && block->is_held()) block->space->recorder.free(block->id);
       destroy_if_free(block);
     }
-    answer();
-    if (!other_) return;
-    for (const StorageImpl* storage : plain_) no_longer_used(storage);
-    --others_running;
+    notify_change();
+    if (!of_other_thread_) return;
+    for (const StorageImpl* storage : plain_) release_use(storage);
+    --other_ops_running;
   }
   void add(Block* block, bool written) {
     for (Operand& operand : operands)
@@ -241,16 +241,15 @@ class Pinned {
       }
     operands.push_back({block, written});
     ++block->pins;
-    block->others += other_;
+    block->other_pins += of_other_thread_;
   }
-  // A storage in PyTorch's own memory.
   void add(const StorageImpl& storage) {
     plain_.push_back(&storage);
     ++used_by_others[&storage];
   }
 
  private:
-  bool other_;
+  bool of_other_thread_;
 
  public:
   Borrowed lists;
@@ -260,7 +259,6 @@ class Pinned {
   std::vector<const StorageImpl*> plain_;
 };
 
-// The thread is inside of an op.
 struct Running {
   explicit Running(const c10::OperatorHandle& op)
       : outer(std::exchange(running, &op)), passing_outside(std::exchange(passing, nullptr)) {

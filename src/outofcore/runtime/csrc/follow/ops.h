@@ -1,4 +1,4 @@
-// How an op of the loop runs, one of another thread, and a collective.
+// How ops run: of the loop, of other threads, and collectives.
 
 #pragma once
 
@@ -8,11 +8,11 @@
 
 namespace {
 
-// The kernel of all collectives, in every thread: what a work has begun goes on after the op has returned, and until it is
-// complete its tensors stay where they are.
+// The kernel of all collectives. A collective holds its tensors until it is complete, after its op has returned.
 void run_collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   std::vector<c10::IValue> operands;
-  if (!is_left()) operands.assign(stack->end() - static_cast<int64_t>(op.schema().arguments().size()), stack->end());
+  if (!no_loop_is_open())
+    operands.assign(stack->end() - static_cast<int64_t>(op.schema().arguments().size()), stack->end());
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kCollectives), stack);
   if (operands.empty()) return;
   for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
@@ -25,7 +25,7 @@ void run_collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
     for (const c10::IValue& operand : operands)
       each_storage(operand, [&](StorageImpl& storage) {
         if (!is_large(static_cast<int64_t>(storage.nbytes()))) return;
-        Block* block = known_or_enrolled(storage);
+        Block* block = find_or_enroll(storage);
         block == nullptr ? fresh.plain.push_back(&storage) : fresh.blocks.push_back(block);
       });
     pending.push_back(fresh);
@@ -34,28 +34,28 @@ void run_collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
   }
 }
 
-// Runs the kernel of an op of the loop. What was refused to it is refused to the op, also if the kernel went another way.
+// Runs the kernel of an op of the loop. A refused request fails the op even if the kernel has handled the error.
 void run_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
-  std::exception_ptr found;
+  std::exception_ptr refused;
   const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
-  struct Noting {
+  struct RestoreRefusal {
     std::exception_ptr* outer;
-    ~Noting() { refusal = outer; }
+    ~RestoreRefusal() { refusal = outer; }
   };
   {
-    const Noting noting{std::exchange(refusal, &found)};
+    const RestoreRefusal restore{std::exchange(refusal, &refused)};
     try {
       op.redispatchBoxed(below, stack);
     } catch (...) {
-      if (!found) throw;
+      if (!refused) throw;
     }
   }
-  if (!found) return;
-  if (refusal != nullptr) *refusal = found;  // the op is a part of another one
-  std::rethrow_exception(found);
+  if (!refused) return;
+  if (refusal != nullptr) *refusal = refused;  // within another op
+  std::rethrow_exception(refused);
 }
 
-// Brings what an op uses side by side, so that it does not part the rest of the arena.
+// Operands side by side do not fragment the rest of the arena.
 void join_operands(Space& space, const Pinned& pinned) {
   const Guard guard;
   struct Unpinned {
@@ -74,43 +74,40 @@ void join_operands(Space& space, const Pinned& pinned) {
   for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
 }
 
-// Runs the kernel of an op whose operands are here. Where addresses are no more than bytes, these may part what is free,
-// so that no hole is large enough for a result; then it is run once more with its operands side by side, if it changes
-// nothing else. For others, the stock allocator serves the request.
+// On a GPU the operands may leave no hole for a result. An op without other effects is then rerun with its operands
+// side by side; for other ops the stock allocator serves the request.
 void run_in_room(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
                  torch::jit::Stack* stack, const Pinned& pinned) {
   if (Device::kAddresses > 1) return run_kernel(op, below, stack);
   const auto count = static_cast<int64_t>(about.writes.size());
   const auto writes = [](bool argument) { return argument; };
-  const bool reruns = about.again == follow::Again::kMakes && 2 * space.charged > space.room() &&
+  const bool reruns = about.rerun == follow::RerunEffect::kMakes && 2 * space.bytes_in_use > space.room() &&
                       !op.hasTag(at::Tag::nondeterministic_seeded) &&
                       std::none_of(about.writes.begin(), about.writes.end(), writes);
   if (!reruns) return run_kernel(op, below, stack);
-  const torch::jit::Stack given(stack->end() - count, stack->end());
-  const size_t below_given = stack->size() - given.size();
+  const torch::jit::Stack arguments(stack->end() - count, stack->end());
+  const size_t base_size = stack->size() - arguments.size();
   struct Rerunning {
-    explicit Rerunning(Space& space) : space(space) { space.parted = false, space.reruns = true; }
-    ~Rerunning() { space.reruns = false; }
+    explicit Rerunning(Space& space) : space(space) { space.needs_rerun = false, space.can_rerun = true; }
+    ~Rerunning() { space.can_rerun = false; }
     Space& space;
   };
   try {
     const Rerunning rerunning(space);
     return run_kernel(op, below, stack);
   } catch (const c10::OutOfMemoryError&) {
-    if (!space.parted) throw;
+    if (!space.needs_rerun) throw;
   }
   join_operands(space, pinned);
-  stack->resize(below_given);
-  stack->insert(stack->end(), given.begin(), given.end());
+  stack->resize(base_size);
+  stack->insert(stack->end(), arguments.begin(), arguments.end());
   run_kernel(op, below, stack);
 }
 
-// When an op arrived, started and ended, and ``kPlannedOps`` before it.
 struct Moments {
   int64_t arrived, start, end, planned;
 };
-// An op has run: the large storages that it made become blocks. `lists` has its operands; `expected`: whether the history
-// expected it; none: the history does not have it yet.
+// Takes over large results. `expected`: whether the history predicted the op; nullopt: not recorded there yet.
 void note_results(Space& space, const void* schema, const Operator& about, const torch::jit::Stack& stack,
                   const Borrowed& lists, std::optional<bool> expected, const Moments& moments, Lineage* lineage) {
   std::vector<follow::Touched>& touched = lists->touched;
@@ -121,50 +118,50 @@ void note_results(Space& space, const void* schema, const Operator& about, const
   for (size_t i = stack.size() - about.results; i < stack.size(); ++i)
     each_storage(stack[i], [&](StorageImpl& storage) {
       --place;
-      if (!is_large(storage.nbytes()) || known(storage) != nullptr) return;
+      if (!is_large(storage.nbytes()) || find_block(storage) != nullptr) return;
       Block* block = enroll(storage);
       if (block == nullptr || block->space != &space) return;
       if (!expected) expected = space.history.begin(schema, {});
-      about.makes |= !operands;
+      about.creates_large |= !operands;
       block->last_use = space.history.now();
       space.ranking.touch(block);
-      space.device.used(block->order);
-      space.history.note({place, block->id});
-      if (const int64_t twin = space.history.twin(place); twin >= 0) cast(space, *block, twin);
+      space.device.mark_used(block->order);
+      space.history.add_touch({place, block->id});
+      if (const int64_t twin = space.history.twin(place); twin >= 0) set_twin(space, *block, twin);
       touched.push_back({place, block->id, block->bytes, true, true});
       places.emplace_back(place, block);
       for (follow::Request& request : space.requests)
         if (request.id == block->id) request.place = place;
-      if (lineage != nullptr) lineage->made(*block, place);
+      if (lineage != nullptr) lineage->record_result(*block, place);
     });
-  if (touched.empty()) return space.requests.clear();  // its time counts with that of the next op
+  if (touched.empty()) return space.requests.clear();  // its time counts with the next op's
   ++space.counters[kOps];
   space.counters[kExpectedOps] += expected.value_or(false);
   if (!operands) {
-    take_place(space, schema, touched, places);
+    match_op(space, schema, touched, places);
   } else if (space.follower.on_course()) {
     for (const auto& [at, block] : places)
       if (const int32_t storage = space.follower.storage_at(at); storage >= 0) {
-        play(space, *space.follower.known(), *block, storage);
-        if (space.anchor != nullptr) match_anchor(space, storage, block->bytes);
+        set_role(space, *space.follower.kind(), *block, storage);
+        if (space.bucket != nullptr) match_bucket(space, storage, block->bytes);
       }
   }
   space.observer.add(follow::Event::kOp, moments.start, moments.end, reinterpret_cast<int64_t>(schema),
                      moments.start - moments.arrived, space.counters[kPlannedOps] != moments.planned);
-  for (const follow::Touched& each : touched)
-    space.observer.add(follow::Event::kTouch, 0, 0, each.id, each.bytes, each.written + 2 * each.created);
-  const int64_t waited = space.counters[kTransferMicroseconds] - space.waited;
-  space.recorder.add(schema, touched, std::max<int64_t>(0, nanos_since(space.since) - 1000 * waited),
+  for (const follow::Touched& touch : touched)
+    space.observer.add(follow::Event::kTouch, 0, 0, touch.id, touch.bytes, touch.written + 2 * touch.created);
+  const int64_t waited = space.counters[kTransferMicroseconds] - space.transfer_micros_before;
+  space.recorder.add(schema, touched, std::max<int64_t>(0, nanos_since(space.last_op_end) - 1000 * waited),
                      std::move(space.requests), source);
   space.requests.clear();
-  space.since = std::chrono::steady_clock::now();
-  space.waited = space.counters[kTransferMicroseconds];
+  space.last_op_end = std::chrono::steady_clock::now();
+  space.transfer_micros_before = space.counters[kTransferMicroseconds];
 }
 
 void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
               torch::jit::Stack* stack) {
   const size_t count = about.writes.size(), first = stack->size() - count;
-  if (space.recipes->any()) spare_recipes(*space.recipes, about, *stack);
+  if (space.recipes->any()) protect_recipes(*space.recipes, about, *stack);
   Pinned pinned(false);
   Lineage lineage(space, op, about);
   Timed timed(space);
@@ -179,24 +176,26 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
     const Guard guard;
     timed.arrive();
     catch_up(space);
-    if (space.unseen) {
-      for (Block* block : space.known) block->dirty |= block->here();
-      space.unseen = false;
+    if (space.has_unseen_writes) {
+      for (Block* block : space.owned_blocks) block->dirty |= block->is_resident();
+      space.has_unseen_writes = false;
     }
     planned = space.counters[kPlannedOps];
     space.requests.clear();
-    space.wanted.clear();
-    std::vector<follow::History::Touch>& noted = lists->noted;
+    space.planned_requests.clear();
+    std::vector<follow::History::Touch>& history_touches = lists->history_touches;
     std::vector<std::pair<int32_t, Block*>>& places = lists->places;
     int32_t place = 0;
-    int64_t together = -1;  // bytes of all operands
+    int64_t operand_bytes = -1;  // -1: not computed yet
     const auto use_of = [&](StorageImpl& storage, const c10::TensorImpl* tensor, size_t argument) -> Use {
       const auto bytes = static_cast<int64_t>(storage.nbytes());
-      const Block* block = is_large(bytes) ? known(storage) : nullptr;
+      const Block* block = is_large(bytes) ? find_block(storage) : nullptr;
       if (!is_large(bytes) || (block != nullptr && block->space == &space)) return {};
-      if (together < 0) together = bytes_of_operands(*stack, first);
-      const bool in_part = tensor != nullptr && 2 * tensor->numel_default() * static_cast<int64_t>(tensor->itemsize()) < bytes;
-      return {.in_part = in_part || (about.looks_up && argument == 0), .beside = together - whole_pages(bytes)};
+      if (operand_bytes < 0) operand_bytes = bytes_of_operands(*stack, first);
+      const bool is_partial =
+          tensor != nullptr && 2 * tensor->numel_default() * static_cast<int64_t>(tensor->itemsize()) < bytes;
+      return {.is_partial = is_partial || (about.looks_up && argument == 0),
+              .other_bytes = operand_bytes - whole_pages(bytes)};
     };
     for (size_t i = 0; about.kind == Kind::kAtom && i < count; ++i)
       each_storage((*stack)[first + i], [&](StorageImpl& storage, const c10::TensorImpl* tensor) {
@@ -204,26 +203,26 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
         Block* block = block_of(space, storage, use_of(storage, tensor, i));
         if (block == nullptr) return;
         pinned.add(block, about.writes[i]);
-        noted.emplace_back(place, block->id);
+        history_touches.emplace_back(place, block->id);
         places.emplace_back(place, block);
         touched.push_back({place, block->id, block->bytes, about.writes[i], false});
       });
-    if (!noted.empty() || about.makes) expected = space.history.begin(schema, noted);
+    if (!history_touches.empty() || about.creates_large) expected = space.history.begin(schema, history_touches);
     for (const auto& [at, block] : places) {
       block->last_use = space.history.now();
       if (block->offset >= 0) space.ranking.touch(block);
-      no_longer_early(space, *block);
-      if (block->given >= 0) space.after_given = static_cast<size_t>(block->given) + 1;
-      if (const int64_t twin = space.history.twin(at); twin >= 0) cast(space, *block, twin);
+      clear_early(space, *block);
+      if (block->managed_index >= 0) space.next_managed = static_cast<size_t>(block->managed_index) + 1;
+      if (const int64_t twin = space.history.twin(at); twin >= 0) set_twin(space, *block, twin);
     }
     if (!touched.empty())
-      take_place(space, schema, touched, places);
-    else if (space.anchor != nullptr && space.follower.may_make(schema))
-      want(space, space.follower.next());
-    lineage.before(pinned.operands, below, *stack);
+      match_op(space, schema, touched, places);
+    else if (space.bucket != nullptr && space.follower.may_make(schema))
+      plan_requests(space, space.follower.next());
+    lineage.before_run(pinned.operands, below, *stack);
     for (const Operand& operand : pinned.operands) fetch(space, *operand.block);
-    if (space.excess == Excess::kMeasured) note_need(space, 0);
-    if (space.anchor != nullptr && space.ahead && !space.stress) fetch_due(space);
+    if (space.excess == Excess::kMeasured) record_need(space, 0);
+    if (space.bucket != nullptr && space.copies_ahead && !space.stress) fetch_due(space);
     timed.begin();
     start = follow::nanos_now();
   }
@@ -232,17 +231,17 @@ void run_atom(Space& space, const c10::OperatorHandle& op, const Operator& about
   const Guard guard;
   if (!space.open) return;
   try {
-    lineage.ran();
+    lineage.after_run();
     note_results(space, schema, about, *stack, lists, expected, {arrived, start, end, planned}, &lineage);
-    lineage.after(*stack);
+    lineage.finish(*stack);
     if (!touched.empty()) timed.keep();
     if (!space.stress) copy_ahead(space);
-  } catch (const std::exception&) {  // the op has run: drop its record, and fetch on demand
+  } catch (const std::exception&) {  // the op has run: drop the record and fetch on demand
     space.recorder.drop();
   }
 }
 
-// An argument of which each place of the lists has its own: a list of tensors, or of numbers. 0: it is not one.
+// The length of a list argument, or 0.
 size_t places_of(const c10::IValue& value) {
   return value.isList() ? value.toList().size() : 0;
 }
@@ -253,7 +252,6 @@ c10::IValue slice_of(const c10::IValue& value, size_t begin, size_t end) {
   return c10::IValue(std::move(part));
 }
 
-// An op that works through lists, such as a fused optimizer: in slices that fit, one after the other.
 void run_in_slices(Space& space, const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
                    torch::jit::Stack* stack) {
   const size_t count = about.writes.size(), first = stack->size() - count;
@@ -273,77 +271,76 @@ void run_in_slices(Space& space, const c10::OperatorHandle& op, const Operator& 
     }
   }
   int64_t total = 0;
-  for (const int64_t each : bytes) total += each;
-  // Where needs are measured, each place runs by itself: a smaller budget may have to do so.
-  const int64_t most = space.excess == Excess::kMeasured ? 0 : space.room() / 4;
-  if (total <= 2 * most) return run_atom(space, op, about, below, stack);
+  for (const int64_t element_bytes : bytes) total += element_bytes;
+  // When needs are measured, elements run one by one, as under the smallest budget.
+  const int64_t max_bytes = space.excess == Excess::kMeasured ? 0 : space.room() / 4;
+  if (total <= 2 * max_bytes) return run_atom(space, op, about, below, stack);
   const torch::jit::Stack arguments(stack->end() - count, stack->end());
   stack->resize(first);
   c10::List<at::Tensor> results;
   for (size_t begin = 0, end = 0; begin < length; begin = end) {
-    int64_t taken = 0;
-    for (end = begin; end < length && (end == begin || taken + bytes[end] <= most); ++end)
-      taken += bytes[end];
+    int64_t slice_bytes = 0;
+    for (end = begin; end < length && (end == begin || slice_bytes + bytes[end] <= max_bytes); ++end)
+      slice_bytes += bytes[end];
     torch::jit::Stack part;
     for (const c10::IValue& value : arguments) {
-      // Numbers for all places at once, such as sizes, are not in lists of that length but by chance, and not in such ops.
+      // These operators have no number list, such as sizes, that applies to all elements.
       if (places_of(value) == length)
         part.push_back(slice_of(value, begin, end));
       else
         part.push_back(value);
     }
     run_atom(space, op, about, below, &part);
-    if (about.lists)
+    if (about.returns_list)
       for (const at::Tensor& result : part.back().toTensorVector()) results.push_back(result);
   }
-  if (about.lists) stack->emplace_back(std::move(results));
+  if (about.returns_list) stack->emplace_back(std::move(results));
 }
 
-// Python's part: says where the op that is about to run comes from, in words that stay; none: from nowhere in particular.
+// Python callback: returns the source line of the next op as a permanent string; empty: unknown.
 void (*ask_source)(int64_t* answer) = nullptr;
 
-// Learns where ops of forward come from, as long as it is not known which op comes when; finds out of ops of backward.
+// Asks for the source of forward ops until the record has it, and looks up that of backward ops.
 void find_source(Space& space) {
   source = nullptr;
   if (ask_source == nullptr) return;
   const auto node = torch::autograd::get_current_node();
-  const uint64_t made = at::sequence_number::peek();  // the number of the next node; the last one is the op's own
+  const uint64_t next_node = at::sequence_number::peek();  // the last node is the op's own
   const bool forward = !node || c10::GradMode::is_enabled();
-  if (forward && opening != 0 && made != space.sources.last()) {
-    if (!space.follower.on_course()) {  // else the record says it
+  if (forward && loop_number != 0 && next_node != space.sources.last()) {
+    if (!space.follower.on_course()) {  // otherwise the record has it
       const int64_t answer = answer_of(ask_source);
       if (answer != kNoAnswer) source = reinterpret_cast<const char*>(answer);
       if (source != nullptr && *source == 0) source = nullptr;
     }
     const Guard guard;
     if (source == nullptr && node) source = space.sources.find(node->sequence_nr());
-    space.sources.note(made, source);
+    space.sources.record(next_node, source);
   } else if (node) {
     const Guard guard;
-    source = space.sources.find(forward ? made - 1 : node->sequence_nr());
+    source = space.sources.find(forward ? next_node - 1 : node->sequence_nr());
   }
   if (!node) source = nullptr;
 }
 
-// Looks up where a passing op of backward comes from, without asking Python.
-void find_noted_source(Space& space) {
+// Looks up the source of a passing backward op without calling Python.
+void find_recorded_source(Space& space) {
   const auto node = torch::autograd::get_current_node();
   source = node ? space.sources.find(node->sequence_nr()) : nullptr;
 }
 
-// Learns which line of the user's runs the op that needs the most so far. Without the lock: Python's comes first.
-void place_need(Space& space) {
+// Asks for the source line of the op with the largest need. Without the lock, because Python's comes first.
+void locate_need(Space& space) {
   const int64_t answer = ask_source == nullptr ? kNoAnswer : answer_of(ask_source);
   const Guard guard;
-  if (!space.open || !std::exchange(space.unplaced, false) || answer == kNoAnswer) return;
+  if (!space.open || !std::exchange(space.need_lacks_source, false) || answer == kNoAnswer) return;
   space.need.text = reinterpret_cast<const char*>(answer);
 }
 
-// At the end of an op of the loop, whatever came of it, has leave what lies beyond the budget. Where a home fails, the op that
-// needs room next tells.
+// Evicts the excess at the end of an op of the loop. If a home fails, the next op that needs room reports it.
 struct Shrinking {
   ~Shrinking() {
-    if (space.grown == 0 || depth > 0) return;
+    if (space.overrun == 0 || depth > 0) return;
     try {
       const Guard guard;
       if (space.open) shrink(space);
@@ -353,70 +350,70 @@ struct Shrinking {
   Space& space;
 };
 
-// What code of the thread holds: blocks by their counts, or storages in PyTorch's own memory.
+// A hold of this thread's code: a block's counter, or a storage in PyTorch's own memory.
 struct Hold {
   std::shared_ptr<int> of_block;
   const StorageImpl* plain = nullptr;
 };
 thread_local std::vector<Hold> holds;
 
-// An op of a thread that is not the loop's: what it uses stays where it is as long as it runs. Results lie in PyTorch's own
-// memory.
+// Operands keep their places, and results are in PyTorch's own memory.
 void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::DispatchKeySet below,
                    torch::jit::Stack* stack) {
   std::optional<Pinned> pinned;
   if (about.kind == Kind::kAtom) {
-    if (const auto recipes = current_recipes(); recipes && recipes->any()) spare_recipes(*recipes, about, *stack);
+    if (const auto recipes = current_recipes(); recipes && recipes->any()) protect_recipes(*recipes, about, *stack);
     pinned.emplace(true);
     const Guard guard;
     const size_t count = about.writes.size(), first = stack->size() - count;
     for (size_t i = 0; i < count; ++i)
       each_storage((*stack)[first + i], [&](StorageImpl& storage) {
         if (!is_large(storage.nbytes())) return;
-        Block* block = known_or_enrolled(storage);
+        Block* block = find_or_enroll(storage);
         if (block == nullptr) return pinned->add(storage);
         pinned->add(block, about.writes[i]);
-        // What has arrived would lack what is written to the window now.
-        if (block->state == State::kArrived && about.writes[i]) unplace(*block->space, *block);
-        block->here() ? block->space->device.use(block->order) : block->space->device.use_slot(block->order);
+        // The fetched copy would miss this write.
+        if (block->state == BlockState::kFetched && about.writes[i]) unplace(*block->space, *block);
+        block->is_resident() ? block->space->device.use(block->order) : block->space->device.use_slot(block->order);
       });
   }
   const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
   op.redispatchBoxed(below, stack);
 }
 
-// The first op of a thread that is not the loop's. It passes the fallback by: nothing is moved until it has ended.
+// The first op of another thread, which skips the fallback: no block is moved until it has ended.
 struct FirstOp final : at::ObserverContext {
   FirstOp() {
     const Guard guard;
-    ++blind;
-    ++own_blind;
-    ++others_running;
+    ++unpinned_ops;
+    ++own_unpinned_ops;
+    ++other_ops_running;
   }
   ~FirstOp() override {
     const Guard guard;
-    --blind;
-    --own_blind;
-    --others_running;
-    if (Space* space = current) space->device.note_unseen(false);
-    answer();
+    --unpinned_ops;
+    --own_unpinned_ops;
+    --other_ops_running;
+    if (Space* space = current) space->device.note_unobserved(false);
+    notify_change();
   }
 };
-// Finds threads that are not the loop's; from their next op on the fallback sees them.
-std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& seen) {
-  if (is_left() || c10::impl::tls_is_dispatch_key_included(kKey) || c10::impl::tls_is_dispatch_key_excluded(kKey))
+// Detects other threads. The fallback sees their next ops.
+std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& function) {
+  if (no_loop_is_open() || c10::impl::tls_is_dispatch_key_included(kKey) ||
+      c10::impl::tls_is_dispatch_key_excluded(kKey))
     return nullptr;
-  // The loop is paused and this thread will go on with it, or it does a part of an op's work.
+  // The loop's thread while paused, or a worker inside an op.
   if (is_opener() || at::in_parallel_region()) return nullptr;
   outside_loop = true;
   c10::impl::tls_set_dispatch_key_included(kKey, true);
-  const auto name = seen.operator_name();
+  const auto name = function.operator_name();
   const auto op = name ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
-  if (op && operator_of(*op).kind != Kind::kAtom) return nullptr;  // it touches no memory, or by ops that are seen
+  if (op && operator_of(*op).kind != Kind::kAtom) return nullptr;  // accesses no memory, or only by observed ops
   return std::make_unique<FirstOp>();
 }
 bool may_pass(const Operator& about, const torch::jit::Stack& stack) {
-  if (about.makes || (about.kind != Kind::kAtom && about.kind != Kind::kShape)) return false;
+  if (about.creates_large || (about.kind != Kind::kAtom && about.kind != Kind::kShape)) return false;
   bool large = false;
   for (size_t i = stack.size() - about.writes.size(); i < stack.size() && !large; ++i)
     each_storage(stack[i], [&](StorageImpl& storage) { large |= is_large(static_cast<int64_t>(storage.nbytes())); });
@@ -427,18 +424,19 @@ void run_passing(follow::Passing& passing, const c10::OperatorHandle& op, const 
   try {
     op.redispatchBoxed(below, stack);
   } catch (...) {
-    passing.failed();
+    passing.rethrow_refusal();
     throw;
   }
-  if (passing.concerns()) passing.ran({stack->end() - static_cast<int64_t>(about.results), stack->end()});
+  if (passing.needs_take_results())
+    passing.take_results({stack->end() - static_cast<int64_t>(about.results), stack->end()});
 }
 
 }  // namespace
 
 follow::Passing::Passing(const c10::OperatorHandle& op) : op_(op) {
-  if (may_disable_observers && (at::hasThreadLocalCallbacks() || is_other())) enable_observers();
-  if (is_other() || !results_before.empty()) return;
-  ++entered;
+  if (may_disable_observers && (at::hasThreadLocalCallbacks() || is_other_thread())) enable_observers();
+  if (is_other_thread() || !results_before.empty()) return;
+  ++ops_in_space;
   const Space* space = current;
   if (space == nullptr || space->stress || space->excess == Excess::kMeasured ||
       space->recipes->mode == follow::Recompute::kNoting) {
@@ -461,22 +459,22 @@ follow::Passing::~Passing() {
   passing = passing_;
   refusal = refusal_;
   running = running_;
-  if (Space* space = asked_ ? current.load() : nullptr) const Shrinking shrinking{*space};
+  if (Space* space = has_requested_ ? current.load() : nullptr) const Shrinking shrinking{*space};
   leave_space();
 }
-void follow::Passing::asks() {
-  if (std::exchange(asked_, true)) return;
+void follow::Passing::note_request() {
+  if (std::exchange(has_requested_, true)) return;
   const Guard guard;
   Space* space = current;
   if (space == nullptr) return;
-  find_noted_source(*space);
+  find_recorded_source(*space);
   space->requests.clear();
-  space->wanted.clear();
+  space->planned_requests.clear();
 }
-bool follow::Passing::ran(const torch::jit::Stack& results) {
-  failed();
+bool follow::Passing::take_results(const torch::jit::Stack& results) {
+  rethrow_refusal();
   Space* space = current;
-  if (space != nullptr && space->unplaced) place_need(*space);
+  if (space != nullptr && space->need_lacks_source) locate_need(*space);
   bool any = false;
   for (const c10::IValue& result : results)
     each_storage(result, [&](StorageImpl& storage) { any |= is_large(static_cast<int64_t>(storage.nbytes())); });
@@ -490,31 +488,31 @@ bool follow::Passing::ran(const torch::jit::Stack& results) {
     const Borrowed lists;
     const Moments moments{now, now, now, space->counters[kPlannedOps]};
     note_results(*space, &op_.schema(), about, results, lists, std::nullopt, moments, nullptr);
-  } catch (const std::exception&) {  // as in ``run_atom``
+  } catch (const std::exception&) {  // as in `run_atom`
     space->recorder.drop();
   }
   return true;
 }
-void follow::Passing::failed() const {
+void follow::Passing::rethrow_refusal() const {
   if (refused_ == nullptr) return;
-  if (refusal_ != nullptr) *refusal_ = refused_;  // the op is a part of another one
+  if (refusal_ != nullptr) *refusal_ = refused_;  // within another op
   std::rethrow_exception(refused_);
 }
 
 void follow::fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  // A profiler was started in this thread. A profiler of all threads is noticed at the end of a step.
-  if (may_disable_observers && (at::hasThreadLocalCallbacks() || is_other())) enable_observers();
+  // This thread has started a profiler. A profiler for all threads is noticed at the end of a step.
+  if (may_disable_observers && (at::hasThreadLocalCallbacks() || is_other_thread())) enable_observers();
   const auto below = follow::below_key(keys);
-  if (others_pin()) {
+  if (must_pin_as_other()) {
     const Operator& about = operator_of(op);
-    return about.kind == Kind::kParts ? op.redispatchBoxed(below, stack) : run_for_other(op, about, below, stack);
+    return about.kind == Kind::kComposite ? op.redispatchBoxed(below, stack) : run_for_other(op, about, below, stack);
   }
   const Operator& about = operator_of(op);
   if (may_pass(about, *stack)) {
     follow::Passing passing(op);
-    if (passing.allowed()) return run_passing(passing, op, about, below, stack);
+    if (passing.is_allowed()) return run_passing(passing, op, about, below, stack);
   }
-  std::optional<Entered> inside(std::in_place);
+  std::optional<InSpace> inside(std::in_place);
   Space* space = current;
   if (space == nullptr) {
     inside.reset();
@@ -523,19 +521,19 @@ void follow::fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, t
     return op.redispatchBoxed(below, stack);
   }
   const bool quiet = !results_before.empty() && !offer_results();
-  if (about.kind != Kind::kParts && !quiet) find_source(*space);
-  if (about.kind == Kind::kParts || about.kind == Kind::kView) inside.reset();  // neither uses the space
-  if (about.kind == Kind::kParts) return op.redispatchBoxed(below, stack);
+  if (about.kind != Kind::kComposite && !quiet) find_source(*space);
+  if (about.kind == Kind::kComposite || about.kind == Kind::kView) inside.reset();  // neither uses the space
+  if (about.kind == Kind::kComposite) return op.redispatchBoxed(below, stack);
   if (about.kind == Kind::kView) {
     const c10::impl::ExcludeDispatchKeyGuard excluded(kKey);
     return op.redispatchBoxed(below, stack);
   }
   const Shrinking shrinking{*space};
-  if (about.sliced)
+  if (about.runs_in_slices)
     run_in_slices(*space, op, about, below, stack);
   else
     run_atom(*space, op, about, below, stack);
-  if (space->unplaced) place_need(*space);
+  if (space->need_lacks_source) locate_need(*space);
   if (space->stress) {
     const Guard guard;
     if (space->open) evict_everything(*space);

@@ -1,8 +1,5 @@
-// Where storages of a GPU lie that are not in the arena: pinned host memory, which kernels can read, so that a storage
-// that is away has a valid address as well.
-//
-// It comes in pieces, since pinned memory cannot grow in place, and a copy must not span two of them. A child of a fork
-// does not have it: CUDA cannot be used there.
+// Homes on a GPU: pinned host memory, which kernels can read, so evicted storages have valid addresses. It cannot grow
+// in place and so comes in pieces; a copy must not span two of them. A forked child cannot use CUDA.
 
 #pragma once
 
@@ -30,11 +27,11 @@ class PinnedPiece {
   }
   PinnedPiece(const PinnedPiece&) = delete;
 
-  // False: the system does not give the memory.
+  // Returns false if the system refuses the memory.
   bool open() {
     void* base = nullptr;
     if (cudaHostAlloc(&base, bytes_, cudaHostAllocPortable | cudaHostAllocMapped) != cudaSuccess) {
-      cudaGetLastError();  // else the next kernel's check takes it for its own
+      cudaGetLastError();  // or the next kernel's check would report it
       return false;
     }
     base_ = static_cast<char*>(base);
@@ -51,30 +48,30 @@ class PinnedPiece {
   char* base_ = nullptr;
 };
 
-// As ``Homes``: a slot's home is the number of its piece.
+// As `Homes`; a slot's home is its piece.
 class PinnedHomes {
  public:
   void add(int, int, bool, int64_t capacity) { capacity_ += capacity / kPage * kPage; }
 
-  // Throws c10::OutOfMemoryError: there is no room.
+  // Throws c10::OutOfMemoryError.
   Slot take(int64_t bytes) {
     for (size_t piece = 0; piece < pieces_.size(); ++piece)
-      if (const int64_t offset = pieces_[piece]->take(bytes); offset >= 0) return taken(piece, offset, bytes);
-    std::string why = "its limit is reached";
-    // In large pieces: each takes the driver a while. Where the system does not give so much, what is needed.
-    for (const int64_t wanted : {std::max({bytes, kLeast, pinned_ / 2}), std::max(bytes, kLeast), bytes}) {
-      const int64_t count = std::max(bytes, std::min(wanted, capacity_ - pinned_));
+      if (const int64_t offset = pieces_[piece]->take(bytes); offset >= 0) return make_slot(piece, offset, bytes);
+    std::string reason = "its limit is reached";
+    // Large pieces first, because pinning is slow; less if the system refuses.
+    for (const int64_t preferred : {std::max({bytes, kMinPiece, pinned_ / 2}), std::max(bytes, kMinPiece), bytes}) {
+      const int64_t count = std::max(bytes, std::min(preferred, capacity_ - pinned_));
       if (pinned_ + count > capacity_) continue;
       auto piece = std::make_unique<PinnedPiece>(count);
       if (!piece->open()) {
-        why = "the system does not pin more of its memory";
+        reason = "the system does not pin more of its memory";
         continue;
       }
       pinned_ += count;
       pieces_.push_back(std::move(piece));
-      return taken(pieces_.size() - 1, pieces_.back()->take(bytes), bytes);
+      return make_slot(pieces_.size() - 1, pieces_.back()->take(bytes), bytes);
     }
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: no home has room for ", bytes, " bytes more (", why,
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "outofcore: no home has room for ", bytes, " bytes more (", reason,
                      "); give a home with more room, or free tensors");
   }
   void give(const Slot& slot) {
@@ -85,20 +82,20 @@ class PinnedHomes {
   char* window(const Slot& slot) const { return pieces_[slot.home]->window(slot.offset); }
 
   bool is_on_disk(const Slot&) const { return false; }
-  bool frozen(const Slot&) const { return false; }
+  bool is_frozen(const Slot&) const { return false; }
   void before_fork() const {}
   void after_fork_in_parent() const {}
   void after_fork_in_child() const {}
-  void thaw() const {}
+  void free_frozen() const {}
   int64_t frozen_slots() const { return 0; }
   int64_t forks() const { return 0; }
   int64_t used() const { return used_; }
   int64_t most_used() const { return most_used_; }
 
  private:
-  static constexpr int64_t kLeast = int64_t{64} << 20;
+  static constexpr int64_t kMinPiece = int64_t{64} << 20;
 
-  Slot taken(size_t piece, int64_t offset, int64_t bytes) {
+  Slot make_slot(size_t piece, int64_t offset, int64_t bytes) {
     used_ += bytes;
     most_used_ = std::max(most_used_, used_);
     return {static_cast<int>(piece), offset, bytes, 0};

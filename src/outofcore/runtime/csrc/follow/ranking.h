@@ -1,9 +1,7 @@
-// Blocks in the order in which they are used next, the furthest first, without looking at all of them for each request.
-//
-// The key of a block is the number of the op that uses it next, which stays the same while others run. A block is ranked
-// when somebody asks for the order, and again once an op has used it. What the loop does next may turn out otherwise: a
-// block whose key has become too large is found when its turn comes, and gets its new place; keys that have become too
-// small are found every now and then, when all are ranked anew.
+// Blocks ordered by next use, furthest first, without examining all of them for each request. A block's key is the
+// number of the op that uses it next, which stays constant while other ops run. It is determined when the order is
+// first needed, and again after each use. Predictions may change: too large a key is corrected when its block is
+// visited, too small a key when all blocks are ranked again, from time to time.
 
 #pragma once
 
@@ -15,13 +13,12 @@
 
 namespace follow {
 
-// The place of a block in the order. A block begins with a default one.
+// A block's position in the order. Blocks start with a default one.
 struct Rank {
   int64_t key = 0, tie = 0;
-  size_t waiting = 0;  // its number among those without a key, from 1; 0: it has one, or is not in the order
+  size_t waiting = 0;  // number among the items without a key, from 1; 0: has a key, or is not in the order
 };
 
-// `Item` has a member ``rank``.
 template <class Item>
 class Ranking {
  public:
@@ -40,7 +37,7 @@ class Ranking {
     waiting_.pop_back();
     item->rank.waiting = 0;
   }
-  // Its next use is another one, or its tie is.
+  // Call when the item's next use or tie has changed.
   void touch(Item* item) {
     if (item->rank.waiting != 0) return;
     ranked_.erase(entry_of(item));
@@ -51,8 +48,7 @@ class Ranking {
     ranked_.clear();
   }
 
-  // Visits the items, those with the largest key first and of equal ones those with the smallest tie, until `visit` returns
-  // false. `key_of` and `tie_of` give those of an item. `visit` changes nothing in here.
+  // By descending key, then ascending tie, until `visit` returns false. `visit` must not change the ranking.
   template <class Key, class Tie, class Visit>
   void visit(Key&& key_of, Tie&& tie_of, Visit&& visit) {
     for (Item* item : waiting_) {
@@ -77,7 +73,7 @@ class Ranking {
   size_t size() const { return waiting_.size() + ranked_.size(); }
 
  private:
-  using Entry = std::tuple<int64_t, int64_t, Item*>;  // the negative key, the tie
+  using Entry = std::tuple<int64_t, int64_t, Item*>;  // negative key, tie
   static Entry entry_of(Item* item) { return {-item->rank.key, item->rank.tie, item}; }
 
   std::vector<Item*> waiting_;

@@ -1,7 +1,5 @@
-// What the budget refused last: the numbers behind the messages of errors, for Python.
-//
-// An error goes through PyTorch, perhaps from a thread of autograd's, and has nothing but its text when Python catches it.
-// The text finds the refusal.
+// The most recent refusals, with the numbers behind their error messages, for Python. Python catches an error with only
+// its text, perhaps from an autograd thread, and finds the refusal by that text.
 
 #pragma once
 
@@ -16,18 +14,18 @@
 
 namespace follow {
 
-// As ``Refusal`` in follow/native.py. In bytes, but for the last two.
+// As `Refusal` in follow/native.py. In bytes except for the last two.
 struct Numbers {
   int64_t budget;
-  int64_t asked;     // by the op, at once
-  int64_t used;      // by the op, beside that
-  int64_t kept;      // by others, which cannot be moved
-  int64_t least;     // the budget that would do
-  int64_t small;     // tensors of less than ``smallest`` bytes each
+  int64_t asked;  // requested at once by the op
+  int64_t used;   // operands of the op
+  int64_t kept;   // other memory that cannot be moved
+  int64_t least;  // smallest sufficient budget
+  int64_t small;  // tensors below `smallest` bytes
   int64_t smallest;
-  int64_t beside;    // the arena: libraries, small tensors, holes
-  int64_t sums;      // whether the op adds to the gradient of a parameter
-  int64_t parameter;  // the number of its storage; -1: it has none
+  int64_t beside;     // outside the arena: libraries, small tensors, holes
+  int64_t sums;       // whether the op accumulates a parameter's gradient
+  int64_t parameter;  // block id of its storage; -1: none
 };
 inline const borders::Border kNumbers = STRUCT(Numbers, budget, asked, used, kept, least, small, smallest, beside, sums, parameter);
 
@@ -38,12 +36,12 @@ struct Refusal {
 
 class Refusals {
  public:
-  void keep(Refusal&& refusal) {
+  void add(Refusal&& refusal) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    if (last_.size() == kMost) last_.pop_front();
+    if (last_.size() == kMaxRefusals) last_.pop_front();
     last_.push_back(std::move(refusal));
   }
-  // The last one whose message is part of a text, if there is one.
+  // Returns the latest refusal with a message contained in the text.
   std::optional<Refusal> find(const std::string& text) const {
     const std::lock_guard<std::mutex> guard(mutex_);
     for (auto refusal = last_.rbegin(); refusal != last_.rend(); ++refusal)
@@ -52,7 +50,7 @@ class Refusals {
   }
 
  private:
-  static constexpr size_t kMost = 16;  // errors that are thrown and not yet caught
+  static constexpr size_t kMaxRefusals = 16;  // errors thrown and not yet caught
 
   mutable std::mutex mutex_;
   std::deque<Refusal> last_;

@@ -1,4 +1,4 @@
-// What an op asks the allocator for while it runs: its results, and memory that it gives back.
+// The memory that an op requests while it runs: its results, and scratch memory that it frees.
 
 #pragma once
 
@@ -14,53 +14,52 @@ struct Request {
 
   int64_t id;  // of the block
   int64_t bytes;
-  int32_t until = kToTheEnd;  // how many requests there had been when it was given back
-  int32_t place = 0;          // of the result that it became; 0: it is scratch memory
-  int32_t in = 0;             // the result whose room, not yet in use, scratch memory takes; 0: room of its own
-  int64_t at = 0;             // its offset there
+  int32_t until = kToTheEnd;  // number of requests made when it was freed
+  int32_t place = 0;          // of the result that it became; 0: scratch memory
+  int32_t in = 0;             // place of the later result that lends its memory; 0: own scratch memory
+  int64_t at = 0;             // offset within that result, or within the scratch memory
 };
 
-// Finds offsets for scratch memory, first fit in the order of the requests, and returns the bytes of room that it needs
-// beside the results. The same kernel asks for the same in each step, so that this serves the next one.
+// Assigns offsets, first fit in request order, and returns the bytes of scratch memory. They serve the next step's op.
 inline int64_t place_scratch(std::vector<Request>& requests) {
-  constexpr size_t kMost = 256;
+  constexpr size_t kMaxRequests = 256;
   int64_t height = 0;
   const auto lowest = [&](size_t index, int32_t in) {
-    const Request& mine = requests[index];
-    std::vector<std::pair<int64_t, int64_t>> taken;
+    const Request& request = requests[index];
+    std::vector<std::pair<int64_t, int64_t>> occupied;
     for (size_t i = 0; i < index; ++i)
-      if (const Request& other = requests[i];
-          other.place == 0 && other.in == in && other.until > static_cast<int32_t>(index))
-        taken.emplace_back(other.at, other.at + other.bytes);
-    std::sort(taken.begin(), taken.end());
+      if (const Request& earlier = requests[i];
+          earlier.place == 0 && earlier.in == in && earlier.until > static_cast<int32_t>(index))
+        occupied.emplace_back(earlier.at, earlier.at + earlier.bytes);
+    std::sort(occupied.begin(), occupied.end());
     int64_t at = 0;
-    for (const auto& [begin, end] : taken) {
-      if (begin >= at + mine.bytes) break;
+    for (const auto& [begin, end] : occupied) {
+      if (begin >= at + request.bytes) break;
       at = std::max(at, end);
     }
     return at;
   };
   for (size_t i = 0; i < requests.size(); ++i) {
-    Request& mine = requests[i];
-    if (mine.place != 0) continue;
-    mine.in = 0;
-    if (i >= kMost) {  // no kernel of note does that
-      mine.at = height;
-      height += mine.bytes;
+    Request& request = requests[i];
+    if (request.place != 0) continue;
+    request.in = 0;
+    if (i >= kMaxRequests) {  // more than any kernel does
+      request.at = height;
+      height += request.bytes;
       continue;
     }
-    bool found = false;
-    for (size_t later = i + 1; later < requests.size() && !found; ++later) {
+    bool placed = false;
+    for (size_t later = i + 1; later < requests.size() && !placed; ++later) {
       const Request& result = requests[later];
-      if (result.place == 0 || mine.until > static_cast<int32_t>(later)) continue;
+      if (result.place == 0 || request.until > static_cast<int32_t>(later)) continue;
       const int64_t at = lowest(i, result.place);
-      if (at + mine.bytes > result.bytes) continue;
-      mine.in = result.place, mine.at = at;
-      found = true;
+      if (at + request.bytes > result.bytes) continue;
+      request.in = result.place, request.at = at;
+      placed = true;
     }
-    if (found) continue;
-    mine.at = lowest(i, 0);
-    height = std::max(height, mine.at + mine.bytes);
+    if (placed) continue;
+    request.at = lowest(i, 0);
+    height = std::max(height, request.at + request.bytes);
   }
   return height;
 }

@@ -1,4 +1,4 @@
-// What leaves so that something else has room, where that then lies, and how a block ends.
+// Makes room by evicting and moving blocks, and destroys blocks.
 
 #pragma once
 
@@ -11,33 +11,31 @@
 
 namespace {
 
-// Which storage of the record a block is that the loop is in; -1: none.
-int32_t part_of(const Space& space, const Block& block) {
-  const follow::Known& known = *space.follower.known();
-  int32_t storage = block.role_in == known.number ? block.role : -1;
+// A block's storage in the current record, or -1.
+int32_t role_of(const Space& space, const Block& block) {
+  const follow::StepKind& kind = *space.follower.kind();
+  int32_t storage = block.role_in == kind.number ? block.role : -1;
   if (storage < 0) {
-    if (block.looked_up_in != known.casting) {
-      const auto found = known.of_block.find(block.id);
-      block.looked_up_in = known.casting;
-      block.looked_up = found == known.of_block.end() ? -1 : found->second;
+    if (block.cached_role_version != kind.roles_version) {
+      const auto entry = kind.storage_by_block.find(block.id);
+      block.cached_role_version = kind.roles_version;
+      block.cached_role = entry == kind.storage_by_block.end() ? -1 : entry->second;
     }
-    storage = block.looked_up;
+    storage = block.cached_role;
   }
-  return storage >= 0 && known.playing[storage] == &block ? storage : -1;
+  return storage >= 0 && kind.blocks[storage] == &block ? storage : -1;
 }
-// Where the plan has a block that is to be used next; -1: anywhere.
 int64_t planned_offset(const Space& space, const Block& block) {
-  if (space.anchor == nullptr) return -1;
-  const int32_t storage = part_of(space, block);
+  if (space.bucket == nullptr) return -1;
+  const int32_t storage = role_of(space, block);
   const int32_t op = storage < 0 ? -1 : space.follower.next_from_here(storage);
-  return op < 0 ? -1 : space.anchor->schedule->offset(storage, op);
+  return op < 0 ? -1 : space.bucket->schedule->offset(storage, op);
 }
 
-// In how many ops a block is used next, as far as known.
 int64_t next_use(const Space& space, const Block& block) {
-  if (space.follower.active()) {
+  if (space.follower.is_active()) {
     if (block.released) return 2 * follow::Follower::kNever;
-    const int32_t storage = part_of(space, block);
+    const int32_t storage = role_of(space, block);
     if (storage >= 0)
       if (const int64_t distance = space.follower.next_use(storage); distance < follow::Follower::kNever)
         return distance;
@@ -46,118 +44,115 @@ int64_t next_use(const Space& space, const Block& block) {
   return space.history.next_use(block.twin, block.last_use);
 }
 
-// Visits what lies in the arena, what is used furthest from now first, until `visit` (block, in how many ops it is used
-// next) returns false.
+// Visits the blocks in the arena, furthest next use first, until `visit` (block, ops until its next use) returns false.
 template <class Visit>
 void visit_furthest(Space& space, Visit&& visit) {
-  constexpr int64_t kEvery = 1024;  // ops after which all blocks are ranked anew
+  constexpr int64_t kEvery = 1024;  // ops between full rankings
   const int64_t now = space.history.now();
-  const void* by = space.follower.active() ? static_cast<const void*>(space.follower.known())
-                   : space.history.known() ? &space.history
+  const void* by = space.follower.is_active() ? static_cast<const void*>(space.follower.kind())
+                   : space.history.has_position() ? &space.history
                                            : nullptr;
   if (by != space.ranked_by || now >= space.ranked_until) {
     space.ranking.touch_all();
     space.ranked_by = by;
     space.ranked_until = now + std::max(kEvery, static_cast<int64_t>(space.ranking.size()));
   }
-  int64_t distance = 0;  // of the block that was asked for last, which is the one that is visited
+  int64_t distance = 0;  // of the block queried last, which is the one visited
   const auto key_of = [&](const Block& block) {
     constexpr int64_t kNever = follow::History::kNever;
     distance = next_use(space, block);
     if (distance >= 2 * kNever) return distance;
-    // The longer it was not used, the later it comes, where nothing is known.
+    // Without a prediction, blocks unused for longer come first.
     return by == nullptr || distance >= kNever ? kNever - block.last_use : now + distance;
   };
   const auto offset_of = [](const Block& block) { return block.offset; };
   space.ranking.visit(key_of, offset_of, [&](Block& block) { return visit(block, distance); });
 }
 
-// The neighbours in the arena to evict with a block for a hole of so many bytes, of which so many are needed, if none of
-// them is used in fewer ops. Empty: they do not leave such a hole.
+// For a hole of `bytes` with at least `needed` freed. Empty if a neighbour is used in fewer than `no_earlier` ops.
 std::vector<Block*> neighbours(const Space& space, Block& first, int64_t bytes, int64_t needed, int64_t no_earlier) {
-  const auto it = space.at.find(first.offset);
+  const auto it = space.by_offset.find(first.offset);
   auto before = std::make_reverse_iterator(it);
   auto behind = std::next(it);
-  std::vector<Block*> found{&first};
+  std::vector<Block*> chosen{&first};
   int64_t freed = first.bytes;
   const auto end_of = [](const Block& block) { return block.offset + block.bytes; };
   for (;;) {
-    const int64_t begin = before == space.at.rend() ? 0 : end_of(*before->second);
-    const int64_t end = behind == space.at.end() ? end_of(*found.back()) : behind->second->offset;
-    if (freed >= needed && end - begin >= bytes) return found;
+    const int64_t begin = before == space.by_offset.rend() ? 0 : end_of(*before->second);
+    const int64_t end = behind == space.by_offset.end() ? end_of(*chosen.back()) : behind->second->offset;
+    if (freed >= needed && end - begin >= bytes) return chosen;
     const auto distance_of = [&](const Block* block) {
-      return block != nullptr && may_leave(*block) ? next_use(space, *block) : -1;
+      return block != nullptr && can_leave_arena(*block) ? next_use(space, *block) : -1;
     };
-    Block* left = before == space.at.rend() ? nullptr : before->second;
-    Block* right = behind == space.at.end() ? nullptr : behind->second;
+    Block* left = before == space.by_offset.rend() ? nullptr : before->second;
+    Block* right = behind == space.by_offset.end() ? nullptr : behind->second;
     const int64_t to_left = distance_of(left), to_right = distance_of(right);
     if (std::max(to_left, to_right) < std::max<int64_t>(no_earlier, 0)) return {};
     if (to_left >= to_right) {
-      found.insert(found.begin(), left);
+      chosen.insert(chosen.begin(), left);
       ++before;
     } else {
-      found.push_back(right);
+      chosen.push_back(right);
       ++behind;
     }
     freed += (to_left >= to_right ? left : right)->bytes;
   }
 }
 
-// Whether an op of another thread keeps something where it is, for as long as it runs.
-bool is_kept_by_others(const Space& space) {
-  if (blind > 0) return true;
-  return std::any_of(space.at.begin(), space.at.end(), [](const auto& placed) {
+bool is_held_by_others(const Space& space) {
+  if (unpinned_ops > 0) return true;
+  return std::any_of(space.by_offset.begin(), space.by_offset.end(), [](const auto& placed) {
     const Block& block = *placed.second;
-    return block.here() && block.storage && block.pins == block.others && block.works == 0 &&
-           (block.others > 0 || is_held_elsewhere(block));
+    return block.is_resident() && block.storage && block.pins == block.other_pins && block.works == 0 &&
+           (block.other_pins > 0 || is_held_elsewhere(block));
   });
 }
 
-// Waits for storages to go that are being destroyed; false: there are none. Those that stay have given their memory to other
-// storages.
-bool outlive_dying(Space& space) {
-  if (std::none_of(space.at.begin(), space.at.end(), [](const auto& placed) { return placed.second->dying; }))
+// Waits for storages that are being destroyed. Returns false without any. Blocks that remain have lost their storage.
+bool wait_for_dying(Space& space) {
+  if (std::none_of(space.by_offset.begin(), space.by_offset.end(),
+                   [](const auto& placed) { return placed.second->owner_dying; }))
     return false;
-  if (wait_for_answer(std::chrono::seconds(1))) return true;
-  for (const auto& [offset, block] : space.at)
-    if (std::exchange(block->dying, false)) block->storage.reset();
+  if (wait_for_change(std::chrono::seconds(1))) return true;
+  for (const auto& [offset, block] : space.by_offset)
+    if (std::exchange(block->owner_dying, false)) block->storage.reset();
   return true;
 }
 
-// Takes blocks out of the arena that show their windows still, and out of the list.
-void unplace_arrived(Space& space, std::vector<Block*>& blocks) {
+// Also removes the fetched blocks from the list.
+void unplace_fetched(Space& space, std::vector<Block*>& blocks) {
   std::erase_if(blocks, [&](Block* block) {
-    if (block->state != State::kArrived) return false;
+    if (block->state != BlockState::kFetched) return false;
     unplace(space, *block);
     return true;
   });
 }
 
-// Has some blocks leave, of which others may have taken hold meanwhile: what may not leave any more stays.
+// Evicts those blocks that other threads have not started to use meanwhile.
 void evict_all(Space& space, std::vector<Block*> victims) {
-  unplace_arrived(space, victims);
+  unplace_fetched(space, victims);
   if (victims.empty()) return;
   Owners(std::move(victims)).each([&](Block& block, StorageImpl& storage) {
-    if (movable(block) && !block.writing) evict(space, block, storage);
+    if (is_movable(block) && !block.writing) evict(space, block, storage);
   });
 }
 
-constexpr int kMostSeen = 256;
+constexpr int kMaxScanned = 256;
 
-// Evicts what is used furthest from now, until there is room for so many bytes; false: too much is in use. `easily`: only
-// what need not be written, and is not used for so many ops (-1: anything).
+// Evicts blocks, furthest next use first, until `bytes` fit. Returns false if too much is in use. `easily`: evict only
+// clean blocks with a next use further than this many ops (-1: any block).
 bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
   if (easily < 0) catch_up(space);
-  while (space.charged + bytes > space.room()) {
-    const int64_t needed = space.charged + bytes - space.room();
+  while (space.bytes_in_use + bytes > space.room()) {
+    const int64_t needed = space.bytes_in_use + bytes - space.room();
     std::vector<Block*> victims;
     int64_t chosen = 0, soonest = 0;
-    int left = kMostSeen;  // blocks that may still be passed over because they would have to be written first
+    int skips_left = kMaxScanned;  // limit on skipped blocks that need writing
     visit_furthest(space, [&](Block& block, int64_t distance) {
-      if (distance <= easily || left == 0) return false;
-      if (!may_leave(block)) return true;
-      if (easily >= 0 && block.here() && (block.dirty || block.fixed || block.writing)) {
-        --left;
+      if (distance <= easily || skips_left == 0) return false;
+      if (!can_leave_arena(block)) return true;
+      if (easily >= 0 && block.is_resident() && (block.dirty || block.fixed || block.writing)) {
+        --skips_left;
         return true;
       }
       victims.push_back(&block);
@@ -167,128 +162,126 @@ bool make_room(Space& space, int64_t bytes, int64_t easily = -1) {
     });
     if (chosen < needed) {
       if (easily >= 0) return false;
-      if (space.copying_in + space.copying_out > 0 || is_kept_by_others(space)) {
-        wait_for_copy(space);  // what is on its way can leave again, and what was freed meanwhile is gone
-      } else if (!outlive_dying(space) && !outlive_works(space)) {
+      if (space.copying_in + space.copying_out > 0 || is_held_by_others(space)) {
+        wait_for_copy(space);  // a copy's end makes its block evictable, and other threads free memory
+      } else if (!wait_for_dying(space) && !wait_for_works(space)) {
         return false;
       }
       continue;
     }
-    if (easily < 0) space.evicted = true;
-    // Neighbours leave a hole of memory that is there already, where pieces from all over the arena leave holes that
-    // are too small: better, unless they are needed much sooner.
+    if (easily < 0) space.has_evicted = true;
+    // Prefer neighbours, unless needed much sooner: scattered blocks would leave holes that are too small.
     std::vector<Block*> together;
-    if (space.anchor == nullptr && easily < 0) together = neighbours(space, *victims[0], bytes, needed, soonest / 2);
+    if (space.bucket == nullptr && easily < 0) together = neighbours(space, *victims[0], bytes, needed, soonest / 2);
     if (!together.empty()) {
       victims = std::move(together);
     } else {
-      // A large one that came last may have made smaller ones before it needless.
+      // Drop smaller victims that a large one chosen last has made unnecessary.
       std::erase_if(victims, [&](const Block* block) {
         if (chosen - block->bytes < needed) return false;
         chosen -= block->bytes;
         return true;
       });
     }
-    // They are to be fetched ahead again, although that far was looked already.
+    // They must be fetched ahead again.
     for (const Block* victim : victims)
-      space.looked = std::min(space.looked, space.history.position() + next_use(space, *victim) - 1);
+      space.lookahead_position =
+          std::min(space.lookahead_position, space.history.position() + next_use(space, *victim) - 1);
     if (std::any_of(victims.begin(), victims.end(), [](const Block* block) { return block->writing; })) {
       wait_for_copy(space);
       continue;
     }
-    const int64_t before = space.charged;
+    const int64_t before = space.bytes_in_use;
     evict_all(space, std::move(victims));
-    if (easily >= 0 && space.charged >= before) return false;
+    if (easily >= 0 && space.bytes_in_use >= before) return false;
   }
   return true;
 }
 
-Block* known(StorageImpl& storage);
+Block* find_block(StorageImpl& storage);
 
-// Where in backward the op comes from that runs; empty: it does not run there, or that is not known.
+// The source line of the running op of a backward pass; empty: unknown, or not in a backward pass.
 std::string source_of_running(const Space& space) {
   if (!torch::autograd::get_current_node()) return "";
   if (source != nullptr) return source;
   if (space.follower.on_course() && space.follower.op().source != nullptr) return space.follower.op().source;
   return "";
 }
-// The storage of the parameter to whose gradient the op adds that runs; null: it adds to none.
-StorageImpl* summed_by_running() {
+// The storage of the parameter with the gradient that the running op accumulates, or null.
+StorageImpl* accumulated_parameter() {
   const auto node = torch::autograd::get_current_node();
   const auto* sum = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
   const bool is_sum = source == nullptr && sum != nullptr && sum->variable.has_storage();
   return is_sum ? sum->variable.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-// What the op that runs needs at once: what it uses, what else stays, and the bytes that it asks for.
+// The running op's need: its operands, other memory that stays, and the requested bytes.
 template <class Stays>
 follow::Numbers need_of_running(const Space& space, int64_t bytes, Stays&& stays) {
   bytes = whole_pages(bytes);
-  int64_t pinned = 0, kept = 0;
-  for (const auto& [offset, block] : space.at) {
-    if (!block->here() || !stays(*block)) continue;
-    (block->pins > 0 || !block->storage ? pinned : kept) += block->bytes;
+  int64_t pinned = 0, unmovable = 0;
+  for (const auto& [offset, block] : space.by_offset) {
+    if (!block->is_resident() || !stays(*block)) continue;
+    (block->pins > 0 || !block->storage ? pinned : unmovable) += block->bytes;
   }
-  const int64_t beside = space.limit - space.budget + space.spare, small = space.small();
-  const int64_t least = Device::least_for(bytes + pinned + kept + small + beside, space.limit);
-  StorageImpl* parameter = summed_by_running();
-  const Block* block = parameter == nullptr ? nullptr : known(*parameter);
-  return {space.limit, bytes, pinned, kept, least, small, smallest, beside, parameter != nullptr,
+  const int64_t bytes_outside = space.limit - space.budget + space.spare, small = space.small();
+  const int64_t min_budget = Device::min_budget_for(bytes + pinned + unmovable + small + bytes_outside, space.limit);
+  StorageImpl* parameter = accumulated_parameter();
+  const Block* block = parameter == nullptr ? nullptr : find_block(*parameter);
+  return {space.limit, bytes, pinned, unmovable, min_budget, small, smallest, bytes_outside, parameter != nullptr,
           block == nullptr ? -1 : block->id};
 }
-// The op that runs, with where it comes from if it runs in backward.
-std::string running_op(const Space& space, const follow::Numbers& numbers) {
+std::string describe_running_op(const Space& space, const follow::Numbers& numbers) {
   return name_of_running() + (numbers.sums != 0 ? "" : source_of_running(space));
 }
 
-// Keeps the need of the op that runs, if none has needed more. What another thread uses, or a collective, an op waits for.
-void note_need(Space& space, int64_t bytes) {
+// Excludes memory in use by other threads or collectives, because ops wait for it.
+void record_need(Space& space, int64_t bytes) {
   const follow::Numbers numbers = need_of_running(space, bytes, [](const Block& block) {
-    return block.pins > block.others || !block.storage || block.stays || (!Device::kFixedLeave && block.fixed);
+    return block.pins > block.other_pins || !block.storage || block.is_immovable ||
+           (!Device::kFixedLeave && block.fixed);
   });
   if (numbers.asked + numbers.used == 0 || numbers.least <= space.need.numbers.least) return;
-  space.need = {"", running_op(space, numbers), numbers};
-  space.unplaced = !torch::autograd::get_current_node();
+  space.need = {"", describe_running_op(space, numbers), numbers};
+  space.need_lacks_source = !torch::autograd::get_current_node();
 }
-// Lets the op that runs exceed the budget by what it lacks of so many bytes; false: the user does not allow that.
-bool exceed(Space& space, int64_t bytes) {
+// Returns false if the user does not allow it.
+bool allow_excess(Space& space, int64_t bytes) {
   if (space.excess == Excess::kRefused) return false;
-  note_need(space, bytes);
-  if (space.grown == 0) ++space.counters[kExceedances];
-  space.grown += space.charged + bytes - space.room();
+  record_need(space, bytes);
+  if (space.overrun == 0) ++space.counters[kExceedances];
+  space.overrun += space.bytes_in_use + bytes - space.room();
   return true;
 }
-// Has leave what an op has left beyond the budget.
 void shrink(Space& space) {
-  if (std::exchange(space.grown, 0) == 0) return;
+  if (std::exchange(space.overrun, 0) == 0) return;
   make_room(space, 0);
-  let_go_of_idle(space);
+  trim_idle(space);
 }
 
-// Throws, and keeps the numbers for ``follow_refusal``. Programs that then try smaller batches, such as accelerate's, look
-// for the last words of the message.
-[[noreturn]] void refuse(const Space& space, int64_t bytes) {
-  const follow::Numbers numbers = need_of_running(space, bytes, [](const Block& block) { return !movable(block); });
-  const std::string op = running_op(space, numbers);
+// Programs that retry with smaller batches, such as accelerate, search for the message's last words.
+[[noreturn]] void refuse_request(const Space& space, int64_t bytes) {
+  const follow::Numbers numbers = need_of_running(space, bytes, [](const Block& block) { return !is_movable(block); });
+  const std::string op = describe_running_op(space, numbers);
   const std::string text =
       c10::str("outofcore: the budget of ", space.limit, " bytes cannot hold ", op, ", which asks for ", numbers.asked,
                " bytes; at least ", numbers.least, " bytes are needed. The loop is out of memory.");
-  follow::refusals().keep({text, op, numbers});
+  follow::refusals().add({text, op, numbers});
   TORCH_CHECK_WITH(OutOfMemoryError, false, text);
 }
 
-// Moves a block that is movable within the arena, to where the plan has it if that is free, but out of a stretch; false: it
-// stays. Its storage must not go meanwhile.
+// The block must be movable and its storage alive. Returns false if it stays.
 bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, int64_t bytes) {
   if (block.writing) return false;
   keep_for_array(space, block, storage);
   if (block.fixed) return false;
-  // Where free addresses have no memory, both places have some for a moment.
-  if (Device::kAddresses > 1 && space.charged + block.bytes > space.room()) return false;
-  const int64_t wanted = planned_offset(space, block), before = block.offset;
+  // If free addresses have no memory, both places have some briefly.
+  if (Device::kAddresses > 1 && space.bytes_in_use + block.bytes > space.room()) return false;
+  const int64_t planned = planned_offset(space, block), before = block.offset;
   const auto outside = [&](int64_t offset) { return offset + block.bytes <= from || offset >= from + bytes; };
-  int64_t to = wanted;
-  if (wanted < 0 || !outside(wanted) || !space.extents.take_at(wanted, block.bytes)) to = space.extents.take(block.bytes);
+  int64_t to = planned;
+  if (planned < 0 || !outside(planned) || !space.extents.take_at(planned, block.bytes))
+    to = space.extents.take(block.bytes);
   if (to >= 0 && !outside(to)) {
     const int64_t inside = to;
     to = space.extents.take(block.bytes);
@@ -300,17 +293,17 @@ bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, i
     return false;
   }
   count_use(space, Device::kAddresses > 1 ? block.bytes : 0);
-  let_go_of_idle(space);
+  trim_idle(space);
   try {
     space.device.move(block.order, space.base + to, space.base + before, block.bytes);
-  } catch (const c10::OutOfMemoryError&) {  // the system promises no memory for both places
+  } catch (const c10::OutOfMemoryError&) {  // the system cannot commit memory for both places
     count_use(space, Device::kAddresses > 1 ? -block.bytes : 0);
     space.extents.give(to, block.bytes, false);
     return false;
   }
-  space.at.erase(before);
+  space.by_offset.erase(before);
   block.offset = to;
-  space.at[to] = &block;
+  space.by_offset[to] = &block;
   space.ranking.touch(&block);
   count_core(space, block);
   show(block, storage, space.address(block));
@@ -319,50 +312,52 @@ bool move_away(Space& space, Block& block, StorageImpl& storage, int64_t from, i
   return true;
 }
 
-// Moves what lies behind the addresses that plans speak of, since there was no plan when it came, to where its plan has it.
-// What never leaves would stay there for good, and as much of the planned addresses could not have memory.
+// Moves blocks placed beyond the core before the first plan into it. Persistent ones would otherwise stay there.
 void move_into_core(Space& space) {
   const int64_t end = space.addresses();
   std::vector<Block*> behind;
-  for (auto it = space.at.rbegin(); it != space.at.rend() && it->first + it->second->bytes > space.core(); ++it)
+  for (auto it = space.by_offset.rbegin(); it != space.by_offset.rend() && it->first + it->second->bytes > space.core();
+       ++it)
     behind.push_back(it->second);
-  std::erase_if(behind, [](const Block* block) { return !movable(*block) || block->fixed; });
+  std::erase_if(behind, [](const Block* block) { return !is_movable(*block) || block->fixed; });
   if (!behind.empty())
     Owners(std::move(behind)).each([&](Block& block, StorageImpl& storage) {
-      if (movable(block) && !block.fixed) move_away(space, block, storage, space.core(), end - space.core());
+      if (is_movable(block) && !block.fixed) move_away(space, block, storage, space.core(), end - space.core());
     });
-  // What was given back in pieces has come again in small pages, which take longer to walk through. As long as something
-  // lies behind, the core cannot have all of its memory. Where it is torn again and again, this is done ever less often.
-  if (!space.torn || Device::kAddresses == 1 || space.follower.steps() < space.collapses_from) return;
-  if (!space.at.empty() && space.at.rbegin()->first + space.at.rbegin()->second->bytes > space.core()) return;
-  space.torn = false;
-  space.collapses_from = space.follower.steps() + (int64_t{1} << std::min<int64_t>(++space.collapses, 40));
+  // Memory returned piecemeal comes back as small pages, which are slower to access. Collapse them, at increasing
+  // intervals if it recurs. The core can have all of its memory only if no block is beyond it.
+  if (!space.is_fragmented || Device::kAddresses == 1 || space.follower.steps() < space.next_collapse_step) return;
+  if (!space.by_offset.empty() &&
+      space.by_offset.rbegin()->first + space.by_offset.rbegin()->second->bytes > space.core())
+    return;
+  space.is_fragmented = false;
+  space.next_collapse_step = space.follower.steps() + (int64_t{1} << std::min<int64_t>(++space.collapses, 40));
   space.core_counted = true;
   space.device.collapse(space.base, space.budget);
   space.extents.fill(space.budget);
-  let_go_of_idle(space);
+  trim_idle(space);
 }
 
-// Where the arena has no more addresses than bytes: makes a hole of so many bytes, by moving what parts holes, and (unless
-// `gently`) letting leave what cannot be moved. False: what has to stay parts them.
+// On a GPU: makes a hole of `bytes` by moving blocks and, unless `gently`, evicting immovable ones. Returns false if
+// blocks that must stay prevent it.
 bool make_hole(Space& space, int64_t bytes, bool gently = false) {
   if (Device::kAddresses > 1) return true;
   constexpr int kTries = 4;
   for (int tries = 0; tries < kTries && space.extents.longest() < bytes; ++tries) {
-    // Of the runs of blocks that may go, and that have room for it with the holes between them, the smallest.
+    // Find the smallest run of removable blocks that, with the holes between them, is large enough.
     std::vector<Block*> all, best;
-    for (const auto& [offset, block] : space.at) all.push_back(block);
+    for (const auto& [offset, block] : space.by_offset) all.push_back(block);
     const auto end_of = [&](size_t i) { return all[i]->offset + all[i]->bytes; };
     int64_t best_bytes = INT64_MAX, from = 0;
     for (size_t first = 0; first < all.size(); ++first) {
       const int64_t begin = first == 0 ? 0 : end_of(first - 1);
-      int64_t taken = 0;
-      for (size_t last = first; last < all.size() && movable(*all[last]) && !all[last]->fixed; ++last) {
-        taken += all[last]->bytes;
+      int64_t run_bytes = 0;
+      for (size_t last = first; last < all.size() && is_movable(*all[last]) && !all[last]->fixed; ++last) {
+        run_bytes += all[last]->bytes;
         const int64_t end = last + 1 == all.size() ? space.budget : all[last + 1]->offset;
         if (end - begin < bytes) continue;
-        if (taken < best_bytes) {
-          best_bytes = taken, from = begin;
+        if (run_bytes < best_bytes) {
+          best_bytes = run_bytes, from = begin;
           best.assign(all.begin() + static_cast<int64_t>(first), all.begin() + static_cast<int64_t>(last) + 1);
         }
         break;
@@ -371,7 +366,7 @@ bool make_hole(Space& space, int64_t bytes, bool gently = false) {
     if (best.empty()) return false;
     bool moved = true;
     Owners(std::move(best)).each([&](Block& block, StorageImpl& storage) {
-      if (!moved || !movable(block) || block.fixed || move_away(space, block, storage, from, bytes)) return;
+      if (!moved || !is_movable(block) || block.fixed || move_away(space, block, storage, from, bytes)) return;
       moved = !gently && !block.writing;
       if (moved) evict(space, block, storage, follow::Cause::kPlace);
     });
@@ -380,88 +375,87 @@ bool make_hole(Space& space, int64_t bytes, bool gently = false) {
   return space.extents.longest() >= bytes;
 }
 
-// Whether a stretch of the arena is free where a plan has something for it, once what is there has left: what the plan
-// has let go, and what it has elsewhere, or not at all. `now`: also if it takes waiting or writing.
-bool clear(Space& space, int64_t offset, int64_t bytes, bool now) {
+// Frees a range of the arena for its planned use, by evicting released blocks and moving those planned elsewhere.
+// `now`: even if that waits or writes.
+bool clear_range(Space& space, int64_t offset, int64_t bytes, bool now) {
   for (;;) {
     std::vector<Block*> there;
-    auto it = space.at.upper_bound(offset);
-    if (it != space.at.begin()) --it;
-    for (; it != space.at.end() && it->first < offset + bytes; ++it)
+    auto it = space.by_offset.upper_bound(offset);
+    if (it != space.by_offset.begin()) --it;
+    for (; it != space.by_offset.end() && it->first < offset + bytes; ++it)
       if (it->first + it->second->bytes > offset) there.push_back(it->second);
     if (there.empty()) return true;
     bool writing = false;
     for (const Block* block : there) {
-      if (!may_leave(*block) || block->fixed || (!block->released && planned_offset(space, *block) == block->offset))
+      if (!can_leave_arena(*block) || block->fixed ||
+          (!block->released && planned_offset(space, *block) == block->offset))
         return false;
-      if (!now && block->here() && (block->dirty || block->writing)) return false;
+      if (!now && block->is_resident() && (block->dirty || block->writing)) return false;
       writing |= block->writing;
     }
     if (writing) {
       wait_for_copy(space);
       continue;
     }
-    unplace_arrived(space, there);
+    unplace_fetched(space, there);
     if (there.empty()) return true;
     bool leaves = true;
     Owners(std::move(there)).each([&](Block& block, StorageImpl& storage) {
-      if (!leaves || !movable(block) || block.writing) return;  // as it is now, it is looked at again
+      if (!leaves || !is_movable(block) || block.writing) return;  // checked again in the next round
       if (!block.released && move_away(space, block, storage, offset, bytes)) return;
-      // There is room elsewhere.
-      leaves = block.released || space.charged + block.bytes + bytes > space.room();
+      leaves = block.released || space.bytes_in_use + block.bytes + bytes > space.room();
       if (leaves) evict(space, block, storage, follow::Cause::kPlace);
     });
     if (!leaves) return false;
   }
 }
 
-// Makes room for so many bytes, at a planned offset if that can be cleared (-1: anywhere). The offset where they can be
-// placed now, or -1: anywhere, or nothing: no hole is large enough. Throws if the budget cannot hold them.
-std::optional<int64_t> room_for(Space& space, int64_t bytes, int64_t wanted) {
+// Makes room for `bytes`, at a planned offset if it can be cleared (-1: anywhere). Returns that offset or -1, or
+// nullopt if no hole is large enough. Throws if the budget is too small.
+std::optional<int64_t> find_room(Space& space, int64_t bytes, int64_t planned) {
   for (;;) {
-    if (space.excess == Excess::kMeasured) note_need(space, bytes);
-    if (!make_room(space, bytes) && !exceed(space, bytes)) refuse(space, bytes);
-    const bool clears = wanted >= 0 && clear(space, wanted, bytes, true);
-    if (!clears && !make_hole(space, bytes)) return {};
-    if (space.charged + bytes <= space.room()) return clears ? wanted : -1;  // nobody has taken it meanwhile
+    if (space.excess == Excess::kMeasured) record_need(space, bytes);
+    if (!make_room(space, bytes) && !allow_excess(space, bytes)) refuse_request(space, bytes);
+    const bool is_clear = planned >= 0 && clear_range(space, planned, bytes, true);
+    if (!is_clear && !make_hole(space, bytes)) return {};
+    if (space.bytes_in_use + bytes <= space.room()) return is_clear ? planned : -1;  // no other thread has taken it
   }
 }
 
-// Brings in what an op of the loop uses, or has it used where it is.
 void fetch(Space& space, Block& block) {
-  if (Device::kStreams && block.state == State::kComing) {
-    std::erase(space.finished, &block);
+  if (Device::kStreams && block.state == BlockState::kFetching) {
+    std::erase(space.ended_copies, &block);
     end_copy(space, &block, false);
   }
-  if (block.state == State::kComing) {
+  if (block.state == BlockState::kFetching) {
     const Stopwatch watch{space.counters[kTransferMicroseconds]};
-    while (block.state == State::kComing) wait_for_copy(space);
+    while (block.state == BlockState::kFetching) wait_for_copy(space);
   }
-  if (block.here()) return space.device.use(block.order);
-  if (block.state == State::kArrived && show_arrived(space, block)) return;
-  // What keeps its address away, or is used by another thread, is used through its window.
+  if (block.is_resident()) return space.device.use(block.order);
+  if (block.state == BlockState::kFetched && show_fetched(space, block)) return;
+  // Evicted blocks with a fixed address, or used by another thread, are used through their windows.
   const auto through_window = [&] {
-    return (block.fixed && (!Device::kFixedLeave || block.offset < 0)) || used_elsewhere(block) || !is_owned(block) ||
-           (!block.fixed && has_array(*block.storage->_unsafe_get_target()));
+    return (block.fixed && (!Device::kFixedLeave || block.offset < 0)) || is_used_elsewhere(block) ||
+           !is_owned(block) || (!block.fixed && has_array(*block.storage->_unsafe_get_target()));
   };
   const auto use_at_home = [&] {
     space.counters[kAtHomeBytes] += block.bytes;
     space.device.use_slot(block.order);
   };
   if (through_window()) return use_at_home();
-  const auto place_for = room_for(space, block.bytes, block.fixed ? -1 : planned_offset(space, block));
-  if (!place_for || through_window()) return use_at_home();
+  const auto place_at = find_room(space, block.bytes, block.fixed ? -1 : planned_offset(space, block));
+  if (!place_at || through_window()) return use_at_home();
   const Stopwatch watch{space.counters[kTransferMicroseconds]};
   int64_t start = follow::nanos_now();
-  note_touched(space, block);
+  record_touch(space, block);
   if (block.fixed) {
     space.device.uncover_with(space.homes, block.slot, space.address(block), block.bytes);
-    place(space, block, State::kHere);
+    place(space, block, BlockState::kResident);
     check_bytes(space, block, space.address(block));
   } else {
-    place(space, block, State::kHere, *place_for);
+    place(space, block, BlockState::kResident, *place_at);
     start = follow::nanos_now();
-    space.device.note_unseen(false);  // just before this op, somebody may have written to its window
+    space.device.note_unobserved(false);  // code before this op may have written to its window
     try {
       space.device.load(space.homes, block.slot, block.order, space.address(block));
       check_bytes(space, block, space.address(block));
@@ -472,7 +466,7 @@ void fetch(Space& space, Block& block) {
     space.device.use(block.order);
     show(block, *block.storage->_unsafe_get_target(), space.address(block));
   }
-  block.dirty = block.slot.original && block.slot.original->was_written();  // its file has other bytes
+  block.dirty = block.slot.original && block.slot.original->was_written();  // the file has other bytes
   ++space.counters[kFetches];
   space.counters[kFetchedBytes] += block.bytes;
   space.counters[kAwayBytes] -= block.bytes;
@@ -482,20 +476,20 @@ void fetch(Space& space, Block& block) {
 
 void forget_idle(Space& space) {
   while (space.extents.idle() > 0) discard_idle(space, space.extents.idle());
-  if (!space.at.empty()) return;
+  if (!space.by_offset.empty()) return;
   space.device.start_over();
-  space.core_counted = space.torn = false;
+  space.core_counted = space.is_fragmented = false;
 }
 
 void evict_everything(Space& space) {
   wait_for_copies(space);
   std::vector<Block*> all;
-  for (Block* block : std::vector<Block*>(space.known.begin(), space.known.end())) {
-    if (block->state == State::kArrived) unplace(space, *block);
-    if (movable(*block)) all.push_back(block);
+  for (Block* block : std::vector<Block*>(space.owned_blocks.begin(), space.owned_blocks.end())) {
+    if (block->state == BlockState::kFetched) unplace(space, *block);
+    if (is_movable(*block)) all.push_back(block);
   }
   Owners(std::move(all)).each([&](Block& block, StorageImpl& storage) {
-    if (!movable(block) || block.writing) return;
+    if (!is_movable(block) || block.writing) return;
     const int64_t offset = block.offset, bytes = block.bytes;
     const bool poison = space.stress && !block.fixed;
     evict(space, block, storage);
@@ -506,70 +500,68 @@ void evict_everything(Space& space) {
 void forget_space(Space* space) {
   living_spaces -= static_cast<int>(spaces.erase(space));
   for (auto& [pointer, piece] : outside)
-    if (piece.charged == space) piece.charged = nullptr;
-  // A GPU cannot be used in the child of a fork, nor be told that what it has there is not needed.
-  if (!Device::kStreams || !space->of_parent) delete space;
+    if (piece.space == space) piece.space = nullptr;
+  // A forked child cannot use the GPU to free memory there.
+  if (!Device::kStreams || !space->is_inherited) delete space;
 }
 
-// Who plays the part of a storage of the history: each block its own, and at most one other.
-void leave_part(Space& space, const Block& block, int64_t part) {
-  const auto found = space.parts.find(part);
-  if (found != space.parts.end() && found->second == &block) space.parts.erase(found);
+// The counterpart of each storage of the history: its own block, and at most one other.
+void clear_twin(Space& space, const Block& block, int64_t part) {
+  const auto entry = space.by_twin.find(part);
+  if (entry != space.by_twin.end() && entry->second == &block) space.by_twin.erase(entry);
 }
-void cast(Space& space, Block& block, int64_t part) {
-  if (block.twin != part && block.twin != block.id) leave_part(space, block, block.twin);
+void set_twin(Space& space, Block& block, int64_t part) {
+  if (block.twin != part && block.twin != block.id) clear_twin(space, block, block.twin);
   block.twin = part;
-  space.parts[part] = &block;
+  space.by_twin[part] = &block;
 }
 
-// A block is no longer the storage of a record that it was.
-void leave_role(Space& space, const Block& block) {
-  for (const auto& known : space.follower.all())
-    if (known->number == block.role_in && known->playing[block.role] == &block) known->playing[block.role] = nullptr;
+void clear_role(Space& space, const Block& block) {
+  for (const auto& kind : space.follower.all())
+    if (kind->number == block.role_in && kind->blocks[block.role] == &block) kind->blocks[block.role] = nullptr;
 }
-// Which storage of a record a block is now.
-void play(Space& space, follow::Known& known, Block& block, int32_t storage) {
-  if (known.persistent[storage] >= 0) {
-    if (known.persistent[storage] == block.id) known.playing[storage] = &block;
+void set_role(Space& space, follow::StepKind& kind, Block& block, int32_t storage) {
+  if (kind.persistent[storage] >= 0) {
+    if (kind.persistent[storage] == block.id) kind.blocks[storage] = &block;
     return;
   }
-  if (known.of_block.count(block.id) != 0) return;  // it is another one of the record, which the op uses in its place
-  if (block.role_in != known.number || block.role != storage) leave_role(space, block);
-  known.playing[storage] = &block;
-  block.role_in = known.number;
+  if (kind.storage_by_block.count(block.id) != 0) return;  // another storage of the record, used in its place
+  if (block.role_in != kind.number || block.role != storage) clear_role(space, block);
+  kind.blocks[storage] = &block;
+  block.role_in = kind.number;
   block.role = storage;
 }
 
 void destroy(Block* block) {
   Space& space = *block->space;
-  if (block->given >= 0) space.given[static_cast<size_t>(block->given)] = nullptr;
+  if (block->managed_index >= 0) space.managed[static_cast<size_t>(block->managed_index)] = nullptr;
   space.recorder.free(block->id);
-  leave_role(space, *block);
+  clear_role(space, *block);
   space.follower.forget(block->id);
-  if (block->origin) space.recipes->gone(*block->origin, block->used);
-  leave_part(space, *block, block->id);
-  leave_part(space, *block, block->twin);
-  if (!block->here() && block->slot) space.counters[kAwayBytes] -= block->bytes;
+  if (block->origin) space.recipes->count_freed(*block->origin, block->storage_bytes);
+  clear_twin(space, *block, block->id);
+  clear_twin(space, *block, block->twin);
+  if (!block->is_resident() && block->slot) space.counters[kAwayBytes] -= block->bytes;
   unplace(space, *block);
   space.observer.add(follow::Event::kFreed, block->id, block->bytes);
   give_slot(space, *block);
   count_total(space, -block->bytes);
-  space.known.erase(block);
+  space.owned_blocks.erase(block);
   block->storage.reset();
   delete block;
-  answer();
-  if (--space.pieces == 0 && !space.open) forget_space(&space);
+  notify_change();
+  if (--space.block_count == 0 && !space.open) forget_space(&space);
 }
 
 Block* new_block(Space& space, int64_t bytes) {
   auto block = std::make_unique<Block>();
   block->space = &space;
-  block->used = bytes;
+  block->storage_bytes = bytes;
   block->bytes = whole_pages(bytes);
-  block->id = space.ids++;
+  block->id = space.next_id++;
   count_total(space, block->bytes);
-  cast(space, *block, block->id);
-  ++space.pieces;
+  set_twin(space, *block, block->id);
+  ++space.block_count;
   return block.release();
 }
 

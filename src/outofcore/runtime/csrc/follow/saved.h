@@ -1,4 +1,4 @@
-// What autograd need not keep: how the results of ops came about (lineage.h), and recipes for them (recipes.h).
+// Capture of the lineage of op results (lineage.h), and recipes for saved tensors (recipes.h).
 
 #pragma once
 
@@ -17,8 +17,8 @@ void run_for_other(const c10::OperatorHandle& op, const Operator& about, c10::Di
 
 struct OurPager final : follow::Pager {
   std::shared_ptr<follow::Origin> origin_of(StorageImpl& storage) override {
-    Block* block = known(storage);
-    if (block == nullptr || block->fixed || block->stays || block->works > 0 || has_array(storage)) return {};
+    Block* block = find_block(storage);
+    if (block == nullptr || block->fixed || block->is_immovable || block->works > 0 || has_array(storage)) return {};
     if (!block->space->open || block->space != current) return {};
     if (!block->origin) {
       block->origin = std::make_shared<follow::Origin>();
@@ -28,7 +28,7 @@ struct OurPager final : follow::Pager {
     return block->origin;
   }
   std::shared_ptr<follow::Origin> known_origin(StorageImpl& storage) override {
-    const Block* block = known(storage);
+    const Block* block = find_block(storage);
     return block == nullptr ? nullptr : block->origin;
   }
   c10::Storage copy_of(const StorageImpl& storage) override {
@@ -43,8 +43,8 @@ struct OurPager final : follow::Pager {
     return copy;
   }
   void run(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) override {
-    if (is_other()) return run_for_other(op, operator_of(op), below, stack);
-    const Entered inside;
+    if (is_other_thread()) return run_for_other(op, operator_of(op), below, stack);
+    const InSpace inside;
     source = nullptr;
     if (Space* space = current) return run_atom(*space, op, operator_of(op), below, stack);
     op.redispatchBoxed(below, stack);
@@ -52,12 +52,12 @@ struct OurPager final : follow::Pager {
 };
 OurPager& our_pager = *new OurPager;
 
-// Python's part: is given a result of an op, of whose node it offers the saved tensors to ``follow_pack``.
+// Python callback: gets an op's result, and offers the saved tensors of its node to `follow_pack`.
 void (*offer_saved)(void* tensor, int64_t* answer) = nullptr;
-// The results of the op before; only the next op sees them with the node that autograd has made.
+// The previous op's results: their autograd node exists only when the next op runs.
 thread_local std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> results_before;
 
-// False: Ctrl-C came there, and Python is not to be called before it goes on.
+// Returns false if Ctrl-C interrupted the callback: do not call Python again before returning to it.
 bool offer_results() {
   for (auto& weak : std::exchange(results_before, {})) {
     const auto impl = weak.lock();
@@ -66,7 +66,6 @@ bool offer_results() {
     if (!tensor.requires_grad() || tensor.is_leaf() || tensor.is_view()) continue;
     const c10::impl::ExcludeDispatchKeyGuard quietly(
         c10::DispatchKeySet({kKey, DispatchKey::Python, DispatchKey::PythonTLSSnapshot}));
-    // The other results have the same node.
     return answer_of(offer_saved, static_cast<void*>(new at::Tensor(tensor))) != kNoAnswer;
   }
   return true;
@@ -78,18 +77,18 @@ void remember_results(const c10::IValue& value) {
   });
 }
 
-// How an op's results come about, and what autograd may have saved for it.
+// Captures an op's lineage, and its results for saved tensors.
 class Lineage {
  public:
   Lineage(Space& space, const c10::OperatorHandle& op, const Operator& about) : space_(space), op_(op), about_(about) {}
 
-  // Its operands are known; it has not run yet.
-  void before(const std::vector<Operand>& operands, c10::DispatchKeySet below, const torch::jit::Stack& stack) {
+  void before_run(const std::vector<Operand>& operands, c10::DispatchKeySet below, const torch::jit::Stack& stack) {
     follow::Recipes& recipes = *space_.recipes;
-    const bool changes = about_.later == follow::Again::kChanges || about_.later == follow::Again::kFills;
+    const bool changes =
+        about_.recipe_rerun == follow::RerunEffect::kChanges || about_.recipe_rerun == follow::RerunEffect::kFills;
     for (const auto& [block, written] : operands) {
       if (!block->origin) continue;
-      offers_ |= block->origin->wanted && !block->origin->steps.empty();
+      offers_ |= block->origin->is_recomputed && !block->origin->steps.empty();
       if (!written) continue;
       if (changes && !block->origin->steps.empty()) {
         changed_ = block;
@@ -100,74 +99,76 @@ class Lineage {
     }
     if (recipes.mode == follow::Recompute::kOff) return;
     offers_ |= recipes.mode == follow::Recompute::kNoting;
-    // Autograd gives results a node if an operand asks for that; in a function of the user's own, whatever they are.
+    // Autograd creates a node if an operand requires gradients, and in a custom function always.
     differentiated_ = !c10::GradMode::is_enabled();
     for (size_t i = stack.size() - about_.writes.size(); i < stack.size() && !differentiated_; ++i)
       follow::each_tensor(stack[i], [&](const at::Tensor& tensor, int64_t) {
         differentiated_ |= tensor.defined() && tensor.requires_grad();
       });
     bool asked = changed_ != nullptr;
-    if (!changes && about_.later != follow::Again::kNo) {
+    if (!changes && about_.recipe_rerun != follow::RerunEffect::kNo) {
       asked = recipes.asks_for(-1);
       for (int32_t place = -1; !asked && place >= -kMostResults; --place)
         asked = recipes.asks_for(space_.history.twin(place));
     }
     if (asked)
-      step_ = recipes.step_before(op_, about_.later, below, space_.device.stream(), stack, about_.writes.size(),
+      step_ = recipes.step_before(op_, about_.recipe_rerun, below, space_.device.stream(), stack, about_.writes.size(),
                                   about_.kind == Kind::kShape);
     if (!step_) return;
     waited_ = space_.counters[kTransferMicroseconds];
     start_ = std::chrono::steady_clock::now();
   }
-  void ran() {
+  void after_run() {
     if (!step_) return;
     step_->nanoseconds = nanos_since(start_) - 1000 * (space_.counters[kTransferMicroseconds] - waited_);
-    step_->place = space_.moments.size();  // which ``Timed`` adds to next
+    step_->place = space_.moments.size();  // the index that `Timed` appends next
   }
-  void made(Block& block, int32_t place) {
-    if (!step_) space_.recipes->made_for_good(block.id, block.used);
+  void record_result(Block& block, int32_t place) {
+    if (!step_) space_.recipes->record_unrepeatable(block.id, block.storage_bytes);
     if (!step_ || changed_ != nullptr) return;
     StorageImpl& storage = *block.storage->_unsafe_get_target();
     const auto origin = our_pager.origin_of(storage);
     if (!origin) return;
-    space_.recipes->made_by(step_, about_.later, static_cast<size_t>(-place - 1), block.twin, block.used, *origin);
-    offers_ |= origin->wanted;
+    space_.recipes->record_creation(step_, about_.recipe_rerun, static_cast<size_t>(-place - 1), block.twin,
+                                    block.storage_bytes, *origin);
+    offers_ |= origin->is_recomputed;
   }
-  void after(const torch::jit::Stack& stack) {
+  void finish(const torch::jit::Stack& stack) {
     if (step_ && changed_ != nullptr)
       if (const StorageImpl& owner = *changed_->storage->_unsafe_get_target();  // an operand
-          owns(owner, *changed_) && static_cast<int64_t>(owner.nbytes()) == changed_->used)
-        space_.recipes->changed_by(step_, about_.later, std::move(steps_), complete_, owner, *changed_->origin);
+          owns(owner, *changed_) && static_cast<int64_t>(owner.nbytes()) == changed_->storage_bytes)
+        space_.recipes->record_change(step_, about_.recipe_rerun, std::move(steps_), complete_, owner,
+                                      *changed_->origin);
     if (!offers_ || !differentiated_ || offer_saved == nullptr || space_.recipes->mode == follow::Recompute::kOff) return;
-    // Where somebody has hooks of their own for saved tensors, or does without any, it is left at that.
+    // Respect user hooks for saved tensors, and code that disables them.
     if (!at::SavedTensorDefaultHooks::is_enabled() || !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return;
     for (size_t i = stack.size() - op_.schema().returns().size(); i < stack.size(); ++i) remember_results(stack[i]);
   }
 
  private:
-  // More results with storages of their own than ops have that are worth running again.
+  // More results with own storages than ops worth rerunning have.
   static constexpr int32_t kMostResults = 6;
 
   Space& space_;
   const c10::OperatorHandle& op_;
   const Operator& about_;
   std::shared_ptr<follow::Step> step_;
-  Block* changed_ = nullptr;  // what it changes in place, and how that came about before
+  Block* changed_ = nullptr;  // changed in place, with its lineage before
   std::vector<std::shared_ptr<const follow::Step>> steps_;
   bool complete_ = false, offers_ = false, differentiated_ = false;
   int64_t waited_ = 0;
   std::chrono::steady_clock::time_point start_;
 };
 
-// Of the loop that is followed; null: none is.
+// Null: no loop is open.
 std::shared_ptr<follow::Recipes> current_recipes() {
   const Guard guard;
   const Space* space = current;
   return space == nullptr ? nullptr : space->recipes;
 }
 
-// Recipes do not see what an op is about to write.
-void spare_recipes(follow::Recipes& recipes, const Operator& about, const torch::jit::Stack& stack) {
+// Recipes are not informed of the op's writes otherwise.
+void protect_recipes(follow::Recipes& recipes, const Operator& about, const torch::jit::Stack& stack) {
   const size_t count = about.writes.size(), first = stack.size() - count;
   for (size_t i = 0; i < count; ++i)
     if (about.writes[i] || about.communicates)

@@ -1,8 +1,6 @@
-// Arguments that operators write although their schemas do not say so.
-//
-// A storage that nothing is known to write is evicted without being written to its home, so each of these writes would be
-// lost. tests/torch_cpu/silent_writes.py finds those that run on a CPU. Names are those of all overloads, with torch 2.11
-// to 2.13. Some write only if they are told to, such as batch norm in training; the argument counts as written always.
+// Arguments that operators write although their schemas do not declare it. Without an entry such a write is lost: the
+// storage is evicted as unchanged. tests/torch_cpu/silent_writes.py finds entries that run on a CPU. Names cover all
+// overloads, for torch 2.11 to 2.13. Arguments written only in some modes, such as training, always count as written.
 
 #pragma once
 
@@ -43,12 +41,12 @@ inline constexpr SilentWrite kSilentWrites[] = {
     {"_c10d_functional::batch_p2p_ops", "tensors"},
 };
 
-// `place`: of the argument, from 0.
+// `place`: index of the argument.
 inline bool writes_silently(std::string_view op, std::string_view argument, size_t place) {
   // Collectives such as c10d::allreduce_ write their first argument.
   if (op.substr(0, 6) == "c10d::" && op.back() == '_') return place == 0;
-  for (const SilentWrite& each : kSilentWrites)
-    if (each.op == op && each.argument == argument) return true;
+  for (const SilentWrite& entry : kSilentWrites)
+    if (entry.op == op && entry.argument == argument) return true;
   return false;
 }
 

@@ -1,4 +1,4 @@
-// Where ops come from in the user's program, for messages: an op of backward comes from where its node was made.
+// Source lines of ops for messages. An op of a backward pass has the line that created its autograd node.
 
 #pragma once
 
@@ -9,11 +9,10 @@
 
 namespace follow {
 
-// By the numbers that autograd gives nodes in one thread, which ascend.
 class Sources {
  public:
-  // The nodes from the last call on, up to that with the number before `next`, come from there; null: it is not known.
-  void note(uint64_t next, const char* source) {
+  // Sets the source of the nodes from the last call up to, not including, `next`. Null: unknown.
+  void record(uint64_t next, const char* source) {
     last_ = next;
     if (!by_next_.empty() && std::prev(by_next_.end())->second == source) {
       auto last = by_next_.extract(std::prev(by_next_.end()));
@@ -21,19 +20,18 @@ class Sources {
       by_next_.insert(std::move(last));
       return;
     }
-    // Of what was made so long ago, nothing is differentiated any more; if it is, its source is not told.
-    if (by_next_.size() >= kMost) by_next_.erase(by_next_.begin());
+    // Nodes this old are rarely differentiated; their source is then unknown.
+    if (by_next_.size() >= kMaxEntries) by_next_.erase(by_next_.begin());
     by_next_[next] = source;
   }
   const char* find(uint64_t number) const {
-    const auto found = by_next_.upper_bound(number);
-    return found == by_next_.end() ? nullptr : found->second;
+    const auto entry = by_next_.upper_bound(number);
+    return entry == by_next_.end() ? nullptr : entry->second;
   }
-  // Up to which number nodes are noted.
   uint64_t last() const { return last_; }
 
  private:
-  static constexpr size_t kMost = size_t{1} << 16;
+  static constexpr size_t kMaxEntries = size_t{1} << 16;
 
   std::map<uint64_t, const char*> by_next_;
   uint64_t last_ = 0;

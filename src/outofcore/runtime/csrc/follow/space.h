@@ -1,7 +1,5 @@
-// What a loop is to the native code: its blocks, its space, and what there is once in a process.
-//
-// This header and those built on it, one on the other up to steps.h, are parts of paging.cpp: one translation unit, of
-// which only the functions at its end are seen from outside.
+// The types of an eager loop: its blocks, its space, and process-wide state. The headers from here to steps.h form
+// paging.cpp: one translation unit that exports only the functions at its end.
 
 #pragma once
 
@@ -52,152 +50,150 @@ using allocation::stock;
 using follow::Device;
 using follow::Guard;
 using follow::StoragePointer;
-using follow::answer;
-using follow::answered;
+using follow::notify_change;
+using follow::change_signal;
 using follow::is_large;
 using follow::kKey;
-using follow::let_go;
+using follow::deferred_drops;
 using follow::mutex;
 using follow::smallest;
-using follow::wait_for_answer;
+using follow::wait_for_change;
 using outofcore::kPage;
 using outofcore::sum_of;
 using outofcore::whole_pages;
 
-// Every thread passes it below that one, and collectives have no kernel there.
+// Every thread dispatches collectives through this key, which has no kernel for them.
 constexpr DispatchKey kCollectives = DispatchKey::BackendSelect;
 
-// In the order of the fields of ``LoopStats`` in stats.py.
+// In the order of the fields of `LoopStats` in stats.py.
 enum Counter {
-  kOps,                  // that touched something large
-  kExpectedOps,          // of them, where the history expected them
+  kOps,          // that touched a large storage
+  kExpectedOps,  // of these, ops that the history predicted
   kFetches,
   kFetchedBytes,
-  kFetchesAhead,         // of the fetches, those that were begun before an op needed them
+  kFetchesAhead,         // fetches that started before an op needed them
   kEvictions,
-  kWrites,               // of them, those whose bytes had changed
+  kWrites,               // evictions of changed bytes
   kWrittenBytes,
-  kUnseenWrites,         // storages that were taken to be unchanged and were not
+  kUnseenWrites,         // storages assumed unchanged that had changed
   kAdoptions,
   kAdoptedBytes,
-  kBytesInUse,           // bytes of the arena now
-  kPeakBytes,            // and at the most
-  kAwayBytes,            // bytes of storages that are away now
-  kFixed,                // storages whose address somebody took
-  kOutsideBytes,         // bytes of 64 KiB and more that threads outside of the loop hold
+  kBytesInUse,    // of the arena, current
+  kPeakBytes,     // of the arena
+  kAwayBytes,     // of evicted storages, current
+  kFixed,         // storages with a fixed address
+  kOutsideBytes,  // storages of 64 KiB and more of threads outside the loop
   kPeakOutsideBytes,
-  kForeign,              // operands that were used where they are: see ``block_of``
-  kAtHomeBytes,          // bytes of operands that were used at their home, by ops of the loop
+  kForeign,      // operands used in place: see `block_of`
+  kAtHomeBytes,  // operands of the loop's ops used at their home
   kTransferMicroseconds,
-  kPeakHomeBytes,        // bytes of the homes at the most
-  kPlannedOps,           // ops that came where a plan has them
-  kUnplannedEvictions,   // evictions that no plan had foreseen, while one was followed
-  kDepartures,           // times the loop left what a plan has
-  kRecipes,              // storages that autograd does not keep, but can make again
-  kReruns,               // times that one was made again
-  kUnkeptBytes,          // of storages that went for that
-  kRerunMicroseconds,    // the loop spent so long on making them again
-  kFileBytes,            // of storages whose home is the file that they were mapped from
-  kSmallBytes,           // bytes of smaller storages, of the models and of what the loop's ops have allocated
+  kPeakHomeBytes,       // of the homes
+  kPlannedOps,          // ops that followed a plan
+  kUnplannedEvictions,  // evictions outside the plan while one was followed
+  kDepartures,          // deviations from a plan
+  kRecipes,             // storages to be recomputed instead of saved by autograd
+  kReruns,              // recomputations
+  kUnkeptBytes,         // storages freed because they can be recomputed
+  kRerunMicroseconds,   // time of recomputations
+  kFileBytes,           // storages with the file they were mapped from as home
+  kSmallBytes,          // smaller storages of the models and of the loop's ops
   kPeakSmallBytes,
-  kPeakTotalBytes,       // bytes of all storages of 64 KiB and more, resident and evicted, at the most
-  kExceedances,          // times that an op was allowed more than the budget
-  kArenaBytes,           // memory of the arena: in use, or free and not given back to the system
+  kPeakTotalBytes,  // all storages of 64 KiB and more, resident and evicted
+  kExceedances,     // ops that were allowed to exceed the budget
+  kArenaBytes,      // memory of the arena: used, or free and not returned to the system
   kCounters
 };
 
 struct Space;
 
-// What happens where an op needs more than the budget. As ``Excess`` in space.py.
+// Handling of ops that need more than the budget. As `Excess` in space.py.
 enum class Excess : int {
-  kRefused,   // the op is refused
+  kRefused,
   kAllowed,   // the op may exceed the budget
-  kMeasured,  // likewise, and the need of each op is noted
+  kMeasured,  // as kAllowed; each op's need is recorded
 };
 
-// Where the bytes of a block are, and what its storage shows.
-enum class State : uint8_t {
-  kAway,     // at home; the storage shows the window there
-  kComing,   // a copy to the arena is under way; the window
-  kArrived,  // the copy has ended; the window, until an op of the loop uses the block
-  kHere,     // in the arena, which the storage shows, or there is no storage yet
+// Where a block's bytes are, and the address in its storage.
+enum class BlockState : uint8_t {
+  kEvicted,     // at home; the storage points to the window
+  kFetching,   // being copied to the arena; window
+  kFetched,  // copied; window until an op of the loop uses the block
+  kResident,     // in the arena; the storage, if any, points there
 };
-// What may follow. A block that is not away takes up memory of the arena; one that is here may be written to its home
-// beside the ops (``writing``), and stays here until that has ended.
-constexpr bool may_follow(State before, State after) {
+// All states but kEvicted use arena memory. A resident block that is being written to its home stays resident until
+// then.
+constexpr bool may_follow(BlockState before, BlockState after) {
   switch (before) {
-    case State::kAway: return after == State::kComing || after == State::kHere;
-    case State::kComing: return after == State::kArrived || after == State::kAway;
-    case State::kArrived: return after == State::kHere || after == State::kAway;
-    case State::kHere: return after == State::kAway;
+    case BlockState::kEvicted: return after == BlockState::kFetching || after == BlockState::kResident;
+    case BlockState::kFetching: return after == BlockState::kFetched || after == BlockState::kEvicted;
+    case BlockState::kFetched: return after == BlockState::kResident || after == BlockState::kEvicted;
+    case BlockState::kResident: return after == BlockState::kEvicted;
   }
   return false;
 }
 
-// Of what is at home: of all bytes, and of those that are compared when they come back.
 struct Sums {
   uint64_t all = 0, compared = 0;
 };
-// What is summed of bytes that come from a home.
-enum class Summed {
+enum class ChecksumScope {
   kNothing,
   kCompared,
-  kAll,  // since the sums are not known, or code that nobody sees may have written there
+  kAll,  // the checksum is unknown, or unobserved code may have written there
 };
 
 struct Block : outofcore::CopyThread::Job {
   Space* space = nullptr;
-  std::optional<follow::WeakStorage> storage;  // none: a piece that no storage is known to own yet
+  std::optional<follow::WeakStorage> storage;  // none: memory not yet owned by a storage
   int64_t id = 0;
-  int64_t bytes = 0, used = 0;  // in whole pages; of the storage
-  int64_t offset = -1;          // in the arena; -1: it has no addresses there
-  State state = State::kAway;
-  bool writing = false;         // it is copied to its home beside the ops
+  int64_t bytes = 0, storage_bytes = 0;  // page-aligned; of the storage
+  int64_t offset = -1;                   // in the arena; -1: none
+  BlockState state = BlockState::kEvicted;
+  bool writing = false;         // a concurrent copy to its home is in progress
   follow::Slot slot;
-  bool dirty = true;            // what is at home, if anything, is not what it holds
-  bool fixed = false;           // somebody has its address: it keeps it, here and away
-  bool stays = false;           // and may use it at any time, in another thread: it stays where it is, here or away
-  std::shared_ptr<int> holds;   // of code in other threads that reads its memory without an op; null: there were none
-  bool dead = false;            // freed while it was held
-  bool dying = false;           // its storage is being destroyed in another thread, or has given its memory to another one
-  int pins = 0;                 // of ops that use it
-  int others = 0;               // of them, those of threads that are not the loop's
-  int works = 0;                // of collectives that may read or write it
+  bool dirty = true;           // the bytes at home, if any, are outdated
+  bool fixed = false;          // its address was taken and must not change, resident or evicted
+  bool is_immovable = false;   // used at any time by another thread: it is no longer moved
+  std::shared_ptr<int> holds;  // current reads without an op by code of other threads; null: never any
+  bool is_freed = false;       // freed while it was held
+  bool owner_dying = false;    // its storage is being destroyed on another thread, or has given its memory away
+  int pins = 0;                // ops that use it
+  int other_pins = 0;          // of these, ops of other threads
+  int works = 0;               // collectives that may read or write it
   int64_t last_use = 0;
-  int64_t twin = -1;            // whose part it plays in the history
-  int64_t role_in = -1;         // the record in which it plays a part that others play in other steps
+  int64_t twin = -1;     // the storage in the history with its role
+  int64_t role_in = -1;  // the step kind in which it has a role that changes from step to step
   int32_t role = -1;
-  // Which storage of a record it is that is there from step to step, as it was looked up; and of which record that is.
-  mutable int32_t looked_up = -1;
-  mutable int64_t looked_up_in = -1;
-  bool released = false;        // the plan has given its room to others
-  int64_t given = -1;           // its place among those that the user put under the budget
-  Sums sums;                    // while it is not dirty
-  bool touched = false;         // code that nobody sees may have written to it there since
-  int64_t version = 0;          // how often it was written
-  bool early = false;           // it was brought in before an op needed it, and none has used it yet
-  bool copied = false;          // the copy beside the ops came off
-  bool waited = false;          // somebody waited for it
+  // The cached role of a persistent storage, and the version of the roles it was looked up in.
+  mutable int32_t cached_role = -1;
+  mutable int64_t cached_role_version = -1;
+  bool released = false;        // the plan allows its eviction
+  int64_t managed_index = -1;   // position among the user's managed storages
+  Sums sums;                    // valid unless `dirty`
+  bool touched = false;         // unobserved code may have written to its window
+  int64_t version = 0;          // number of writes
+  bool is_early = false;        // fetched ahead and not used yet
+  bool copy_succeeded = false;  // result of the concurrent copy
+  bool copy_waited = false;     // an op waited for the copy
   int64_t copied_version = 0;
-  Summed summed = Summed::kNothing;
+  ChecksumScope checksum_scope = ChecksumScope::kNothing;
   Sums copied_sums;
-  std::shared_ptr<follow::Origin> origin;  // how its bytes came about, if recipes ask for that
+  std::shared_ptr<follow::Origin> origin;  // its lineage, if recipes need it
   follow::Rank rank;
   [[no_unique_address]] Device::Order order;
   int64_t copy_start = 0, copy_end = 0;
 
-  bool here() const { return state == State::kHere; }
-  bool charged() const { return state != State::kAway; }  // its bytes count as in use
-  bool copying() const { return state == State::kComing || writing; }
-  // Somebody uses it, so that it has to outlive its storage.
-  bool held() const { return pins > 0 || works > 0 || copying(); }
-  void become(State next) {
+  bool is_resident() const { return state == BlockState::kResident; }
+  bool is_charged() const { return state != BlockState::kEvicted; }  // counts as memory in use
+  bool is_copying() const { return state == BlockState::kFetching || writing; }
+  // It is in use and must outlive its storage.
+  bool is_held() const { return pins > 0 || works > 0 || is_copying(); }
+  void set_state(BlockState next) {
     TORCH_INTERNAL_ASSERT_DEBUG_ONLY(may_follow(state, next), "a block cannot go from ", int(state), " to ", int(next));
     state = next;
   }
 };
 
-// One loop's arena and homes. It stays until the last storage that lies in it is gone.
+// The arena and homes of one loop. It lives until its last storage is gone.
 struct Space {
   Space(int64_t budget_bytes, int device_index, Excess excess_allowed)
       : limit(budget_bytes),
@@ -206,24 +202,24 @@ struct Space {
         device(device_index),
         extents(addresses()) {}
 
-  int64_t limit;                         // what the user gave, of which so much is the arena's:
+  int64_t limit;                         // the user's budget; `budget` is the arena's part
   int64_t budget;
   Excess excess;
-  int64_t grown = 0;                     // bytes by which the op that runs may exceed the budget
-  int64_t total = 0;                     // bytes of all storages, resident and evicted
-  follow::Refusal need;                  // of the op that needs the most at once, as far as needs are noted
-  bool unplaced = false;                 // whether the user's line of that op is not known yet
-  int64_t spare = 0;                     // bytes of the arena that are left free, so that there are holes
-  int64_t segments = 0;                  // bytes that PyTorch's allocator may take for small requests of the loop
-  int64_t segments_before = 0;           // and had taken before
-  bool reruns = false;                   // the op that runs can be run once more
-  bool parted = false;                   // and is to be, since a request found no hole, though there was room for it
-  std::atomic<bool> small_inside{false};  // it has taken them: small requests are served in the arena
-  std::atomic<int64_t> small_asked{0};   // bytes of such requests since it was last looked
-  int64_t small_before = 0;              // ``small_bytes`` when this loop was opened: earlier loops' tensors
-  std::atomic<int64_t> small_peak{0};    // the most that ``small_bytes`` has exceeded that
-  int64_t small_given = 0;               // bytes of small storages that the user has put under the budget
-  std::unordered_set<const StorageImpl*> small_seen;  // those
+  int64_t overrun = 0;                   // bytes by which the running op may exceed the budget
+  int64_t total = 0;                     // all storages, resident and evicted
+  follow::Refusal need;                  // largest need of an op recorded so far
+  bool need_lacks_source = false;        // the source line of that op is not known yet
+  int64_t spare = 0;                     // free bytes of the arena, against fragmentation
+  int64_t segments = 0;                  // allowed for small requests in PyTorch's allocator
+  int64_t segments_before = 0;           // in use there before the loop
+  bool can_rerun = false;                // the running op can be rerun
+  bool needs_rerun = false;              // a request found no hole despite enough free bytes
+  std::atomic<bool> small_in_arena{false};  // the segments are used up: the arena serves small requests
+  std::atomic<int64_t> small_requested{0};  // bytes requested since the last check
+  int64_t small_before = 0;              // `small_bytes` when the loop was opened
+  std::atomic<int64_t> small_peak{0};    // maximum of `small_bytes` minus that
+  int64_t small_managed = 0;             // small storages that the user has put under the budget
+  std::unordered_set<const StorageImpl*> counted_small;  // these storages
   Device device;
   char* base = nullptr;  // null: not reserved yet
   follow::Extents extents;
@@ -233,65 +229,64 @@ struct Space {
   follow::Follower follower;
   follow::Observer observer;
   follow::Sources sources;
-  follow::Anchor* anchor = nullptr;      // whose plan is followed
-  int64_t fitting = 0;                   // storages in this step: close to the plan in size, minus not close
-  bool torn = false;                     // memory of the core was given back in pieces
-  int64_t collapses = 0, collapses_from = 0;  // how often it was put together, and from which step on it is next
-  std::deque<int32_t> due;               // storages of the record that are to be fetched
-  std::vector<follow::Request> requests;  // of the op that runs
-  std::vector<std::pair<int64_t, int64_t>> wanted;  // bytes and planned offsets of what it is to ask for; -1: anywhere
-  std::optional<follow::Record> proposed;  // a step that a plan is wanted for
-  int64_t proposed_for = -1;             // the number of the record
-  std::string names;                     // of its operators
-  std::string observed_names;            // of operators of what was observed
-  int64_t anchors = 0;                   // there ever were
-  int64_t step_total = 0;                // the most that ``total`` was in the step under way
-  std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();  // the last op ended
-  int64_t waited = 0;                    // microseconds of transfers until then
-  int64_t in_nanos = 1, out_nanos = 1, in_bytes = 0, out_bytes = 0;  // of copies of all kinds
-  std::map<int64_t, Block*> at;  // by offset
+  follow::SizeBucket* bucket = nullptr;           // its plan is followed
+  int64_t fit_score = 0;  // storages of this step with sizes close to the plan's, minus the others
+  bool is_fragmented = false;                     // memory of the core was returned piecemeal
+  int64_t collapses = 0, next_collapse_step = 0;  // collapses into huge pages; step of the next one
+  std::deque<int32_t> due_fetches;                // storages of the record to fetch
+  std::vector<follow::Request> requests;          // of the running op
+  std::vector<std::pair<int64_t, int64_t>> planned_requests;  // bytes and planned offset (-1: anywhere)
+  std::optional<follow::Record> proposal;         // a step to plan
+  int64_t proposal_kind = -1;                     // the number of its kind
+  std::string operator_names;                     // of that step
+  std::string observed_names;                     // of the observed step
+  int64_t bucket_count = 0;                       // created so far
+  int64_t step_total = 0;                         // maximum of `total` in the current step
+  std::chrono::steady_clock::time_point last_op_end = std::chrono::steady_clock::now();  // end of the last op
+  int64_t transfer_micros_before = 0;             // transfer microseconds until then
+  int64_t in_nanos = 1, out_nanos = 1, in_bytes = 0, out_bytes = 0;  // of all copies
+  std::map<int64_t, Block*> by_offset;
   follow::Ranking<Block> ranking;  // of the same blocks
-  int64_t ranked_until = 0;      // all are ranked anew from this op on,
-  const void* ranked_by = nullptr;  // or once another record says when they are used
-  std::unordered_set<Block*> known;
-  std::vector<Block*> given;     // what the user put under the budget, in that order; null: it is gone
-  size_t after_given = 0;        // behind the one of them that was used last
-  std::unordered_map<int64_t, Block*> parts;  // by storage of the history, who plays its part now
-  std::vector<Block*> finished;               // copies beside ops that are to take effect
-  int64_t copying_in = 0, copying_out = 0;    // copies beside ops that are under way
-  int64_t early = 0;                          // bytes of blocks that are early
-  bool core_counted = false;                  // see ``count_core``
-  int64_t looked = -1;                        // how far ahead in the history was looked for what to fetch
-  int64_t until_look = 0;                     // ops until it is looked for what to write
-  bool evicted = false;                       // whether there ever was too little room
-  int64_t charged = 0;           // bytes of the arena in use
-  int64_t ids = 0;
-  int64_t pieces = 0;            // blocks of all kinds
+  int64_t ranked_until = 0;      // op at which all are ranked again,
+  const void* ranked_by = nullptr;  // also if the source of predictions changes
+  std::unordered_set<Block*> owned_blocks;
+  std::vector<Block*> managed;                  // storages that the user put under the budget, in order; null: freed
+  size_t next_managed = 0;                      // index after the last one used
+  std::unordered_map<int64_t, Block*> by_twin;  // by storage of the history: its counterpart now
+  std::vector<Block*> ended_copies;             // concurrent copies not yet in effect
+  int64_t copying_in = 0, copying_out = 0;      // concurrent copies in progress
+  int64_t early_bytes = 0;                      // bytes of early blocks
+  bool core_counted = false;                    // see `count_core`
+  int64_t lookahead_position = -1;              // position in the history up to which fetches were issued
+  int64_t ops_until_write_scan = 0;             // ops until blocks to write are selected again
+  bool has_evicted = false;                     // whether the room was ever insufficient
+  int64_t bytes_in_use = 0;                     // of the arena
+  int64_t next_id = 0;
+  int64_t block_count = 0;            // of all kinds
   bool open = true;
-  bool seen = false;             // ops of all threads are seen because of it
-  bool of_parent = false;        // this process is a child that was forked from the one that made it
-  bool verified = true;          // whether what is taken to be unchanged is compared, and what comes from a disk
-  bool sampled = false;          // and of weights still in their files a part; else also what comes from host memory
+  bool observes_threads = false;  // this loop makes ops of all threads observed
+  bool is_inherited = false;      // this process is a child forked by the owner
+  bool verifies = true;           // verify bytes assumed unchanged and bytes from a disk
+  bool samples = false;           // verify a part of weights mapped from files; otherwise bytes from host memory, too
   bool stress = false;
-  bool ahead = true;             // whether to copy beside ops
+  bool copies_ahead = true;             // make overlapped copies
   int64_t counters[kCounters] = {};
   std::shared_ptr<follow::Recipes> recipes;
-  std::vector<std::shared_ptr<const follow::ForeignFile>> files;  // that storages were mapped from
-  // On a GPU, where what the host's clock says of ops means little: whether steps are timed, and the one under way; when
-  // each of its ops arrived and began; the same of the step before, with its end.
+  std::vector<std::shared_ptr<const follow::ForeignFile>> files;  // storages were mapped from these
+  // On a GPU: whether to time steps, and whether the current one is timed. The arrival and start of its ops, and those
+  // of the previous step with its end.
   bool timed = false, timing = false;
-  bool lacking_times = false;    // a plan was wanted of a step that was not timed
+  bool lacks_times = false;    // a step to plan was not timed
   std::vector<Device::Span> moments, moments_before;
-  bool unseen = false;           // code that nobody sees may have written to what is here
+  bool has_unseen_writes = false;           // unobserved code may have written to resident blocks
 
   ~Space() { device.unreserve(base, addresses()); }
   char* address(const Block& block) const { return base + block.offset; }
-  int64_t small() const { return whole_pages(small_given + small_peak.load(std::memory_order_relaxed)); }
-  // Bytes of the budget that small storages leave to the arena. What they have taken once, they will take again.
-  int64_t room() const { return budget + grown - spare - small(); }
-  // Where the addresses end that plans speak of.
+  int64_t small() const { return whole_pages(small_managed + small_peak.load(std::memory_order_relaxed)); }
+  // Bytes of the budget that small storages leave to the arena. The peak of small storages stays reserved for them.
+  int64_t room() const { return budget + overrun - spare - small(); }
+  // End of the offsets that plans use.
   int64_t core() const { return room() / kPage * kPage; }
-  // Bytes of addresses of the arena.
   int64_t addresses() const {
     return Device::kAddresses * budget + (excess == Excess::kRefused ? 0 : Device::addresses_to_grow());
   }
@@ -299,21 +294,21 @@ struct Space {
 
 std::unordered_set<Space*>& spaces = *new std::unordered_set<Space*>;
 std::atomic<Space*> current{nullptr};
-// Memory of the stock allocator's for requests that were not served in an arena.
+// Requests that the stock allocator served in place of an arena.
 struct Outside {
   int64_t bytes;
-  Space* charged;  // whose budget they count in; null: nobody's
+  Space* space;  // counted in its budget; null: not counted
 };
 std::unordered_map<void*, Outside>& outside = *new std::unordered_map<void*, Outside>;  // by address
 std::atomic<int64_t> outside_count{0};
-// Of smaller storages that ops of loops have asked for, as the stock allocator gives them.
+// Smaller storages that ops of loops have requested, by usable size.
 std::atomic<int64_t> small_bytes{0};
-// Decides whether the kernel of an operator is written in Python.
+// Returns whether an operator's kernel is written in Python.
 void (*is_python)(const char* name, const char* overload, int64_t* answer) = nullptr;
 
-// The answer of a Python callback that Ctrl-C interrupted.
+// The result of a Python callback that Ctrl-C interrupted.
 constexpr int64_t kNoAnswer = -1;
-// Calls a Python callback, which writes its answer through its last argument (see native_callback in compiling.py).
+// Calls a Python callback, which writes its result through its last argument (see native_callback in compiling.py).
 template <class Function, class... Given>
 int64_t answer_of(Function* function, Given... given) {
   int64_t answer = kNoAnswer;

@@ -1,7 +1,5 @@
-// What a step of a loop did: ops, and the storages that they touched.
-//
-// Storages have numbers in the order of their first touch, so that these numbers mean the same in steps that run the same
-// ops on storages in the same relations.
+// The record of one step: its ops and the storages that they touched. Storages are numbered by first touch, so the
+// numbers agree between steps that run the same ops on storages in the same relations.
 
 #pragma once
 
@@ -12,7 +10,7 @@
 
 namespace follow {
 
-// How an op has touched a storage: operands are numbered from 1 on, results from -1 downwards.
+// An op's use of a storage. Operands have places 1, 2, ...; results have -1, -2, ...
 struct Touched {
   int32_t place;
   int64_t id;  // of the block
@@ -26,34 +24,33 @@ struct StepOp {
     int32_t storage;
     bool written, created;
   };
-  const void* op;  // the schema of its operator
+  const void* op;  // operator schema
   std::vector<Touch> touched;
-  const char* source = nullptr;  // see sources.h; null: it is not known
+  const char* source = nullptr;  // see sources.h; null: unknown
 };
 
 struct StepStorage {
   int64_t id;  // of the block
   int64_t bytes;
-  int32_t freed = -1;  // the ops that had begun when it was freed; -1: not in this step
+  int32_t freed = -1;  // number of ops begun when it was freed; -1: not freed in this step
   bool created = false;
 };
 
-// One step that has been.
 struct Record {
-  // A storage that an earlier step made, that this one does not touch, and that it frees.
+  // A storage that an earlier step created and this one frees without touching it.
   struct Leftover {
-    int32_t storage;  // its number in the step before
+    int32_t storage;  // its number in the previous step
     int32_t freed;
   };
 
   std::vector<StepOp> ops;
   std::vector<StepStorage> storages;
-  std::vector<int64_t> nanos, workspaces;  // by op: what it took with what Python did before it; its scratch memory
-  std::vector<std::vector<Request>> requests;  // by op
+  std::vector<int64_t> nanos, workspaces;  // per op: time including Python's before it; scratch bytes
+  std::vector<std::vector<Request>> requests;  // per op
   std::vector<Leftover> leftovers;
-  uint64_t before = 0;  // the signature of the step before
-  int64_t variant = 0;  // steps of which other storages are made again are never of one kind
-  uint64_t signature = 14695981039346656037ull;  // equal: the same ops on storages in the same relations
+  uint64_t before = 0;  // signature of the previous step
+  int64_t variant = 0;  // steps with different recomputed storages are of different kinds
+  uint64_t signature = 14695981039346656037ull;  // equal for the same ops on storages in the same relations
 };
 
 }  // namespace follow

@@ -1,12 +1,7 @@
-// Work on streams of a GPU, and who has to wait for which of it.
-//
-// Work that was issued to a stream has a mark: the stream, and a number that grows. Whoever has to come after it lets its
-// own stream wait for the first event that was recorded at that mark or later. A copy has an event right behind it, so that
-// whoever needs its bytes does not wait for the copies behind it. An op has none: one is recorded where somebody waits for
-// it and nothing later has one. Nothing here blocks the host, but for a stream that is gone.
-//
-// Memory that is free may still be in use by work that was issued before it was freed: ``Fences`` keeps the marks of that
-// by address, for whoever gets the memory next.
+// Work on GPU streams and its dependencies. A mark identifies work: a stream and an increasing number. To run after
+// marked work, a stream waits for the first event recorded at that mark or later. A copy has an event directly behind
+// it, so its users do not wait for later copies; for an op an event is recorded only when needed. `Fences` keeps the
+// marks of work on freed memory for its next user. The host blocks only for a destroyed stream.
 
 #pragma once
 
@@ -27,13 +22,12 @@ struct Mark {
   int64_t number;
 };
 
-// At most one for each stream: the last.
 class Marks {
  public:
   void add(const Mark& mark) {
-    for (Mark* each = begin(); each != end(); ++each)
-      if (each->stream == mark.stream) {
-        each->number = std::max(each->number, mark.number);
+    for (Mark* entry = begin(); entry != end(); ++entry)
+      if (entry->stream == mark.stream) {
+        entry->number = std::max(entry->number, mark.number);
         return;
       }
     if (more_.empty() && count_ < few_.size()) {
@@ -43,8 +37,8 @@ class Marks {
     if (more_.empty()) more_.assign(few_.begin(), few_.end());
     more_.push_back(mark);
   }
-  void add(const Marks& others) {
-    for (const Mark& mark : others) add(mark);
+  void add(const Marks& marks) {
+    for (const Mark& mark : marks) add(mark);
   }
   void clear() {
     count_ = 0;
@@ -57,15 +51,13 @@ class Marks {
   Mark* begin() { return const_cast<Mark*>(std::as_const(*this).begin()); }
   Mark* end() { return const_cast<Mark*>(std::as_const(*this).end()); }
 
-  // All, in one of the two: a block is used by the loop's stream and the two of copies, and few by others.
+  // All marks are in one of the two: a block is rarely used by more than the loop's stream and the two copy streams.
   std::array<Mark, 3> few_;
   size_t count_ = 0;
   std::vector<Mark> more_;
 };
 
-// The streams of one device, by number. A ``Runtime`` makes events and drops them, records one on a stream (what is waited
-// for from then on is all that was issued there before; false: the stream is gone), says whether what one was recorded
-// behind is over, lets a stream wait for one as it was recorded last, and waits for all work itself.
+// The streams of one device, by number. `Runtime` wraps its events; `record` returns false for a destroyed stream.
 template <class Runtime>
 class Streams {
  public:
@@ -78,7 +70,7 @@ class Streams {
   }
   Streams(const Streams&) = delete;
 
-  // Makes no event, and so never fails for want of one: deleters ask as well.
+  // Makes no event and so cannot fail: deleters call it.
   int number_of(Handle handle) {
     if (last_ < streams_.size() && streams_[last_].handle == handle) return static_cast<int>(last_);
     for (size_t i = 0; i < streams_.size(); ++i)
@@ -88,40 +80,41 @@ class Streams {
   }
   Handle handle(int stream) const { return streams_[stream].handle; }
 
-  // Of all that was issued to a stream so far, also by others.
+  // Marks all work issued to a stream so far, by any code.
   Mark now(int stream) { return {stream, ++streams_[stream].issued}; }
 
-  // Records an event behind what has a mark on a stream, unless there is one: who waits for that waits for no more.
+  // Records an event behind the last mark of a stream, unless there is one.
   void record(int stream) {
     Stream& marked = streams_[stream];
     if (!marked.recorded.empty() && marked.recorded.back().number == marked.issued) return;
     Event event;
     if (marked.recorded.size() >= kFew && runtime_.is_over(marked.recorded.front().event)) {
       event = marked.recorded.front().event;
-      marked.over = marked.recorded.front().number;
+      marked.completed = marked.recorded.front().number;
       marked.recorded.pop_front();
     } else {
       event = runtime_.make();
     }
-    const bool is_there = runtime_.record(event, marked.handle);
+    const bool is_alive = runtime_.record(event, marked.handle);
     marked.recorded.push_back({marked.issued, event});
-    if (is_there) return;
-    // Its owner has destroyed it, perhaps before its work was done.
+    if (is_alive) return;
+    // The stream was destroyed, perhaps before its work was done.
     runtime_.finish();
-    marked.over = marked.issued;
-    for (const Recorded& each : std::exchange(marked.recorded, {})) runtime_.drop(each.event);
+    marked.completed = marked.issued;
+    for (const Recorded& recorded : std::exchange(marked.recorded, {})) runtime_.drop(recorded.event);
   }
 
-  // Lets what is issued to a stream from now on come after marked work.
+  // Orders work issued to a stream from now on after marked work.
   void wait(int stream, const Mark& mark) {
     if (stream == mark.stream) return;
     Stream &marked = streams_[mark.stream], &waiter = streams_[stream];
     if (static_cast<int>(waiter.waited.size()) <= mark.stream) waiter.waited.resize(mark.stream + 1, 0);
-    if (marked.over >= mark.number || waiter.waited[mark.stream] >= mark.number) return;
+    if (marked.completed >= mark.number || waiter.waited[mark.stream] >= mark.number) return;
     if (marked.recorded.empty() || marked.recorded.back().number < mark.number) record(mark.stream);
-    if (marked.over >= mark.number) return;
-    const auto first = std::lower_bound(marked.recorded.begin(), marked.recorded.end(), mark.number,
-                                        [](const Recorded& each, int64_t number) { return each.number < number; });
+    if (marked.completed >= mark.number) return;
+    const auto first =
+        std::lower_bound(marked.recorded.begin(), marked.recorded.end(), mark.number,
+                         [](const Recorded& recorded, int64_t number) { return recorded.number < number; });
     runtime_.wait(waiter.handle, first->event);
     waiter.waited[mark.stream] = first->number;
   }
@@ -131,7 +124,7 @@ class Streams {
 
  private:
   using Event = typename Runtime::Event;
-  // So many events a stream has before it is asked whether the oldest can be used again.
+  // Events per stream before the oldest is queried for reuse.
   static constexpr size_t kFew = 64;
 
   struct Recorded {
@@ -140,28 +133,27 @@ class Streams {
   };
   struct Stream {
     Handle handle;
-    std::deque<Recorded> recorded;  // in their order
-    int64_t issued = 0, over = 0;   // the last mark; what has it or an earlier one is done
-    std::vector<int64_t> waited;    // for each other stream: the last mark that it waits for
+    std::deque<Recorded> recorded;  // in order
+    int64_t issued = 0, completed = 0;   // the last mark; the last completed mark
+    std::vector<int64_t> waited;    // by stream: the last mark waited for
   };
 
   Runtime runtime_;
   std::vector<Stream> streams_;
-  size_t last_ = 0;  // that was asked for
+  size_t last_ = 0;  // the stream of the last query
 };
 
-// Marks of work on memory that is free.
 class Fences {
  public:
   void put(const char* at, int64_t bytes, Marks marks) {
     cut(at, bytes, nullptr);
     fences_[at] = {bytes, std::move(marks)};
   }
-  // Of all work on some memory, which is forgotten.
+  // Removes and returns the marks of all work on a range.
   Marks take(const char* at, int64_t bytes) {
-    Marks found;
-    cut(at, bytes, &found);
-    return found;
+    Marks marks;
+    cut(at, bytes, &marks);
+    return marks;
   }
 
  private:
@@ -170,13 +162,13 @@ class Fences {
     Marks marks;
   };
 
-  void cut(const char* at, int64_t bytes, Marks* found) {
+  void cut(const char* at, int64_t bytes, Marks* removed) {
     auto it = fences_.upper_bound(at);
     if (it != fences_.begin() && std::prev(it)->first + std::prev(it)->second.bytes > at) --it;
     while (it != fences_.end() && it->first < at + bytes) {
       const char* begin = it->first;
       const char* end = begin + it->second.bytes;
-      if (found != nullptr) found->add(it->second.marks);
+      if (removed != nullptr) removed->add(it->second.marks);
       Marks marks = std::move(it->second.marks);
       it = fences_.erase(it);
       if (end > at + bytes) it = fences_.insert(it, {at + bytes, Fence{end - (at + bytes), marks}});

@@ -1,5 +1,5 @@
-// Kernels for PyTorch's own operators by their signature in C++: ops that touch nothing large pass (passing.h) without a
-// stack of arguments, which would take longer than all the rest. All others come to ``fallback`` with one.
+// Kernels for ATen operators by C++ signature: passing ops (passing.h) skip the boxed arguments, which would dominate
+// their cost. All others are boxed and go to `fallback`.
 
 #include "passing.h"
 
@@ -18,7 +18,7 @@
 
 namespace {
 
-// Whether an argument is, or has, a large storage. Arguments without tensors have none.
+// Whether an argument is, or contains, a tensor with a large storage.
 template <class Argument>
 bool is_or_has_large(const Argument& argument) {
   if constexpr (std::is_same_v<Argument, at::Tensor>) {
@@ -45,7 +45,7 @@ void push(torch::jit::Stack& stack, const Result& result) {
 }
 template <class... Results>
 void push(torch::jit::Stack& stack, const std::tuple<Results...>& results) {
-  std::apply([&](const auto&... each) { (push(stack, each), ...); }, results);
+  std::apply([&](const auto&... element) { (push(stack, element), ...); }, results);
 }
 
 template <class Signature>
@@ -58,9 +58,9 @@ class Unboxed<Result(Arguments...)> final : public c10::OperatorKernel {
 
   Result operator()(c10::DispatchKeySet keys, Arguments... arguments) {
     if (composite_) return op_.redispatch(follow::below_key(keys), std::forward<Arguments>(arguments)...);
-    if (!makes_.load(std::memory_order_relaxed) && !(is_or_has_large(arguments) || ...)) {
+    if (!creates_large_.load(std::memory_order_relaxed) && !(is_or_has_large(arguments) || ...)) {
       follow::Passing passing(op_);
-      if (passing.allowed()) return run(passing, follow::below_key(keys), std::forward<Arguments>(arguments)...);
+      if (passing.is_allowed()) return run(passing, follow::below_key(keys), std::forward<Arguments>(arguments)...);
     }
     static const auto boxed = c10::BoxedKernel::makeFromFunction<&follow::fallback>();
     return c10::impl::BoxedKernelWrapper<Result(Arguments...)>::call(boxed, op_, keys,
@@ -69,58 +69,60 @@ class Unboxed<Result(Arguments...)> final : public c10::OperatorKernel {
 
  private:
   Result run(follow::Passing& passing, c10::DispatchKeySet below, Arguments... arguments) {
-    const auto ran = [&](const torch::jit::Stack& results) {
-      if (passing.ran(results)) makes_ = true;
+    const auto take_results = [&](const torch::jit::Stack& results) {
+      if (passing.take_results(results)) creates_large_ = true;
     };
     try {
       if constexpr (std::is_void_v<Result>) {
         op_.redispatch(below, std::forward<Arguments>(arguments)...);
-        if (passing.concerns()) ran({});
+        if (passing.needs_take_results()) take_results({});
       } else {
         Result result = op_.redispatch(below, std::forward<Arguments>(arguments)...);
-        if (passing.concerns()) {
+        if (passing.needs_take_results()) {
           torch::jit::Stack results;
           push<std::remove_reference_t<Result>>(results, result);
-          ran(results);
+          take_results(results);
         }
         return static_cast<Result>(result);
       }
     } catch (...) {
-      passing.failed();
+      passing.rethrow_refusal();
       throw;
     }
   }
 
   c10::TypedOperatorHandle<Result(Arguments...)> op_;
   bool composite_;
-  std::atomic<bool> makes_{false};  // has made something large out of nothing large
+  std::atomic<bool> creates_large_{false};  // has created a large storage without large operands
 };
 
-// The types of a schema as a key. Two C++ signatures may have the same key: a list of tensors has two types in C++.
-std::string words_of(const c10::FunctionSchema& schema) {
-  std::string words;
+// The schema's types as a key. Two C++ signatures may share a key, because tensor lists have two C++ types.
+std::string type_key(const c10::FunctionSchema& schema) {
+  std::string key;
   for (const auto* list : {&schema.arguments(), &schema.returns()}) {
-    for (const c10::Argument& each : *list) {
-      const bool written = each.alias_info() != nullptr && each.alias_info()->isWrite();
-      words += each.real_type()->str() + (written ? "!," : ",");
+    for (const c10::Argument& argument : *list) {
+      const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+      key += argument.real_type()->str() + (written ? "!," : ",");
     }
-    words += ">";
+    key += ">";
   }
-  return words;
+  return key;
 }
 
-using Register = bool (*)(const c10::OperatorHandle& op, const char* why, std::vector<c10::RegistrationHandleRAII>& to);
+using Register = bool (*)(const c10::OperatorHandle& op, const char* debug_name,
+                          std::vector<c10::RegistrationHandleRAII>& to);
 template <class Signature>
-bool register_as(const c10::OperatorHandle& op, const char* why, std::vector<c10::RegistrationHandleRAII>& to) {
+bool register_as(const c10::OperatorHandle& op, const char* debug_name, std::vector<c10::RegistrationHandleRAII>& to) {
   std::unique_ptr<c10::OperatorKernel> kernel;
   try {
     kernel = std::make_unique<Unboxed<Signature>>(op);
-  } catch (const c10::Error&) {  // it has another signature
+  } catch (const c10::Error&) {  // other signature
     return false;
   }
   to.push_back(c10::Dispatcher::singleton().registerImpl(
       op.operator_name(), follow::kKey,
-      c10::KernelFunction::makeFromUnboxedFunctor<false, Unboxed<Signature>>(std::move(kernel)), {}, nullptr, why));
+      c10::KernelFunction::makeFromUnboxedFunctor<false, Unboxed<Signature>>(std::move(kernel)), {}, nullptr,
+      debug_name));
   return true;
 }
 
@@ -128,7 +130,7 @@ using Signatures = std::unordered_multimap<std::string, Register>;
 template <class Op>
 void add(Signatures& signatures) {
   const auto op = c10::Dispatcher::singleton().findSchema({Op::name, Op::overload_name});
-  if (op) signatures.emplace(words_of(op->schema()), &register_as<typename Op::schema>);
+  if (op) signatures.emplace(type_key(op->schema()), &register_as<typename Op::schema>);
 }
 template <class... Ops>
 Signatures signatures_of() {
@@ -137,7 +139,7 @@ Signatures signatures_of() {
   return signatures;
 }
 
-// One operator for each signature that is frequent in training.
+// One operator per signature that is frequent in training.
 namespace ops = at::_ops;
 const Signatures& all_signatures() {
   static const Signatures signatures = signatures_of<
@@ -159,9 +161,9 @@ const Signatures& all_signatures() {
 
 }  // namespace
 
-void follow::register_unboxed(const c10::OperatorHandle& op, const char* why,
+void follow::register_unboxed(const c10::OperatorHandle& op, const char* debug_name,
                               std::vector<c10::RegistrationHandleRAII>& registrations) {
-  const auto [begin, end] = all_signatures().equal_range(words_of(op.schema()));
-  for (auto each = begin; each != end; ++each)
-    if (each->second(op, why, registrations)) return;
+  const auto [begin, end] = all_signatures().equal_range(type_key(op.schema()));
+  for (auto candidate = begin; candidate != end; ++candidate)
+    if (candidate->second(op, debug_name, registrations)) return;
 }
