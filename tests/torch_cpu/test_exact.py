@@ -54,11 +54,12 @@ class Outcome:
     """A training and its results.
 
     Attributes:
-        arguments: those of each step, as the step left them.
+        arguments: arguments of each step, as the step left them.
         visible: tensors that a user could see before the step was closed.
         fetched_bytes: bytes copied in.
         recomputed_ops: number of ops that ran again.
-        in_core: the budget that holds the whole first step; 0 for plain PyTorch."""
+        in_core: the budget that holds the whole first step; 0 for plain PyTorch.
+    """
 
     case: Case
     results: list[Any]

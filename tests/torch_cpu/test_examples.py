@@ -68,7 +68,7 @@ def find_public() -> Iterator[tuple[str, Any]]:
 def find_examples(name: str, value: Any) -> list[doctest.DocTest]:
     finder = doctest.DocTestFinder(recurse=inspect.isclass(value))
     space = {**vars(inspect.getmodule(value)), "outofcore": outofcore}  # type: ignore[arg-type]
-    return [test for test in finder.find(value, name, globs=space) if test.find_examples]
+    return [test for test in finder.find(value, name, globs=space) if test.examples]
 
 
 PUBLIC = dict(find_public())

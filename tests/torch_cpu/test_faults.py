@@ -138,7 +138,7 @@ def test_failing_copy_undoes_or_tears_the_step(trainings: Any, kind: str, monkey
     assert undone or step.policy.name != "offload-all"
     step.close()
     for tensor in ours[0].state_dict().values():
-        assert torch.isfinite(tensor).all()  # readable, whatever its values
+        assert torch.isfinite(tensor).all()  # it stays readable
     if not step._session.torn:
         return
     with pytest.raises(StateError, match="closed"):
@@ -337,12 +337,12 @@ def test_exhausted_host_memory_is_refused_before_any_change(
         with monkeypatch.context() as patch:
             original = HostHome.check
 
-            def exhausted(self: HostHome, count: int) -> None:
+            def check_without_memory(self: HostHome, count: int) -> None:
                 if self is ours.homes[0]:
                     patch.setattr("outofcore.runtime.homes.available_memory_bytes", lambda: 8 * KIB)
                 original(self, count)
 
-            patch.setattr(HostHome, "check", exhausted)
+            patch.setattr(HostHome, "check", check_without_memory)
             with pytest.raises(SpillError, match=r"host memory, and the system has 8.00 KiB available"):
                 ours(batch(0))
         assert_same(contents(model, optimizer), before)

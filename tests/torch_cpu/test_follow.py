@@ -39,7 +39,7 @@ def location_of(tensor: Tensor) -> str:
     return ("outside", "arena", "away", "loose")[load_paging().follow_where(tensor.untyped_storage()._cdata)]
 
 
-def send_away(tensor: Tensor) -> None:
+def evict(tensor: Tensor) -> None:
     assert load_paging().follow_evict(tensor.untyped_storage()._cdata) == 1
     assert location_of(tensor) == "away"
 
@@ -57,7 +57,7 @@ def overwrite_the_arena() -> None:
 def test_op_fetches_an_evicted_tensor(run: outofcore.Loop) -> None:
     x = torch.randn(256, 256)
     total = x.sum()
-    send_away(x)
+    evict(x)
     overwrite_the_arena()
     assert x.sum() == total
     assert location_of(x) == "arena"
@@ -65,7 +65,7 @@ def test_op_fetches_an_evicted_tensor(run: outofcore.Loop) -> None:
 
 def test_evicted_tensor_is_read_at_its_home(run: outofcore.Loop) -> None:
     x = torch.arange(40000.0) + 0
-    send_away(x)
+    evict(x)
     overwrite_the_arena()
     assert x.tolist()[39999] == 39999.0
     file = io.BytesIO()
@@ -79,10 +79,10 @@ def test_evicted_tensor_is_read_at_its_home(run: outofcore.Loop) -> None:
 def test_view_shares_data_with_its_evicted_base(run: outofcore.Loop) -> None:
     base = torch.randn(256, 256)
     expected, part = base.clone(), base[3:9, ::2]
-    send_away(base)
+    evict(base)
     part.mul_(2)
     expected[3:9, ::2] *= 2
-    send_away(base)
+    evict(base)
     overwrite_the_arena()
     assert base.equal(expected)
     assert base.t().contiguous().equal(expected.t())
@@ -94,7 +94,7 @@ def test_evicted_gradient_is_accumulated_in_place(run: outofcore.Loop) -> None:
     gradient = weight.grad
     assert gradient is not None
     once = gradient.clone()
-    send_away(gradient)
+    evict(gradient)
     (x @ weight).sum().backward()
     assert weight.grad is gradient
     assert gradient.equal(once * 2)
@@ -102,10 +102,10 @@ def test_evicted_gradient_is_accumulated_in_place(run: outofcore.Loop) -> None:
 
 def test_evicted_storage_can_be_resized(run: outofcore.Loop) -> None:
     x = torch.arange(40000.0) + 0
-    send_away(x)
+    evict(x)
     x.resize_(80000)
     assert x[:40000].equal(torch.arange(40000.0))
-    send_away(x)
+    evict(x)
     x.resize_(30000)
     assert x.equal(torch.arange(30000.0))
     out = torch.empty(0)
@@ -114,22 +114,22 @@ def test_evicted_storage_can_be_resized(run: outofcore.Loop) -> None:
     out.untyped_storage().resize_(0)
     out.untyped_storage().resize_(120000)
     out.fill_(3)
-    send_away(out)
+    evict(out)
     assert out.sum() == 90000
 
 
 def test_evicted_data_moves_to_another_tensor(run: outofcore.Loop) -> None:
     parameter, new = nn.Parameter(torch.randn(200, 200)), torch.randn(200, 200)
     expected = new.clone()
-    send_away(new)
+    evict(new)
     parameter.data = new
     del new
     assert parameter.equal(expected)
-    send_away(parameter)
+    evict(parameter)
     shared = torch.empty(0).set_(parameter.untyped_storage(), 0, (200, 200), (200, 1))
     assert shared.equal(expected)
     torch.utils.swap_tensors(shared, swapped := torch.zeros(200, 200))
-    send_away(swapped)
+    evict(swapped)
     overwrite_the_arena()
     assert swapped.equal(expected)
     assert shared.eq(0).all()
@@ -168,7 +168,7 @@ def test_array_and_tensor_share_data_across_evictions(run: outofcore.Loop) -> No
 
 def test_dlpack_array_of_an_evicted_tensor_stays_valid(run: outofcore.Loop) -> None:
     x = torch.arange(40000.0) + 0
-    send_away(x)
+    evict(x)
     array = np.from_dlpack(x)
     x.add_(1)
     evict_all(run)
@@ -218,12 +218,12 @@ def test_model_is_adopted_from_mapped_and_buffer_memory(tmp_path: Path) -> None:
 
 def test_write_by_another_thread_is_not_lost(run: outofcore.Loop) -> None:
     x = torch.randn(256, 256)
-    send_away(x)
+    evict(x)
     x.sum()  # now in the arena, and clean
     thread = threading.Thread(target=x.fill_, args=(3.0,))
     thread.start()
     thread.join()
-    send_away(x)
+    evict(x)
     overwrite_the_arena()
     assert x.add(0).eq(3).all()
     assert run.stats.unseen_writes == 1
@@ -242,12 +242,12 @@ def test_unseen_negation_of_a_clean_parameter_is_kept(
         if fixed:
             weight.view(torch.int16).numpy()
         weight.sum()
-        send_away(weight)
+        evict(weight)
         weight.sum()  # now in the arena, and clean
         address = load_paging().follow_memory(weight.untyped_storage()._cdata)
         signs = np.ctypeslib.as_array((ctypes.c_uint8 * weight.nbytes).from_address(address))
         signs[dtype.itemsize - 1 :: dtype.itemsize] ^= 0x80
-        send_away(weight)
+        evict(weight)
         overwrite_the_arena()
         assert weight.equal(expected)
         assert run.stats.unseen_writes == 1
@@ -305,11 +305,11 @@ def test_silent_write_of_an_operator_is_kept_without_checks(
     assert not torch.equal(expected, make())
     with outofcore.budget(16 * MIB, check="off"):
         x = make()
-        send_away(x)
+        evict(x)
         x.clone()  # now in the arena, and clean
         write(x)
         x.clone()
-        send_away(x)
+        evict(x)
         overwrite_the_arena()
         assert torch.equal(x, expected)
 
@@ -317,7 +317,7 @@ def test_silent_write_of_an_operator_is_kept_without_checks(
 def test_other_thread_reads_an_evicted_tensor(run: outofcore.Loop) -> None:
     x, results = torch.randn(256, 256), []
     total = x.sum().item()
-    send_away(x)
+    evict(x)
     thread = threading.Thread(target=lambda: results.append((x.sum().item(), x.clone())))
     thread.start()
     thread.join()
@@ -341,7 +341,7 @@ def test_backward_runs_in_another_thread(run: outofcore.Loop) -> None:
 
 def test_forked_child_sees_a_snapshot_and_does_not_change_the_parent(run: outofcore.Loop) -> None:
     evicted, resident = torch.zeros(40000) + 1, torch.zeros(40000) + 1
-    send_away(evicted)
+    evict(evicted)
     begin, end = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -351,9 +351,9 @@ def test_forked_child_sees_a_snapshot_and_does_not_change_the_parent(run: outofc
         os.write(end[1], b"y" if values == {1.0} else b"n")
         os._exit(0)
     evicted.add_(5)
-    send_away(evicted)  # to another slot, because the child may read the old one
+    evict(evicted)  # to another slot, because the child may read the old one
     resident.add_(5)
-    send_away(resident)
+    evict(resident)
     os.write(begin[1], b"!")
     assert os.read(end[0], 1) == b"y"
     os.waitpid(child, 0)
@@ -365,7 +365,7 @@ def test_forked_child_sees_a_snapshot_and_does_not_change_the_parent(run: outofc
 
 def test_forked_child_frees_tensors_and_runs_its_own_loop(run: outofcore.Loop) -> None:
     evicted, resident, model = torch.zeros(40000) + 1, torch.zeros(40000) + 1, nn.Linear(256, 256)
-    send_away(evicted)
+    evict(evicted)
     child = os.fork()
     if child == 0:
         signal.alarm(60)  # ends a child that hangs

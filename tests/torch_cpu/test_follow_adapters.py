@@ -208,8 +208,6 @@ def test_8_bit_optimizer_is_exact() -> None:
     bnb = pytest.importorskip("bitsandbytes")
 
     def loop(model: Any, make: Make) -> list[Any]:
-        return plain(
-            model, lambda trained_model: bnb.optim.AdamW8bit(trained_model.parameters(), 1e-3, min_8bit_size=1024)
-        )
+        return plain(model, lambda m: bnb.optim.AdamW8bit(m.parameters(), 1e-3, min_8bit_size=1024))
 
     assert_exact(loop, llama)
