@@ -466,8 +466,6 @@ def test_concurrent_saves_are_refused(tmp_path: Path) -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen base with a buffer and tied weights, and a trainable adapter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(192, 192)

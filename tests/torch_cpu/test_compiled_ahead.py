@@ -31,7 +31,6 @@ class _Recipes(kernels.Kernels):
 
 @pytest.fixture(scope="module")
 def recipes() -> list[kernels.Recipe]:
-    """Return the recipes of a step with many operators, numbers, data types and views."""
     layers = [layer for width in range(8, 32, 2) for layer in (nn.Linear(width, width + 2), nn.GELU(), nn.Tanh())]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

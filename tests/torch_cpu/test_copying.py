@@ -36,7 +36,6 @@ def trainings(request: pytest.FixtureRequest, smallest: int, tmp_path: Path) -> 
 
 
 def count_copiers() -> int:
-    """Count the native copy threads of this process."""
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return names.count("outofcore-copy")
 
@@ -240,7 +239,6 @@ def test_pieces_of_all_sizes_are_copied_whole(tmp_path: Path) -> None:
 
 
 def copy_piece(library: Any, home: Any, address: int, size: int, offset: int, *, writes: bool) -> None:
-    """Copy one piece in a step of its own."""
     from array import array  # noqa: PLC0415
 
     place = home.locate(offset, size)

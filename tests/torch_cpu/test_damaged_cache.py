@@ -31,7 +31,6 @@ STEP = functools.cache(captured_small_step)
 
 @pytest.fixture
 def _fixed_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the measurement of links by fixed rates."""
     rates = Rates(1e9, 1e9)
     report = LinkReport("host", GIB, 1e-4, rates, rates, rates, 1.0, 1.0, 1.0)
     monkeypatch.setattr(links, "measure_link", lambda home, **_: report)
@@ -39,7 +38,6 @@ def _fixed_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the undamaged files of a cache by name."""
     cache = Cache(tmp_path_factory.mktemp("whole"))
     profile_ops(STEP(), cache=cache)
     known_link(HostHome(GIB), cache, buffer_bytes=MIB)

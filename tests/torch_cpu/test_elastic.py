@@ -121,7 +121,6 @@ def test_step_leaves_the_generators_of_the_process_unchanged() -> None:
 
 
 def measure_update_norm(limit: float) -> float:
-    """Return the norm of the gradient that one step with clipping applied."""
     model, optimizer, train_step = model_of("sgd")
     before = [parameter.detach().clone() for parameter in model.parameters()]
 

@@ -51,23 +51,15 @@ SEARCHED_LONG = {*DEEP, *LIKE_GPT, "gpt", "gan"}
 
 @dataclass
 class Outcome:
-    """A training and its results.
-
-    Attributes:
-        arguments: arguments of each step, as the step left them.
-        visible: tensors that a user could see before the step was closed.
-        fetched_bytes: bytes copied in.
-        recomputed_ops: number of ops that ran again.
-        in_core: the budget that holds the whole first step; 0 for plain PyTorch.
-    """
+    """A training and its results."""
 
     case: Case
     results: list[Any]
-    arguments: list[Any]
-    visible: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    arguments: list[Any]  # as the step left them
+    visible: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])  # before the step was closed
     fetched_bytes: int = 0
     recomputed_ops: int = 0
-    in_core: int = 0
+    in_core: int = 0  # the budget that holds the whole first step; 0 for plain PyTorch
 
     def differs_from(self, other: Outcome) -> list[str]:
         """Return the names of visible tensors with different bits; check results and arguments first."""
@@ -89,7 +81,6 @@ def run(
     policy: PolicyLike = "auto",
     steps: int = STEPS,
 ) -> Outcome:
-    """Train, within a budget if one is given, and validate each program."""
     torch.manual_seed(1234)
     case = make()
     if budget is None:

@@ -15,7 +15,6 @@ SCRIPT = Path(__file__).with_name("faults_everywhere.py")
 
 
 def run_sweep(*arguments: str, timeout_s: float = 600) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Run ``faults_everywhere.py`` and return its records of runs and of sweeps."""
     command = [sys.executable, str(SCRIPT), *arguments]
     process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment())
     lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]

@@ -49,7 +49,6 @@ def evict_all(run: outofcore.Loop) -> None:
 
 
 def overwrite_the_arena() -> None:
-    """Fill the whole arena with other data."""
     for _ in range(2):
         torch.full((14 * MIB // 4,), 7.0)
 

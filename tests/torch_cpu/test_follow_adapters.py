@@ -42,7 +42,6 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def llama(**more: Any) -> nn.Module:
-    """Return a small Llama with its head tied to its embedding."""
     transformers = pytest.importorskip("transformers")
     settings = {
         "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
@@ -59,7 +58,6 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def add_adapters(model: nn.Module) -> nn.Module:
-    """Add two adapters to a model, the first one with dropout."""
     peft = pytest.importorskip("peft")
     targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
     adapted_model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets, lora_dropout=0.1), "one")
@@ -155,7 +153,6 @@ def test_tied_embedding_works_with_gradient_checkpointing() -> None:
 
 
 def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
-    """Replace the linears in the layers of a model."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and "layers" in name:
             parent, _, child = name.rpartition(".")

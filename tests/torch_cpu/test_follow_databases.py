@@ -10,7 +10,6 @@ from pathlib import Path
 
 
 def test_pytorch_database_entries_are_exact_within_budgets() -> None:
-    """Takes ten seconds, mostly for the import of PyTorch's tests."""
     script = Path(__file__).with_name("databases.py")
     ran = subprocess.run(
         [sys.executable, str(script), "modules", "operators", "--first", "1", "--every", "211", "--start", "5"],

@@ -33,8 +33,6 @@ def make_model() -> nn.Module:
 
 
 def train_step(model: nn.Module, between: Callable[[], object] = lambda: None) -> float:
-    """Run one step that calls ``between`` in the middle of backward."""
-
     class Between(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -68,7 +66,6 @@ def unwatch_addresses() -> None:
 
 @pytest.fixture(autouse=True)
 def check_ended() -> Iterator[None]:
-    """Check that a test ends its loops and leaves PyTorch unchanged."""
     unwatch_addresses()
     before = torch._ops._compute_keyset, torch.autograd._engine_run_backward, torch.Tensor.numpy
     yield
@@ -80,7 +77,7 @@ def check_ended() -> Iterator[None]:
 
 
 def assert_trained(model: nn.Module, losses: list[float]) -> None:
-    """Check that the model is that of plain PyTorch, and trains on like it."""
+    """Check that the model has the bits of plain PyTorch, now and after one more step."""
     theirs = make_model()
     expected = [train_step(theirs) for _ in losses]
     assert losses == expected

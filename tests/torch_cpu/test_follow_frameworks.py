@@ -74,7 +74,6 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
 
 
 def make_lightning(folder: Path, callbacks: tuple[Any, ...] = ()) -> tuple[Any, Any, Any, Any]:
-    """Return a trainer, a module and loaders, with validation, logging, a checkpoint and clipping."""
     lightning = pytest.importorskip("lightning")
 
     class Lit(lightning.LightningModule):

@@ -78,7 +78,6 @@ DIFFERENTIABLE = [use_cond, use_map, use_scan, use_associative_scan, use_earlier
 
 
 def train(use: Callable[[nn.Module, Tensor], Tensor], budget: str | None) -> tuple[list[Tensor], Any]:
-    """Train for two steps, plain or with all tensors evicted after every op."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, WIDTH)

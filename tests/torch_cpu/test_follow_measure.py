@@ -21,8 +21,6 @@ Loop = Callable[[], list[float]]
 
 
 class Attending(nn.Module):
-    """Attention with dropout, and with scores larger than all other tensors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
@@ -54,7 +52,6 @@ JOBS = {
 
 
 def train(job: str, budget: str | int | None, *, steps: int = 3, **options: bool) -> tuple[list[float], outofcore.Loop]:
-    """Train within a budget, and return losses and the loop."""
     make, shape, settings = JOBS[job]
     torch.manual_seed(0)
     model, x = make(), torch.rand(shape)
@@ -173,8 +170,6 @@ def test_growing_loop_shrinks_after_the_op_and_warns_once(caplog: pytest.LogCapt
 
 
 def test_long_batch_among_short_ones_runs_within_their_budget() -> None:
-    """One of a hundred batches has four times the length of the others."""
-
     def losses(budget: str | int | None, **options: bool) -> tuple[list[float], outofcore.Loop | None]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(64, 64), *[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])

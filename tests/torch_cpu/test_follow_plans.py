@@ -348,7 +348,6 @@ def test_dead_planner_leaves_the_loop_without_plans(monkeypatch: pytest.MonkeyPa
 
 
 def _pick(generator: random.Random, sources: list[Tensor]) -> Tensor:
-    """Return a batch of random samples, some of them scaled."""
     batch = torch.empty(4, LENGTH, 64)
     for i in range(4):
         sample = generator.choice(sources)
@@ -359,8 +358,6 @@ def _pick(generator: random.Random, sources: list[Tensor]) -> Tensor:
 
 
 class Deep(nn.Module):
-    """A model that skips a random layer in each step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(64, 256)
