@@ -61,11 +61,11 @@ class Outcome:
     recomputed_ops: int = 0
     in_core: int = 0  # the budget that holds the whole first step; 0 for plain PyTorch
 
-    def differs_from(self, other: Outcome) -> list[str]:
+    def differs_from(self, reference: Outcome) -> list[str]:
         """Return the names of visible tensors with different bits; check results and arguments first."""
-        assert_same(self.results, other.results)
-        assert_same(self.arguments, other.arguments)
-        closed, right = dict(everything(self.case)), dict(everything(other.case))
+        assert_same(self.results, reference.results)
+        assert_same(self.arguments, reference.arguments)
+        closed, right = dict(everything(self.case)), dict(everything(reference.case))
         assert self.visible.keys() == closed.keys() == right.keys()
         return [
             key
